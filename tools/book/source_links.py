@@ -19,8 +19,10 @@ def rewrite(content, page, repository):
         if "://" in link or link.startswith("/"):
             return link
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
-        outside = not path.startswith("docs/")
-        return f"{repository}/blob/main/{path}" if outside else link
+        if not path.startswith("docs/"):
+            return f"{repository}/blob/main/{path}"
+        # mdBook writes each README.md as index.html, and does not change the links to it.
+        return re.sub(r"\bREADME\.md$", "index.md", link)
 
     return LINK.sub(target, content)
 

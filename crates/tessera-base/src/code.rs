@@ -1,10 +1,24 @@
 //! Diagnostic codes: a stable id for each kind of diagnostic, with the page that `tessera explain`
 //! prints.
 //!
-//! A library crate defines its codes in `codes.rs`, ordered by id, and lists them in a `CODES`
-//! table there: several files raise the same code, and none of them should import another for it.
-//! The application crate joins the tables into a [`Registry`]. A retired id stays listed as
-//! reserved and is never reused.
+//! A crate defines its codes with [`codes!`](crate::codes) in `codes.rs`, ordered by id: several
+//! files raise the same code, and none of them should import another for it. The application crate
+//! joins the lists into a [`Registry`]. A retired id is never reused.
+
+/// Defines the diagnostic codes of a crate, and their list `CODES`, from the id, title and page of
+/// each: `T0101: "mesh is too large", "The page.";`.
+#[macro_export]
+macro_rules! codes {
+    ($($id:ident: $title:literal, $page:literal;)+) => {
+        /// Diagnostic codes of this crate, ordered by id.
+        pub const CODES: &[&$crate::Code] = &[$(&$id,)+];
+        $(
+            #[doc = concat!("Diagnostic code `", stringify!($id), "`: ", $title, ".")]
+            pub static $id: $crate::Code =
+                $crate::Code { id: stringify!($id), title: $title, page: $page };
+        )+
+    };
+}
 
 /// A kind of diagnostic.
 ///

@@ -16,8 +16,6 @@ pub struct ConfigReader<'a> {
     path: String,
     map: BTreeMap<String, Value>,
     known: Vec<&'static str>,
-    /// Pairs of a key of an earlier format and the key that replaced it.
-    renamed: &'static [(&'static str, &'static str)],
     /// Problems found so far.
     pub diagnostics: Diagnostics,
 }
@@ -40,19 +38,13 @@ impl<'a> ConfigReader<'a> {
                 BTreeMap::new()
             }
         };
-        ConfigReader { file, path: path.to_string(), map, known: Vec::new(), renamed: &[], diagnostics }
+        ConfigReader { file, path: path.to_string(), map, known: Vec::new(), diagnostics }
     }
 
     /// Returns the key qualified with the path of its table, as diagnostics show it.
     #[must_use]
     pub fn qualified_key(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_string() } else { format!("{}.{key}", self.path) }
-    }
-
-    /// Names the keys of earlier formats, as pairs of the old key and the key that replaced it. An
-    /// old key stays an error, and its hint names the new key.
-    pub fn set_renamed_keys(&mut self, pairs: &'static [(&'static str, &'static str)]) {
-        self.renamed = pairs;
     }
 
     /// Accepts keys that Tessera does not need, and drops their values.
@@ -148,6 +140,19 @@ impl<'a> ConfigReader<'a> {
         self.read_as(key, Some(default), default, &crate::format_choices(choices), choice)
     }
 
+    /// Reads a string that must be the name of one of `values`.
+    pub fn read_named<T: Copy>(
+        &mut self,
+        key: &'static str,
+        values: &[T],
+        name: fn(T) -> &'static str,
+        default: T,
+    ) -> T {
+        let names: Vec<&'static str> = values.iter().map(|v| name(*v)).collect();
+        let chosen = self.read_choice(key, &names, name(default));
+        values.iter().copied().find(|v| name(*v) == chosen).unwrap_or(default)
+    }
+
     /// Returns a reader for a nested table; the table is empty if the key is absent.
     pub fn read_table(&mut self, key: &'static str) -> ConfigReader<'a> {
         let value = self.take_value(key).unwrap_or(Value::Object(serde_json::Map::new()));
@@ -190,15 +195,15 @@ impl<'a> ConfigReader<'a> {
     pub fn finish(mut self) -> Diagnostics {
         for key in self.map.keys() {
             let full = self.qualified_key(key);
-            let mut d = Diagnostic::error(&T0002, format!("unknown key `{full}`"))
-                .with_label(self.file, "not a key of this file");
-            let renamed = self.renamed.iter().find(|(old, _)| old == key);
-            d = match (renamed, closest_name(key, self.known.iter().copied())) {
-                (Some((_, new)), _) => d.with_hint(format!("`{full}` is now `{}`", self.qualified_key(new))),
-                (None, Some(n)) => d.with_hint(format!("did you mean `{}`?", self.qualified_key(n))),
-                (None, None) => d.with_hint(format!("known keys: {}", self.known.join(", "))),
+            let hint = match closest_name(key, self.known.iter().copied()) {
+                Some(n) => format!("did you mean `{}`?", self.qualified_key(n)),
+                None => format!("known keys: {}", self.known.join(", ")),
             };
-            self.diagnostics.push(d);
+            self.diagnostics.push(
+                Diagnostic::error(&T0002, format!("unknown key `{full}`"))
+                    .with_label(self.file, "not a key of this file")
+                    .with_hint(hint),
+            );
         }
         self.diagnostics
     }

@@ -12,6 +12,7 @@ mod codes;
 pub mod config;
 mod counterexample;
 mod diagnostic;
+mod named_enum;
 pub mod random;
 mod render;
 mod span;

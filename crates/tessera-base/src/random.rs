@@ -211,6 +211,7 @@ mod tests {
         }
     }
 
+    // proves: D-08, R-07
     #[test]
     fn a_shard_draws_its_part_of_the_global_tensor() {
         let key = DrawKey { seed: 7, chunk: 3, draw: 1 };
@@ -223,6 +224,7 @@ mod tests {
         }
     }
 
+    // proves: D-08, R-07
     #[test]
     fn draws_are_bit_stable() {
         // Recorded runs are compared across versions by the bits of their output.

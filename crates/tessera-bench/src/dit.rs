@@ -17,7 +17,7 @@ use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle
 use tessera_models::{SigmaStep, denoising_steps};
 
 use crate::stats::{median, min_value, round_to_millis};
-use crate::{BenchResult, OutputArgs, diagnostics_error};
+use crate::{BenchResult, diagnostics_error};
 
 /// Number of untimed chunks. The first one touches the memory for the first time.
 const WARM_UP_CHUNKS: u32 = 3;
@@ -36,9 +36,6 @@ pub struct Args {
     /// Number of chunks to time
     #[arg(long, value_name = "N", default_value_t = 40)]
     chunks: u32,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
 /// Times all forwards of one steady chunk on one rank in this process.
@@ -227,7 +224,6 @@ mod tests {
             model: Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/wan-odd"),
             threads: Some(2),
             chunks: 3,
-            output: OutputArgs { json: true, save: false },
         };
         let result = run(&args).unwrap();
         assert_eq!(result.numbers["forwards"], 5);

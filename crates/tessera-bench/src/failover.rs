@@ -5,7 +5,6 @@
 //! so that the signal hits every part of a call. It sends the signal and polls the system's process
 //! list. Only the name of the failed rank comes from the run's own output.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
@@ -14,10 +13,10 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tessera_base::random::philox4x32;
 
+use crate::BenchResult;
+use crate::endings::RunEndings;
 use crate::process_list::{Process, find_ranks, find_tagged, wait_until_gone};
-use crate::stats::{max_value, percentiles_json, quantile};
-use crate::stream_process::{StreamProcess, StreamTarget};
-use crate::{BenchResult, OutputArgs};
+use crate::stream_process::{StreamArgs, StreamProcess, StreamTarget};
 
 /// Kill and stop every kind of process of a stream; measure when all are gone and which rank is
 /// named
@@ -53,11 +52,10 @@ pub struct Args {
     /// Seed of the random delays
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
+/// Width of the column with the name of a case, in characters.
+const NAME_WIDTH: usize = 28;
 /// Number of chunks on disk before the signal.
 const CHUNKS_BEFORE: u64 = 3;
 /// A number of chunks that no run reaches.
@@ -151,11 +149,7 @@ struct FailoverCase {
     topology: TestTopology,
     victim: Victim,
     signal: FaultSignal,
-    seconds_until_gone: Vec<f64>,
-    left_behind: usize,
-    named_correctly: u32,
-    /// How often each outcome was reported.
-    outcomes: BTreeMap<String, u32>,
+    endings: RunEndings,
 }
 
 impl FailoverCase {
@@ -193,15 +187,7 @@ fn build_cases(args: &Args) -> Vec<FailoverCase> {
                 };
                 if exists {
                     let (topology, victim, blow) = (*topology, *victim, *blow);
-                    out.push(FailoverCase {
-                        topology,
-                        victim,
-                        signal: blow,
-                        seconds_until_gone: Vec::new(),
-                        left_behind: 0,
-                        named_correctly: 0,
-                        outcomes: BTreeMap::new(),
-                    });
+                    out.push(FailoverCase { topology, victim, signal: blow, endings: RunEndings::default() });
                 }
             }
         }
@@ -217,8 +203,13 @@ fn random_delay(seed: u64, repetition: u32, case: usize) -> Duration {
 
 fn run_once(args: &Args, case: &mut FailoverCase, delay: Duration) -> anyhow::Result<()> {
     let mesh = if case.topology == TestTopology::Pp0 { "tp=1" } else { &args.mesh };
-    let (_dir, mut stream) =
-        StreamProcess::start_fresh(&args.target, mesh, case.topology.name(), ENDLESS_CHUNKS)?;
+    let stream = StreamArgs {
+        target: args.target.clone(),
+        mesh: mesh.to_string(),
+        topology: case.topology.name().to_string(),
+        chunks: ENDLESS_CHUNKS,
+    };
+    let (_dir, mut stream) = stream.start(&[])?;
     stream.wait_for_chunks(&mut stream.open_record(), CHUNKS_BEFORE)?;
     let all = find_tagged(&stream.tag);
     let ranks = find_ranks(stream.launcher_pid(), &stream.tag);
@@ -250,19 +241,15 @@ fn run_once(args: &Args, case: &mut FailoverCase, delay: Duration) -> anyhow::Re
     if left.is_empty() {
         stream.wait();
     }
-    case.seconds_until_gone.push(took.as_secs_f64());
-    case.left_behind += left.len();
+    case.endings.add_run(took, left.len());
     let cause = reported_cause(&stream, case.victim);
     let is_named_correctly = match case.victim {
         // Only the leader can report it, in the record.
         Victim::Launcher => cause["code"] == "T0749",
         _ => cause["rank"].as_u64() == victim_rank.map(u64::from),
     };
-    case.named_correctly += u32::from(is_named_correctly);
-    let rank = cause["rank"].as_u64().map_or("no rank".to_string(), |r| format!("rank {r}"));
-    let outcome =
-        format!("{}, {}, {rank}", stream.describe_end(), cause["code"].as_str().unwrap_or("no code"));
-    *case.outcomes.entry(outcome).or_default() += 1;
+    let (code, rank) = (cause["code"].as_str(), cause["rank"].as_u64());
+    case.endings.add_report(&stream.describe_end(), code, rank, is_named_correctly);
     if !left.is_empty() || !is_named_correctly {
         eprintln!(
             "{}: {} processes left after {:.3} s, {}named correctly: {cause}\n{}",
@@ -287,44 +274,21 @@ fn reported_cause(stream: &StreamProcess, victim: Victim) -> Value {
 }
 
 fn summarize_cases(args: &Args, cases: &[FailoverCase]) -> BenchResult {
-    let mut text = format!(
-        "{:<28} {:>4} {:>8} {:>8} {:>8}  left  named\n",
-        "time until gone", "n", "p50 s", "p99 s", "max s"
-    );
+    let mut text = RunEndings::heading(NAME_WIDTH, "named");
     let mut rows = Vec::new();
     for c in cases {
-        let n = c.seconds_until_gone.len();
-        let (p50, p99, max) = (
-            quantile(&c.seconds_until_gone, 0.5),
-            quantile(&c.seconds_until_gone, 0.99),
-            max_value(&c.seconds_until_gone),
-        );
-        let _ = writeln!(
-            text,
-            "{:<28} {n:>4} {p50:>8.3} {p99:>8.3} {max:>8.3}  {:>4}  {} of {n}",
-            c.name(),
-            c.left_behind,
-            c.named_correctly
-        );
-        for (outcome, times) in &c.outcomes {
-            let _ = writeln!(text, "    {times:>4} x {outcome}");
-        }
-        rows.push(json!({
-            "topology": c.topology.name(),
-            "victim": c.victim.name(),
-            "signal": c.signal.name(),
-            "seconds": percentiles_json(&c.seconds_until_gone),
-            "limit_s": c.signal.limit_s(),
-            "within_limit": max <= c.signal.limit_s(),
-            "orphans": c.left_behind,
-            "named_correctly": c.named_correctly,
-            "outcomes": c.outcomes,
-        }));
+        c.endings.write_lines(&c.name(), NAME_WIDTH, 1, &mut text);
+        let mut row = c.endings.to_json(c.signal.limit_s());
+        row.insert("topology".into(), c.topology.name().into());
+        row.insert("victim".into(), c.victim.name().into());
+        row.insert("signal".into(), c.signal.name().into());
+        row.insert("named_correctly".into(), c.endings.named_correctly.into());
+        rows.push(row);
     }
     let sum = |of: &dyn Fn(&FailoverCase) -> usize| cases.iter().map(of).sum::<usize>();
-    let (runs, orphans, right) =
-        (sum(&|c| c.seconds_until_gone.len()), sum(&|c| c.left_behind), sum(&|c| c.named_correctly as usize));
-    let kills = sum(&|c| if c.signal == FaultSignal::Kill { c.seconds_until_gone.len() } else { 0 });
+    let runs = sum(&|c| c.endings.seconds_until_gone.len());
+    let kills = sum(&|c| if c.signal == FaultSignal::Kill { c.endings.seconds_until_gone.len() } else { 0 });
+    let (orphans, right) = (sum(&|c| c.endings.left_behind), sum(&|c| c.endings.named_correctly as usize));
     let share = right as f64 / runs.max(1) as f64;
     let _ = write!(
         text,

@@ -12,28 +12,17 @@ use anyhow::ensure;
 use serde_json::{Value, json};
 use tessera_runtime::Limits;
 
+use crate::BenchResult;
 use crate::harness::{self, EngineScript, HarnessConfig, burn_cpu};
 use crate::stats::round_to_millis;
-use crate::stream_process::{StreamProcess, StreamTarget};
-use crate::{BenchResult, OutputArgs};
+use crate::stream_process::StreamArgs;
 
 /// Stream while all cores are busy, and with one very slow step; no run may be ended
 #[derive(Debug, clap::Args)]
 pub struct Args {
+    /// The stream on busy cores.
     #[command(flatten)]
-    target: StreamTarget,
-
-    /// Mesh of the run on busy cores, such as tp=2
-    #[arg(long, default_value = "tp=2")]
-    mesh: String,
-
-    /// Placement of the leader: mesh, pp0 or pp1
-    #[arg(long, default_value = "mesh")]
-    topology: String,
-
-    /// Number of chunks to stream on busy cores
-    #[arg(long, value_name = "N", default_value_t = 10_000)]
-    chunks: u32,
+    stream: StreamArgs,
 
     /// Number of threads that keep cores busy [default: two per core]
     #[arg(long, value_name = "N")]
@@ -46,9 +35,6 @@ pub struct Args {
     /// Factor by which the slow step takes longer
     #[arg(long, value_name = "N", default_value_t = 20)]
     slow_factor: u32,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
 /// Number of ranks of the slow run, and the rank that is slow.
@@ -64,7 +50,7 @@ const STUCK_FACTOR: u32 = 4;
 
 /// Streams under load, with a slow step that reports progress, and with one that does not.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
-    ensure!(args.chunks > 0, "--chunks 0: nothing to stream");
+    ensure!(args.stream.chunks > 0, "--chunks 0: nothing to stream");
     let mut text = String::new();
     let (loaded, loaded_ok) = run_under_load(args, &mut text)?;
     let (slow, slow_ok) = run_slow_step(args, true, &mut text)?;
@@ -77,9 +63,9 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     );
     let numbers = json!({
         "bench": "false-positives",
-        "model": args.target.model,
-        "mesh": args.mesh,
-        "topology": args.topology,
+        "model": args.stream.target.model,
+        "mesh": args.stream.mesh,
+        "topology": args.stream.topology,
         "loaded": loaded,
         "slow_step": slow,
         "stuck_step": stuck,
@@ -105,8 +91,7 @@ fn run_under_load(args: &Args, text: &mut String) -> anyhow::Result<(Value, bool
         })
         .collect();
     let begun = Instant::now();
-    let (_dir, mut stream) =
-        StreamProcess::start_fresh(&args.target, &args.mesh, &args.topology, args.chunks)?;
+    let (_dir, mut stream) = args.stream.start(&[])?;
     let mut reported_minutes = 0;
     while stream.try_reap().is_none() {
         std::thread::sleep(Duration::from_millis(50));
@@ -123,8 +108,9 @@ fn run_under_load(args: &Args, text: &mut String) -> anyhow::Result<(Value, bool
     }
     let result = stream.printed_result().unwrap_or_default();
     let chunks = result["chunks"].as_u64().unwrap_or(0);
-    let ok =
-        result["failure"].is_null() && chunks == u64::from(args.chunks) && stream.describe_end() == "exit 0";
+    let ok = result["failure"].is_null()
+        && chunks == u64::from(args.stream.chunks)
+        && stream.describe_end() == "exit 0";
     let event_count = stream.open_record().read()?.iter().filter(|l| l["kind"] == "event").count();
     if !ok {
         eprintln!("{}", stream.output_text());
@@ -152,7 +138,6 @@ fn run_slow_step(args: &Args, reports_progress: bool, text: &mut String) -> anyh
     let slow_factor = if reports_progress { args.slow_factor } else { args.slow_factor * STUCK_FACTOR };
     let config = HarnessConfig {
         ranks: SLOW_RUN_RANKS,
-        leader_outside: false,
         chunks: SLOW_RUN_CHUNKS,
         engine_script: EngineScript::SlowOnce {
             step_ns,
@@ -161,9 +146,8 @@ fn run_slow_step(args: &Args, reports_progress: bool, text: &mut String) -> anyh
             rank: SLOW_RANK,
             reports_progress,
         },
-        burn_in_background: false,
-        echo: false,
         dir: dir.path().to_path_buf(),
+        ..HarnessConfig::default()
     };
     // The default limits, as in a user's run.
     let outcome = harness::run(&config, &Limits::default())?;

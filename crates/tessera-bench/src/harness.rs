@@ -33,7 +33,7 @@ use crate::diagnostics_error;
 use timestamps::timestamps_file;
 
 /// Configuration of a run. The launcher passes it to every rank, as JSON in the payload.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct HarnessConfig {
     /// Number of ranks; rank 0 is the leader.
     pub ranks: u32,

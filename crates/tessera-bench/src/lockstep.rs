@@ -16,9 +16,9 @@ use std::os::unix::net::UnixStream;
 use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
 
+use crate::BenchResult;
 use crate::harness::{self, EngineScript, FrameSizes, HarnessConfig, HarnessRun, RankTimestamps};
 use crate::stats::{median, percentiles_json, quantile, round_to_millis};
-use crate::{BenchResult, OutputArgs};
 
 /// Time from the leader's decision to the commit at every rank, compared with a bare echo
 #[derive(Debug, clap::Args)]
@@ -34,9 +34,6 @@ pub struct Args {
     /// Time that a rank computes per call in conditions with compute
     #[arg(long, value_name = "MS", default_value_t = 3)]
     compute_ms: u64,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
 /// Limits of the time from the decision to the commit on idle cores, in microseconds.
@@ -183,6 +180,7 @@ fn condition_row(
 }
 
 /// Durations of each call up to the last rank, in microseconds.
+#[derive(Default)]
 struct AgreementTimes {
     /// From the decision to the commit.
     lockstep: Vec<f64>,
@@ -219,13 +217,7 @@ impl AgreementTimes {
         let clock_offset =
             leader.calls.iter().filter_map(|c| leader_commits.get(&c.id)?.checked_sub(c.committed_ns)).min();
         let clock_offset = clock_offset.context("the leader recorded no commit")?;
-        let mut out = AgreementTimes {
-            lockstep: vec![],
-            to_ready: vec![],
-            from_request: vec![],
-            to_engines: vec![],
-            echo: vec![],
-        };
+        let mut out = AgreementTimes::default();
         let us = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e3;
         for (k, call) in leader.calls.iter().enumerate().skip(IGNORED_CALLS) {
             let decided = call.decided_ns + clock_offset;
@@ -279,12 +271,9 @@ mod tests {
     fn the_last_rank_counts() {
         let orders = HarnessConfig {
             ranks: 3,
-            leader_outside: false,
             chunks: IGNORED_CALLS as u32 + 1,
-            engine_script: EngineScript::Nothing,
-            burn_in_background: false,
             echo: true,
-            dir: std::path::PathBuf::new(),
+            ..HarnessConfig::default()
         };
         // The leader's clock is one second behind. The first commit, with id 0, belongs to the
         // warm-up.

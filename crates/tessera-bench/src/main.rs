@@ -1,6 +1,6 @@
-//! Benchmarks: the model alone on one rank; a whole stream up to frames on disk; the verifier; the
-//! latency of lockstep agreement; runs with killed processes, cut links and busy cores; long
-//! streams; the search over mappings of one rack and of many.
+//! Benchmarks: the model alone on one rank; the verifier; the latency of lockstep agreement; runs
+//! with killed processes, cut links and busy cores; long streams; the search over mappings of one
+//! rack and of many.
 //!
 //! Each benchmark prints its result, with `--json` also as JSON on the last line. With `--save` it
 //! writes the result and facts about the host to `bench/runs/`.
@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod dit;
+mod endings;
 mod failover;
 mod false_positives;
 mod harness;
@@ -18,12 +19,12 @@ mod save;
 mod search;
 mod soak;
 mod stats;
-mod stream;
 mod stream_process;
 mod verifier;
 
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::{Parser, Subcommand};
 use tessera_base::{DiagnosticFormat, Diagnostics, render_all};
 
@@ -33,6 +34,14 @@ use tessera_base::{DiagnosticFormat, Diagnostics, render_all};
 struct Cli {
     #[command(subcommand)]
     benchmark: Benchmark,
+
+    /// Print the result as JSON on the last line
+    #[arg(long, global = true)]
+    json: bool,
+
+    /// Save the result with facts about the host in a new folder of bench/runs
+    #[arg(long, global = true)]
+    save: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -45,45 +54,25 @@ enum Benchmark {
     Soak(soak::Args),
     Partition(partition::Args),
     Search(search::Args),
-    Stream(stream::Args),
-    /// One rank of a stream. Internal: the benchmarks start this command.
-    #[command(hide = true)]
-    Rank,
     /// One rank with programs that do nothing. Internal: the benchmarks start this command.
     #[command(hide = true)]
     HarnessRank,
 }
 
-/// Output options of every benchmark.
-#[derive(Debug, Clone, clap::Args)]
-struct OutputArgs {
-    /// Print the result as JSON on the last line
-    #[arg(long)]
-    json: bool,
-
-    /// Save the result with facts about the host in a new folder of bench/runs
-    #[arg(long)]
-    save: bool,
-}
-
 fn main() -> ExitCode {
-    let (name, output, outcome) = match Cli::parse().benchmark {
-        Benchmark::FalsePositives(args) => {
-            ("false-positives", args.output.clone(), false_positives::run(&args))
-        }
-        Benchmark::Dit(args) => ("dit", args.output.clone(), dit::run(&args)),
-        Benchmark::Verifier(args) => ("verifier", args.output.clone(), verifier::run(&args)),
-        Benchmark::Failover(args) => ("failover", args.output.clone(), failover::run(&args)),
-        Benchmark::Lockstep(args) => ("lockstep", args.output.clone(), lockstep::run(&args)),
-        Benchmark::Soak(args) => ("soak", args.output.clone(), soak::run(&args)),
-        Benchmark::Partition(args) => ("partition", args.output.clone(), partition::run(&args)),
-        Benchmark::Search(args) => ("search", args.output.clone(), search::run(&args)),
-        Benchmark::Stream(args) => ("stream", args.output.clone(), stream::run(&args)),
-        Benchmark::Rank => return ExitCode::from(u8::try_from(tessera::rank_main(|| {})).unwrap_or(1)),
+    let cli = Cli::parse();
+    let outcome = match &cli.benchmark {
+        Benchmark::FalsePositives(args) => false_positives::run(args),
+        Benchmark::Dit(args) => dit::run(args),
+        Benchmark::Verifier(args) => verifier::run(args),
+        Benchmark::Failover(args) => failover::run(args),
+        Benchmark::Lockstep(args) => lockstep::run(args),
+        Benchmark::Soak(args) => soak::run(args),
+        Benchmark::Partition(args) => partition::run(args),
+        Benchmark::Search(args) => search::run(args),
         Benchmark::HarnessRank => return ExitCode::from(u8::try_from(harness::rank_main()).unwrap_or(1)),
     };
-    let printed = outcome.and_then(|result| print_result(name, &output, &result));
-    match printed {
+    match outcome.and_then(|result| print_result(&cli, &result)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("{e:#}");
@@ -92,21 +81,23 @@ fn main() -> ExitCode {
     }
 }
 
-/// The result of a benchmark: the text for people and the numbers.
+/// The result of a benchmark: the text for people, and the numbers with the name of the benchmark
+/// under `bench`.
 struct BenchResult {
     text: String,
     numbers: serde_json::Value,
 }
 
-fn print_result(name: &str, output: &OutputArgs, result: &BenchResult) -> anyhow::Result<()> {
+fn print_result(cli: &Cli, result: &BenchResult) -> anyhow::Result<()> {
     if cfg!(debug_assertions) {
         eprintln!("note: this is a debug build; use --release");
     }
-    if output.save {
+    if cli.save {
+        let name = result.numbers["bench"].as_str().context("the numbers have no name")?;
         eprintln!("saved in {}", save::save_result(name, &result.numbers)?.display());
     }
     println!("{}", result.text);
-    if output.json {
+    if cli.json {
         println!("{}", result.numbers);
     }
     Ok(())

@@ -5,7 +5,6 @@
 //! pulled. *Silent* keeps both ends up and drops all packets, as a failed switch does; only a
 //! timeout can detect that.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
@@ -14,10 +13,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use serde_json::json;
 
+use crate::BenchResult;
+use crate::endings::RunEndings;
 use crate::process_list::{find_tagged, new_run_tag, wait_until_gone};
-use crate::stats::{max_value, percentiles_json, quantile};
-use crate::stream_process::{StreamProcess, StreamTarget};
-use crate::{BenchResult, OutputArgs};
+use crate::stream_process::{StreamArgs, StreamProcess, StreamTarget};
 
 /// Cut the link between two hosts of a run (network namespaces); measure when both have ended it
 #[derive(Debug, clap::Args)]
@@ -36,11 +35,10 @@ pub struct Args {
     /// Time after the cut at which a living process counts as left behind
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     limit_s: u64,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
+/// Width of the column with the name of a case, in characters.
+const NAME_WIDTH: usize = 15;
 /// Longest allowed time from the cut until all processes at both ends are gone, in seconds.
 const LIMIT_S: f64 = 10.0;
 /// Number of chunks on disk before the cut.
@@ -70,17 +68,6 @@ impl LinkCut {
     }
 }
 
-struct PartitionCase {
-    cut: LinkCut,
-    seconds_until_gone: Vec<f64>,
-    left_behind: usize,
-    /// Number of failure reports, two per repetition, that name the rank at the other end of the
-    /// link.
-    sides_named_correctly: u32,
-    /// How often each side reported each outcome.
-    outcomes: BTreeMap<String, u32>,
-}
-
 /// Cuts the link between two hosts during a stream and measures how soon both end the run.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.repetitions > 0, "--repetitions 0: nothing to measure");
@@ -92,26 +79,20 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
             numbers,
         });
     }
-    let case = |cut: &LinkCut| PartitionCase {
-        cut: *cut,
-        seconds_until_gone: Vec::new(),
-        left_behind: 0,
-        sides_named_correctly: 0,
-        outcomes: BTreeMap::new(),
-    };
-    let mut cases: Vec<PartitionCase> = args.cuts.iter().map(case).collect();
+    let mut cases: Vec<(LinkCut, RunEndings)> =
+        args.cuts.iter().map(|cut| (*cut, RunEndings::default())).collect();
     for repetition in 0..args.repetitions {
-        for case in &mut cases {
-            run_once(args, case, repetition)
-                .with_context(|| format!("cut {}, repetition {repetition}", case.cut.name()))?;
+        for (cut, endings) in &mut cases {
+            run_once(args, *cut, endings, repetition)
+                .with_context(|| format!("cut {}, repetition {repetition}", cut.name()))?;
         }
         eprintln!("repetition {} of {}", repetition + 1, args.repetitions);
     }
     Ok(summarize_cases(args, &cases))
 }
 
-fn run_once(args: &Args, case: &mut PartitionCase, repetition: u32) -> anyhow::Result<()> {
-    let hosts = NetnsPair::create(&format!("{repetition}{}", case.cut.name()))?;
+fn run_once(args: &Args, cut: LinkCut, endings: &mut RunEndings, repetition: u32) -> anyhow::Result<()> {
+    let hosts = NetnsPair::create(&format!("{repetition}{}", cut.name()))?;
     let dir = tempfile::tempdir()?;
     let secret = dir.path().join("secret");
     write_secret(&secret)?;
@@ -121,12 +102,13 @@ fn run_once(args: &Args, case: &mut PartitionCase, repetition: u32) -> anyhow::R
         let folder = dir.path().join(format!("rank-{rank}"));
         std::fs::create_dir(&folder)?;
         let mut argv = hosts.command_prefix(rank);
-        argv.extend(args.target.command_line(
-            &folder,
-            &format!("tp={}", END_ADDRESSES.len()),
-            "mesh",
-            ENDLESS_CHUNKS,
-        )?);
+        let stream = StreamArgs {
+            target: args.target.clone(),
+            mesh: format!("tp={}", END_ADDRESSES.len()),
+            topology: "mesh".to_string(),
+            chunks: ENDLESS_CHUNKS,
+        };
+        argv.extend(stream.command_line(&folder)?);
         argv.extend(["--secret".into(), secret.display().to_string()]);
         let variables = [
             ("RANK", rank.to_string()),
@@ -141,26 +123,21 @@ fn run_once(args: &Args, case: &mut PartitionCase, repetition: u32) -> anyhow::R
     begun.with_context(|| format!("the other side: {}", sides[1].output_text()))?;
     let all = find_tagged(&tag);
     let from = Instant::now();
-    hosts.cut_link(case.cut)?;
+    hosts.cut_link(cut)?;
     let (took, left) = wait_until_gone(&tag, &all, from, Duration::from_secs(args.limit_s), || {
         for side in &mut sides {
             side.try_reap();
         }
     });
-    case.seconds_until_gone.push(took.as_secs_f64());
-    case.left_behind += left.len();
+    endings.add_run(took, left.len());
     for (rank, side) in sides.iter_mut().enumerate() {
         if left.is_empty() {
             side.wait();
         }
         let (code, named_rank) = side.reported_failure();
-        case.sides_named_correctly += u32::from(named_rank == Some(1 - rank as u64));
-        let named_rank = named_rank.map_or("no rank".to_string(), |r| format!("rank {r}"));
-        let code = code.as_deref().unwrap_or("no code");
-        *case
-            .outcomes
-            .entry(format!("rank {rank}: {}, {code}, {named_rank}", side.describe_end()))
-            .or_default() += 1;
+        let end = format!("rank {rank}: {}", side.describe_end());
+        // The failure must name the rank at the other end of the link.
+        endings.add_report(&end, code.as_deref(), named_rank, named_rank == Some(1 - rank as u64));
         if !left.is_empty() {
             eprintln!("{} processes left; output of rank {rank}: {}", left.len(), side.output_text());
         }
@@ -168,41 +145,17 @@ fn run_once(args: &Args, case: &mut PartitionCase, repetition: u32) -> anyhow::R
     Ok(())
 }
 
-fn summarize_cases(args: &Args, cases: &[PartitionCase]) -> BenchResult {
-    let mut text = format!(
-        "{:<12} {:>4} {:>8} {:>8} {:>8}  left  sides that named the other\n",
-        "time until gone", "n", "p50 s", "p99 s", "max s"
-    );
+fn summarize_cases(args: &Args, cases: &[(LinkCut, RunEndings)]) -> BenchResult {
+    let mut text = RunEndings::heading(NAME_WIDTH, "sides that named the other");
     let mut rows = Vec::new();
-    for c in cases {
-        let (p50, p99, max) = (
-            quantile(&c.seconds_until_gone, 0.5),
-            quantile(&c.seconds_until_gone, 0.99),
-            max_value(&c.seconds_until_gone),
-        );
-        let n = c.seconds_until_gone.len();
-        let _ = writeln!(
-            text,
-            "{:<12} {n:>4} {p50:>8.3} {p99:>8.3} {max:>8.3}  {:>4}  {} of {}",
-            c.cut.name(),
-            c.left_behind,
-            c.sides_named_correctly,
-            2 * n
-        );
-        for (outcome, times) in &c.outcomes {
-            let _ = writeln!(text, "    {times:>4} x {outcome}");
-        }
-        rows.push(json!({
-            "cut": c.cut.name(),
-            "seconds": percentiles_json(&c.seconds_until_gone),
-            "limit_s": LIMIT_S,
-            "within_limit": max <= LIMIT_S,
-            "orphans": c.left_behind,
-            "sides_named_correctly": c.sides_named_correctly,
-            "outcomes": c.outcomes,
-        }));
+    for (cut, endings) in cases {
+        endings.write_lines(cut.name(), NAME_WIDTH, END_ADDRESSES.len(), &mut text);
+        let mut row = endings.to_json(LIMIT_S);
+        row.insert("cut".into(), cut.name().into());
+        row.insert("sides_named_correctly".into(), endings.named_correctly.into());
+        rows.push(row);
     }
-    let orphans: usize = cases.iter().map(|c| c.left_behind).sum();
+    let orphans: usize = cases.iter().map(|(_, endings)| endings.left_behind).sum();
     let _ = write!(text, "{orphans} processes left behind");
     let numbers = json!({
         "bench": "partition",

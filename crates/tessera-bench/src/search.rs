@@ -7,8 +7,6 @@
 //! share layer times. Most mappings are rejected together with one choice that violates a
 //! constraint; the search counts them and does not visit them.
 
-use std::time::Instant;
-
 use anyhow::{Context, ensure};
 use tessera_cost::moe::Routing;
 use tessera_cost::{MachineModel, Profile};
@@ -16,8 +14,8 @@ use tessera_mesh::catalog;
 use tessera_models::zoo;
 use tessera_plan::search::{Job, Objective, Pins, SearchOutcome, SearchQuery, SearchSpace, search};
 
-use crate::stats::{median, min_value, regression_slope, round_to_millis};
-use crate::{BenchResult, OutputArgs};
+use crate::BenchResult;
+use crate::stats::{Rounds, median, min_value, regression_slope, round_to_millis};
 
 /// Time the search over mappings of one rack and of many
 #[derive(Debug, clap::Args)]
@@ -29,9 +27,6 @@ pub struct Args {
     /// Number of racks of the largest machine, 72 devices each
     #[arg(long, value_name = "N", default_value_t = 128)]
     racks: u32,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
 const MODELS: [&str; 2] = ["sr-moe", "deepseek-v3"];
@@ -51,7 +46,7 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     let mut searches = Vec::new();
     for model in MODELS {
         for (name, job) in JOBS {
-            let timed = TimedSearch::measure(&build_query(model, job, 1)?, args.rounds);
+            let timed = TimedSearch::measure(&build_query(model, job, 1)?, args.rounds)?;
             lines.push(format!("{model:12} {name:8} {}", timed.format_line()));
             searches.push(
                 serde_json::json!({"model": model, "job": name, "devices": 72, "search": timed.to_json()}),
@@ -65,7 +60,7 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
             let mut points = Vec::new();
             let mut timings = Vec::new();
             for racks in racks.chain([args.racks]) {
-                let timed = TimedSearch::measure(&build_query(model, job, racks)?, args.rounds);
+                let timed = TimedSearch::measure(&build_query(model, job, racks)?, args.rounds)?;
                 lines.push(format!("{model:12} {name:8} {:>5} devices: {}", racks * 72, timed.format_line()));
                 points.push((f64::from(racks).ln(), timed.median_cpu_s().ln()));
                 timings.push(serde_json::json!({"devices": racks * 72, "search": timed.to_json()}));
@@ -112,33 +107,20 @@ fn build_query(model: &str, job: Job, racks: u32) -> anyhow::Result<SearchQuery>
     })
 }
 
-/// The outcome of a search and the duration of each repetition.
+/// The outcome of a search and the durations of its repetitions.
 struct TimedSearch {
     outcome: SearchOutcome,
-    seconds: Vec<f64>,
-    /// Thread CPU time, which excludes the time in which other threads use the core.
-    cpu_seconds: Vec<f64>,
+    rounds: Rounds,
 }
 
 impl TimedSearch {
-    fn measure(q: &SearchQuery, rounds: u32) -> TimedSearch {
-        let time = || {
-            let (begun, cpu) = (Instant::now(), thread_seconds());
-            let found = search(q);
-            (found, begun.elapsed().as_secs_f64(), thread_seconds() - cpu)
-        };
-        let (found, seconds, cpu) = time();
-        let mut out = TimedSearch { outcome: found, seconds: vec![seconds], cpu_seconds: vec![cpu] };
-        for _ in 1..rounds {
-            let (_, seconds, cpu) = time();
-            out.seconds.push(seconds);
-            out.cpu_seconds.push(cpu);
-        }
-        out
+    fn measure(q: &SearchQuery, rounds: u32) -> anyhow::Result<TimedSearch> {
+        let (outcome, rounds) = Rounds::measure(rounds, || Ok(search(q)))?;
+        Ok(TimedSearch { outcome, rounds })
     }
 
     fn median_cpu_s(&self) -> f64 {
-        median(&self.cpu_seconds)
+        median(&self.rounds.cpu_seconds)
     }
 
     fn format_line(&self) -> String {
@@ -148,8 +130,8 @@ impl TimedSearch {
             f.candidate_count,
             f.costed_count,
             f.legal_count,
-            median(&self.seconds),
-            min_value(&self.seconds),
+            median(&self.rounds.seconds),
+            min_value(&self.rounds.seconds),
             self.median_cpu_s(),
             f.candidate_count as f64 / self.median_cpu_s() / 1e6,
             f.costed_count as f64 / self.median_cpu_s() / 1e6,
@@ -161,17 +143,11 @@ impl TimedSearch {
             "considered": self.outcome.candidate_count,
             "priced": self.outcome.costed_count,
             "legal": self.outcome.legal_count,
-            "median_s": round_to_millis(median(&self.seconds)),
-            "min_s": round_to_millis(min_value(&self.seconds)),
+            "median_s": round_to_millis(median(&self.rounds.seconds)),
+            "min_s": round_to_millis(min_value(&self.rounds.seconds)),
             "median_cpu_s": round_to_millis(self.median_cpu_s()),
             "per_s": (self.outcome.candidate_count as f64 / self.median_cpu_s()).round(),
             "priced_per_s": (self.outcome.costed_count as f64 / self.median_cpu_s()).round(),
         })
     }
-}
-
-/// Returns the CPU time of this thread in seconds.
-fn thread_seconds() -> f64 {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
 }

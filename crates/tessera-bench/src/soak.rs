@@ -12,40 +12,25 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use serde_json::{Map, Value, json};
 
-use crate::process_list::{Process, ProcessUsage, find_ranks, new_run_tag};
+use crate::BenchResult;
+use crate::process_list::{Process, ProcessUsage, find_ranks};
 use crate::stats::{max_value, regression_slope, round_to_millis};
-use crate::stream_process::{StreamProcess, StreamTarget};
-use crate::{BenchResult, OutputArgs};
+use crate::stream_process::StreamArgs;
 
 /// Stream many chunks, and check whether memory, file descriptors, threads, queues or bounded files
 /// grow
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    target: StreamTarget,
-
-    /// Mesh of the stream, such as tp=2
-    #[arg(long, default_value = "tp=2")]
-    mesh: String,
-
-    /// Placement of the leader: mesh, pp0 or pp1
-    #[arg(long, default_value = "mesh")]
-    topology: String,
-
-    /// Number of chunks to stream
-    #[arg(long, value_name = "N", default_value_t = 10_000)]
-    chunks: u32,
+    stream: StreamArgs,
 
     /// Number of first chunks that the slopes leave out
     #[arg(long, value_name = "N", default_value_t = 1000)]
     warm_up: u32,
 
-    /// Stream a copy of the model with these denoise steps, such as 1000,500
+    /// Denoise steps instead of the model's, such as 1000,500
     #[arg(long, value_name = "LIST")]
     steps: Option<String>,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
 /// Interval between samples of the processes, the record and the file sizes during the stream.
@@ -89,19 +74,14 @@ struct RecordSeries {
 /// Streams for a long time and checks from outside whether any resource grows.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(
-        args.warm_up + 10 <= args.chunks,
+        args.warm_up + 10 <= args.stream.chunks,
         "--chunks {}: no chunks are left after a warm-up of {}",
-        args.chunks,
+        args.stream.chunks,
         args.warm_up
     );
-    let dir = tempfile::tempdir()?;
-    let mut target = args.target.clone();
-    if let Some(steps) = &args.steps {
-        target.model = copy_model_with_steps(&target.model, steps, &dir.path().join("model"))?;
-    }
-    let argv = target.command_line(dir.path(), &args.mesh, &args.topology, args.chunks)?;
+    let steps = args.steps.iter().flat_map(|steps| ["--steps".to_string(), steps.clone()]);
     let begun = Instant::now();
-    let mut stream = StreamProcess::start(&argv, dir.path(), &new_run_tag(), &[])?;
+    let (dir, mut stream) = args.stream.start(&steps.collect::<Vec<_>>())?;
     let mut tail = stream.open_record();
     let mut record = RecordSeries::default();
     let mut processes: BTreeMap<String, Process> = BTreeMap::new();
@@ -117,7 +97,7 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
             let ranks = find_ranks(stream.launcher_pid(), &stream.tag);
             processes.extend(ranks.into_iter().map(|(rank, p)| (format!("rank {rank}"), p)));
         }
-        let closing = record.chunks >= args.chunks;
+        let closing = record.chunks >= args.stream.chunks;
         for (name, process) in &processes {
             if let Some(usage) = ProcessUsage::read(*process) {
                 process_series.entry(name.clone()).or_default().add_usage(record.chunks, usage, closing);
@@ -137,11 +117,11 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     let result = stream
         .printed_result()
         .with_context(|| format!("the stream printed no result: {}", stream.output_text()))?;
-    if result["failure"] != Value::Null || record.chunks != args.chunks {
+    if result["failure"] != Value::Null || record.chunks != args.stream.chunks {
         bail!("the stream ended with {} chunks: {}", record.chunks, stream.output_text());
     }
     for (name, bytes) in file_sizes(&dir.path().join("run")) {
-        files.entry(name).or_default().push((f64::from(args.chunks), bytes as f64));
+        files.entry(name).or_default().push((f64::from(args.stream.chunks), bytes as f64));
     }
     let total_s = begun.elapsed().as_secs_f64();
     Ok(build_report(args, &Observations { record, processes: process_series, files, streamed_s, total_s }))
@@ -232,7 +212,7 @@ fn build_report(args: &Args, seen: &Observations) -> BenchResult {
         seen.streamed_s,
         seen.total_s - seen.streamed_s,
         args.warm_up,
-        args.chunks
+        args.stream.chunks
     );
     let (processes, flat) = report_processes(args, seen, &mut text);
     let [queue_in, queue_out] =
@@ -254,9 +234,9 @@ fn build_report(args: &Args, seen: &Observations) -> BenchResult {
     };
     let numbers = json!({
         "bench": "soak",
-        "model": args.target.model,
-        "mesh": args.mesh,
-        "topology": args.topology,
+        "model": args.stream.target.model,
+        "mesh": args.stream.mesh,
+        "topology": args.stream.topology,
         "chunks": record.chunks,
         "warm_up": args.warm_up,
         "seconds": round_to_millis(seen.streamed_s),
@@ -364,25 +344,6 @@ fn file_sizes(run: &Path) -> Vec<(String, u64)> {
         }
     }
     out
-}
-
-/// Creates a copy of a model folder with other denoise steps: links to its files and a new
-/// stream.toml.
-fn copy_model_with_steps(model: &Path, steps: &str, to: &Path) -> anyhow::Result<std::path::PathBuf> {
-    std::fs::create_dir(to)?;
-    for entry in std::fs::read_dir(model).with_context(|| format!("cannot read {}", model.display()))? {
-        let entry = entry?;
-        if entry.file_name() != "stream.toml" {
-            std::os::unix::fs::symlink(std::path::absolute(entry.path())?, to.join(entry.file_name()))?;
-        }
-    }
-    let text = std::fs::read_to_string(model.join("stream.toml")).context("the model has no stream.toml")?;
-    let lines = text.lines().map(|l| match l.strip_prefix("steps = ") {
-        Some(_) => format!("steps = [{steps}]\n"),
-        None => format!("{l}\n"),
-    });
-    std::fs::write(to.join("stream.toml"), lines.collect::<String>())?;
-    Ok(to.to_path_buf())
 }
 
 #[cfg(test)]

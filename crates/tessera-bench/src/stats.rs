@@ -1,4 +1,6 @@
-//! Medians, quantiles and linear regression.
+//! Repeated measurements, medians, quantiles and linear regression.
+
+use std::time::Instant;
 
 /// Returns the median. For an even count it is the lower of the two middle values, so that it is a
 /// measured value. Returns zero for an empty slice.
@@ -38,6 +40,37 @@ pub fn regression_slope(points: &[(f64, f64)]) -> f64 {
 /// Rounds to three decimal places.
 pub fn round_to_millis(x: f64) -> f64 {
     (x * 1000.0).round() / 1000.0
+}
+
+/// The durations of the repetitions of some work.
+pub struct Rounds {
+    /// Elapsed seconds of each repetition.
+    pub seconds: Vec<f64>,
+    /// CPU seconds of the thread in each repetition, without the time in which other threads use the
+    /// core.
+    pub cpu_seconds: Vec<f64>,
+}
+
+impl Rounds {
+    /// Does the work `rounds` times, at least once, and returns its last result.
+    pub fn measure<T>(rounds: u32, work: impl Fn() -> anyhow::Result<T>) -> anyhow::Result<(T, Rounds)> {
+        let mut out = Rounds { seconds: Vec::new(), cpu_seconds: Vec::new() };
+        loop {
+            let (begun, cpu) = (Instant::now(), thread_seconds());
+            let result = work()?;
+            out.cpu_seconds.push(thread_seconds() - cpu);
+            out.seconds.push(begun.elapsed().as_secs_f64());
+            if out.seconds.len() >= rounds as usize {
+                return Ok((result, out));
+            }
+        }
+    }
+}
+
+/// Returns the CPU time of this thread in seconds.
+fn thread_seconds() -> f64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
 }
 
 /// Returns p50, p99, the maximum and the number of values.

@@ -50,26 +50,49 @@ impl StreamTarget {
         }
         Ok(std::path::absolute(path)?)
     }
+}
 
-    /// Builds the command line for a stream of `chunks` chunks into a new folder `run` of `dir`.
-    pub fn command_line(
-        &self,
-        dir: &Path,
-        mesh: &str,
-        topology: &str,
-        chunks: u32,
-    ) -> anyhow::Result<Vec<String>> {
+/// A stream of some length.
+#[derive(Debug, Clone, clap::Args)]
+pub struct StreamArgs {
+    #[command(flatten)]
+    pub target: StreamTarget,
+
+    /// Mesh of the stream, such as tp=2
+    #[arg(long, default_value = "tp=2")]
+    pub mesh: String,
+
+    /// Placement of the leader: mesh, pp0 or pp1
+    #[arg(long, default_value = "mesh")]
+    pub topology: String,
+
+    /// Number of chunks to stream
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub chunks: u32,
+}
+
+impl StreamArgs {
+    /// Builds the command line of the stream, which writes into the new folder `run` of `dir`.
+    pub fn command_line(&self, dir: &Path) -> anyhow::Result<Vec<String>> {
         let text = |p: PathBuf| p.to_str().map(str::to_string).context("the path is not UTF-8");
-        let mut argv =
-            vec![text(self.binary_path()?)?, "stream".into(), text(std::path::absolute(&self.model)?)?];
-        argv.extend(["--mesh", mesh, "--oversubscribe", "--quiet", "--format", "json"].map(String::from));
-        argv.extend(["--prompt".into(), self.prompt.clone(), "--chunks".into(), chunks.to_string()]);
-        // The mesh topology is the default and needs no option.
-        if topology != "mesh" {
-            argv.extend(["--topology".into(), topology.into()]);
-        }
+        let (binary, model) =
+            (text(self.target.binary_path()?)?, text(std::path::absolute(&self.target.model)?)?);
+        let mut argv = vec![binary, "stream".into(), model];
+        argv.extend(["--oversubscribe", "--quiet", "--format", "json"].map(String::from));
+        argv.extend(["--mesh", &self.mesh, "--topology", &self.topology].map(String::from));
+        argv.extend(
+            ["--prompt", &self.target.prompt, "--chunks", &self.chunks.to_string()].map(String::from),
+        );
         argv.extend(["--out".into(), text(dir.join("run"))?]);
         Ok(argv)
+    }
+
+    /// Starts the stream in a new temporary folder with a new tag.
+    pub fn start(&self, more: &[String]) -> anyhow::Result<(TempDir, StreamProcess)> {
+        let dir = tempfile::tempdir()?;
+        let argv = [&self.command_line(dir.path())?, more].concat();
+        let stream = StreamProcess::start(&argv, dir.path(), &new_run_tag(), &[])?;
+        Ok((dir, stream))
     }
 }
 
@@ -104,19 +127,6 @@ impl StreamProcess {
             .spawn()
             .with_context(|| format!("cannot start {program}"))?;
         Ok(StreamProcess { child, tag: tag.to_string(), dir: dir.to_path_buf(), status: None })
-    }
-
-    /// Starts a stream in a new temporary folder with a new tag.
-    pub fn start_fresh(
-        target: &StreamTarget,
-        mesh: &str,
-        topology: &str,
-        chunks: u32,
-    ) -> anyhow::Result<(TempDir, StreamProcess)> {
-        let dir = tempfile::tempdir()?;
-        let words = target.command_line(dir.path(), mesh, topology, chunks)?;
-        let stream = StreamProcess::start(&words, dir.path(), &new_run_tag(), &[])?;
-        Ok((dir, stream))
     }
 
     /// Returns the launcher with its start time, or `None` after it was reaped.

@@ -22,8 +22,8 @@ use tessera_ir::{Builder, DType, Opcode, Phase, Program, RoleRanks, Slots, Type}
 use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Shard};
 use tessera_verify::{ObservedCall, Traces, check_traces, verify_phase};
 
-use crate::stats::{median, min_value, round_to_millis};
-use crate::{BenchResult, OutputArgs, diagnostics_error};
+use crate::stats::{Rounds, median, min_value, regression_slope, round_to_millis};
+use crate::{BenchResult, diagnostics_error};
 
 /// Time the verifier on plans and traces of many ranks
 #[derive(Debug, clap::Args)]
@@ -39,9 +39,6 @@ pub struct Args {
     /// Number of collectives per rank at 9,216 ranks
     #[arg(long, value_name = "N", default_value_t = 2_000)]
     wide_collectives: usize,
-
-    #[command(flatten)]
-    pub output: OutputArgs,
 }
 
 /// Number of collectives of a period: two all-reduces, an all-to-all, a send and a receive.
@@ -131,11 +128,9 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     Ok(BenchResult { text: lines.join("\n"), numbers })
 }
 
-/// The duration of each repetition of a verification.
+/// The durations of the repetitions of a verification.
 struct VerifyTiming {
-    seconds: Vec<f64>,
-    /// Thread CPU time, which excludes the time in which other threads use the core.
-    cpu_seconds: Vec<f64>,
+    rounds: Rounds,
     /// Number of verified collectives of all ranks.
     launches: usize,
 }
@@ -146,26 +141,20 @@ impl VerifyTiming {
         launches: usize,
         verify: impl Fn() -> anyhow::Result<()>,
     ) -> anyhow::Result<VerifyTiming> {
-        let mut out = VerifyTiming { seconds: Vec::new(), cpu_seconds: Vec::new(), launches };
-        for _ in 0..rounds {
-            let (begun, cpu) = (Instant::now(), thread_seconds());
-            verify()?;
-            out.cpu_seconds.push(thread_seconds() - cpu);
-            out.seconds.push(begun.elapsed().as_secs_f64());
-        }
-        Ok(out)
+        let ((), rounds) = Rounds::measure(rounds, verify)?;
+        Ok(VerifyTiming { rounds, launches })
     }
 
     fn median_ms(&self) -> f64 {
-        median(&self.seconds) * 1e3
+        median(&self.rounds.seconds) * 1e3
     }
 
     fn cpu_ms(&self) -> f64 {
-        median(&self.cpu_seconds) * 1e3
+        median(&self.rounds.cpu_seconds) * 1e3
     }
 
     fn ns_per_launch(&self) -> f64 {
-        median(&self.cpu_seconds) * 1e9 / self.launches as f64
+        median(&self.rounds.cpu_seconds) * 1e9 / self.launches as f64
     }
 
     fn format_line(&self, what: &str, more: &str) -> String {
@@ -173,9 +162,9 @@ impl VerifyTiming {
             "{what}, {} collectives: median {:.1} ms, min {:.1} ms (CPU {:.1} ms) of {}, {:.1} ns of CPU time each{more}",
             self.launches,
             self.median_ms(),
-            min_value(&self.seconds) * 1e3,
+            min_value(&self.rounds.seconds) * 1e3,
             self.cpu_ms(),
-            self.seconds.len(),
+            self.rounds.seconds.len(),
             self.ns_per_launch(),
         )
     }
@@ -184,28 +173,17 @@ impl VerifyTiming {
         serde_json::json!({
             "launches": self.launches,
             "median_ms": round_to_millis(self.median_ms()),
-            "min_ms": round_to_millis(min_value(&self.seconds) * 1e3),
+            "min_ms": round_to_millis(min_value(&self.rounds.seconds) * 1e3),
             "median_cpu_ms": round_to_millis(self.cpu_ms()),
             "each_ns": round_to_millis(self.ns_per_launch()),
         })
     }
 }
 
-/// Returns the exponent of the power law with the best fit: a least-squares line through log time
-/// over log size.
+/// Returns the exponent of the power law with the best fit.
 fn scaling_exponent(points: &[(usize, VerifyTiming)]) -> f64 {
     let logs: Vec<(f64, f64)> = points.iter().map(|(n, t)| ((*n as f64).ln(), t.cpu_ms().ln())).collect();
-    let n = logs.len() as f64;
-    let (x, y) = (logs.iter().map(|p| p.0).sum::<f64>() / n, logs.iter().map(|p| p.1).sum::<f64>() / n);
-    let (over, under) =
-        logs.iter().fold((0.0, 0.0), |(o, u), p| (o + (p.0 - x) * (p.1 - y), u + (p.0 - x).powi(2)));
-    if under > 0.0 { over / under } else { 0.0 }
-}
-
-/// Returns the CPU time of this thread in seconds.
-fn thread_seconds() -> f64 {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
+    regression_slope(&logs)
 }
 
 /// Returns the peak resident memory of this process in MiB.
@@ -366,8 +344,7 @@ mod tests {
 
     #[test]
     fn every_size_passes_verification() {
-        let output = OutputArgs { json: true, save: false };
-        let result = run(&Args { rounds: 1, collectives: 200, wide_collectives: 10, output }).unwrap();
+        let result = run(&Args { rounds: 1, collectives: 200, wide_collectives: 10 }).unwrap();
         assert_eq!(result.numbers["plan_9216"]["launches"], 92_160);
         assert_eq!(result.numbers["traces_72"]["launches"], 14_400);
         assert_eq!(result.numbers["growth"]["mesh"]["points"][0]["size"], 9);

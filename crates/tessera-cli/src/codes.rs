@@ -1,52 +1,30 @@
 //! The diagnostic codes of this binary, in order of id.
 
-use tessera_base::Code;
-
-/// All codes of this binary; `output::full_registry` adds those of the crates.
-pub const CODES: &[&Code] = &[&T0030, &T0031, &T0032, &T0033, &T0038];
-
-/// An argument value cannot be parsed.
-pub static T0030: Code = Code {
-    id: "T0030",
-    title: "invalid argument value",
-    page: "A change during a stream is written CHUNK:VALUE, where CHUNK counts from 0 and the change takes effect at that \
+tessera_base::codes! {
+    T0030: "invalid argument value",
+    "A change during a stream is written CHUNK:VALUE, where CHUNK counts from 0 and the change takes effect at that \
 chunk: `--at 4:'a blue square moves left'`, `--seed-at 4:7`. Steps are numbers in descending order, separated by commas: \
 `--steps 1000,750,500,250`. Minimum times are milliseconds: `--min-decode-ms 60,120,15`. A mapping is a TOML file. \
-Quote a text that contains spaces; otherwise the shell splits it.",
-};
+Quote a text that contains spaces; otherwise the shell splits it.";
 
-/// A subcommand that needs a model got no folder, zoo name or recipe.
-pub static T0031: Code = Code {
-    id: "T0031",
-    title: "no model given",
-    page: "A plan needs a model. Name a language model in one of three ways: --model and a name \
+    T0031: "no model given",
+    "A plan needs a model. Name a language model in one of three ways: --model and a name \
 of the zoo, --recipe and a preset of model, workload and mapping, or the path of a config.json. \
 Name a video model by its folder, which has a config.json and a stream.toml. To stream, the \
 folder also needs the weights as safetensors. models/demo is such a folder of this project. \
-With --plan, the plan names the model.",
-};
+With --plan, the plan names the model.";
 
-/// The code given to `tessera explain` does not exist in this build.
-pub static T0032: Code = Code {
-    id: "T0032",
-    title: "unknown code",
-    page: "Every diagnostic has a code such as T0301, and `tessera explain` without a code lists the codes of this build. A \
-code of another version may have been retired; an id is never reused.",
-};
+    T0032: "unknown code or name",
+    "`tessera explain` knows codes such as T0301, rules such as D-03, drills, pages of the manual, and symptoms in plain \
+ words; without a question it lists them. A code or rule of another version may have been retired; an id is never reused.";
 
-/// Standard output cannot be written.
-pub static T0033: Code = Code {
-    id: "T0033",
-    title: "standard output cannot be written",
-    page: "The output of the subcommand could not be written to standard output, usually because it is redirected to a \
+    T0033: "standard output cannot be written",
+    "The output of the subcommand could not be written to standard output, usually because it is redirected to a \
 file on a full disk. The work itself was done, and a folder given by --out exists. Redirect the output to another place and run \
-the subcommand again with another --out.",
-};
+the subcommand again with another --out.";
 
-/// There is no drill of this name.
-pub static T0038: Code = Code {
-    id: "T0038",
-    title: "unknown drill",
-    page: "`tessera drill --list` prints the drills of this build, with the code, rank and place that each failure must \
-report. Give one id or several; without an id, all drills run.",
-};
+    T0038: "unknown drill, or a self-test of a measurement",
+    "`tessera drill --list` prints the drills of this build, with the code, rank and place that each failure must \
+report. Give one id or several; without an id, all drills run. A self-test disables the check that a drill tests, so it takes \
+no measurement, such as depth-sweep.";
+}

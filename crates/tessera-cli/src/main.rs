@@ -70,7 +70,7 @@ fn main() -> ExitCode {
     handle_file_size_signal();
     let (format, outcome): (_, CliResult) = match Cli::parse().command {
         CliCommand::Plan(args) => (args.format.into(), plan::run(&args)),
-        CliCommand::Check(args) => (args.format.into(), check::run(&args)),
+        CliCommand::Check(args) => (args.format, check::run(&args)),
         CliCommand::Doctor(args) => (args.format.into(), doctor::run(&args)),
         CliCommand::Measure(args) => (args.format.into(), measure::run(&args)),
         CliCommand::Drill(args) => (args.format.into(), drill::run(&args)),

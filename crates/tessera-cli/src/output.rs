@@ -25,10 +25,15 @@ pub struct CliError {
 }
 
 impl CliError {
-    /// Returns an error with exit status [`EXIT_USAGE`]; `From<Diagnostics>` gives
+    /// Returns an error with exit status [`EXIT_USAGE`]; `From<Diagnostic>` gives
     /// [`EXIT_DIAGNOSTICS`].
-    pub fn usage(diagnostics: impl Into<Diagnostics>) -> CliError {
-        CliError { diagnostics: diagnostics.into(), status: EXIT_USAGE }
+    pub fn usage(diagnostic: Diagnostic) -> CliError {
+        CliError::from(diagnostic).into_usage()
+    }
+
+    /// Like [`CliError::usage`], for all mistakes of a command line.
+    pub fn from_usage_errors(diagnostics: impl IntoIterator<Item = Diagnostic>) -> CliError {
+        CliError::from(diagnostics.into_iter().collect::<Diagnostics>()).into_usage()
     }
 
     /// Returns the failure of a run, whose class has its own exit status.
@@ -42,9 +47,9 @@ impl CliError {
         CliError { status: EXIT_USAGE, ..self }
     }
 
-    /// Returns the error of a search query; it gets the status of a usage error if the query cannot
-    /// be understood.
-    pub fn for_query(self) -> CliError {
+    /// Returns the same error; it gets the exit status of a usage error if the command line names
+    /// something that does not exist or cannot be understood.
+    pub fn into_usage_if_invalid(self) -> CliError {
         let is_usage_error = self.status == EXIT_DIAGNOSTICS
             && self.diagnostics.iter().any(tessera_estimate::is_invalid_query);
         if is_usage_error { self.into_usage() } else { self }
@@ -139,18 +144,27 @@ impl From<OutputFormat> for DiagnosticFormat {
     }
 }
 
-/// Lays rows out in columns; the first row is the heading. `right_aligned` selects the
-/// right-aligned columns.
-pub fn format_table(rows: &[Vec<String>], right_aligned: &[bool]) -> String {
-    let width = |i: usize| rows.iter().filter_map(|r| r.get(i)).map(|c| c.chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..right_aligned.len()).map(width).collect();
-    let line = |row: &Vec<String>| {
+/// Lays rows out in columns; the first row is the heading, if there is one. `right_aligned` selects
+/// the right-aligned columns.
+pub fn format_table<const N: usize>(
+    rows: impl IntoIterator<Item = [String; N]>,
+    right_aligned: [bool; N],
+) -> String {
+    let rows: Vec<[String; N]> = rows.into_iter().collect();
+    let width = |i: usize| rows.iter().map(|r| r[i].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    let line = |row: &[String; N]| {
         let cells = row.iter().zip(&widths).zip(right_aligned).map(|((cell, w), right_aligned)| {
-            if *right_aligned { format!("{cell:>w$}") } else { format!("{cell:<w$}") }
+            if right_aligned { format!("{cell:>w$}") } else { format!("{cell:<w$}") }
         });
         format!("  {}", cells.collect::<Vec<_>>().join("  ")).trim_end().to_string() + "\n"
     };
     rows.iter().map(line).collect()
+}
+
+/// Lays pairs of a name and a text out in two columns.
+pub fn format_pairs(pairs: impl IntoIterator<Item = (impl Into<String>, impl Into<String>)>) -> String {
+    format_table(pairs.into_iter().map(|(name, text)| [name.into(), text.into()]), [false, false])
 }
 
 #[cfg(test)]
@@ -164,8 +178,8 @@ mod tests {
 
     #[test]
     fn columns_are_aligned() {
-        let row = |a: &str, b: &str| vec![a.to_string(), b.to_string()];
-        let text = format_table(&[row("phase", "bytes"), row("µs", "7"), row("", "1234567")], &[false, true]);
+        let rows = [["phase", "bytes"], ["µs", "7"], ["", "1234567"]];
+        let text = format_table(rows.map(|row| row.map(String::from)), [false, true]);
         assert_eq!(text, "  phase    bytes\n  µs           7\n         1234567\n");
     }
 }

@@ -61,6 +61,7 @@ fn a_live_or_successful_run_has_no_culprit() {
     assert!(sizes().iter().all(|s| *s <= 640 + 4096 * 384), "{:?}", sizes());
 }
 
+// proves: R-08
 #[test]
 fn a_killed_rank_is_named_despite_missing_or_truncated_records() {
     for rank in [0, 1] {

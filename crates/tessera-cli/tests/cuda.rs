@@ -1,5 +1,6 @@
 //! Tests of streams on GPUs: compared with the CPU, compared with each other, and under faults.
-//! Without enough GPUs a test prints that it did not run, and passes.
+//! Without enough GPUs a test prints that it did not run, and passes, unless `TESSERA_REQUIRE_GPUS`
+//! says that they must be there.
 //!
 //! `TESSERA_BIN` and `TESSERA_ROOT` give the paths of the binary and of the repository if the test
 //! runs on another machine than the one that built it.
@@ -11,6 +12,7 @@ use std::process::{Command, Output};
 
 use tessera::cuda;
 use tessera::gpus::GpuDiscovery;
+use tessera_cuda::{REQUIRE_GPUS, assert_may_skip};
 
 fn path_from_env(name: &str, else_: &str) -> PathBuf {
     std::env::var_os(name).map_or_else(|| PathBuf::from(else_), PathBuf::from)
@@ -35,6 +37,8 @@ fn has_gpus(ranks: usize) -> bool {
     match cuda::check_gpus(&GpuDiscovery::discover(), ranks) {
         Ok(()) => true,
         Err(ds) => {
+            let required = std::env::var(REQUIRE_GPUS).ok();
+            assert_may_skip(required.as_deref(), ranks, &ds[0].message);
             println!("not run on {ranks} GPUs: {}", ds[0].message);
             false
         }

@@ -41,6 +41,15 @@ fn a_drill_without_its_check_turns_red() {
 }
 
 #[test]
+fn a_measurement_has_no_check_to_disable() {
+    let o = run_drill(&["--self-test", "wrong-group", "depth-sweep"]);
+    assert_eq!((o.status.code(), to_text(&o.stdout).as_str()), (Some(2), ""));
+    let said = to_text(&o.stderr);
+    assert!(said.contains("T0038") && said.contains("`depth-sweep`"), "{said}");
+    assert!(!said.contains("wrong-group"), "{said}");
+}
+
+#[test]
 fn a_misspelled_id_gets_a_suggestion() {
     let o = run_drill(&["wrong-grop", "--keep", "kept"]);
     assert_eq!(o.status.code(), Some(2));

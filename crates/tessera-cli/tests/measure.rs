@@ -62,7 +62,7 @@ fn a_measured_machine_can_be_planned_for() {
 fn unsupported_measurements_are_rejected_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("x").display().to_string();
-    let (status, _, err) = run_and_split(&["measure", "--device", "gpu", "--out", &out]);
+    let (status, _, err) = run_and_split(&["measure", "--device", "cuda", "--out", &out]);
     assert_eq!(status, Some(2));
     assert!(err.contains("T0049") && err.contains("hgx-h200"), "{err}");
     let (status, _, err) = run_and_split(&["measure", "--ranks", "100000", "--out", &out]);

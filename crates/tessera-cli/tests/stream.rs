@@ -49,6 +49,7 @@ fn results_are_independent_of_ranks_and_saved_plans() {
 
 /// The golden hashes of the demo model's first chunks are stored in the repository. A change that
 /// alters them on purpose stores the new hashes and explains why.
+// proves: D-16
 #[test]
 fn three_fresh_processes_give_the_stored_hash_and_another_sum_order_does_not() {
     let stored = fs::read_to_string(repo_root().join("golden/demo.txt")).unwrap();
@@ -174,6 +175,7 @@ fn a_leader_outside_the_mesh_and_synthetic_delays_change_no_bit() {
     }
 }
 
+// proves: R-05
 #[test]
 fn a_flush_drops_and_reports_chunks_in_flight() {
     let dir = tempfile::tempdir().unwrap();
@@ -320,6 +322,7 @@ fn child_pids(of: u32) -> Vec<u32> {
     list.split_whitespace().filter_map(|p| p.parse().ok()).collect()
 }
 
+// proves: S-01
 #[test]
 fn a_stop_request_leaves_a_complete_run_folder() {
     for name in ["INT", "TERM"] {
@@ -380,6 +383,7 @@ fn a_second_stop_request_kills() {
     assert!(record.lines().last().unwrap().contains("interrupted"), "{record}");
 }
 
+// proves: S-07, S-13
 #[test]
 fn a_killed_rank_is_the_only_cause() {
     let dir = tempfile::tempdir().unwrap();

@@ -155,6 +155,7 @@ fn a_leader_outside_the_mesh_is_in_the_plan() {
 #[test]
 fn bad_models_are_rejected_with_the_file_name() {
     assert_fails(&["plan", "no/such/model"], 2, &["T0010", "no/such/model", "models/demo"]);
+    assert_fails(&["stream", "no/such/model"], 2, &["T0010", "no/such/model", "models/demo"]);
     assert_fails(&["plan"], 2, &["T0031", "models/demo"]);
     assert_fails(&["stream"], 2, &["T0031", "models/demo"]);
 
@@ -225,7 +226,17 @@ fn invalid_meshes_are_rejected() {
         &["T0605", "topology pp0 or pp1"],
     );
     assert_fails(&["plan", "fixtures/wan-odd", "--topology", "pp2"], 2, &["pp1"]);
-    assert_fails(&["plan", "fixtures/wan-odd", "--d-in", "65"], 1, &["T0605", "d_in = 65"]);
+    for command in ["plan", "stream"] {
+        for flag in ["--d-in", "--d-out", "--max-outstanding"] {
+            for depth in ["0", "65"] {
+                assert_fails(&[command, "fixtures/wan-odd", flag, depth], 2, &[flag, "1..=64"]);
+            }
+        }
+        for mesh in ["", " ", ","] {
+            assert_fails(&[command, "fixtures/wan-odd", "--mesh", mesh], 2, &["--mesh", "such as tp=2"]);
+        }
+    }
+    assert_fails(&["bench", "dit", "--mesh", ""], 2, &["--mesh", "such as tp=2"]);
 
     let cores = std::thread::available_parallelism().unwrap().get();
     let out = tempfile::tempdir().unwrap();

@@ -1,9 +1,11 @@
 //! Cost model of collectives: time and bytes by algorithm, for groups within one domain or across
 //! several.
 
+use tessera_base::named_enum;
 use tessera_mesh::{Cluster, LinkClass};
 
-use crate::profile::{AlgorithmLines, CollectiveLibrary, CostLine};
+use crate::machine_model::MachineModel;
+use crate::profile::{AlgorithmLines, CostLine};
 
 /// A collective, or a point-to-point message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,38 +36,22 @@ impl CollectiveOp {
     ];
 }
 
-/// Algorithm of a collective. A program's tag of the same name selects the same algorithm.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Algorithm {
-    /// Every rank reads the buffers of all other ranks at once.
-    OneShot,
-    /// Reduction and broadcast over a tree: a chain within a host, a tree over hosts and domains.
-    Tree,
-    /// Each rank passes shards to the next rank of a ring over all ranks.
-    Ring,
-    /// Pairwise exchange of shards; an all-reduce does this twice.
-    Direct,
-    /// First within each domain, then between domains with one shard per rank.
-    Hierarchical,
-    /// Reduction in the switches; only on links with multicast.
-    Switch,
-}
-
-impl Algorithm {
-    /// All algorithms, in declaration order.
-    pub const ALL: [Algorithm; 6] = [
-        Algorithm::OneShot,
-        Algorithm::Tree,
-        Algorithm::Ring,
-        Algorithm::Direct,
-        Algorithm::Hierarchical,
-        Algorithm::Switch,
-    ];
-
-    /// Returns the name of the algorithm, for example `one_shot`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["one_shot", "tree", "ring", "direct", "hierarchical", "switch"][self as usize]
+named_enum! {
+    /// Algorithm of a collective. A program's tag of the same name selects the same algorithm.
+    pub enum Algorithm {
+        /// Every rank reads the buffers of all other ranks at once.
+        OneShot = "one_shot",
+        /// Reduction and broadcast over a tree: a chain within a host, a tree over hosts and
+        /// domains.
+        Tree = "tree",
+        /// Each rank passes shards to the next rank of a ring over all ranks.
+        Ring = "ring",
+        /// Pairwise exchange of shards; an all-reduce does this twice.
+        Direct = "direct",
+        /// First within each domain, then between domains with one shard per rank.
+        Hierarchical = "hierarchical",
+        /// Reduction in the switches; only on links with multicast.
+        Switch = "switch",
     }
 }
 
@@ -136,12 +122,6 @@ impl CollectiveCost {
         CollectiveCost { ns: 0.0, algorithm: Algorithm::Direct, sent_bytes: [0.0; 3] };
 }
 
-/// Collective costs on a cluster's links with the constants of a collective library.
-pub(crate) struct CollectiveModel<'a> {
-    cluster: &'a Cluster,
-    library: &'a CollectiveLibrary,
-}
-
 /// Bytes and hops of an algorithm, `[within domains, between domains]`.
 #[derive(Clone, Copy)]
 struct TransferVolume {
@@ -155,19 +135,12 @@ struct TransferVolume {
     sequential: bool,
 }
 
-impl<'a> CollectiveModel<'a> {
-    pub(crate) fn new(cluster: &'a Cluster, library: &'a CollectiveLibrary) -> CollectiveModel<'a> {
-        CollectiveModel { cluster, library }
-    }
-
-    /// Returns the cost with the algorithm that a library would choose.
-    pub(crate) fn cheapest_cost(
-        &self,
-        op: CollectiveOp,
-        bytes: f64,
-        span: GroupSpan,
-        eager: bool,
-    ) -> CollectiveCost {
+impl MachineModel {
+    /// Returns the cost of a collective over a group, with the algorithm that the executor's library
+    /// would choose. `bytes` is the full buffer of one rank: before an all-reduce, a reduce-scatter
+    /// or an all-to-all (its own shard included), and after an all-gather.
+    #[must_use]
+    pub fn collective_cost(&self, op: CollectiveOp, bytes: f64, span: GroupSpan) -> CollectiveCost {
         if span.ranks < 2 {
             return CollectiveCost::NONE;
         }
@@ -178,15 +151,17 @@ impl<'a> CollectiveModel<'a> {
             let within = self.choose_algorithm(op, bytes, GroupSpan { domains: 1, ..span });
             best.ns = best.ns.max(within.ns + self.out_latency_ns());
         }
-        if eager {
-            best.ns += self.library.eager_ns;
+        let curves = self.device_curves();
+        if !curves.host.captured {
+            best.ns += curves.library.eager_ns;
         }
         best
     }
 
-    /// Returns the cost with one algorithm, or `None` if the library or the group does not support
-    /// the algorithm.
-    pub(crate) fn cost_with(
+    /// Returns the cost with one algorithm, or `None` if the executor's library or the group does
+    /// not support the algorithm.
+    #[must_use]
+    pub fn collective_cost_with(
         &self,
         algorithm: Algorithm,
         op: CollectiveOp,
@@ -212,47 +187,27 @@ impl<'a> CollectiveModel<'a> {
         Some(CollectiveCost { ns, algorithm, sent_bytes: [wire.sent_bytes[0], wire.sent_bytes[1], 0.0] })
     }
 
-    /// Returns the size in bytes from which a ring is at least as fast as a tree.
-    pub(crate) fn tree_ring_crossover(&self, op: CollectiveOp, span: GroupSpan) -> Option<f64> {
-        let ring_wins = |bytes: f64| -> Option<bool> {
-            let ns = |a| Some(self.cost_with(a, op, bytes, span)?.ns);
-            Some(ns(Algorithm::Ring)? <= ns(Algorithm::Tree)?)
-        };
-        let (mut small, mut large) = (1.0_f64, 16.0 * 1024.0 * 1024.0 * 1024.0);
-        let threshold = self.cost_lines(op).ring_from_bytes;
-        if threshold.is_some() {
-            return ring_wins(1.0).and(threshold);
-        }
-        if ring_wins(small)? || !ring_wins(large)? {
-            return None;
-        }
-        while large / small > 1.001 {
-            let middle = (small * large).sqrt();
-            *(if ring_wins(middle)? { &mut large } else { &mut small }) = middle;
-        }
-        Some(large)
-    }
-
     /// Returns the cost of the cheapest algorithm, or of the algorithm that the profile's threshold
     /// selects.
     fn choose_algorithm(&self, op: CollectiveOp, bytes: f64, span: GroupSpan) -> CollectiveCost {
         if let Some(from) = self.cost_lines(op).ring_from_bytes {
             let wanted = if bytes < from { Algorithm::Tree } else { Algorithm::Ring };
-            if let Some(t) = self.cost_with(wanted, op, bytes, span) {
+            if let Some(t) = self.collective_cost_with(wanted, op, bytes, span) {
                 return t;
             }
         }
-        let all = Algorithm::ALL.into_iter().filter_map(|a| self.cost_with(a, op, bytes, span));
+        let all = Algorithm::ALL.into_iter().filter_map(|a| self.collective_cost_with(a, op, bytes, span));
         all.min_by(|a, b| a.ns.total_cmp(&b.ns)).unwrap_or(CollectiveCost::NONE)
     }
 
-    fn cost_lines(&self, op: CollectiveOp) -> &'a AlgorithmLines {
+    fn cost_lines(&self, op: CollectiveOp) -> &AlgorithmLines {
+        let library = &self.device_curves().library;
         match op {
-            CollectiveOp::AllReduce => &self.library.all_reduce,
-            CollectiveOp::AllGather | CollectiveOp::ReduceScatter => &self.library.gather,
-            CollectiveOp::AllToAll => &self.library.all_to_all,
-            CollectiveOp::Broadcast => &self.library.broadcast,
-            CollectiveOp::SendRecv => &self.library.send,
+            CollectiveOp::AllReduce => &library.all_reduce,
+            CollectiveOp::AllGather | CollectiveOp::ReduceScatter => &library.gather,
+            CollectiveOp::AllToAll => &library.all_to_all,
+            CollectiveOp::Broadcast => &library.broadcast,
+            CollectiveOp::SendRecv => &library.send,
         }
     }
 
@@ -263,7 +218,7 @@ impl<'a> CollectiveModel<'a> {
     /// Returns the bandwidth that large transfers reach, in bytes per nanosecond.
     fn link_rate(&self, class: LinkClass) -> f64 {
         let link = self.cluster.link_spec(class);
-        let share = if class == LinkClass::Network { self.library.network_rate } else { 1.0 };
+        let share = if class == LinkClass::Network { self.device_curves().library.network_rate } else { 1.0 };
         link.bytes_per_s.value * link.achievable.value * share / 1e9
     }
 

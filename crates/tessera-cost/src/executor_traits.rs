@@ -4,8 +4,6 @@
 use tessera_base::config::ConfigReader;
 use tessera_mesh::Precision;
 
-use crate::profile::renamed_keys::RENAMED_TRAITS;
-
 /// Traits of an executor. The default is an executor that launches one kernel per op, as the
 /// program is written.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,29 +55,22 @@ impl ExecutorTraits {
     /// Reads the keys of a table; absent keys keep their defaults.
     #[must_use]
     pub fn from_config(fields: &mut ConfigReader) -> ExecutorTraits {
-        fields.set_renamed_keys(RENAMED_TRAITS);
         let defaults = ExecutorTraits::default();
-        let precision_name =
-            fields.read_choice("precision", &Precision::ALL.map(Precision::name), defaults.precision.name());
+        let precision = fields.read_named("precision", &Precision::ALL, Precision::name, defaults.precision);
+        let mut share = |key, default| fields.read_number(key, Some(default)).clamp(1e-6, 1.0);
+        let elementwise_share = share("elementwise_share", defaults.elementwise_share);
+        let sustained_share = share("sustained_share", defaults.sustained_share);
+        let full_speed_until = share("full_speed_until", defaults.full_speed_until);
         ExecutorTraits {
-            precision: Precision::ALL
-                .into_iter()
-                .find(|p| p.name() == precision_name)
-                .unwrap_or(defaults.precision),
+            precision,
             fuses_elementwise: fields.read_flag("fuses_elementwise", defaults.fuses_elementwise),
             merges_gemms: fields.read_flag("merges_gemms", defaults.merges_gemms),
             fuses_bias: fields.read_flag("fuses_bias", defaults.fuses_bias),
             fuses_activation: fields.read_flag("fuses_activation", defaults.fuses_activation),
             packs_all_to_all: fields.read_flag("packs_all_to_all", defaults.packs_all_to_all),
-            elementwise_share: clamp_share(
-                fields.read_number("elementwise_share", Some(defaults.elementwise_share)),
-            ),
-            sustained_share: clamp_share(
-                fields.read_number("sustained_share", Some(defaults.sustained_share)),
-            ),
-            full_speed_until: clamp_share(
-                fields.read_number("full_speed_until", Some(defaults.full_speed_until)),
-            ),
+            elementwise_share,
+            sustained_share,
+            full_speed_until,
         }
     }
 
@@ -108,11 +99,6 @@ packs_all_to_all = {}\nelementwise_share = {:?}\nsustained_share = {:?}\nfull_sp
             self.full_speed_until,
         )
     }
-}
-
-/// Clamps a share to the range from just above 0 to 1.
-fn clamp_share(x: f64) -> f64 {
-    x.clamp(1e-6, 1.0)
 }
 
 #[cfg(test)]

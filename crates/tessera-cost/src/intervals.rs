@@ -50,7 +50,7 @@ pub struct Interval {
     pub track: String,
     /// Name of the activity, for example `QK^T GEMM`.
     pub name: String,
-    /// Kind of the activity, by which overlap measures tell compute from collectives.
+    /// Kind of the activity: measures of overlap compare compute with collectives.
     pub kind: IntervalKind,
     /// Start in nanoseconds, from the origin of the timeline.
     pub start_ns: f64,

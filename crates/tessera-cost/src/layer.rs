@@ -8,7 +8,7 @@
 use std::ops::Add;
 
 use tessera_ir::analytic_model::{LayerOp, LayerOpKind, OpSharding};
-use tessera_mesh::Precision;
+use tessera_mesh::{Cluster, Precision};
 
 use crate::collective_cost::{CollectiveOp, GroupSpan};
 pub use crate::layer_load::LayerLoad;
@@ -28,6 +28,18 @@ pub struct GroupSpans {
     pub ep: GroupSpan,
     /// Span of the group that shards one expert.
     pub expert_tp: GroupSpan,
+}
+
+impl GroupSpans {
+    /// Returns the spans of a layout's groups on a cluster: ranks of tp are adjacent, then ep.
+    #[must_use]
+    pub fn from_layout(layout: &LayerLayout, cluster: &Cluster) -> GroupSpans {
+        GroupSpans {
+            tp: GroupSpan::from_stride(layout.tp, 1, cluster),
+            ep: GroupSpan::from_stride(layout.ep, layout.expert_tp, cluster),
+            expert_tp: GroupSpan::from_stride(layout.expert_tp, 1, cluster),
+        }
+    }
 }
 
 /// Cost of one layer for one micro-batch on the slowest rank.
@@ -218,24 +230,12 @@ impl LayerTransfers<'_> {
         }
     }
 
-    /// Returns whether tokens are sharded between matmuls, so that they are gathered and scattered.
-    fn shards_tokens(&self) -> bool {
-        matches!(self.layout.scheme, TpScheme::MegatronSequence | TpScheme::Ring | TpScheme::Striped)
-    }
-
-    /// Returns the span of the ranks that shard features.
-    fn feature_span(&self) -> GroupSpan {
-        let (tp, shards) = (self.spans.tp, self.share.feature_shards);
-        let rings = (tp.ranks / shards.max(1)).max(1);
-        GroupSpan { ranks: shards, domains: tp.domains.div_ceil(rings).min(shards) }
-    }
-
     /// Adds the transfers before a column-parallel matmul.
     fn add_column_transfers(&self, k: f64, c: &mut OpCost) {
-        let (t, over) = (self.share.tokens, self.feature_span());
+        let (t, over) = (self.share.tokens, self.share.feature_span(self.spans.tp));
         let bytes = ACTIVATION * t * k;
         let (input_ns, weight_ns) = (c.backward_input.compute_ns, c.backward_weight.compute_ns);
-        if self.shards_tokens() {
+        if self.layout.scheme.shards_tokens() {
             let own = OverlapWith::Chunks(t, c.forward.compute_ns);
             self.add_transfer(CollectiveOp::AllGather, bytes, over, own, &mut c.forward);
             self.add_transfer(
@@ -255,10 +255,10 @@ impl LayerTransfers<'_> {
 
     /// Adds the transfers after a row-parallel matmul, or after a table sharded by its rows.
     fn add_row_transfers(&self, n: f64, is_matmul: bool, c: &mut OpCost) {
-        let (t, over) = (self.share.tokens, self.feature_span());
+        let (t, over) = (self.share.tokens, self.share.feature_span(self.spans.tp));
         let bytes = ACTIVATION * t * n;
         let own = if is_matmul { OverlapWith::Chunks(t, c.forward.compute_ns) } else { OverlapWith::Nothing };
-        if self.shards_tokens() {
+        if self.layout.scheme.shards_tokens() {
             self.add_transfer(CollectiveOp::ReduceScatter, bytes, over, own, &mut c.forward);
             let own = if is_matmul {
                 OverlapWith::Chunks(t, c.backward_input.compute_ns)
@@ -370,28 +370,15 @@ impl LayerTransfers<'_> {
         for (part, precisions) in passes {
             for p in precisions {
                 let remote = own * load.remote_copies * load.busiest_over_mean * k * p.wire_element_bytes();
-                let t = if self.layout.ep > 1 {
-                    self.machine.collective_cost(
-                        CollectiveOp::AllToAll,
-                        moe::buffer_bytes(remote, self.layout.ep),
-                        self.spans.ep,
-                    )
-                } else {
-                    continue;
-                };
-                part.ep_ns += t.ns;
-                part.ep_exposed_ns += t.ns;
-                part.launches += 1.0;
-                add_sent(part, t.sent_bytes, 1.0);
+                if self.layout.ep > 1 {
+                    let bytes = moe::buffer_bytes(remote, self.layout.ep);
+                    self.add_expert_transfer(CollectiveOp::AllToAll, bytes, self.spans.ep, part);
+                }
             }
             if self.layout.expert_tp > 1 {
                 let bytes = ACTIVATION * load.mean_rows * load.slowest_over_mean * k;
                 for op in [CollectiveOp::AllGather, CollectiveOp::ReduceScatter] {
-                    let t = self.machine.collective_cost(op, bytes, self.spans.expert_tp);
-                    part.ep_ns += t.ns;
-                    part.ep_exposed_ns += t.ns;
-                    part.launches += 1.0;
-                    add_sent(part, t.sent_bytes, 1.0);
+                    self.add_expert_transfer(op, bytes, self.spans.expert_tp, part);
                 }
             }
             // Where tp replicates tokens, each of its ranks dispatched only its shard and needs all
@@ -401,17 +388,18 @@ impl LayerTransfers<'_> {
                 && self.share.feature_shards > 1
             {
                 let bytes = ACTIVATION * self.share.tokens * k;
-                let mut gathered = CostParts::default();
-                self.add_transfer(
-                    CollectiveOp::AllGather,
-                    bytes,
-                    self.spans.tp,
-                    OverlapWith::Nothing,
-                    &mut gathered,
-                );
-                *part += gathered;
+                self.add_transfer(CollectiveOp::AllGather, bytes, self.spans.tp, OverlapWith::Nothing, part);
             }
         }
+    }
+
+    /// Adds a transfer between the ranks that hold experts, which nothing hides.
+    fn add_expert_transfer(&self, op: CollectiveOp, bytes: f64, span: GroupSpan, part: &mut CostParts) {
+        let t = self.machine.collective_cost(op, bytes, span);
+        part.ep_ns += t.ns;
+        part.ep_exposed_ns += t.ns;
+        part.launches += 1.0;
+        add_sent(part, t.sent_bytes, 1.0);
     }
 
     /// Adds a transfer over tp to `part`: its time, and the time that `beside` does not hide.

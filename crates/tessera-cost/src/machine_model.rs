@@ -2,7 +2,6 @@
 
 use tessera_mesh::{Cluster, LinkClass, MemoryTier, Precision};
 
-use crate::collective_cost::{Algorithm, CollectiveCost, CollectiveModel, CollectiveOp, GroupSpan};
 use crate::profile::{Curves, Profile};
 
 /// A cluster and the executor that runs on it. All times are device times without launch overhead.
@@ -160,35 +159,6 @@ impl MachineModel {
         if self.curves.host.captured { 0.0 } else { self.curves.host.launch_ns }
     }
 
-    /// Returns the cost of a collective over a group. `bytes` is the full buffer of one rank:
-    /// before an all-reduce, a reduce-scatter or an all-to-all (its own shard included), and after
-    /// an all-gather.
-    #[must_use]
-    pub fn collective_cost(&self, op: CollectiveOp, bytes: f64, span: GroupSpan) -> CollectiveCost {
-        self.collective_model().cheapest_cost(op, bytes, span, !self.curves.host.captured)
-    }
-
-    /// Returns the cost with one algorithm, or `None` if the executor's library or the group does
-    /// not support the algorithm.
-    #[must_use]
-    pub fn collective_cost_with(
-        &self,
-        algorithm: Algorithm,
-        op: CollectiveOp,
-        bytes: f64,
-        span: GroupSpan,
-    ) -> Option<CollectiveCost> {
-        self.collective_model().cost_with(algorithm, op, bytes, span)
-    }
-
-    /// Returns the size in bytes from which a ring is at least as fast as a tree: the profile's
-    /// threshold, or the size where their costs cross. Returns `None` if one of them is not offered
-    /// or they do not cross below 16 GiB.
-    #[must_use]
-    pub fn tree_ring_crossover(&self, op: CollectiveOp, span: GroupSpan) -> Option<f64> {
-        self.collective_model().tree_ring_crossover(op, span)
-    }
-
     /// Returns the time to fetch `bytes` from a tier into device memory while the neighbouring
     /// devices do the same.
     #[must_use]
@@ -214,10 +184,6 @@ impl MachineModel {
     #[must_use]
     pub fn reserved_bytes(&self) -> f64 {
         self.curves.memory.reserved_bytes
-    }
-
-    fn collective_model(&self) -> CollectiveModel<'_> {
-        CollectiveModel::new(&self.cluster, &self.curves.library)
     }
 
     /// Returns the peak in operations per nanosecond.

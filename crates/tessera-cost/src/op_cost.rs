@@ -6,6 +6,7 @@ use std::ops::{Add, AddAssign, Mul};
 use tessera_ir::analytic_model::{LayerOp, LayerOpKind, OpSharding};
 use tessera_mesh::Precision;
 
+use crate::collective_cost::GroupSpan;
 use crate::layer_load::LayerLoad;
 use crate::machine_model::{AttentionWork, MachineModel};
 use crate::moe::ExpertLoad;
@@ -52,25 +53,28 @@ impl CostParts {
     }
 }
 
+impl CostParts {
+    /// Combines the numbers of two costs, one by one.
+    fn combine(self, b: CostParts, f: impl Fn(f64, f64) -> f64) -> CostParts {
+        CostParts {
+            compute_ns: f(self.compute_ns, b.compute_ns),
+            memory_ns: f(self.memory_ns, b.memory_ns),
+            tp_ns: f(self.tp_ns, b.tp_ns),
+            tp_exposed_ns: f(self.tp_exposed_ns, b.tp_exposed_ns),
+            ep_ns: f(self.ep_ns, b.ep_ns),
+            ep_exposed_ns: f(self.ep_exposed_ns, b.ep_exposed_ns),
+            imbalance_ns: f(self.imbalance_ns, b.imbalance_ns),
+            launches: f(self.launches, b.launches),
+            flops: f(self.flops, b.flops),
+            sent_bytes: [0, 1, 2].map(|class| f(self.sent_bytes[class], b.sent_bytes[class])),
+        }
+    }
+}
+
 impl Add for CostParts {
     type Output = CostParts;
     fn add(self, b: CostParts) -> CostParts {
-        CostParts {
-            compute_ns: self.compute_ns + b.compute_ns,
-            memory_ns: self.memory_ns + b.memory_ns,
-            tp_ns: self.tp_ns + b.tp_ns,
-            tp_exposed_ns: self.tp_exposed_ns + b.tp_exposed_ns,
-            ep_ns: self.ep_ns + b.ep_ns,
-            ep_exposed_ns: self.ep_exposed_ns + b.ep_exposed_ns,
-            imbalance_ns: self.imbalance_ns + b.imbalance_ns,
-            launches: self.launches + b.launches,
-            flops: self.flops + b.flops,
-            sent_bytes: [
-                self.sent_bytes[0] + b.sent_bytes[0],
-                self.sent_bytes[1] + b.sent_bytes[1],
-                self.sent_bytes[2] + b.sent_bytes[2],
-            ],
-        }
+        self.combine(b, |x, y| x + y)
     }
 }
 
@@ -82,19 +86,8 @@ impl AddAssign for CostParts {
 
 impl Mul<f64> for CostParts {
     type Output = CostParts;
-    fn mul(self, x: f64) -> CostParts {
-        CostParts {
-            compute_ns: self.compute_ns * x,
-            memory_ns: self.memory_ns * x,
-            tp_ns: self.tp_ns * x,
-            tp_exposed_ns: self.tp_exposed_ns * x,
-            ep_ns: self.ep_ns * x,
-            ep_exposed_ns: self.ep_exposed_ns * x,
-            imbalance_ns: self.imbalance_ns * x,
-            launches: self.launches * x,
-            flops: self.flops * x,
-            sent_bytes: self.sent_bytes.map(|b| b * x),
-        }
+    fn mul(self, factor: f64) -> CostParts {
+        self.combine(self, |x, _| x * factor)
     }
 }
 
@@ -123,8 +116,7 @@ impl RankShare {
     /// `tokens`.
     #[must_use]
     pub fn for_layer(rows: &[LayerOp], layout: &LayerLayout, tokens: f64) -> RankShare {
-        let ring =
-            if matches!(layout.scheme, TpScheme::Ring | TpScheme::Striped) { layout.ring.max(1) } else { 1 };
+        let ring = layout.ring_ranks();
         let tp = layout.tp.max(1);
         let shard_tokens = |n: u32| (tokens / f64::from(n)).ceil();
         let (tokens, whole_tokens, shards, head_shards) = match layout.scheme {
@@ -156,6 +148,13 @@ impl RankShare {
             }
         }
         share
+    }
+
+    /// Returns the span of the ranks that shard features, which are a part of the span of tp.
+    #[must_use]
+    pub fn feature_span(&self, tp: GroupSpan) -> GroupSpan {
+        let rings = (tp.ranks / self.feature_shards.max(1)).max(1);
+        GroupSpan { ranks: self.feature_shards, domains: tp.domains.div_ceil(rings).min(self.feature_shards) }
     }
 
     /// Returns the query heads of the slowest rank.

@@ -1,36 +1,12 @@
 //! The parameters of a mapping: every choice that a planner may make, with the name of each
 //! value.
 
+use tessera_base::named_enum;
 use tessera_mesh::Precision;
-
-macro_rules! named_enum {
-    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $word:literal,)+ }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub enum $name { $($(#[$vdoc])* $variant,)+ }
-
-        impl $name {
-            /// All values, in the order in which a search tries them.
-            pub const ALL: &'static [$name] = &[$($name::$variant,)+];
-
-            /// Returns the name of the value, as pins and reports spell it.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self { $($name::$variant => $word,)+ }
-            }
-
-            /// Returns the value whose name is `word`; `None` if there is none.
-            #[must_use]
-            pub fn from_name(word: &str) -> Option<$name> {
-                $name::ALL.iter().copied().find(|x| x.name() == word)
-            }
-        }
-    };
-}
 
 named_enum! {
     /// Sharding scheme of a layer over tp.
-    TpScheme {
+    pub enum TpScheme {
         /// Megatron: column-parallel, then row-parallel weights, with one all-reduce per pair.
         Megatron = "megatron",
         /// Megatron with sequence parallelism: norms and residuals are sharded over tokens, and a
@@ -51,7 +27,7 @@ named_enum! {
 
 named_enum! {
     /// Order of micro-batches over pipeline stages.
-    PipelineSchedule {
+    pub enum PipelineSchedule {
         /// 1F1B: after some warm-up forwards, a stage runs one forward and one backward
         /// alternately.
         OneFOneB = "1f1b",
@@ -68,7 +44,7 @@ named_enum! {
 
 named_enum! {
     /// Activations that the backward pass recomputes.
-    Recompute {
+    pub enum Recompute {
         /// Recomputes nothing: all activations are kept until the backward pass.
         None = "none",
         /// Recomputes the attention op, so that its scores are not kept.
@@ -82,7 +58,7 @@ named_enum! {
 
 named_enum! {
     /// Sharding of the optimizer state over replicas.
-    OptimizerSharding {
+    pub enum OptimizerSharding {
         /// Every replica holds the full state.
         Replicated = "replicated",
         /// The state and the f32 master weights are sharded over replicas.
@@ -94,7 +70,7 @@ named_enum! {
 
 named_enum! {
     /// Memory tier of routed experts.
-    ExpertStorage {
+    pub enum ExpertStorage {
         /// All experts in device memory.
         Hbm = "hbm",
         /// The hottest experts in device memory; the others in host memory, prefetched.
@@ -104,7 +80,7 @@ named_enum! {
 
 named_enum! {
     /// Memory tier of the old part of the KV cache.
-    KvCacheStorage {
+    pub enum KvCacheStorage {
         /// The whole cache in device memory.
         Hbm = "hbm",
         /// Old segments in the memory of other devices of the domain.
@@ -113,6 +89,21 @@ named_enum! {
         Host = "host",
         /// Old segments are dropped, which leaves a sliding window.
         Window = "window",
+    }
+}
+
+impl TpScheme {
+    /// Returns whether the scheme passes keys and values around rings of ranks.
+    #[must_use]
+    pub fn has_rings(self) -> bool {
+        matches!(self, TpScheme::Ring | TpScheme::Striped)
+    }
+
+    /// Returns whether tokens are sharded between matmuls: gathered before column-parallel matmuls,
+    /// scattered after row-parallel ones.
+    #[must_use]
+    pub fn shards_tokens(self) -> bool {
+        self == TpScheme::MegatronSequence || self.has_rings()
     }
 }
 
@@ -139,6 +130,12 @@ pub struct LayerLayout {
 }
 
 impl LayerLayout {
+    /// Returns the number of ranks of one context ring; 1 for a scheme without rings.
+    #[must_use]
+    pub fn ring_ranks(&self) -> u32 {
+        if self.scheme.has_rings() { self.ring.max(1) } else { 1 }
+    }
+
     /// One rank without sharding.
     pub const SINGLE_RANK: LayerLayout = LayerLayout {
         tp: 1,

@@ -6,7 +6,6 @@
 
 mod library;
 mod overlap;
-pub(crate) mod renamed_keys;
 mod toml_format;
 
 use std::collections::BTreeMap;

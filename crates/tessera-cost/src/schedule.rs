@@ -43,7 +43,7 @@ mod simulate;
 mod validity;
 
 pub use order::{StageOp, StageTurn, StageWork, stage_orders};
-pub use simulate::{StageSlot, simulate_schedule, simulate_uneven_schedule};
+pub use simulate::{StageSlot, simulate_schedule};
 pub use validity::{InvalidSchedule, check_schedule};
 
 use crate::params::PipelineSchedule;

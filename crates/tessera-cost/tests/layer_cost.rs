@@ -163,7 +163,7 @@ fn ulysses_sends_four_exchanges_and_keeps_whole_weights() {
 #[test]
 fn parts_of_a_layer_add_up() {
     let m = machine();
-    for &scheme in TpScheme::ALL {
+    for scheme in TpScheme::ALL {
         let l = layout(scheme, 4);
         for recompute in [Recompute::None, Recompute::Attention, Recompute::EveryOther] {
             let load = LayerLoad { recompute, ..training_load(4096.0) };
@@ -388,7 +388,7 @@ fn inference_keeps_nothing_and_has_no_backward_pass() {
         training: false,
         recompute: Recompute::None,
     };
-    for &scheme in TpScheme::ALL {
+    for scheme in TpScheme::ALL {
         let c = cost_of(&machine(), &dense_layer(), &layout(scheme, 4), &load);
         assert_eq!((c.kept_bytes, c.backward_total().total_ns(), c.backward_total().flops), (0.0, 0.0, 0.0));
         assert!(c.forward.total_ns() > 0.0 && c.working_bytes > 0.0);
@@ -417,7 +417,7 @@ fn a_better_machine_is_never_slower() {
             let mut cluster = base.clone();
             edit(&mut cluster);
             let after = MachineModel::new(cluster, profile.clone());
-            for &scheme in TpScheme::ALL {
+            for scheme in TpScheme::ALL {
                 for (tokens, tp) in
                     [1.0, 100.0, 3000.0, 40000.0].map(|t| [1, 2, 8, 12].map(|n| (t, n))).concat()
                 {

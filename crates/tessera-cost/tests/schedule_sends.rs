@@ -148,7 +148,7 @@ fn incomplete_batches(mut stages: Vec<Vec<PostBatch>>, sends_wait: bool) -> usiz
 }
 
 fn schedules() -> impl Iterator<Item = (PipelineSchedule, u32, u32, u32)> {
-    PipelineSchedule::ALL.iter().flat_map(|&schedule| {
+    PipelineSchedule::ALL.into_iter().flat_map(|schedule| {
         (2..8u32).flat_map(move |p| (1..20u32).map(move |m| (p, m))).filter_map(
             move |(p, m)| match schedule {
                 PipelineSchedule::Interleaved => (m < 5).then_some((schedule, p, 2 + m % 3, m * p)),

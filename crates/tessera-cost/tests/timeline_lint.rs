@@ -157,7 +157,7 @@ fn two_half_batches_meet_the_goal_without_double_booking() {
 #[test]
 fn drawn_pipeline_is_a_truncated_schedule() {
     let pace = MicroBatchTimes { forward_ns: 3.0, ..MicroBatchTimes::default() };
-    let slots = simulate_schedule(PipelineSchedule::OneFOneB, 3, 1, 4, &pace);
+    let slots = simulate_schedule(PipelineSchedule::OneFOneB, 1, 4, &[pace; 3]);
     let bars = |until: f64| -> Vec<Interval> {
         let bar = |s: &tessera_cost::schedule::StageSlot| Interval {
             rank: s.stage,

@@ -77,6 +77,7 @@ fn matmul_agrees_with_double_precision() {
     }
 }
 
+// proves: D-09
 #[test]
 fn matmul_is_invariant_to_rows_columns_and_threads() {
     let pools = [Pool::single_thread(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];
@@ -374,6 +375,7 @@ fn attention_survives_huge_logits() {
     );
 }
 
+// proves: D-09
 #[test]
 fn attention_is_invariant_to_rows_heads_and_threads() {
     let pools = [Pool::single_thread(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];

@@ -29,6 +29,7 @@ mod kernel_table;
 mod kernels;
 mod libraries;
 mod nccl;
+mod required_gpus;
 #[cfg(test)]
 mod signature_check;
 mod tensor_map;
@@ -43,3 +44,4 @@ pub use exec::{CommunicatorMember, CudaBackend, CudaOptions, OneTimeCounts, Step
 pub use kernel_choice::describe_kernels;
 pub use libraries::{FoundLibrary, Libraries, Library, MissingLibrary};
 pub use nccl::{UniqueId, unique_id};
+pub use required_gpus::{REQUIRE_GPUS, assert_may_skip};

@@ -96,12 +96,12 @@ fn format_diagnostic(d: &Diagnostic) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tessera_plan::search::Job;
     use tessera_plan::search::thresholds::Thresholds;
+    use tessera_plan::search::{Job, Pins};
 
     use crate::language::search_language;
     use crate::machine::load_machine;
-    use crate::query::{LanguageQuery, ModelSource, parse_language_pins};
+    use crate::query::{LanguageQuery, ModelSource};
     use tessera::check::{check_file, check_text};
 
     const S: AttentionShape = AttentionShape {
@@ -124,8 +124,7 @@ mod tests {
             devices: None,
             job: Some(job),
             objective: None,
-            pins: parse_language_pins("scheme=rs_mm_ag,tp=8,micro_batch=1")
-                .unwrap_or_else(|ds| panic!("{ds:#?}")),
+            pins: Pins::parse("scheme=rs_mm_ag,tp=8,micro_batch=1").unwrap_or_else(|ds| panic!("{ds:#?}")),
             routing: None,
             prefetch_hit_rate: None,
             strict: false,

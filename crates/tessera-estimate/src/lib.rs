@@ -26,12 +26,12 @@ pub use defaults::{DEFAULT_HOST, DEFAULT_RACK, JobKind, job_with_defaults};
 pub use language::{explain_language, question_and_title, search_language};
 pub use library_env::{LibraryRequirements, render_env};
 pub use machine::{load_machine, load_thresholds, resolve_machine};
-pub use query::{LanguageQuery, ModelSource, parse_language_pins};
+pub use query::{LanguageQuery, ModelSource};
 pub use query_json::{read_planned_machine, read_query};
 pub use report::{EstimateReport, intervals_to_timeline};
 pub use tessera_cost::MachineModel;
 pub use tessera_cost::moe::Routing;
-pub use tessera_plan::search::{Job, Objective};
+pub use tessera_plan::search::{Job, Objective, Pins};
 pub use video::{VideoQuery, explain_video, parse_video_pins, search_video, search_with_pins};
 
 use tessera::codes::T0010;

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use tessera_base::Diagnostics;
 use tessera_cost::MachineModel;
 use tessera_cost::moe::Routing;
 use tessera_plan::search::thresholds::Thresholds;
@@ -47,12 +46,4 @@ pub struct LanguageQuery {
     pub limits: Thresholds,
     /// Command line to show on the page.
     pub command: String,
-}
-
-/// Parses the pins of a language model.
-///
-/// # Errors
-/// T1200.
-pub fn parse_language_pins(text: &str) -> Result<Pins, Diagnostics> {
-    Pins::parse(text)
 }

@@ -115,6 +115,13 @@ impl Op {
         }
     }
 
+    /// Returns the name of an attribute that the op table requires and the op lacks.
+    #[must_use]
+    pub fn missing_attribute(&self) -> Option<&'static str> {
+        let required = self.opcode.table_row().attrs.iter().filter(|a| !a.optional);
+        required.map(|a| a.name).find(|name| !self.attrs.contains_key(*name))
+    }
+
     /// Returns the name of the captured graph that contains the op.
     #[must_use]
     pub fn graph_name(&self) -> Option<&str> {

@@ -5,6 +5,8 @@ mod placement;
 mod toml_format;
 pub(crate) mod validate;
 
+use tessera_base::named_enum;
+
 pub use placement::RankPlacement;
 
 /// A hardware figure with the data sheet or measurement that it comes from.
@@ -16,29 +18,21 @@ pub struct Figure {
     pub source: String,
 }
 
-/// A number format that devices compute in or links transfer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Precision {
-    /// 4 bytes per number.
-    F32,
-    /// 2 bytes per number.
-    Bf16,
-    /// 1 byte; on a link with one scale per 128 numbers.
-    Fp8,
-    /// Half a byte; on a link with one scale per 16 numbers.
-    Fp4,
+named_enum! {
+    /// A number format that devices compute in or links transfer.
+    pub enum Precision {
+        /// 4 bytes per number.
+        F32 = "f32",
+        /// 2 bytes per number.
+        Bf16 = "bf16",
+        /// 1 byte; on a link with one scale per 128 numbers.
+        Fp8 = "fp8",
+        /// Half a byte; on a link with one scale per 16 numbers.
+        Fp4 = "fp4",
+    }
 }
 
 impl Precision {
-    /// All formats, widest first.
-    pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Fp8, Precision::Fp4];
-
-    /// Returns the name of the format, for example `bf16`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["f32", "bf16", "fp8", "fp4"][self as usize]
-    }
-
     /// Returns the bytes of one number in memory, without scales.
     #[must_use]
     pub fn element_bytes(self) -> f64 {
@@ -53,26 +47,15 @@ impl Precision {
     }
 }
 
-/// Kind of link between two ranks, or between a device and its host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum LinkClass {
-    /// Within one switch domain (NVLink), also across hosts.
-    Domain,
-    /// Between switch domains, over the network.
-    Network,
-    /// Between a device and the memory of its host.
-    Host,
-}
-
-impl LinkClass {
-    /// All link classes, in the order that indexes per-class arrays such as [`Cluster::links`].
-    pub const ALL: [LinkClass; 3] = [LinkClass::Domain, LinkClass::Network, LinkClass::Host];
-
-    /// Returns the name of the class, which is its key in a cluster file: `domain`, `network` or
-    /// `host`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["domain", "network", "host"][self as usize]
+named_enum! {
+    /// Kind of link between two ranks, or between a device and its host.
+    pub enum LinkClass {
+        /// Within one switch domain (NVLink), also across hosts.
+        Domain = "domain",
+        /// Between switch domains, over the network.
+        Network = "network",
+        /// Between a device and the memory of its host.
+        Host = "host",
     }
 }
 
@@ -90,25 +73,15 @@ pub struct LinkSpec {
     pub multicast: bool,
 }
 
-/// A place for the data of a rank, nearest first: the memory of its device, a peer, or the host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum MemoryTier {
-    /// Memory of the device itself.
-    Hbm,
-    /// Memory of another device in the same switch domain.
-    Peer,
-    /// Memory of the host (Grace, or DRAM behind PCIe).
-    Host,
-}
-
-impl MemoryTier {
-    /// All memory tiers, nearest to the device first.
-    pub const ALL: [MemoryTier; 3] = [MemoryTier::Hbm, MemoryTier::Peer, MemoryTier::Host];
-
-    /// Returns the name of the tier in reports: `hbm`, `peer` or `host`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["hbm", "peer", "host"][self as usize]
+named_enum! {
+    /// A place for the data of a rank, nearest first: the memory of its device, a peer, or the host.
+    pub enum MemoryTier {
+        /// Memory of the device itself.
+        Hbm = "hbm",
+        /// Memory of another device in the same switch domain.
+        Peer = "peer",
+        /// Memory of the host (Grace, or DRAM behind PCIe).
+        Host = "host",
     }
 }
 

@@ -2,33 +2,25 @@
 
 use std::str::FromStr;
 
-use tessera_base::{Diagnostic, closest_name, format_choices};
+use tessera_base::named_enum;
 
 use crate::codes::T0105;
-use crate::mesh::MeshError;
+use crate::mesh::{MeshError, unknown_name};
 
-/// A dim of a weight, named after the effect of sharding it. Weights are stored as [out, in] and
-/// expert banks as [experts, out, in].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum DimName {
-    /// Output features: column parallel.
-    Col,
-    /// Input features: row parallel.
-    Row,
-    /// First dim of an expert bank: each rank holds whole experts.
-    Experts,
+named_enum! {
+    /// A dim of a weight, named after the effect of sharding it. Weights are stored as [out, in] and
+    /// expert banks as [experts, out, in].
+    pub enum DimName {
+        /// Output features: column parallel.
+        Col = "col",
+        /// Input features: row parallel.
+        Row = "row",
+        /// First dim of an expert bank: each rank holds whole experts.
+        Experts = "experts",
+    }
 }
 
 impl DimName {
-    /// All names.
-    pub const ALL: [DimName; 3] = [DimName::Col, DimName::Row, DimName::Experts];
-
-    /// Returns the name in text: `col`, `row` or `experts`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["col", "row", "experts"][self as usize]
-    }
-
     /// Returns the index of this dim in a tensor with `dims` dims. A vector that accompanies a
     /// weight has only output features.
     #[must_use]
@@ -45,15 +37,8 @@ impl DimName {
 impl FromStr for DimName {
     type Err = MeshError;
     fn from_str(s: &str) -> Result<DimName, MeshError> {
-        DimName::ALL.into_iter().find(|d| d.name() == s).ok_or_else(|| {
-            let names = DimName::ALL.map(DimName::name);
-            let d = Diagnostic::error(&T0105, format!("unknown dim name `{s}`"))
-                .with_hint(format!("the names are {}", format_choices(&names)));
-            Box::new(match closest_name(s, names) {
-                Some(n) => d.with_note(format!("closest: `{n}`")),
-                None => d,
-            })
-        })
+        let names = DimName::ALL.map(DimName::name);
+        DimName::from_name(s).ok_or_else(|| unknown_name(&T0105, "dim name", "names", s, &names))
     }
 }
 

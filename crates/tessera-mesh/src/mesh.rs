@@ -3,34 +3,24 @@
 use std::fmt;
 use std::str::FromStr;
 
-use tessera_base::{Diagnostic, closest_name, format_choices};
+use tessera_base::{Code, Diagnostic, closest_name, format_choices, named_enum};
 
 use crate::codes::{T0101, T0102, T0103, T0104};
 
 /// Maximum number of ranks of a mesh, including the ranks outside it.
 pub const MAX_RANKS: u32 = 65_536;
 
-/// A mesh axis. In rank order the first variant varies fastest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Axis {
-    /// Tensor parallelism: shards weights and heads, or tokens and heads.
-    Tp,
-    /// Expert parallelism: shards the experts.
-    Ep,
-    /// Pipeline parallelism: layer blocks as stages.
-    Pp,
-    /// Data parallelism: replicas of the weights that process different data.
-    Dp,
-}
-
-impl Axis {
-    /// All axes, fastest first.
-    pub const ALL: [Axis; 4] = [Axis::Tp, Axis::Ep, Axis::Pp, Axis::Dp];
-
-    /// Returns the name of the axis in text: `tp`, `ep`, `pp` or `dp`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["tp", "ep", "pp", "dp"][self as usize]
+named_enum! {
+    /// A mesh axis. In rank order the first variant varies fastest.
+    pub enum Axis {
+        /// Tensor parallelism: shards weights and heads, or tokens and heads.
+        Tp = "tp",
+        /// Expert parallelism: shards the experts.
+        Ep = "ep",
+        /// Pipeline parallelism: layer blocks as stages.
+        Pp = "pp",
+        /// Data parallelism: replicas of the weights that process different data.
+        Dp = "dp",
     }
 }
 
@@ -43,16 +33,25 @@ impl fmt::Display for Axis {
 impl FromStr for Axis {
     type Err = MeshError;
     fn from_str(s: &str) -> Result<Axis, MeshError> {
-        Axis::ALL.into_iter().find(|a| a.name() == s).ok_or_else(|| {
-            let names = Axis::ALL.map(Axis::name);
-            let mut d = Diagnostic::error(&T0101, format!("unknown mesh axis `{s}`"))
-                .with_hint(format!("the axes are {}", format_choices(&names)));
-            if let Some(n) = closest_name(s, names) {
-                d = d.with_note(format!("closest: `{n}`"));
-            }
-            Box::new(d)
-        })
+        let names = Axis::ALL.map(Axis::name);
+        Axis::from_name(s).ok_or_else(|| unknown_name(&T0101, "mesh axis", "axes", s, &names))
     }
+}
+
+/// Returns the diagnostic of a name that is none of `names`.
+pub(crate) fn unknown_name(
+    code: &'static Code,
+    kind: &str,
+    plural: &str,
+    name: &str,
+    names: &[&str],
+) -> MeshError {
+    let d = Diagnostic::error(code, format!("unknown {kind} `{name}`"))
+        .with_hint(format!("the {plural} are {}", format_choices(names)));
+    Box::new(match closest_name(name, names.iter().copied()) {
+        Some(n) => d.with_note(format!("closest: `{n}`")),
+        None => d,
+    })
 }
 
 /// The diagnostic of an invalid mesh, axis name, dim name or device list.

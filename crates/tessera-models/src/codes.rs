@@ -1,15 +1,8 @@
 //! The diagnostic codes of this crate with their explain pages, ordered by id.
 
-use tessera_base::Code;
-
-/// Diagnostic codes that this crate raises, in ascending order.
-pub const CODES: &[&Code] = &[&T0410, &T0411, &T0420, &T0421, &T0422, &T0430, &T0431, &T0432];
-
-/// The dimensions contradict each other.
-pub static T0410: Code = Code {
-    id: "T0410",
-    title: "model dimensions contradict each other",
-    page: "Some dimensions in config.json do not describe a Wan DiT that can run; the message \
+tessera_base::codes! {
+    T0410: "model dimensions contradict each other",
+    "Some dimensions in config.json do not describe a Wan DiT that can run; the message \
 shows the numbers. `dim` must be a multiple of the number of heads. The width of a head must be \
 even and at least 6, because RoPE rotates pairs of channels and divides them among three \
 positions: frame, row and column. Input and output channels must be equal, `freq_dim` even, \
@@ -18,73 +11,45 @@ more than 1024 blocks are treated as typos.\n\n\
 A key that selects a variant of the model (qk_norm, window_size, model_type, image_dim and \
 similar keys) must have the value of the implemented variant. Any other value describes another \
 model, for which this implementation would produce plausible but wrong output.\n\n\
-Compare config.json with the file that the publisher of the model provides.",
-};
+Compare config.json with the file that the publisher of the model provides.";
 
-/// The stream settings contradict the model or each other.
-pub static T0411: Code = Code {
-    id: "T0411",
-    title: "stream settings contradict each other",
-    page: "stream.toml defines how a model is streamed. The picture size must be a multiple of the patch size, the \
+    T0411: "stream settings contradict each other",
+    "stream.toml defines how a model is streamed. The picture size must be a multiple of the patch size, the \
 cache window a multiple of the chunk size and at least one chunk, and the channels of the decoder must match the model. \
 The recompute regime needs a window of exactly two chunks. The window may not be longer than the model's RoPE table \
 (rope_max_seq_len in config.json), which defines the positions. A tensor of more than 2^40 elements, a call of more than \
 2^60 operations, more than 64 chunks in the window or more than 100 steps are treated as typos. The message shows the \
-numbers.",
-};
+numbers.";
 
-/// The prompt is empty or contains only white space.
-pub static T0420: Code = Code {
-    id: "T0420",
-    title: "prompt is empty",
-    page: "A prompt needs at least one word; an empty one would condition the model on padding alone. For the demo \
-model try `a red circle moves right`.",
-};
+    T0420: "prompt is empty",
+    "A prompt needs at least one word; an empty one would condition the model on padding alone. For the demo \
+model try `a red circle moves right`.";
 
-/// A word has no row in the table.
-pub static T0421: Code = Code {
-    id: "T0421",
-    title: "word is not in the model's vocabulary",
-    page: "The model's text encoder is a table with one row per word, listed in vocab.txt in its folder. The model cannot \
-represent a word without a row, so the prompt is rejected; dropping the word would change its meaning.",
-};
+    T0421: "word is not in the model's vocabulary",
+    "The model's text encoder is a table with one row per word, listed in vocab.txt in its folder. The model cannot \
+represent a word without a row, so the prompt is rejected; dropping the word would change its meaning.";
 
-/// The prompt has too many words, or the table does not match the vocabulary.
-pub static T0422: Code = Code {
-    id: "T0422",
-    title: "text does not fit the model",
-    page: "A prompt may have at most text_len words (config.json), and the word table must have one row of text_dim \
+    T0422: "text does not fit the model",
+    "A prompt may have at most text_len words (config.json), and the word table must have one row of text_dim \
 numbers per line of vocab.txt. A word may occur there only once, regardless of letter case: a second row would never be \
-read, and every row after it would belong to the wrong word.",
-};
+read, and every row after it would belong to the wrong word.";
 
-/// A config does not name exactly one architecture, or the planner does not know that one.
-pub static T0430: Code = Code {
-    id: "T0430",
-    title: "unknown architecture of a language model",
-    page: "A config.json names its architecture under `architectures`. The planner describes \
+    T0430: "unknown architecture of a language model",
+    "A config.json names its architecture under `architectures`. The planner describes \
 every part of a layer by an op row, an op that is counted and cannot run. It can do so only for \
 architectures that it knows; the message lists them.\n\n\
 Many releases equal one of these under another name. If yours does, put the known name into a \
 copy of the config and compare the parameter count that `tessera plan` prints with the \
-published one before you trust the rest.",
-};
+published one before you trust the rest.";
 
-/// The dims contradict each other.
-pub static T0431: Code = Code {
-    id: "T0431",
-    title: "dims of a language model contradict each other",
-    page: "A layer requires: the number of query heads a multiple of the number of KV heads; a head width, given or as \
+    T0431: "dims of a language model contradict each other",
+    "A layer requires: the number of query heads a multiple of the number of KV heads; a head width, given or as \
 hidden_size over the heads; no more experts per token than there are experts. The message shows the numbers.\n\n\
-A weight of more than 2^40 elements, or more than 1024 layers, is treated as a typo.",
-};
+A weight of more than 2^40 elements, or more than 1024 layers, is treated as a typo.";
 
-/// A config key selects an unsupported variant.
-pub static T0432: Code = Code {
-    id: "T0432",
-    title: "config key selects an unsupported variant",
-    page: "The key changes what a layer computes or its attention span (a sliding window, another activation, experts in \
+    T0432: "config key selects an unsupported variant",
+    "The key changes what a layer computes or its attention span (a sliding window, another activation, experts in \
 some layers only), and the op rows do not describe this value. An estimate that ignored it would describe another \
 model, so the config is rejected. The hint lists the accepted values.\n\n\
-Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.",
-};
+Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.";
+}

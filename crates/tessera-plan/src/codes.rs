@@ -1,58 +1,30 @@
 //! The diagnostic codes of this crate with their explain pages, ordered by id.
 
-use tessera_base::Code;
+tessera_base::codes! {
+    T0601: "mesh axis has nothing to shard",
+    "A video generator has no experts, so `ep` must be 1, and a stream is one sequence, so `dp` must be 1. Use tp \
+to shard heads or tokens, and pp to split blocks into stages.";
 
-/// Diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[
-    &T0601, &T0602, &T0603, &T0604, &T0605, &T0606, &T0607, &T0608, &T1200, &T1201, &T1202, &T1203, &T1204,
-    &T1205, &T1206, &T1207, &T1208, &T1209, &T1210, &T1211, &T1212, &T1213, &T1214, &T1215, &T1216, &T1217,
-    &T1218, &T1220, &T1221, &T1222, &T1223, &T1224, &T1225, &T1226, &T1227, &T1228, &T1229, &T1230, &T1231,
-    &T1232, &T1240, &T1241,
-];
-
-/// A mesh axis that this kind of model cannot use is larger than 1.
-pub static T0601: Code = Code {
-    id: "T0601",
-    title: "mesh axis has nothing to shard",
-    page: "A video generator has no experts, so `ep` must be 1, and a stream is one sequence, so `dp` must be 1. Use tp \
-to shard heads or tokens, and pp to split blocks into stages.",
-};
-
-/// tp has more ranks than the model has units to shard.
-pub static T0602: Code = Code {
-    id: "T0602",
-    title: "tp does not fit the model",
-    page: "`tp=N` shards each transformer block over N ranks. Every one of these ranks must \
+    T0602: "tp does not fit the model",
+    "`tp=N` shards each transformer block over N ranks. Every one of these ranks must \
 hold at least one attention head. Under `megatron` it must also hold at least one column of the \
 feed-forward layer, under `ulysses` at least one token of a chunk. Here tp is larger than one \
 of these counts, so a rank would hold nothing. The message shows tp and the count. tp need not \
 divide the counts: the ranks' shards may differ by one unit. Use a size from the hint, which \
-lists the sizes with even shards and the largest size with uneven shards.",
-};
+lists the sizes with even shards and the largest size with uneven shards.";
 
-/// pp has more stages than the model has blocks.
-pub static T0603: Code = Code {
-    id: "T0603",
-    title: "pp does not fit the model",
-    page: "Each stage of a block pipeline holds at least one whole block. A list of blocks per stage must have one \
-entry per stage and add up to the model's blocks.",
-};
+    T0603: "pp does not fit the model",
+    "Each stage of a block pipeline holds at least one whole block. A list of blocks per stage must have one \
+entry per stage and add up to the model's blocks.";
 
-/// The mesh-invariant numerics policy is impossible for this mapping and model.
-pub static T0604: Code = Code {
-    id: "T0604",
-    title: "mesh-invariant numerics are not possible here",
-    page: "Under `mesh-invariant` every contraction that some mesh may split is divided into 8 equal segments summed in \
+    T0604: "mesh-invariant numerics are not possible here",
+    "Under `mesh-invariant` every contraction that some mesh may split is divided into 8 equal segments summed in \
 one binary tree, so that no result depends on the mesh. That requires tp to divide 8, tp to divide the heads, and 8 to \
 divide both the model width and the feed-forward width. The tree sums in f32, so `dtype` must be f32 too. Use the standard \
-policy or one of the sizes in the hint.",
-};
+policy or one of the sizes in the hint.";
 
-/// The device list, stages, row chunks or queue depths contradict the mesh or exceed their bounds.
-pub static T0605: Code = Code {
-    id: "T0605",
-    title: "mapping contradicts itself",
-    page: "The mapping is the TOML file, or the options of the command line, that places a \
+    T0605: "mapping contradicts itself",
+    "The mapping is the TOML file, or the options of the command line, that places a \
 model on ranks. One of its values is out of range or contradicts another one; the message names \
 the key and the number.\n\n\
 `stages.blocks` is the number of transformer blocks of each pipeline stage: with pp=2 it has \
@@ -68,14 +40,10 @@ more, because no other mapping has these all-reduces, and at least one token per
 leads and also computes. In `pp0`, rank 0 leads, encodes and decodes beside a mesh of exactly \
 one rank. In `pp1` it does so beside a mesh of two ranks or more, whose first rank relays its \
 messages. The mesh axis `pp` is something else: it splits the blocks of the model into stages. \
-A mapping may use both.",
-};
+A mapping may use both.";
 
-/// Lowering produced a program that fails the op rules.
-pub static T0606: Code = Code {
-    id: "T0606",
-    title: "strategy has no rule for this op",
-    page: "The planner could not make a correct program of the ranks from this op of the model. \
+    T0606: "strategy has no rule for this op",
+    "The planner could not make a correct program of the ranks from this op of the model. \
 The strategy has no rule for the op with its operands in these layouts, or the op does not \
 accept the dtypes of `--dtype`, or it cannot run on a row chunk. The message states the reason. \
 Try another strategy, f32, `--overlap-chunks 1`, or tp=1; the missing rule is a gap in the \
@@ -84,275 +52,167 @@ programs of the ranks in text.\n\n\
 This code also rejects a weight or an input of a model whose attribute `part`, a hint for the \
 strategy, has an unknown value. The planner could treat the value as `whole` and the results \
 would be correct, but every rank would hold and compute the whole tensor. The hint lists the \
-valid values.",
-};
+valid values.";
 
-/// tp does not divide the heads or the features.
-pub static T0607: Code = Code {
-    id: "T0607",
-    title: "attention cannot be scattered over heads",
-    page: "The attention scheme rs_mm_ag (reduce-scatter, matmul, all-gather) reduce-scatters \
+    T0607: "attention cannot be scattered over heads",
+    "The attention scheme rs_mm_ag (reduce-scatter, matmul, all-gather) reduce-scatters \
 partial scores so that each rank of tp holds whole heads. A reduce-scatter needs equal shards, \
 and a value that is still a partial sum cannot be padded, so tp must divide the heads. If the \
 model has fewer heads of keys and values, tp must divide those too, or be a multiple of them, \
 so that every rank holds a copy of one. Each rank computes partial scores from its features of \
 each head, so it needs at least one feature. With tp = 1 there is nothing to reduce. The hint \
-lists the legal values of tp; other schemes accept head counts that differ by one.",
-};
+lists the legal values of tp; other schemes accept head counts that differ by one.";
 
-/// Causal attention over several queries has no mask op.
-pub static T0608: Code = Code {
-    id: "T0608",
-    title: "no op masks scores between two matmuls",
-    page: "The attention scheme rs_mm_ag computes attention as two matmuls (`bmm`) with a \
+    T0608: "no op masks scores between two matmuls",
+    "The attention scheme rs_mm_ag computes attention as two matmuls (`bmm`) with a \
 softmax between them. Causal attention masks the scores before the softmax, but no op does so \
 between `bmm` and `softmax`, and a mask tensor would be as large as the scores of all heads. A \
 decoding step needs no mask, because its one query attends to every key. So Tessera writes \
 programs of this scheme for decoding only; for other jobs it gives an estimate only. A scheme \
-with a fused attention op applies the mask inside that op.",
-};
+with a fused attention op applies the mask inside that op.";
 
-/// A pin cannot be parsed.
-pub static T1200: Code = Code {
-    id: "T1200",
-    title: "cannot parse a mapping pin",
-    page: "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. \
+    T1200: "cannot parse a mapping pin",
+    "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. \
 The message names the unknown knob or value and the nearest known one.\n\n\
 If tp, ep, pp and dp are all pinned, they are the axes of one mesh and must multiply to the \
 number of devices. With fewer pins, attention and experts may divide the ranks of one stage in \
 two different ways, and both must give the number of these ranks: tp · replicas for attention, \
-expert_tp · ep · expert replicas for the experts.",
-};
+expert_tp · ep · expert replicas for the experts.";
 
-/// The axes do not multiply to the devices.
-pub static T1201: Code = Code {
-    id: "T1201",
-    title: "axes do not multiply to the devices",
-    page: "Every rank needs one device. The four axes tp, ep, pp and dp of one mesh multiply to \
+    T1201: "axes do not multiply to the devices",
+    "Every rank needs one device. The four axes tp, ep, pp and dp of one mesh multiply to \
 the number of ranks. If attention and experts divide the ranks of a stage in different ways, tp \
 · replicas (attention) and expert_tp · ep · expert replicas (experts) must both equal the ranks \
 of a stage.\n\n\
 The message shows the number of ranks and of devices. The legal neighbours that it lists keep \
-as many of the axes as possible. Sometimes the same tp and ep fit with another expert_tp.",
-};
+as many of the axes as possible. Sometimes the same tp and ep fit with another expert_tp.";
 
-/// There are more stages than layers.
-pub static T1202: Code = Code {
-    id: "T1202",
-    title: "more stages than layers",
-    page: "A stage holds at least one layer. With several model chunks per stage, each chunk does. Use fewer stages or chunks.",
-};
+    T1202: "more stages than layers",
+    "A stage holds at least one layer. With several model chunks per stage, each chunk does. Use fewer stages or chunks.";
 
-/// The heads cannot be sharded over tp.
-pub static T1203: Code = Code {
-    id: "T1203",
-    title: "cannot shard heads over tp",
-    page: "The attention heads are split into one shard per rank of tp. With ring attention, \
+    T1203: "cannot shard heads over tp",
+    "The attention heads are split into one shard per rank of tp. With ring attention, \
 `ring` ranks share one shard, so there are tp / ring shards. Each shard needs at least one whole \
 head. Shards may differ by one head unless `--strict` is given; the rank with the most heads \
 then determines the time. If there are fewer KV heads than shards, several ranks hold a copy of \
 one KV head.\n\n\
 Use a smaller tp, or ring attention with a larger ring, for example `--pin scheme=ring,ring=4`. \
 If only `--strict` rejects the mapping, choose tp so that the number of shards divides the \
-number of heads, and divides the number of KV heads or is a multiple of it; or omit `--strict`.",
-};
+number of heads, and divides the number of KV heads or is a multiple of it; or omit `--strict`.";
 
-/// The experts cannot be sharded over ep.
-pub static T1204: Code = Code {
-    id: "T1204",
-    title: "cannot shard experts over ep",
-    page: "Each rank of ep needs at least one expert, and each rank of expert_tp a part of its \
+    T1204: "cannot shard experts over ep",
+    "Each rank of ep needs at least one expert, and each rank of expert_tp a part of its \
 inner width. A model without routed experts has ep = 1. Sizes that do not divide are allowed \
-(some ranks hold one expert more) unless `--strict` is given.",
-};
+(some ranks hold one expert more) unless `--strict` is given.";
 
-/// The batch has too few sequences for the replicas.
-pub static T1205: Code = Code {
-    id: "T1205",
-    title: "batch is too small for the replicas",
-    page: "Each attention replica processes its own sequences, in micro-batches. A replica without \
+    T1205: "batch is too small for the replicas",
+    "Each attention replica processes its own sequences, in micro-batches. A replica without \
 a sequence is idle, and a micro-batch cannot exceed a replica's share. Use fewer replicas (a larger tp or pp), a \
-smaller micro-batch, or a larger batch.",
-};
+smaller micro-batch, or a larger batch.";
 
-/// A requirement of the pipeline schedule is violated.
-pub static T1206: Code = Code {
-    id: "T1206",
-    title: "pipeline schedule does not apply",
-    page: "Interleaving needs stages, model chunks and a number of micro-batches that the stages divide; schedules that split \
+    T1206: "pipeline schedule does not apply",
+    "Interleaving needs stages, model chunks and a number of micro-batches that the stages divide; schedules that split \
 the backward pass require training; a bidirectional schedule needs an even number of stages. The message gives the \
-requirement and the numbers.",
-};
+requirement and the numbers.";
 
-/// The tensor-parallel scheme does not apply.
-pub static T1207: Code = Code {
-    id: "T1207",
-    title: "tensor-parallel scheme does not apply",
-    page: "Schemes that shard tokens need at least one token per rank; schemes that shard heads need attention; the ring size \
+    T1207: "tensor-parallel scheme does not apply",
+    "Schemes that shard tokens need at least one token per rank; schemes that shard heads need attention; the ring size \
 divides tp and is larger than one. Use more sequences per micro-batch, a smaller tp, or `megatron`, which has none of \
-these requirements.",
-};
+these requirements.";
 
-/// The context is too short for ring attention.
-pub static T1208: Code = Code {
-    id: "T1208",
-    title: "context is too short for ring attention",
-    page: "Ring attention passes keys and values around a ring of ranks: the next ones travel \
+    T1208: "context is too short for ring attention",
+    "Ring attention passes keys and values around a ring of ranks: the next ones travel \
 during the compute on the current ones. This pays off only if each rank's shard of the context \
 is long; with short shards every step waits for the link. The message shows the tokens per rank \
-and the minimum. Use a smaller ring, or shard heads instead.",
-};
+and the minimum. Use a smaller ring, or shard heads instead.";
 
-/// The partial scores are too large to reduce.
-pub static T1209: Code = Code {
-    id: "T1209",
-    title: "attention scores are too large to reduce",
-    page: "rs_mm_ag writes the partial scores of all heads to memory so that they can be reduce-scattered; a fused attention \
+    T1209: "attention scores are too large to reduce",
+    "rs_mm_ag writes the partial scores of all heads to memory so that they can be reduce-scattered; a fused attention \
 kernel never does. Scores grow with queries times keys: for long contexts they would fill the memory. Use rs_mm_ag for \
-decoding or short contexts, and another scheme elsewhere.",
-};
+decoding or short contexts, and another scheme elsewhere.";
 
-/// The device does not support the precision.
-pub static T1210: Code = Code {
-    id: "T1210",
-    title: "device does not support this precision",
-    page: "The devices of this cluster have no matrix units for this format. The message lists the supported formats.",
-};
+    T1210: "device does not support this precision",
+    "The devices of this cluster have no matrix units for this format. The message lists the supported formats.";
 
-/// fp4 is not enabled for training.
-pub static T1211: Code = Code {
-    id: "T1211",
-    title: "fp4 is not enabled for training",
-    page: "This code applies only to training; inference may use fp4 on devices that support \
+    T1211: "fp4 is not enabled for training",
+    "This code applies only to training; inference may use fp4 on devices that support \
 it. Gradients at fp4 lose more accuracy than a training run can repair without stochastic \
 rounding and other methods that this planner does not model. Use fp8 with f32 master weights: \
 `precision=fp8`. Only a program that calls the search as a library can enable fp4 in training \
-(`fp4_training` of its search space).",
-};
+(`fp4_training` of its search space).";
 
-/// There is no optimizer state to shard.
-pub static T1212: Code = Code {
-    id: "T1212",
-    title: "no optimizer state to shard",
-    page: "Sharding the optimizer state needs at least two replicas of the same weights, and an optimizer: inference has none. \
-Use `replicated`, or more replicas.",
-};
+    T1212: "no optimizer state to shard",
+    "Sharding the optimizer state needs at least two replicas of the same weights, and an optimizer: inference has none. \
+Use `replicated`, or more replicas.";
 
-/// The memory tier cannot hold the data.
-pub static T1213: Code = Code {
-    id: "T1213",
-    title: "memory tier cannot hold this data",
-    page: "Training updates every weight and reads no KV cache: both stay in device memory. Old keys may be placed on peers \
-only in a domain of several devices; data placed on the host must fit there.",
-};
+    T1213: "memory tier cannot hold this data",
+    "Training updates every weight and reads no KV cache: both stay in device memory. Old keys may be placed on peers \
+only in a domain of several devices; data placed on the host must fit there.";
 
-/// There is nothing to recompute.
-pub static T1214: Code = Code {
-    id: "T1214",
-    title: "nothing to recompute",
-    page: "Without a backward pass no activations are saved, so recomputation has no effect. Set \
-recomputation to `none`, or plan for training.",
-};
+    T1214: "nothing to recompute",
+    "Without a backward pass no activations are saved, so recomputation has no effect. Set \
+recomputation to `none`, or plan for training.";
 
-/// A collective leaves the scale-up domain.
-pub static T1215: Code = Code {
-    id: "T1215",
-    title: "collective leaves the scale-up domain",
-    page: "The search was told to keep tp and ep groups inside one scale-up domain \
+    T1215: "collective leaves the scale-up domain",
+    "The search was told to keep tp and ep groups inside one scale-up domain \
 (`within_domain` of its search space), because a rank has a tenth of the bandwidth on links \
-between domains. A group of ranks stays inside a domain if its size divides the domain.",
-};
+between domains. A group of ranks stays inside a domain if its size divides the domain.";
 
-/// A model replica spans racks.
-pub static T1216: Code = Code {
-    id: "T1216",
-    title: "model replica spans racks",
-    page: "If there are several model replicas, each must stay in one rack, so that only \
+    T1216: "model replica spans racks",
+    "If there are several model replicas, each must stay in one rack, so that only \
 gradients cross racks. The ranks of a replica must divide the devices of a rack. Use a mesh \
 whose replicas do, or a single replica (dp=1). A program that calls the search as a library can \
-disable the rule (`replica_in_rack` of its search space).",
-};
+disable the rule (`replica_in_rack` of its search space).";
 
-/// The peak rank exceeds device memory.
-pub static T1217: Code = Code {
-    id: "T1217",
-    title: "peak rank exceeds device memory",
-    page: "The message gives the bytes that the peak rank needs, the device's memory, and the largest term. Weights shrink \
+    T1217: "peak rank exceeds device memory",
+    "The message gives the bytes that the peak rank needs, the device's memory, and the largest term. Weights shrink \
 with tp, ep and pp; activations with recomputation and smaller micro-batches; optimizer state by sharding it over replicas; \
-the KV cache with tp, with more replicas, or on another tier.",
-};
+the KV cache with tp, with more replicas, or on another tier.";
 
-/// The expert capacity drops too many tokens.
-pub static T1218: Code = Code {
-    id: "T1218",
-    title: "expert capacity drops too many tokens",
-    page: "Assignments beyond an expert's capacity are dropped: the token skips that expert. That is less work, so a search \
+    T1218: "expert capacity drops too many tokens",
+    "Assignments beyond an expert's capacity are dropped: the token skips that expert. That is less work, so a search \
 by time alone would always drop tokens. The search therefore limits the dropped share; a pinned capacity is exempt. A larger \
-capacity or a better balanced routing drops less.",
-};
+capacity or a better balanced routing drops less.";
 
-/// The axes need more ranks than there are devices.
-pub static T1220: Code = Code {
-    id: "T1220",
-    title: "recipe needs more ranks than there are devices",
-    page: "Every rank needs a device, and the axes of one mesh multiply: tp=8, ep=6, pp=3, dp=1 \
+    T1220: "recipe needs more ranks than there are devices",
+    "Every rank needs a device, and the axes of one mesh multiply: tp=8, ep=6, pp=3, dp=1 \
 are 144 ranks, not 72. The guide for 72 devices, from which the recipes come, prints exactly \
 these axes as Recipe C and as its training recipe; on one rack of 72 they cannot be built, on \
 two racks they can.\n\n\
 The hint lists meshes of the right size, those that keep most axes first. To find the best of \
-them for a model, run `tessera plan` and leave the axes free.",
-};
+them for a model, run `tessera plan` and leave the axes free.";
 
-/// The heads do not divide over tp.
-pub static T1221: Code = Code {
-    id: "T1221",
-    title: "heads do not divide over tp",
-    page: "128 heads over tp=12 are 10.67 each. A head is never split, so eight ranks get 11 \
+    T1221: "heads do not divide over tp",
+    "128 heads over tp=12 are 10.67 each. A head is never split, so eight ranks get 11 \
 and four get 10; every collective then waits for those with 11, and attention takes 11 · 12 / \
 128 = 1.031 times as long as with even shards. The columns of the QKV and output matmuls follow \
 the heads; the feed-forward's inner width is sharded independently.\n\n\
 This is legal: uneven shards differ by one unit, and the estimate uses the slowest rank. The \
 ranks with one more head also need more memory. Use `--strict` to reject such meshes and list \
-the nearest ones that divide evenly.",
-};
+the nearest ones that divide evenly.";
 
-/// The experts do not divide over ep.
-pub static T1222: Code = Code {
-    id: "T1222",
-    title: "experts do not divide over ep",
-    page: "4,096 experts over ep=9 are 455.11 each: one rank holds 456, the others 455. Experts \
+    T1222: "experts do not divide over ep",
+    "4,096 experts over ep=9 are 455.11 each: one rank holds 456, the others 455. Experts \
 are never split over ep, so this costs the memory of one expert and, under even routing, 456 · \
 9 / 4096 = 1.002 times the time. Routing imbalance slows the slowest rank far more.\n\n\
 This is legal. Use `--strict` to reject it and list the nearest values of ep that divide \
-evenly.",
-};
+evenly.";
 
-/// A group spans several scale-up domains.
-pub static T1223: Code = Code {
-    id: "T1223",
-    title: "rank group spans scale-up domains",
-    page: "Within one scale-up domain (72 devices of a rack, or 8 of a host) every pair of devices has the full bandwidth of \
+    T1223: "rank group spans scale-up domains",
+    "Within one scale-up domain (72 devices of a rack, or 8 of a host) every pair of devices has the full bandwidth of \
 its links. A collective with members in two domains runs at the speed of the network between them, about a tenth.\n\n\
 This is an error if the whole mesh fits in one domain, so that only the rank order is wrong, or if the \
 query forbids it. A mesh larger than a domain must cross somewhere: then it is a warning, and the estimate uses \
-the slower links. Cross domains with dp (once per step) or pp (one activation), not with tp or ep.",
-};
+the slower links. Cross domains with dp (once per step) or pp (one activation), not with tp or ep.";
 
-/// A model replica spans racks.
-pub static T1224: Code = Code {
-    id: "T1224",
-    title: "model replica spans racks",
-    page: "With dp > 1 every model replica fits in one rack and must stay there: then only gradients cross racks, \
+    T1224: "model replica spans racks",
+    "With dp > 1 every model replica fits in one rack and must stay there: then only gradients cross racks, \
 once per step. Here the ranks of one replica are in several racks, because the device order interleaves replicas or because \
 the size of a replica does not divide a rack.\n\n\
-List devices rack by rack, tp fastest, dp slowest, or choose a replica size that divides the rack.",
-};
+List devices rack by rack, tp fastest, dp slowest, or choose a replica size that divides the rack.";
 
-/// The expert all-to-all is congested.
-pub static T1225: Code = Code {
-    id: "T1225",
-    title: "expert all-to-all is congested",
-    page: "Dispatch and combine are the all-to-alls that send tokens to their experts and bring \
+    T1225: "expert all-to-all is congested",
+    "Dispatch and combine are the all-to-alls that send tokens to their experts and bring \
 the results back. They are exposed, which means that no compute hides them, for more than 20 % \
 of the step, or they reach less than 80 % of the links' bandwidth in bursts. For a video model, \
 the exposed time of all collectives counts. The usual causes are hot experts, which receive far \
@@ -364,38 +224,26 @@ that ranks send equally many tokens or all-to-alls overlap compute. `reduce the 
 factor` lowers the number of tokens that an expert accepts, and drops the others. `enlarge the \
 expert bank` doubles the number of experts in each layer, which needs memory. For a video \
 model, it proposes another strategy or mesh. Each mitigation is shown with its predicted \
-numbers, or with the reason why it does not apply.",
-};
+numbers, or with the reason why it does not apply.";
 
-/// The peak rank runs out of memory.
-pub static T1226: Code = Code {
-    id: "T1226",
-    title: "peak rank runs out of memory",
-    page: "The peak rank needs more bytes than the device has, at plan time or at the peak of a \
+    T1226: "peak rank runs out of memory",
+    "The peak rank needs more bytes than the device has, at plan time or at the peak of a \
 run. Activations and KV cache grow with the load; weights and optimizer state do not.\n\n\
 Tessera proposes three mitigations: recompute attention in the backward pass, smaller \
 micro-batches, fewer experts per token (from 2 to 1.5: every other token uses one less). Each \
 is shown with its new peak. If none suffices, the weights themselves are too large for this \
-mesh: `tessera plan --why` names the legal neighbours.",
-};
+mesh: `tessera plan --why` names the legal neighbours.";
 
-/// Infinities or NaN appeared while matmuls or messages used fp8.
-pub static T1227: Code = Code {
-    id: "T1227",
-    title: "fp8 is numerically unstable here",
-    page: "Infinities or NaN appeared while matmuls or messages used fp8. E4M3 has a maximum of \
+    T1227: "fp8 is numerically unstable here",
+    "Infinities or NaN appeared while matmuls or messages used fp8. E4M3 has a maximum of \
 448 and three mantissa bits: one quantization of a normal activation costs a relative mean \
 square error of about 7e-4, and long sums in a narrow accumulator lose more.\n\n\
 Tessera proposes three mitigations: promote partial sums to f32 earlier, use finer-grained \
 scales, scale the loss. The numbers shown are the cost of each on this machine, not its gain in \
-accuracy, which only a run can show.",
-};
+accuracy, which only a run can show.";
 
-/// Results differ between reruns.
-pub static T1228: Code = Code {
-    id: "T1228",
-    title: "results differ between reruns",
-    page: "The same inputs produced different bits. On several ranks the usual causes are \
+    T1228: "results differ between reruns",
+    "The same inputs produced different bits. On several ranks the usual causes are \
 reductions whose order depends on message size or on the algorithm that the library picked, \
 ranks placed differently, and random numbers keyed by something that changes between reruns.\n\n\
 Tessera proposes three mitigations: pin the algorithms of the collectives, fix the rank order, \
@@ -403,64 +251,40 @@ make random draws deterministic per axis. A pinned algorithm is not enough if it
 channels follows the message size. In that case gather all partial sums and add them in rank \
 order. Do not key draws by the rank of tp: the ranks of a tp group hold the same tokens and \
 must choose the same experts. Draws keyed by the token's position in the batch are right on \
-every mesh.",
-};
+every mesh.";
 
-/// There is no recipe of that name.
-pub static T1229: Code = Code {
-    id: "T1229",
-    title: "unknown recipe",
-    page: "A recipe is a model, a workload and some pins under one name. There are six, from a \
+    T1229: "unknown recipe",
+    "A recipe is a model, a workload and some pins under one name. There are six, from a \
 guide for 72 devices (docs/guides/plan-a-rack.md); the message lists them. Use `tessera plan \
---model NAME --mesh tp=8,ep=9` for anything else.",
-};
+--model NAME --mesh tp=8,ep=9` for anything else.";
 
-/// The mapping needs more memory than a device has.
-pub static T1230: Code = Code {
-    id: "T1230",
-    title: "mapping needs more memory than a device has",
-    page: "A rank holds its weights, its caches, the inputs of calls and the slots of its largest phase, and the executor \
+    T1230: "mapping needs more memory than a device has",
+    "A rank holds its weights, its caches, the inputs of calls and the slots of its largest phase, and the executor \
 reserves some memory for itself. The fullest rank of this mapping would need more memory than its device has. More stages \
-(pp) divide weights and caches; megatron shards weights over tp, while ulysses replicates them on every rank.",
-};
+(pp) divide weights and caches; megatron shards weights over tp, while ulysses replicates them on every rank.";
 
-/// The mapping's period exceeds the deadline.
-pub static T1231: Code = Code {
-    id: "T1231",
-    title: "mapping misses the deadline",
-    page: "The objective is a deadline per chunk: the time from one chunk to the next. The estimated period of this mapping \
+    T1231: "mapping misses the deadline",
+    "The objective is a deadline per chunk: the time from one chunk to the next. The estimated period of this mapping \
 is longer. The message shows both. More devices, another strategy, a shared decode, fewer denoising steps or a lower \
-resolution shorten the period; a deadline that no mapping meets is better found now than on air.",
-};
+resolution shorten the period; a deadline that no mapping meets is better found now than on air.";
 
-/// The decode placement does not fit the stream.
-pub static T1232: Code = Code {
-    id: "T1232",
-    title: "decode placement does not fit the stream",
-    page: "A decode placement states which ranks decode a chunk and when. If chunks are \
+    T1232: "decode placement does not fit the stream",
+    "A decode placement states which ranks decode a chunk and when. If chunks are \
 coupled, as with `--cache recompute`, the context of the next chunk needs pixels of this chunk, \
 so `overlapped` (decode beside the next chunk) is impossible. If they are not coupled, no call \
 waits for pixels, so `serial`, `anchor_first` and `anchor_shared` do not apply. Ranks can share \
 decode and encode only if the decoder is declared shardable. A decoder on a rank of its own \
 needs topology pp0 or pp1; a decoder on the mesh needs topology mesh. The hint lists the \
-possible placements.",
-};
+possible placements.";
 
-/// A threshold is out of range.
-pub static T1240: Code = Code {
-    id: "T1240",
-    title: "gate threshold is out of range",
-    page: "The threshold file holds an unusable number: a share that is not between 0 and 1, a count below 1, or a lower \
+    T1240: "gate threshold is out of range",
+    "The threshold file holds an unusable number: a share that is not between 0 and 1, a count below 1, or a lower \
 limit above its upper one. The message names the key and the value found.\n\n\
 Every threshold is indicative and has a default; a file needs only the keys that it changes. `gates.toml` of the planner \
-lists and explains all of them.",
-};
+lists and explains all of them.";
 
-/// A plan fails a gate.
-pub static T1241: Code = Code {
-    id: "T1241",
-    title: "plan fails a gate",
-    page: "A gate is a rule of thumb with a threshold: how much of a device's memory \
+    T1241: "plan fails a gate",
+    "A gate is a rule of thumb with a threshold: how much of a device's memory \
 activations and KV cache may take, how many experts a rank should hold, how much collective \
 time should be hidden, how long a stage may wait, and so on. The message gives the number, the \
 threshold and the dominant term.\n\n\
@@ -470,5 +294,5 @@ crates/tessera-plan/gates.toml holds all of them, and a file given with --gates 
 part.\n\n\
 A gate that does not apply gives the reason with its arithmetic. For example, expert balance \
 does not apply to a decode batch that gives each expert a handful of rows: those vary by more \
-than the threshold even with a perfect router.",
-};
+than the threshold even with a perfect router.";
+}

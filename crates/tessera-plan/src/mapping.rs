@@ -4,33 +4,25 @@
 mod checks;
 
 use tessera_base::config::{ConfigReader, T0004, parse_toml};
-use tessera_base::{Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics, named_enum};
 use tessera_mesh::{Axis, Mesh, RankMap};
 
 use crate::codes::T0605;
 
-/// The placement of the leader: which ranks encode and decode, and which generate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Topology {
-    /// Rank 0 leads, encodes, decodes and belongs to the mesh.
-    Mesh,
-    /// Rank 0 outside the mesh leads, encodes and decodes; rank 1 is the mesh.
-    Pp0,
-    /// Rank 0 outside the mesh leads, encodes and decodes; two ranks or more form the mesh, and
-    /// rank 1 relays to them.
-    Pp1,
+named_enum! {
+    /// The placement of the leader: which ranks encode and decode, and which generate.
+    pub enum Topology {
+        /// Rank 0 leads, encodes, decodes and belongs to the mesh.
+        Mesh = "mesh",
+        /// Rank 0 outside the mesh leads, encodes and decodes; rank 1 is the mesh.
+        Pp0 = "pp0",
+        /// Rank 0 outside the mesh leads, encodes and decodes; two ranks or more form the mesh, and
+        /// rank 1 relays to them.
+        Pp1 = "pp1",
+    }
 }
 
 impl Topology {
-    /// All placements of the leader, in declaration order, which [`Topology::name`] indexes.
-    pub const ALL: [Topology; 3] = [Topology::Mesh, Topology::Pp0, Topology::Pp1];
-
-    /// Returns the name in a `mapping.toml`, such as `pp1`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["mesh", "pp0", "pp1"][self as usize]
-    }
-
     /// Returns the number of ranks outside the mesh.
     #[must_use]
     pub fn outside_ranks(self) -> u32 {
@@ -38,92 +30,54 @@ impl Topology {
     }
 }
 
-/// How tp shards a transformer block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Strategy {
-    /// Shards weights by column, then by row; one all-reduce per pair.
-    Megatron,
-    /// Shards tokens, and heads around attention by all-to-all. No arithmetic crosses ranks.
-    Ulysses,
-}
-
-impl Strategy {
-    /// Returns the name in a `mapping.toml`: `megatron` or `ulysses`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Strategy::Megatron => "megatron",
-            Strategy::Ulysses => "ulysses",
-        }
+named_enum! {
+    /// How tp shards a transformer block.
+    pub enum Strategy {
+        /// Shards weights by column, then by row; one all-reduce per pair.
+        Megatron = "megatron",
+        /// Shards tokens, and heads around attention by all-to-all. No arithmetic crosses ranks.
+        Ulysses = "ulysses",
     }
 }
 
-/// The policy on which sums may depend on the mesh.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Numerics {
-    /// Each rank computes a partial sum; ranks add the partial sums in rank order.
-    Standard,
-    /// A contraction that some mesh may split is divided into eight segments, and one binary tree
-    /// sums them on every mesh.
-    MeshInvariant,
-}
-
-impl Numerics {
-    /// Returns the name in a `mapping.toml`: `standard` or `mesh-invariant`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Numerics::Standard => "standard",
-            Numerics::MeshInvariant => "mesh-invariant",
-        }
+named_enum! {
+    /// The policy on which sums may depend on the mesh.
+    pub enum Numerics {
+        /// Each rank computes a partial sum; ranks add the partial sums in rank order.
+        Standard = "standard",
+        /// A contraction that some mesh may split is divided into eight segments, and one binary
+        /// tree sums them on every mesh.
+        MeshInvariant = "mesh-invariant",
     }
 }
 
-/// The compute dtype policy. [`crate::precision`] defines which values it affects.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub enum DtypePolicy {
-    /// All values are f32.
-    #[default]
-    F32,
-    /// Matmuls and the ops on their results run in bf16; conditioning, latents and norm vectors in
-    /// f32.
-    Bf16,
-    /// Like bf16, but with the matmuls of blocks in e4m3 with one scale per row.
-    Fp8,
-}
-
-impl DtypePolicy {
-    /// All policies from widest to narrowest dtype.
-    pub const ALL: [DtypePolicy; 3] = [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8];
-
-    /// Returns the name in a `mapping.toml`: `f32`, `bf16` or `fp8`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["f32", "bf16", "fp8"][self as usize]
+named_enum! {
+    /// The compute dtype policy. [`crate::precision`] defines which values it affects.
+    #[derive(Default)]
+    pub enum DtypePolicy {
+        /// All values are f32.
+        #[default]
+        F32 = "f32",
+        /// Matmuls and the ops on their results run in bf16; conditioning, latents and norm vectors
+        /// in f32.
+        Bf16 = "bf16",
+        /// Like bf16, but with the matmuls of blocks in e4m3 with one scale per row.
+        Fp8 = "fp8",
     }
 }
 
-/// The transport of collectives; only GPUs offer a choice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub enum Transport {
-    /// The fastest transport for ranks that can reach one another's memory: P2P kernels, DMA copy
-    /// engines, or fusion into the producer kernel. NCCL for others.
-    #[default]
-    Best,
-    /// One kernel per collective, over peer memory if ranks can reach it.
-    P2p,
-    /// NCCL library calls for every collective, whether or not ranks reach peer memory.
-    Nccl,
-}
-
-impl Transport {
-    /// All transports that a mapping can name.
-    pub const ALL: [Transport; 3] = [Transport::Best, Transport::P2p, Transport::Nccl];
-
-    /// Returns the name in a `mapping.toml`: `best`, `p2p` or `nccl`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["best", "p2p", "nccl"][self as usize]
+named_enum! {
+    /// The transport of collectives; only GPUs offer a choice.
+    #[derive(Default)]
+    pub enum Transport {
+        /// The fastest transport for ranks that can reach one another's memory: P2P kernels, DMA
+        /// copy engines, or fusion into the producer kernel. NCCL for others.
+        #[default]
+        Best = "best",
+        /// One kernel per collective, over peer memory if ranks can reach it.
+        P2p = "p2p",
+        /// NCCL library calls for every collective, whether or not ranks reach peer memory.
+        Nccl = "nccl",
     }
 }
 
@@ -190,31 +144,21 @@ impl Mapping {
     pub fn parse(file: &str, text: &str) -> Result<Mapping, Diagnostics> {
         let mut root = ConfigReader::new(file, "", parse_toml(file, text)?);
         let mut out = Mapping::default();
-        let topology = root.read_choice("topology", &Topology::ALL.map(Topology::name), "mesh");
-        out.topology = Topology::ALL.into_iter().find(|t| t.name() == topology).unwrap_or(Topology::Mesh);
+        out.topology = root.read_named("topology", &Topology::ALL, Topology::name, out.topology);
         let (mut mesh, mut strategy) = (root.read_table("mesh"), root.read_table("strategy"));
         let (mut numerics, mut stages) = (root.read_table("numerics"), root.read_table("stages"));
         let (mut devices, mut queues) = (root.read_table("devices"), root.read_table("queues"));
         let mut overlap = root.read_table("overlap");
-        root.set_renamed_keys(&[("exchange", "collectives")]);
-        overlap.set_renamed_keys(&[("pieces", "chunks")]);
         let mut sizes = [1u32; 4];
         for (axis, name) in Axis::ALL.into_iter().zip(["tp", "ep", "pp", "dp"]) {
             sizes[axis as usize] = u32::try_from(mesh.read_count(name, Some(1))).unwrap_or(u32::MAX);
         }
-        out.strategy = match strategy.read_choice("tp", &["ulysses", "megatron"], "ulysses") {
-            "megatron" => Strategy::Megatron,
-            _ => Strategy::Ulysses,
-        };
-        out.numerics = match numerics.read_choice("policy", &["standard", "mesh-invariant"], "standard") {
-            "standard" => Numerics::Standard,
-            _ => Numerics::MeshInvariant,
-        };
-        let dtype = numerics.read_choice("dtype", &DtypePolicy::ALL.map(DtypePolicy::name), "f32");
-        out.dtype = DtypePolicy::ALL.into_iter().find(|d| d.name() == dtype).unwrap_or_default();
+        let strategies = [Strategy::Ulysses, Strategy::Megatron];
+        out.strategy = strategy.read_named("tp", &strategies, Strategy::name, out.strategy);
+        out.numerics = numerics.read_named("policy", &Numerics::ALL, Numerics::name, out.numerics);
+        out.dtype = numerics.read_named("dtype", &DtypePolicy::ALL, DtypePolicy::name, out.dtype);
         let mut collectives = root.read_table("collectives");
-        let transport = collectives.read_choice("transport", &Transport::ALL.map(Transport::name), "best");
-        out.transport = Transport::ALL.into_iter().find(|v| v.name() == transport).unwrap_or_default();
+        out.transport = collectives.read_named("transport", &Transport::ALL, Transport::name, out.transport);
         out.overlap_chunks = u32::try_from(overlap.read_count("chunks", Some(1))).unwrap_or(u32::MAX);
         for (i, n) in stages.read_numbers("blocks", &[]).into_iter().enumerate() {
             // With this bound every sum of 65,536 entries fits 64 bits.
@@ -419,8 +363,6 @@ mod tests {
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
             ("[numerics]\ndtype = \"f16\"\n", "T0004", "dtype"),
             ("[collectives]\ntransport = \"mpi\"\n", "T0004", "transport"),
-            ("[exchange]\nvia = \"nccl\"\n", "T0002", "`exchange` is now `collectives`"),
-            ("[overlap]\npieces = 2\n", "T0002", "`overlap.pieces` is now `overlap.chunks`"),
             ("[weights]\ndigest = \"\"\n", "T0004", "weights.digest"),
             ("[weights]\ndigest = \"12345\"\n", "T0004", "64 lower-case hex digits"),
             ("[weights]\n", "T0003", "digest"),

@@ -29,7 +29,7 @@ mod why;
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Bytes, Nanoseconds};
+use tessera_base::{Bytes, Nanoseconds, named_enum};
 use tessera_cost::MachineModel;
 use tessera_cost::moe::Routing;
 use tessera_cost::params::{
@@ -258,41 +258,25 @@ pub struct Candidate {
     pub cache_at: KvCacheStorage,
 }
 
-/// A use of memory, by which a [`MemoryBudget`] divides the bytes of a rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum MemoryUse {
-    /// Weights other than routed experts.
-    Weights,
-    /// Weights of routed experts.
-    Experts,
-    /// Weight gradients accumulated over the micro-batches of a step.
-    Gradients,
-    /// Optimizer state and f32 master weights.
-    OptimizerSharding,
-    /// Activations saved for the backward pass.
-    Activations,
-    /// Keys and values of earlier tokens, kept for attention at inference.
-    Cache,
-    /// Workspace, send buffers and prefetch buffers.
-    Buffers,
-    /// Memory reserved by the runtime and the libraries.
-    Library,
-}
-
-impl MemoryUse {
-    /// Returns the name used in reports, such as `optimizer`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            MemoryUse::Weights => "weights",
-            MemoryUse::Experts => "experts",
-            MemoryUse::Gradients => "gradients",
-            MemoryUse::OptimizerSharding => "optimizer",
-            MemoryUse::Activations => "activations",
-            MemoryUse::Cache => "cache",
-            MemoryUse::Buffers => "buffers",
-            MemoryUse::Library => "library",
-        }
+named_enum! {
+    /// A use of memory, by which a [`MemoryBudget`] divides the bytes of a rank.
+    pub enum MemoryUse {
+        /// Weights other than routed experts.
+        Weights = "weights",
+        /// Weights of routed experts.
+        Experts = "experts",
+        /// Weight gradients accumulated over the micro-batches of a step.
+        Gradients = "gradients",
+        /// Optimizer state and f32 master weights.
+        OptimizerSharding = "optimizer",
+        /// Activations saved for the backward pass.
+        Activations = "activations",
+        /// Keys and values of earlier tokens, kept for attention at inference.
+        Cache = "cache",
+        /// Workspace, send buffers and prefetch buffers.
+        Buffers = "buffers",
+        /// Memory reserved by the runtime and the libraries.
+        Library = "library",
     }
 }
 

@@ -15,7 +15,7 @@ mod search;
 pub use call::{CallEstimate, PhaseSpan, estimate_call};
 pub use memory::{RankMemory, memory_by_role};
 pub use period::{DecodePlacement, MediaCosts, StreamPeriod, stream_period};
-pub use representatives::{RankClass, classify_ranks};
+pub use representatives::RankClass;
 pub use search::{
     MappingQuery, RankedMapping, RejectedMappings, VideoPins, VideoSearchResult, estimate_mapping,
     search_mappings, search_with_progress,

@@ -18,6 +18,10 @@ fn rack(racks: u32) -> Cluster {
     catalog::get("gb200-nvl72").unwrap().with_racks(racks)
 }
 
+fn with_axes(recipe: Recipe, axes: [u32; 4]) -> Recipe {
+    Recipe { axes, ..recipe }
+}
+
 fn work(r: &Recipe) -> AnalyticModel {
     zoo::find_model(r.model).unwrap().to_analytic_model(true)
 }
@@ -146,7 +150,7 @@ fn uneven_heads_over_twelve_report_their_cost() {
 
 #[test]
 fn more_shards_than_units_are_rejected() {
-    let r = recipe::find_recipe("A").unwrap().with_axes([1, 72, 1, 1]);
+    let r = with_axes(recipe::find_recipe("A").unwrap(), [1, 72, 1, 1]);
     let few = zoo::find_model("mixtral-8x7b").unwrap().to_analytic_model(true);
     let ds = r.check(&few, &rack(1), None, false);
     let d = only_diagnostic(&ds, "T1222");
@@ -205,7 +209,7 @@ fn recipes_of_144_ranks_are_refused_and_their_neighbours_run() {
         assert!(o.rejected.contains_key(&Reason::Ranks), "{:#?}", o.rejected);
         assert!(search_recipe(&r, 2).legal_count > 0, "two racks have room");
         for axes in [[8, 3, 3, 1], [4, 6, 3, 1], [12, 2, 3, 1]] {
-            let o = search_recipe(&r.with_axes(axes), 1);
+            let o = search_recipe(&with_axes(r, axes), 1);
             assert!(o.legal_count > 0, "{name} {axes:?}: {:#?}", o.rejected);
         }
     }
@@ -213,7 +217,7 @@ fn recipes_of_144_ranks_are_refused_and_their_neighbours_run() {
 
 #[test]
 fn training_in_small_micro_batches_keeps_the_bubble_below_a_tenth() {
-    let r = recipe::find_recipe("throughput-training").unwrap().with_axes([8, 3, 3, 1]);
+    let r = with_axes(recipe::find_recipe("throughput-training").unwrap(), [8, 3, 3, 1]);
     let o = search_recipe(&r, 1);
     let best = &o.best_candidates[0];
     assert_eq!((best.candidate.micro_batch, best.candidate.experts_at), (1, ExpertStorage::Hbm));

@@ -14,8 +14,8 @@ use tessera_mesh::{Axis, Rank, catalog};
 use tessera_models::VideoModel;
 use tessera_plan::search::Objective;
 use tessera_plan::video::{
-    DecodePlacement, MappingQuery, MediaCosts, RankedMapping, VideoPins, VideoSearchResult, classify_ranks,
-    estimate_call, estimate_mapping, search_mappings, search_with_progress,
+    DecodePlacement, MappingQuery, MediaCosts, RankedMapping, VideoPins, VideoSearchResult, estimate_call,
+    estimate_mapping, search_mappings, search_with_progress,
 };
 use tessera_plan::{DtypePolicy, LogicalModel, Mapping, Strategy, Topology, lower};
 
@@ -194,8 +194,11 @@ fn one_rank_represents_its_role() {
     // If only some ranks of a stage send to another host, every rank is simulated.
     let mut mapping = Mapping { mesh: "tp=5,pp=3".parse().unwrap(), ..Mapping::default() };
     let bundle = lower(&model, &mut mapping).unwrap();
-    assert_eq!(classify_ranks(&bundle, &rack.cluster).len(), bundle.roles.len());
-    assert_eq!(classify_ranks(&bundle, &catalog::get("hgx-h200").unwrap()).len(), 15);
+    let classes = |cluster| {
+        let machine = machine(cluster, "torch-2.11");
+        estimate_call(&bundle, call, phases, &machine, false).unwrap().rank_classes.len()
+    };
+    assert_eq!((classes("gb200-nvl72"), classes("hgx-h200")), (bundle.roles.len(), 15));
 }
 
 #[test]

@@ -302,7 +302,6 @@ fn push_chunk(out: &mut Vec<u8>, name: [u8; 4], data: &[u8]) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::io::Cursor;

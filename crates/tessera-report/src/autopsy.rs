@@ -8,6 +8,9 @@
 //! wait as long as earlier ones is normal.
 
 mod findings;
+mod next_step;
+mod phrases;
+mod rank_table;
 mod rank_view;
 mod render;
 mod run_flights;
@@ -15,8 +18,8 @@ mod wait_graph;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
-use tessera_base::Counterexample;
+use serde::{Deserialize, Serialize, Serializer};
+use tessera_base::{Counterexample, named_enum};
 
 use crate::flight::{FlightLog, FlightMark, write_ranks};
 use crate::record::{FailureCause, RunRecord, RunStatus};
@@ -89,32 +92,38 @@ pub enum AutopsyRunState {
     Unfinished,
 }
 
-/// Class of a finding about one or several ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FindingClass {
-    /// The rank's collectives differ from those of the plan or of its peers.
-    Diverged,
-    /// The rank reported a failure of its own.
-    Failed,
-    /// The leader found that the rank's results or state differ from those of its peers.
-    Drifted,
-    /// The rank was rejected, or violated the protocol, before any collective.
-    Refused,
-    /// Other ranks wait for this rank's host, which waits for no rank: the process is dead,
-    /// stopped, or stuck between two collectives.
-    HostSilent,
-    /// Other ranks wait for this rank's device, which lags behind its peers.
-    DeviceBehind,
-    /// Other ranks wait in a call that this rank never began.
-    NeverReached,
-    /// The ranks wait for each other in a cycle.
-    Cycle,
-    /// All members are in one collective, which does not complete.
-    Transport,
-    /// A resource that all ranks share is gone: the launcher, or the host.
-    #[serde(rename = "launcher")]
-    LauncherGone,
+named_enum! {
+    /// Class of a finding about one or several ranks. The name is its text in JSON and in file names
+    /// of drawings.
+    pub enum FindingClass {
+        /// The rank's collectives differ from those of the plan or of its peers.
+        Diverged = "diverged",
+        /// The rank reported a failure of its own.
+        Failed = "failed",
+        /// The leader found that the rank's results or state differ from those of its peers.
+        Drifted = "drifted",
+        /// The rank was rejected, or violated the protocol, before any collective.
+        Refused = "refused",
+        /// Other ranks wait for this rank's host, which waits for no rank: the process is dead,
+        /// stopped, or stuck between two collectives.
+        HostSilent = "host_silent",
+        /// Other ranks wait for this rank's device, which lags behind its peers.
+        DeviceBehind = "device_behind",
+        /// Other ranks wait in a call that this rank never began.
+        NeverReached = "never_reached",
+        /// The ranks wait for each other in a cycle.
+        Cycle = "cycle",
+        /// All members are in one collective, which does not complete.
+        Transport = "transport",
+        /// A resource that all ranks share is gone: the launcher, or the host.
+        LauncherGone = "launcher",
+    }
+}
+
+impl Serialize for FindingClass {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(self.name())
+    }
 }
 
 /// A cause of the run's failure.
@@ -240,7 +249,7 @@ pub fn diagnose_run(evidence: &AutopsyEvidence) -> Autopsy {
         (_, said) => notes.push(format!("ranks {said} have no flight record")),
     }
     let (agreement, record_comparison) = case.compare_with_record(&findings);
-    let (triage, next_step) = findings::triage_and_next_step(&case, &findings);
+    let (triage, next_step) = next_step::triage_and_next_step(&case, &findings);
     Autopsy {
         state,
         agreement,

@@ -524,7 +524,6 @@ fn escape_xml(s: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::disallowed_methods, reason = "the drawings are compared with files")]
 mod tests {
     use super::*;
 
@@ -615,6 +614,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::disallowed_methods, reason = "the drawings are compared with files")]
     fn drawings_match_the_golden_files() {
         let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/counterexamples");
         for (name, svg) in samples() {

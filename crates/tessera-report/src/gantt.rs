@@ -81,12 +81,6 @@ pub struct GanttBar {
     pub length: u64,
 }
 
-/// Returns whether a text is a gantt chart, with or without a Markdown fence.
-#[must_use]
-pub fn is_gantt(text: &str) -> bool {
-    content_lines(text).find(|(_, line)| !line.starts_with("%%")).is_some_and(|(_, line)| line == "gantt")
-}
-
 /// Parses a chart. `file` is used in diagnostics only.
 ///
 /// # Errors
@@ -202,7 +196,6 @@ pub fn print(chart: &GanttChart) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -218,7 +211,6 @@ mod tests {
         );
         let fenced = format!("```mermaid\n{WAVE}```\n");
         assert_eq!(parse("w", &fenced).unwrap(), chart);
-        assert!(is_gantt(&fenced) && is_gantt(WAVE) && !is_gantt("graph TD\n"));
     }
 
     #[test]

@@ -49,8 +49,6 @@ pub struct ReportPage<'a> {
     pub frames: &'a [SheetFrame],
     /// Mapping, programs, memory and collectives of the sealed plan that ran.
     pub plan: Option<&'a PlanView>,
-    /// Measured values and their limits.
-    pub gates: &'a [ReportGate],
     /// File name of the Perfetto trace in the same folder.
     pub trace_href: Option<&'a str>,
 }
@@ -78,19 +76,6 @@ pub struct SheetFrame {
     pub prompt: String,
 }
 
-/// A measured value and its limit.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReportGate {
-    /// Name of the measured quantity.
-    pub name: String,
-    /// Value with its unit.
-    pub value: String,
-    /// Limit, such as `≥ 0.60`.
-    pub limit: String,
-    /// Whether the value meets the limit.
-    pub is_met: bool,
-}
-
 /// Renders the report as one HTML file.
 #[must_use]
 pub fn render_report(page: &ReportPage<'_>) -> String {
@@ -110,7 +95,6 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
         (time::render_time_section(page, &timeline, times.as_ref()))
         (render_list_section("Phases", &phases, |phases| time::render_phase_table(&timeline, phases)))
         (pipeline::render_pipeline_section(record))
-        (render_list_section("Gates", page.gates, render_gates))
         (render_settings(record))
         @if let Some(plan) = page.plan { (plan::render_plan_section(plan)) }
         (render_list_section("Events", &record.events, |_| render_events(record)))
@@ -230,21 +214,6 @@ fn headline_numbers(r: &RunRecord, times: Option<&ChunkTimeStats>) -> Vec<Headli
     }
     push(&format_count(frames), "frames", label);
     numbers
-}
-
-fn render_gates(gates: &[ReportGate]) -> Markup {
-    let note = match gates.iter().filter(|g| !g.is_met).count() {
-        0 => "All gates are met.".to_string(),
-        missed => format!("{missed} of {} gates missed.", gates.len()),
-    };
-    let rows = html! {
-        @for g in gates {
-            @let (class, word) = if g.is_met { ("good", "met") } else { ("bad", "missed") };
-            tr { td.words { (g.name) } td { (g.value) } td { (g.limit) } td class=(class) { (word) } }
-        }
-    };
-    let heads = html! { th { "gate" } th { "value" } th { "limit" } th {} };
-    html! { (render_note(note)) (render_table(&heads, &rows)) }
 }
 
 fn render_settings(r: &RunRecord) -> Markup {

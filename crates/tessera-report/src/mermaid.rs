@@ -85,7 +85,6 @@ fn sanitize_label(s: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::gantt::parse;

@@ -1,5 +1,4 @@
-//! The OverlapScore of a run, which measures how well the two stages of a stream overlap, and the
-//! utilisation of a filled pipeline.
+//! The OverlapScore of a run, which measures how well the two stages of a stream overlap.
 //!
 //! Stage 0 is the leader's own work for a chunk: context, decode, write. Stage 1 is the generator
 //! on the mesh. Each stage is timed on its own clock and the period on the leader's, so no instants
@@ -98,22 +97,12 @@ pub fn overlap_score(stage0_ns: u64, stage1_ns: u64, period_ns: u64) -> f64 {
     (hidden as f64 / shorter as f64).min(1.0)
 }
 
-/// Returns the share of time in which `stages` pipeline stages are busy with `in_flight` items
-/// between fill and drain: B / (B + P − 1). The result is 0 without items or stages.
-#[must_use]
-pub fn pipeline_utilisation(stages: u32, in_flight: u32) -> f64 {
-    if stages == 0 || in_flight == 0 {
-        return 0.0;
-    }
-    f64::from(in_flight) / (f64::from(in_flight) + f64::from(stages) - 1.0)
-}
-
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::timeline::tests::sample;
 
+    // proves: O-12
     #[test]
     fn the_score_of_known_cases() {
         assert_eq!(overlap_score(200, 800, 1000), 0.0, "sequential");
@@ -123,15 +112,6 @@ mod tests {
         assert_eq!(overlap_score(800, 200, 800), 1.0);
         assert_eq!(overlap_score(200, 800, 100), 1.0, "never above 1");
         assert_eq!(overlap_score(0, 800, 800), 0.0, "nothing to hide");
-    }
-
-    #[test]
-    fn a_filled_pipeline_works_all_the_time() {
-        assert_eq!(pipeline_utilisation(1, 1), 1.0);
-        assert_eq!(pipeline_utilisation(2, 1), 0.5);
-        assert_eq!(pipeline_utilisation(3, 4), 4.0 / 6.0);
-        assert!(pipeline_utilisation(3, 19) > 0.9 && pipeline_utilisation(3, 17) < 0.9, "bubble below 10 %");
-        assert_eq!((pipeline_utilisation(0, 4), pipeline_utilisation(4, 0)), (0.0, 0.0));
     }
 
     #[test]

@@ -165,7 +165,6 @@ fn json_string(s: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::timeline::tests::sample;

@@ -106,7 +106,6 @@ pub(crate) fn nearest_rank_quantile(times: &[u64], percent: usize) -> u64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::timeline::tests::sample;

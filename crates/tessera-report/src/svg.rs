@@ -409,7 +409,6 @@ fn round_milli(x: f64) -> f64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::record::StreamWaits;

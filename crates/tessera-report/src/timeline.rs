@@ -204,7 +204,6 @@ pub fn stream_order(stream: &str) -> usize {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(crate) mod tests {
     use super::*;
     use crate::record::{

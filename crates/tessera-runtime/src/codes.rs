@@ -1,101 +1,63 @@
 //! The diagnostic codes of this crate with their explain pages, ordered by id.
 
-use tessera_base::Code;
-
-/// The diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[
-    &T0701, &T0702, &T0703, &T0704, &T0705, &T0706, &T0707, &T0710, &T0711, &T0712, &T0720, &T0721, &T0722,
-    &T0723, &T0730, &T0731, &T0732, &T0733, &T0734, &T0735, &T0736, &T0737, &T0740, &T0741, &T0742, &T0743,
-    &T0744, &T0745, &T0746, &T0747, &T0748, &T0749, &T0750, &T0751, &T0752, &T0753, &T0754, &T0755, &T0756,
-    &T0757, &T0758, &T0759, &T0770, &T0771,
-];
-
-pub static T0701: Code = Code {
-    id: "T0701",
-    title: "the peer uses another wire version",
-    page: "Both processes must come from the same release: the wire version determines every field, its order and its \
+tessera_base::codes! {
+    T0701: "the peer uses another wire version",
+    "Both processes must come from the same release: the wire version determines every field, its order and its \
 meaning, and nothing is guessed across versions. The receiver rejected the frame before it allocated memory for it.\n\n\
-Install the same build on every host, and check whether a rank was started from an older path.",
-};
+Install the same build on every host, and check whether a rank was started from an older path.";
 
-pub static T0702: Code = Code {
-    id: "T0702",
-    title: "the bytes are not a frame of this protocol",
-    page: "A frame begins with a magic number and a known message kind. Other bytes arrived: from a \
+    T0702: "the bytes are not a frame of this protocol",
+    "A frame begins with a magic number and a known message kind. Other bytes arrived: from a \
 foreign process on the socket, or from a sender that lost the frame boundary. The stream cannot be resynchronised, so \
-the run ends.",
-};
+the run ends.";
 
-pub static T0703: Code = Code {
-    id: "T0703",
-    title: "a frame exceeds a limit",
-    page: "A frame is one message on the wire, not a video frame. Its meta bytes and its tensor \
+    T0703: "a frame exceeds a limit",
+    "A frame is one message on the wire, not a video frame. Its meta bytes and its tensor \
 bytes each have a fixed limit, far above what chunks, prompts and contexts need. The sender \
 checks the limits before it sends the first byte, and the receiver before it allocates memory.\n\n\
 If the sender reports this code, a shape in the plan is too large; the message shows the number \
 and the limit. If a receiver reports it, a length field was corrupted on the way: check the \
-memory of both hosts and the link between them.",
-};
+memory of both hosts and the link between them.";
 
-pub static T0704: Code = Code {
-    id: "T0704",
-    title: "a frame's checksum does not match its bytes",
-    page: "One checksum covers the header, meta and tensors. A mismatch means that bytes changed between \
+    T0704: "a frame's checksum does not match its bytes",
+    "One checksum covers the header, meta and tensors. A mismatch means that bytes changed between \
 the sender's memory and the receiver's: faulty memory, a faulty link, or two writers on one socket. The call does not \
-run; the run ends, because it might otherwise continue with inputs that differ between ranks.",
-};
+run; the run ends, because it might otherwise continue with inputs that differ between ranks.";
 
-pub static T0705: Code = Code {
-    id: "T0705",
-    title: "a frame's meta does not decode as its kind",
-    page: "Meta bytes have one canonical form: fixed field order, shortest integers, floats as bits with one \
+    T0705: "a frame's meta does not decode as its kind",
+    "Meta bytes have one canonical form: fixed field order, shortest integers, floats as bits with one \
 NaN, nothing after the last field. Bytes that end early, continue after the last field, or have a shorter encoding are \
 rejected, so that equal content has equal bytes and digests can be compared.\n\nThe cause is a bug in the sender, or a \
-corrupted frame whose checksum happens to match.",
-};
+corrupted frame whose checksum happens to match.";
 
-pub static T0706: Code = Code {
-    id: "T0706",
-    title: "tensor manifest and tensor bytes disagree",
-    page: "The tensor_specs of a frame list each of its tensors: name, dtype, shape, byte length and \
+    T0706: "tensor manifest and tensor bytes disagree",
+    "The tensor_specs of a frame list each of its tensors: name, dtype, shape, byte length and \
 checksum. The receiver allocates memory from that list alone, in its order, and rejects a length that does not follow \
 from dtype and shape, a name that occurs twice, and bytes with another checksum.\n\nA wrong checksum in one tensor \
 with a correct frame checksum means that the sender listed one tensor and sent another, or sent the tensors in another \
-order: a bug in the sender, not a fault of the link.",
-};
+order: a bug in the sender, not a fault of the link.";
 
-pub static T0707: Code = Code {
-    id: "T0707",
-    title: "a message came from the wrong role or at the wrong time",
-    page: "Only the leader originates control messages; a worker replies and sends heartbeats. The messages have \
+    T0707: "a message came from the wrong role or at the wrong time",
+    "Only the leader originates control messages; a worker replies and sends heartbeats. The messages have \
 a fixed order: hello, envelope, context, commit. This message was sent by the wrong side, for a call that is not open, or \
-before a message that must precede it. The peer is another program or another build, or it lost its state; the run ends.",
-};
+before a message that must precede it. The peer is another program or another build, or it lost its state; the run ends.";
 
-pub static T0710: Code = Code {
-    id: "T0710",
-    title: "illegal transition of the cache state",
-    page: "The caches go through reset, prompt, evict, rebase, recompute, append and advance in \
+    T0710: "illegal transition of the cache state",
+    "The caches go through reset, prompt, evict, rebase, recompute, append and advance in \
 an order that one table defines (docs/manual/kv.md). A transition was requested that the table \
 does not allow from the current stage: an append into a full ring without an evict, a recompute \
 with resident caches, an advance without an append.\n\n\
 On a worker this means that the states of leader and worker differ: look for the causes that \
 `tessera explain T0712` lists. On the leader it is a bug. The state is unchanged, and the call \
-is refused before any collective.",
-};
+is refused before any collective.";
 
-pub static T0711: Code = Code {
-    id: "T0711",
-    title: "impossible cache geometry",
-    page: "The cache window must be a whole number of chunks, at least one, and fit the rotary \
+    T0711: "impossible cache geometry",
+    "The cache window must be a whole number of chunks, at least one, and fit the rotary \
 position table. With `--cache recompute` it is exactly two chunks: the context and the chunk \
-itself. Change `window_frames` or `chunk_frames` in the model's stream.toml.",
-};
+itself. Change `window_frames` or `chunk_frames` in the model's stream.toml.";
 
-pub static T0712: Code = Code {
-    id: "T0712",
-    title: "an envelope does not match the cache state of this rank",
-    page: "An envelope is the leader's message that starts a call on every rank. It states the \
+    T0712: "an envelope does not match the cache state of this rank",
+    "An envelope is the leader's message that starts a call on every rank. It states the \
 cache state that the leader expects on the rank: the chunk, the epoch (it grows at each hard \
 cut, reset or reload), the start frame, and a digest of the state after the call. For each \
 phase that uses the KV caches, it also states the cache row and the position. This rank \
@@ -103,160 +65,108 @@ computed another value from its own state, so leader and rank no longer agree on
 of the caches. The message shows the field with both values. The rank refused the chunk before \
 any collective.\n\n\
 Look for a reset of the caches on one rank alone, for a message that was handled twice, or for \
-a process that was restarted during the run.",
-};
+a process that was restarted during the run.";
 
-pub static T0720: Code = Code {
-    id: "T0720",
-    title: "the stream's settings are refused",
-    page: "A stream needs at least one denoise step. Each step has a finite timestep and a \
+    T0720: "the stream's settings are refused",
+    "A stream needs at least one denoise step. Each step has a finite timestep and a \
 noise level between 0 and 1 that never grows, and the attention bias is above 0. Only the \
 leader reads these settings; workers receive the calls that follow from them.\n\n\
 The step list of a distilled model belongs to the model: start from the `steps` in the model's \
-stream.toml.",
-};
+stream.toml.";
 
-pub static T0721: Code = Code {
-    id: "T0721",
-    title: "a chunk request is refused",
-    page: "The first chunk of a session must bring a prompt, because there are no text keys and values to attend \
+    T0721: "a chunk request is refused",
+    "The first chunk of a session must bring a prompt, because there are no text keys and values to attend \
 to before it. A request that brings a prompt must bring its embedding. The leader refused the request before it sent \
-anything to a rank.",
-};
+anything to a rank.";
 
-pub static T0722: Code = Code {
-    id: "T0722",
-    title: "a phase names a program that the sealed plan does not contain",
-    page: "The sealed plan lists every program that a run may use: one per phase kind, cache fill level and step \
+    T0722: "a phase names a program that the sealed plan does not contain",
+    "The sealed plan lists every program that a run may use: one per phase kind, cache fill level and step \
 variant. A call that needs another program is refused. Nothing is compiled during a run, because another rank might not \
-compile the same program.\n\nPlan again with the window, steps and regime that the stream uses.",
-};
+compile the same program.\n\nPlan again with the window, steps and regime that the stream uses.";
 
-pub static T0723: Code = Code {
-    id: "T0723",
-    title: "the scalars of a phase do not match its program",
-    page: "Each program of the plan declares its scalars per call, by name and kind. A phase must \
+    T0723: "the scalars of a phase do not match its program",
+    "Each program of the plan declares its scalars per call, by name and kind. A phase must \
 set exactly those. The message names the scalar that is missing, unknown or of another kind.\n\nThis happens when \
-the plan was made for another stream (other chunk length, other regime) than the running one.",
-};
+the plan was made for another stream (other chunk length, other regime) than the running one.";
 
-pub static T0730: Code = Code {
-    id: "T0730",
-    title: "a call id is out of order",
-    page: "Call ids grow by one with every envelope of a session, for every action. An id that repeats or falls \
+    T0730: "a call id is out of order",
+    "Call ids grow by one with every envelope of a session, for every action. An id that repeats or falls \
 means that an envelope was handled twice or that the sender lost its count; a gap means that an envelope was lost. In both \
-cases the ranks disagree on the call, so it is refused before any collective. The message gives both ids.",
-};
+cases the ranks disagree on the call, so it is refused before any collective. The message gives both ids.";
 
-pub static T0731: Code = Code {
-    id: "T0731",
-    title: "an envelope belongs to another plan or session",
-    page: "Every envelope contains the digest of the sealed plan and its session. This rank has other values: \
+    T0731: "an envelope belongs to another plan or session",
+    "Every envelope contains the digest of the sealed plan and its session. This rank has other values: \
 it was started from another plan folder, or a process of an earlier run still writes to this socket. \
-Stop every rank, check that all read the same plan, and start again.",
-};
+Stop every rank, check that all read the same plan, and start again.";
 
-pub static T0732: Code = Code {
-    id: "T0732",
-    title: "an envelope's fields are missing or contradict each other",
-    page: "The table in docs/reference/envelope.md defines which fields an envelope needs for each action. The message names \
+    T0732: "an envelope's fields are missing or contradict each other",
+    "The table in docs/reference/envelope.md defines which fields an envelope needs for each action. The message names \
 the field, its value and the value that the rest of the envelope requires. The leader makes the same check before it sends. \
-On a worker this error therefore means that leader and worker are different builds, or that another program made the envelope.",
-};
+On a worker this error therefore means that leader and worker are different builds, or that another program made the envelope.";
 
-pub static T0733: Code = Code {
-    id: "T0733",
-    title: "an action is not allowed at this position",
-    page: "WARMUP is the first call of a session and occurs once. RELOAD replaces the weights on every rank between \
+    T0733: "an action is not allowed at this position",
+    "WARMUP is the first call of a session and occurs once. RELOAD replaces the weights on every rank between \
 the same two calls, so no other call may be open when it arrives, and no call may follow before it is done. This rank \
-received one of them at another position: the leader lost its own order, or another program made the message.",
-};
+received one of them at another position: the leader lost its own order, or another program made the message.";
 
-pub static T0734: Code = Code {
-    id: "T0734",
-    title: "an envelope's counts differ from its phases",
-    page: "An envelope states the numbers of generator forwards and collectives of its call, \
+    T0734: "an envelope's counts differ from its phases",
+    "An envelope states the numbers of generator forwards and collectives of its call, \
 and the trace: a digest of these collectives in order. The list of phases and the sealed plan \
 give other values. A rank that ran the phases would issue another number of collectives than \
 its peers expect, so it refuses. The leader makes the same check before it sends. On a worker \
 this error therefore means that the two are different builds, or that the envelope changed \
-between them.",
-};
+between them.";
 
-pub static T0735: Code = Code {
-    id: "T0735",
-    title: "a call's tensors do not match the inputs of its programs",
-    page: "The programs of a call declare the tensors that they read. Each must arrive once, with that dtype and \
+    T0735: "a call's tensors do not match the inputs of its programs",
+    "The programs of a call declare the tensors that they read. Each must arrive once, with that dtype and \
 shape and in that order; no other tensor may arrive. `text` is part of the envelope of a call that replaces the text keys and \
 values; `context` follows in a separate message if the call recomputes.\n\nA recompute call without its context \
-is refused: an older context in its place would produce a picture that no other rank has.",
-};
+is refused: an older context in its place would produce a picture that no other rank has.";
 
-pub static T0736: Code = Code {
-    id: "T0736",
-    title: "a result belongs to an epoch that is over",
-    page: "A hard cut begins a new cache epoch, and every call and every result names its epoch. \
+    T0736: "a result belongs to an epoch that is over",
+    "A hard cut begins a new cache epoch, and every call and every result names its epoch. \
 A rank sent a result with another epoch than its call's: it missed the cut, ran an old call again, or an old message was \
 delivered late. The result was not used, because its picture belongs to a scene that is over.\n\nThe message gives \
-both epochs. Calls that are open at a cut are finished and discarded in order; they never cause this error.",
-};
+both epochs. Calls that are open at a cut are finished and discarded in order; they never cause this error.";
 
-/// Raised when a rank loads other weights than the leader announced.
-pub static T0737: Code = Code {
-    id: "T0737",
-    title: "a rank loaded other weights than the leader announced",
-    page: "In a running session weights change only through RELOAD: every rank finishes its open calls, then all ranks load \
+    T0737: "a rank loaded other weights than the leader announced",
+    "In a running session weights change only through RELOAD: every rank finishes its open calls, then all ranks load \
 the same weights between the same two calls and begin a new cache epoch. The envelope contains the digest of the new weights. \
 The weights that this rank found at the source have another digest, or the rank was about to load outside of a RELOAD call.\n\n\
 The ranks would have continued with different weights, so the run ended before a call could use them. Compare the source on \
-that rank's host with the others: a copy may still be in progress, or the path may name another file there.",
-};
+that rank's host with the others: a copy may still be in progress, or the path may name another file there.";
 
-pub static T0740: Code = Code {
-    id: "T0740",
-    title: "ranks differ in a key that must be equal",
-    page: "Before the first call every rank sends the leader a table of parity keys: build, \
+    T0740: "ranks differ in a key that must be equal",
+    "Before the first call every rank sends the leader a table of parity keys: build, \
 plan digest, GPU, library versions, backend, topology, the programs of the warm-up, and others \
 (docs/reference/parity.md lists all). Each key of the class `at init` must have one value on \
 all ranks. A key differs here, so the ranks would run different code under the same plan.\n\n\
 The message lists every key that differs, and each of its values with the ranks that have it. \
 These are the values in effect: for a setting of `auto`, the table holds what `auto` selected \
-on that rank. Start every rank from the same build, plan folder and environment.",
-};
+on that rank. Start every rank from the same build, plan folder and environment.";
 
-pub static T0741: Code = Code {
-    id: "T0741",
-    title: "a queue or wait is zero or has no bound",
-    page: "Waiting requests, waiting finished chunks and outstanding calls are all bounded, on both sides, so that a \
+    T0741: "a queue or wait is zero or has no bound",
+    "Waiting requests, waiting finished chunks and outstanding calls are all bounded, on both sides, so that a \
 slow consumer stops the producer instead of filling memory; and every wait has a deadline. A bound of zero would stop the \
 stream, and a huge bound has no effect.\n\nThe defaults are 2 requests, 2 chunks and 2 calls. A greater depth adds latency \
-and hides no additional work.",
-};
+and hides no additional work.";
 
-pub static T0742: Code = Code {
-    id: "T0742",
-    title: "a rank's process ended while it was needed",
-    page: "The control socket of a rank closed before that rank had answered the shutdown, so its process has ended: \
+    T0742: "a rank's process ended while it was needed",
+    "The control socket of a rank closed before that rank had answered the shutdown, so its process has ended: \
 killed, out of memory, or crashed. The launcher's report adds its exit status or signal. Signal 9 without a known \
-sender usually comes from the kernel's out-of-memory killer; the kernel log records that.",
-};
+sender usually comes from the kernel's out-of-memory killer; the kernel log records that.";
 
-pub static T0743: Code = Code {
-    id: "T0743",
-    title: "a rank stalled",
-    page: "The sockets of the process are open, but for longer than a limit it answered nothing, sent no heartbeat, or \
+    T0743: "a rank stalled",
+    "The sockets of the process are open, but for longer than a limit it answered nothing, sent no heartbeat, or \
 made no progress inside a call. The message names the rank with the least progress: ranks \
 that wait for it inside a collective are not the cause.\n\nThe limit inside a call runs from the last progress. It is \
 five seconds, or four times the 99th percentile of the times without progress observed in that program so far, whichever is \
 longer. A stopped \
 process, a stuck device and a slow kernel look alike from the leader; the progress counters in the message show how far each \
-rank came. A worker that received nothing from its leader names rank 0.",
-};
+rank came. A worker that received nothing from its leader names rank 0.";
 
-pub static T0744: Code = Code {
-    id: "T0744",
-    title: "ranks drifted apart",
-    page: "After each call every rank reports what it did: the number of generator forwards, \
+    T0744: "ranks drifted apart",
+    "After each call every rank reports what it did: the number of generator forwards, \
 the number of collectives, a digest of these collectives in order (the trace), a digest of the \
 cache state, and a digest of the output. On one rank a value differs from the plan or from the \
 other ranks. The message names the first value that differs and the rank; with two ranks and \
@@ -264,64 +174,42 @@ different outputs, it names both.\n\n\
 If a count or the trace differs, that rank ran other code than the plan states. If the cache \
 state differs, a reset or a call reached only some of the ranks. If only the output differs, \
 the rank computed other numbers: compare its libraries, its device and its weight files with \
-those of the other ranks.",
-};
+those of the other ranks.";
 
-pub static T0745: Code = Code {
-    id: "T0745",
-    title: "an engine failed while loading or running a phase",
-    page: "The device, a kernel or a collective of this rank returned an error. The text comes from the engine. The \
+    T0745: "an engine failed while loading or running a phase",
+    "The device, a kernel or a collective of this rank returned an error. The text comes from the engine. The \
 run ended on every rank, because a rank that leaves a call cannot rejoin it.\n\nThe usual reasons are out of memory, a \
 missing library and a lost device; the text names the reason. A secondary failure, caused by another rank's failure, is \
-never reported as the cause.",
-};
+never reported as the cause.";
 
-pub static T0746: Code = Code {
-    id: "T0746",
-    title: "a call was committed a second time",
-    page: "A rank runs each call exactly once. A commit arrived for a call that this rank has run, is running, or \
-never agreed to. A second run would issue collectives that no peer joins, so the rank refuses and the run ends.",
-};
+    T0746: "a call was committed a second time",
+    "A rank runs each call exactly once. A commit arrived for a call that this rank has run, is running, or \
+never agreed to. A second run would issue collectives that no peer joins, so the rank refuses and the run ends.";
 
-pub static T0747: Code = Code {
-    id: "T0747",
-    title: "a rank deviated from the call that it agreed to",
-    page: "While a call runs, each rank counts its own generator forwards and compares every phase's collectives and \
+    T0747: "a rank deviated from the call that it agreed to",
+    "While a call runs, each rank counts its own generator forwards and compares every phase's collectives and \
 trace with the sealed plan. This rank was about to run one forward too many, ended with one too few, or issued \
 collectives that the plan does not contain. It stopped at the phase boundary, before its peers could wait for a \
 collective that never comes.\n\nThe phase named here is the first deviation. The cause is in that rank's engine, not in \
-the message exchange: compare its build and backend with those of the other ranks.",
-};
+the message exchange: compare its build and backend with those of the other ranks.";
 
-pub static T0748: Code = Code {
-    id: "T0748",
-    title: "finished chunks could not be delivered",
-    page: "The ranks completed their work, but the leader could not decode or write the result: a full disk, a missing \
-folder, or a decoder that failed. The text comes from the system. Chunks delivered before this one are complete.",
-};
+    T0748: "finished chunks could not be delivered",
+    "The ranks completed their work, but the leader could not decode or write the result: a full disk, a missing \
+folder, or a decoder that failed. The text comes from the system. Chunks delivered before this one are complete.";
 
-pub static T0749: Code = Code {
-    id: "T0749",
-    title: "the process that started the ranks is gone",
-    page: "Every rank holds a socket to the process that spawned it. That socket closed without a stop, so no process \
+    T0749: "the process that started the ranks is gone",
+    "Every rank holds a socket to the process that spawned it. That socket closed without a stop, so no process \
 is left to receive output or to clean up, and the rank ended itself. The launching process was killed or crashed; \
-find its cause first.",
-};
+find its cause first.";
 
-pub static T0750: Code = Code {
-    id: "T0750",
-    title: "the ranks could not be started or joined",
-    page: "A rank's process could not be spawned, or it did not receive its welcome: its rank, its session and the \
+    T0750: "the ranks could not be started or joined",
+    "A rank's process could not be spawned, or it did not receive its welcome: its rank, its session and the \
 sockets to its peers. The text holds the operating system's error. Only the launcher can start a rank this way: a rank \
 that a person starts finds no socket on its standard input.\n\nLimits on processes or open files are the usual \
-reason on a busy host.",
-};
+reason on a busy host.";
 
-/// Raised for a collective that deviates from the plan.
-pub static T0751: Code = Code {
-    id: "T0751",
-    title: "a rank was about to issue a collective that differs from its plan",
-    page: "Before it sends a byte, each rank compares the op, group, dtype, shape and \
+    T0751: "a rank was about to issue a collective that differs from its plan",
+    "Before it sends a byte, each rank compares the op, group, dtype, shape and \
 attributes of a collective with the next one in the sealed program. This collective is not in \
 the plan, a planned one before it was skipped, or one of these properties differs. No peer, or \
 the wrong peers, would have joined it. The rank stopped before it communicated, and its peers \
@@ -329,32 +217,22 @@ were released. The same code ends a run in which a phase ended before it issued 
 collectives.\n\n\
 The message gives the phase, the position in it, and the planned and the issued collective. \
 Look at the code path of that rank alone: a flag that only it has set, a call outside of the \
-plan, or a group created outside of the runtime.",
-};
+plan, or a group created outside of the runtime.";
 
-pub static T0752: Code = Code {
-    id: "T0752",
-    title: "a program was compiled, captured or run for the first time after the warm-up",
-    page: "The warm-up runs every program of the plan once on every rank, so that nothing is compiled, captured or \
+    T0752: "a program was compiled, captured or run for the first time after the warm-up",
+    "The warm-up runs every program of the plan once on every rank, so that nothing is compiled, captured or \
 tuned while a stream runs: such work inside a call on one rank stalls the others and can select another kernel than \
 theirs. This rank counted a new program in a later call.\n\nThe usual reasons are a program that is missing from the plan, \
-a shape that depends on data, or an evicted entry in a cache of compiled code.",
-};
+a shape that depends on data, or an evicted entry in a cache of compiled code.";
 
-pub static T0753: Code = Code {
-    id: "T0753",
-    title: "a rank did not warm up like the others",
-    page: "The warm-up is one call that lists every program of the plan. Each rank answers with the number of programs \
+    T0753: "a rank did not warm up like the others",
+    "The warm-up is one call that lists every program of the plan. Each rank answers with the number of programs \
 that it compiled, captured or ran, and that number must equal the length of the list. This rank ran fewer or more.\n\nThe \
 rank skipped a program that it already had, or it has another set of programs: compare its build, its backend and its cache \
-of compiled code with those of the other ranks.",
-};
+of compiled code with those of the other ranks.";
 
-/// Raised when a rank's weights contradict those of the other ranks or those that it loaded.
-pub static T0754: Code = Code {
-    id: "T0754",
-    title: "a rank holds the wrong weights",
-    page: "A weight slice is the part of one tensor that a rank holds. Each rank reports a \
+    T0754: "a rank holds the wrong weights",
+    "A weight slice is the part of one tensor that a rank holds. Each rank reports a \
 digest of every slice that it loaded, and one of three checks of these digests failed. First, \
 one slice must have the same digest on every rank that holds it. Second, two different slices \
 of one tensor must have different digests, because equal digests mean that a rank loaded the \
@@ -364,79 +242,59 @@ loading. The message names the tensor, the slices and the ranks.\n\n\
 If the first or the second check failed, a named rank read another weight file or the wrong \
 slice: compare its files with those of the other ranks. If the third check failed, something \
 overwrote the weights of the named rank after it loaded them: weights that were merged or \
-reloaded on this rank alone, a kernel that writes out of bounds, or faulty memory.",
-};
+reloaded on this rank alone, a kernel that writes out of bounds, or faulty memory.";
 
-pub static T0755: Code = Code {
-    id: "T0755",
-    title: "the mesh leader stopped a message before a member received it",
-    page: "A leader outside the mesh is connected to one rank only, the mesh leader, which \
+    T0755: "the mesh leader stopped a message before a member received it",
+    "A leader outside the mesh is connected to one rank only, the mesh leader, which \
 relays its messages to the other ranks of the mesh (the members). The mesh leader checks every \
 envelope and context against its own state before it relays them. It relays a commit only after \
 every member has answered ready and it has passed these answers to the leader. One of these \
 checks failed. No member received the message, so none of them waited for a collective.\n\n\
 The text contains the finding and its own code. The leader makes the same checks before it \
 sends: a finding here means that the two sides have different builds, or that the message \
-changed between them.",
-};
+changed between them.";
 
-pub static T0756: Code = Code {
-    id: "T0756",
-    title: "a peer did not prove that it belongs to this run",
-    page: "Every process of a run proves that it has the run's secret, or a certificate of the run's authority, \
+    T0756: "a peer did not prove that it belongs to this run",
+    "Every process of a run proves that it has the run's secret, or a certificate of the run's authority, \
 before the other side reads anything else from it. This peer did not: it was started with another secret file, its \
 certificate is not signed by the given authority, or it is a foreign process that found the port.\n\nNothing else that it \
-sent was read. Give every rank the same secret file, and check the clocks of the hosts if certificates are in use.",
-};
+sent was read. Give every rank the same secret file, and check the clocks of the hosts if certificates are in use. A peer \
+that is slow or closes the connection may also be a rank that finds the port taken by other connections; it tries again. \
+Further refusals of the same kind are counted and reported as one number.";
 
-pub static T0757: Code = Code {
-    id: "T0757",
-    title: "the ranks' tables of peers or groups differ",
-    page: "Every rank creates its groups in one order, from the mesh alone, and the rendezvous gives every rank the same \
+    T0757: "the ranks' tables of peers or groups differ",
+    "Every rank creates its groups in one order, from the mesh alone, and the rendezvous gives every rank the same \
 list of peers and addresses. A digest of both is compared before the first collective. One rank has another table: it \
 created its groups in another order, has another number of ranks, or joined with addresses of another run.\n\nThe \
 message shows each value with the ranks that hold it. Groups created in different orders would pair up unrelated members \
-and hang or mix data; therefore the run ends here.",
-};
+and hang or mix data; therefore the run ends here.";
 
-pub static T0758: Code = Code {
-    id: "T0758",
-    title: "the rendezvous of the ranks failed",
-    page: "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, a rank joins the others instead of starting them. Rank 0 \
+    T0758: "the rendezvous of the ranks failed",
+    "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, a rank joins the others instead of starting them. Rank 0 \
 listens at that address, every other rank connects to it, and then ranks connect to each other. The whole rendezvous has a time \
 limit (`--join-timeout`), and one of its steps did not complete: the port was in use, no process listened, a rank never \
 connected, or a rank left while the others were still expected.\n\nStart every rank, including rank 0, with the same address, \
 port and world size. Firewalls must allow ranks to reach each other on any port, not only rank 0's. A rank that failed by itself \
-prints the reason on its own terminal.",
-};
+prints the reason on its own terminal.";
 
-pub static T0759: Code = Code {
-    id: "T0759",
-    title: "the inputs of a call differ on a rank",
-    page: "Every rank answers an envelope with a digest of the call's header, meta and tensors as they arrived. This rank's \
+    T0759: "the inputs of a call differ on a rank",
+    "Every rank answers an envelope with a digest of the call's header, meta and tensors as they arrived. This rank's \
 digest differs from the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
 bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
-cause is faulty memory, or a program in between that re-encodes messages.",
-};
+cause is faulty memory, or a program in between that re-encodes messages.";
 
-/// An element of a weight is NaN or infinite on a rank that loads it.
-pub static T0770: Code = Code {
-    id: "T0770",
-    title: "a weight of a rank is not finite",
-    page: "While a rank loads its weights, it checks every element in the form in which it computes with it. An element of \
+    T0770: "a weight of a rank is not finite",
+    "While a rank loads its weights, it checks every element in the form in which it computes with it. An element of \
 this shard is NaN or infinite, so no call was run: every value that depends on the element would be NaN, and the frames \
 black.\n\n\
 If the file holds such an element, the message names the file and the index; fetch the file again, or export the model \
 again. If the file holds none, the element became infinite when it was rounded to the dtype of the plan: plan with a wider \
-`--dtype`. If only one rank reports it while the others read the same file, that rank's copy or its memory is damaged.",
-};
+`--dtype`. If only one rank reports it while the others read the same file, that rank's copy or its memory is damaged.";
 
-pub static T0771: Code = Code {
-    id: "T0771",
-    title: "latents of a rank are not finite",
-    page: "After each call, every rank that returns the chunk's latents checks that all of them are finite. Here some are NaN \
+    T0771: "latents of a rank are not finite",
+    "After each call, every rank that returns the chunk's latents checks that all of them are finite. Here some are NaN \
 or infinite, so the run ended, and the output holds no frame of this chunk or a later one.\n\n\
 The weights were finite when they were loaded. Either a value left the range of its dtype inside the model, which a wider \
 `--dtype` avoids, or a kernel or the memory of a device computed a wrong value. Run the same prompt and seed again on the \
-CPU, or on another mesh: if the same chunk fails, the model or its dtype is the cause, otherwise a device is.",
-};
+CPU, or on another mesh: if the same chunk fails, the model or its dtype is the cause, otherwise a device is.";
+}

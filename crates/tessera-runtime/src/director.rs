@@ -432,6 +432,7 @@ mod tests {
         assert_eq!(plan.meta.expect("a chunk").phases[1].int_arg("chunk"), Some(2));
     }
 
+    // proves: K-04, K-07
     #[test]
     fn a_reset_without_a_chunk_opens_a_scene_and_brings_the_text_again() {
         let (mut d, index) =
@@ -484,6 +485,7 @@ mod tests {
         assert_eq!(Director::new(bad).expect_err("refused").len(), 3);
     }
 
+    // proves: C-07
     #[test]
     fn argument_order_does_not_change_a_phase() {
         let args: Vec<(String, ScalarArg)> = (0..6)

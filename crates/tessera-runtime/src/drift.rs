@@ -133,6 +133,7 @@ mod tests {
         ShardFingerprint { tensor: "blocks.0.ffn.0.weight".into(), slice: slice.into(), digest, constant }
     }
 
+    // proves: D-02
     #[test]
     fn equal_slices_must_match_and_distinct_slices_must_differ() {
         let shards = |own: [ShardFingerprint; 3]| {

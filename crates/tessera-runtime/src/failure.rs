@@ -156,6 +156,7 @@ impl std::fmt::Display for Failure {
 mod tests {
     use super::*;
 
+    // proves: S-07
     #[test]
     fn classes_and_exit_codes_map_both_ways() {
         for (i, class) in FailureClass::ALL.into_iter().enumerate() {

@@ -428,6 +428,7 @@ mod tests {
         }
     }
 
+    // proves: K-01, K-13
     #[test]
     fn every_sequence_up_to_six_keeps_two_ranks_equal_and_inside_their_bounds() {
         // A window of 2 and a table of 3 reach eviction and rebase within six transitions after two
@@ -524,6 +525,7 @@ mod tests {
         }
     }
 
+    // proves: K-05
     #[test]
     fn every_written_chunk_is_found_in_its_rows_until_it_is_evicted() {
         let spec = CacheSpec {

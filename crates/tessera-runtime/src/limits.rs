@@ -158,6 +158,7 @@ pub(crate) fn format_ms(ns: u64) -> String {
 mod tests {
     use super::*;
 
+    // proves: C-11, O-01, S-09
     #[test]
     fn every_bound_must_be_in_range() {
         assert!(Limits::default().check().is_empty());

@@ -1,6 +1,6 @@
 //! Renders pages of docs/reference from the tables that the checks use.
 
-use crate::parity::parity_key_table;
+use crate::parity::{ParityClass, parity_key_table};
 use crate::tripwire::TRIPWIRES;
 
 /// Renders docs/reference/tripwires.md as Markdown: every tripwire with its sites and its page of
@@ -21,18 +21,19 @@ This page is generated from the table in the code.\n\n\
     out
 }
 
-/// Renders docs/reference/parity.md as Markdown: every key that must be equal on all ranks, and
-/// when it is compared.
+/// Renders docs/reference/parity.md as Markdown: every key that the ranks compare, when they compare
+/// it, and the code that refuses a difference, if one does.
 #[must_use]
 pub fn parity_reference() -> String {
     let mut out = "# Parity keys\n\n\
-These keys must be equal on every rank. There are three classes. *At init*: compared over all ranks before the first call; a\n\
-difference ends the run. *In envelope*: carried by every call and checked by every rank. *Best effort*: recorded; a\n\
-difference is reported and does not end the run. Values are effective ones: what `auto` resolved to on that rank. This page\n\
-is generated from the tables in the code.\n\n\
+The ranks compare these keys. There are three classes. *At init*: compared over all ranks before the first call; a difference\n\
+ends the run. *In envelope*: carried by every call and checked by every rank. *Best effort*: recorded; a difference is\n\
+reported and refused with nothing. Values are effective ones: what `auto` resolved to on that rank. This page is generated\n\
+from the tables in the code.\n\n\
 | key | class | why | refused with |\n| --- | --- | --- | --- |\n"
         .to_string();
     for (key, class, why, code) in parity_key_table() {
+        let code = if class == ParityClass::BestEffort { "—" } else { code };
         out += &format!("| {key} | {} | {why} | {code} |\n", class.as_str());
     }
     out

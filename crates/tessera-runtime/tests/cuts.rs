@@ -23,6 +23,7 @@ fn clean_message_count(shape: LeaderPlacement, regime: CacheRegime, chunks: u32)
     net.carried
 }
 
+// proves: O-06, O-11, R-05, R-06
 #[test]
 fn after_a_flush_no_chunk_of_an_older_epoch_is_delivered_and_every_dropped_request_is_recorded() {
     for (shape, regime) in
@@ -128,6 +129,7 @@ fn a_noop_reaches_every_rank_and_a_reset_is_a_cut_without_a_chunk() {
     }
 }
 
+// proves: D-07
 #[test]
 fn a_reload_waits_for_open_calls_runs_alone_and_bumps_the_epoch() {
     for (shape, regime) in
@@ -164,6 +166,7 @@ fn a_reload_waits_for_open_calls_runs_alone_and_bumps_the_epoch() {
     }
 }
 
+// proves: S-04
 #[test]
 fn a_slow_phase_with_progress_survives_and_one_without_fails_in_time() {
     for shape in BOTH {
@@ -206,6 +209,7 @@ fn limits_are_learned_from_the_program_that_was_slow() {
     assert_eq!(net.run(120).map(|f| f.class), Some(FailureClass::Stall));
 }
 
+// proves: O-12
 #[test]
 fn a_call_is_recorded_with_its_instants_in_order() {
     let mut net = Net::new(2, CacheRegime::Resident, 3);

@@ -89,6 +89,7 @@ fn the_untouched_envelope_is_accepted() {
     assert_eq!(refusal_codes(&e, &before), [] as [&str; 0]);
 }
 
+// proves: C-04
 #[test]
 fn each_broken_field_is_refused_with_its_listed_code() {
     for field in ENVELOPE_FIELDS.iter().filter(|f| f.name != "context") {
@@ -101,6 +102,7 @@ fn each_broken_field_is_refused_with_its_listed_code() {
     }
 }
 
+// proves: C-05, C-12
 #[test]
 fn a_recompute_call_accepts_only_its_own_context() {
     let (e, _) = second_call();
@@ -135,6 +137,7 @@ fn actions_without_payload_carry_none() {
     }
 }
 
+// proves: K-04, R-04
 #[test]
 fn the_epoch_grows_only_at_a_hard_cut() {
     let (mut e, before) = second_call();
@@ -148,6 +151,7 @@ fn the_epoch_grows_only_at_a_hard_cut() {
     assert_eq!(refusal_codes(&e, &before), ["T0712"]);
 }
 
+// proves: K-02
 #[test]
 fn a_phase_at_another_position_or_row_is_refused() {
     for scalar in ["start", "row"] {

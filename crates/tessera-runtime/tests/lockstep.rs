@@ -61,6 +61,7 @@ fn a_clean_run_delivers_every_chunk_once_and_equal_on_every_mesh() {
     }
 }
 
+// proves: G-08, O-04
 #[test]
 fn preparing_overlaps_running_and_no_rank_runs_before_all_are_ready() {
     for regime in BOTH {
@@ -166,6 +167,7 @@ fn an_out_of_band_reset_on_one_rank_is_caught() {
     assert!(failure.text.contains("T0712"), "{failure}");
 }
 
+// proves: R-11
 #[test]
 fn every_single_lost_message_ends_the_run_in_bounded_time() {
     for (shape, regime) in all_placements() {
@@ -193,6 +195,7 @@ fn every_single_lost_message_ends_the_run_in_bounded_time() {
     }
 }
 
+// proves: R-10
 #[test]
 fn every_single_doubled_message_is_refused_or_harmless_and_nothing_runs_twice() {
     for (shape, regime) in all_placements() {
@@ -228,6 +231,7 @@ fn a_rank_that_dies_at_any_message_is_named() {
     }
 }
 
+// proves: S-11
 #[test]
 fn a_rank_that_stops_at_any_message_is_named_before_the_ranks_behind_it() {
     for (shape, regime) in all_placements() {
@@ -270,6 +274,7 @@ fn a_leader_that_dies_at_any_message_ends_every_rank() {
     }
 }
 
+// proves: S-05
 #[test]
 fn every_rank_detects_a_stopped_leader() {
     for shape in [LeaderPlacement::InMesh, LeaderPlacement::Outside] {
@@ -346,6 +351,7 @@ fn a_link_that_is_cut_ends_both_sides_and_names_the_far_one() {
     }
 }
 
+// proves: S-12
 #[test]
 fn a_clock_jump_and_a_host_sleep_end_no_run() {
     for shape in [LeaderPlacement::InMesh, LeaderPlacement::Outside] {
@@ -362,6 +368,7 @@ fn a_clock_jump_and_a_host_sleep_end_no_run() {
     }
 }
 
+// proves: S-01
 #[test]
 fn a_stop_at_any_message_ends_cleanly_at_a_chunk_boundary() {
     for (shape, regime) in all_placements() {
@@ -413,6 +420,7 @@ fn a_stuck_engine_and_a_frozen_process_are_stalls_of_the_right_rank() {
     }
 }
 
+// proves: S-03, S-13
 #[test]
 fn a_secondary_failure_is_never_reported_as_the_cause() {
     // Rank 1 only learns that another rank aborted, and reports it before rank 2 can report the
@@ -442,6 +450,7 @@ fn tamper_envelope(
     })
 }
 
+// proves: R-12
 #[test]
 fn a_rank_with_a_changed_message_refuses_or_is_detected_before_the_call_runs() {
     type Change = Box<dyn Fn(&mut tessera_runtime::wire::Envelope)>;
@@ -483,6 +492,7 @@ fn a_rank_with_a_changed_message_refuses_or_is_detected_before_the_call_runs() {
     assert!(net.ranks.values().all(|r| !r.runs.contains_key(&3)));
 }
 
+// proves: D-04
 #[test]
 fn what_a_rank_reports_is_compared_with_the_plan_and_with_its_peers() {
     type Change = fn(&mut tessera_runtime::wire::CallObservation);
@@ -509,6 +519,7 @@ fn what_a_rank_reports_is_compared_with_the_plan_and_with_its_peers() {
     }
 }
 
+// proves: C-13
 #[test]
 fn a_second_run_of_a_call_and_a_message_of_the_wrong_role_are_refused() {
     let mut net = Net::new(2, CacheRegime::Resident, 4);
@@ -581,6 +592,7 @@ fn a_rank_with_another_build_or_plan_never_starts() {
     }
 }
 
+// proves: O-02, O-03
 #[test]
 fn a_slow_consumer_blocks_the_producer_at_the_bound() {
     let mut net = Net::new(2, CacheRegime::Resident, 10);

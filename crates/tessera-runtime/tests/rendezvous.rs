@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use tessera_base::{Diagnostic, Diagnostics};
@@ -215,4 +216,95 @@ fn a_rank_that_leaves_early_ends_the_rendezvous() {
         zero.join().unwrap().unwrap_err()
     });
     assert!(said[0].message.contains("rank 1 left before all ranks had joined"), "{said:?}");
+}
+
+/// Joins one rank and returns its outcome with its notes.
+fn join_one(spec: &RendezvousSpec) -> Outcome {
+    let mut notes = Vec::new();
+    let met = join_peers(spec, &StopHandle::default(), &mut |d| notes.push(d), &mut || Ok(()));
+    (met, notes)
+}
+
+/// Connects to a port on which a rank is about to listen.
+fn connect_stranger(port: u16) -> TcpStream {
+    let deadline = test_deadline();
+    loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => return stream,
+            Err(e) if Instant::now() > deadline => panic!("nobody listens: {e}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+#[test]
+fn idle_connections_do_not_keep_a_run_from_starting() {
+    let port = free_port();
+    std::thread::scope(|s| {
+        let zero = s.spawn(move || join_one(&rank_spec(0, 2, port)));
+        let idle: Vec<TcpStream> = (0..150).map(|_| connect_stranger(port)).collect();
+        let begun = Instant::now();
+        let (one, _) = join_one(&rank_spec(1, 2, port));
+        let waited = begun.elapsed();
+        let (zero, notes) = zero.join().unwrap();
+        assert!(one.is_ok() && zero.is_ok(), "{one:?} {zero:?}");
+        assert!(waited < Duration::from_secs(5), "rank 1 joined after {waited:?}");
+        assert!(notes.len() <= 4, "{} lines for {} connections", notes.len(), idle.len());
+    });
+}
+
+#[test]
+fn refused_strangers_are_reported_in_one_line_per_kind_and_a_count() {
+    let port = free_port();
+    let (zero, notes) = std::thread::scope(|s| {
+        let zero = s.spawn(move || join_one(&rank_spec(0, 2, port)));
+        for i in 0..60 {
+            let mut stranger = connect_stranger(port);
+            if i % 2 == 0 {
+                stranger.write_all(&[b'x'; 200]).unwrap();
+                // Rank 0 answers with the end of the stream, or resets it because of unread input.
+                let _ = stranger.read(&mut [0]);
+            }
+        }
+        assert!(join_one(&rank_spec(1, 2, port)).0.is_ok());
+        zero.join().unwrap()
+    });
+    assert!(zero.is_ok());
+    let text = |d: &Diagnostic| format!("{} {}", d.message, d.labels[0].message);
+    let texts: Vec<String> = notes.iter().map(text).collect();
+    assert!(notes.iter().all(|d| d.code.id == "T0756") && notes.len() <= 4, "{texts:?}");
+    for reason in ["proof is invalid", "closed the connection"] {
+        let counted = texts.iter().any(|t| t.starts_with("29 more processes") && t.contains(reason));
+        assert!(counted, "{reason}: {texts:?}");
+    }
+}
+
+#[test]
+fn a_handshake_that_the_listener_drops_is_retried() {
+    let port = free_port();
+    let other = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    std::thread::scope(|s| {
+        let one = s.spawn(move || join_one(&rank_spec(1, 2, port)));
+        drop(other.accept().unwrap());
+        drop(other);
+        assert!(join_one(&rank_spec(0, 2, port)).0.is_ok());
+        assert!(one.join().unwrap().0.is_ok());
+    });
+}
+
+#[test]
+fn a_listener_that_never_answers_is_described_as_such() {
+    let port = free_port();
+    let silent = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let spec = RendezvousSpec { join_limit: Duration::from_secs(1), ..rank_spec(1, 2, port) };
+    let begun = Instant::now();
+    let d = join_one(&spec).0.unwrap_err().remove(0);
+    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    assert_eq!(d.code.id, "T0756");
+    let hint = d.hint.unwrap();
+    assert!(
+        hint.contains("accepted the connection and did not answer") && !hint.contains("secret"),
+        "{hint}"
+    );
+    drop(silent);
 }

@@ -308,6 +308,7 @@ impl Engine for GivenLatents {
     }
 }
 
+// proves: D-18
 #[test]
 fn latents_that_are_not_finite_end_the_call_unless_the_tripwire_is_off() {
     let call = ReadyCall {

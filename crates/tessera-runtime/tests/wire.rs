@@ -134,6 +134,7 @@ fn every_message_round_trips_and_has_a_sender() {
     }
 }
 
+// proves: C-03, C-16
 #[test]
 fn an_unknown_version_is_refused_from_the_header_alone_with_both_versions() {
     let mut frame = encode(0, &Message::Stop).expect("within limits");
@@ -193,6 +194,7 @@ fn xxhash(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)
 }
 
+// proves: C-07, C-15
 #[test]
 fn invalid_contents_in_a_valid_frame_are_refused() {
     let commit = encode(0, &Message::Commit(Commit { call_id: 1 })).expect("within limits");
@@ -218,6 +220,7 @@ fn invalid_contents_in_a_valid_frame_are_refused() {
     assert_eq!(code(reframe(&context, |_, t| t.extend([0; 4]))), "T0706", "bytes outside the manifest");
 }
 
+// proves: C-07
 #[test]
 fn a_nan_has_one_encoding() {
     let call = |x: f32| {
@@ -271,6 +274,7 @@ proptest! {
         let _ = decode(&bytes);
     }
 
+    // proves: C-14
     #[test]
     fn random_meta_in_a_valid_frame_never_panics(
         kind in 0..MessageKind::ALL.len(),

@@ -249,7 +249,7 @@ mod tests {
         std::fs::write(flight.join("rank-0.jsonl"), old).unwrap();
         std::fs::write(dir.path().join(RECORD_FILE), "{\"kind\":\"start\",\"schema\":1}\n").unwrap();
         let notes = examine_run(dir.path()).unwrap().notes;
-        let old_files = notes.iter().filter(|n| n.contains("schema 1; this build reads schema 2; "));
+        let old_files = notes.iter().filter(|n| n.contains("schema 1; this build reads schema 2"));
         assert_eq!(old_files.count(), 2, "{notes:?}");
     }
 }

@@ -19,7 +19,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tessera::clock::format_utc;
-use tessera::files::{StagedFolder, refuse_existing};
+use tessera::files::StagedFolder;
 use tessera_base::Diagnostic;
 use tessera_cost::Profile;
 use tessera_cpu::kernels::vector_unit;
@@ -125,14 +125,6 @@ pub fn measure_machine(
         wake_ns,
     };
     Ok(samples.fit_machine())
-}
-
-/// Rejects an output folder that exists already, before any time is spent.
-///
-/// # Errors
-/// T0013.
-pub fn check_out_dir(dir: &Path) -> Result<(), Diagnostic> {
-    refuse_existing(dir)
 }
 
 impl MeasuredMachine {

@@ -1,5 +1,5 @@
 //! Runs the conformance suite of the CPU backend on the GPU backend. Without a GPU the tests print
-//! the reason and pass.
+//! the reason and pass, unless `TESSERA_REQUIRE_GPUS` says that there must be one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::time::{Duration, Instant};
 
 use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
-use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, unique_id};
+use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip, unique_id};
 use tessera_device::{Backend, CallData, CommRoute, Communicator, Fault, MeshRank, Observer};
 use tessera_filetests::{BackendFactory, BackendUnderTest, Tolerance, dedicated_slots, run_conformance};
 use tessera_ir::{OpKind, Program, Slots, parse_all};
@@ -21,15 +21,21 @@ const TOO_FEW_GPUS: &str = "too few GPUs";
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Returns the GPUs of this host and their number, or why there are none.
-fn find_gpus() -> Result<(Arc<GpuDiscovery>, u32), String> {
+/// Returns the GPUs of this host and their number, or `None`, after it printed why, if there are
+/// fewer than the test needs.
+fn find_gpus(needed: u32) -> Option<(Arc<GpuDiscovery>, u32)> {
     let found = GpuDiscovery::discover();
-    let count = match &found.devices {
-        Ok(d) if !d.gpus.is_empty() => d.gpus.len() as u32,
-        Ok(_) => return Err("the driver reports no GPU".to_string()),
-        Err(d) => return Err(d.message.clone()),
+    let why = match &found.devices {
+        Ok(d) if d.gpus.len() >= needed as usize => {
+            let count = d.gpus.len() as u32;
+            return Some((Arc::new(found), count));
+        }
+        Ok(d) => format!("the driver reports {} GPU(s), the test needs {needed}", d.gpus.len()),
+        Err(d) => d.message.clone(),
     };
-    Ok((Arc::new(found), count))
+    assert_may_skip(std::env::var(REQUIRE_GPUS).ok().as_deref(), needed as usize, &why);
+    println!("not run: {why}");
+    None
 }
 
 fn options(device: u32) -> CudaOptions {
@@ -98,10 +104,7 @@ fn communicator_ends(
 
 #[test]
 fn the_cuda_backend_matches_the_reference() {
-    let (found, count) = match find_gpus() {
-        Ok(g) => g,
-        Err(why) => return println!("not run: {why}"),
-    };
+    let Some((found, count)) = find_gpus(1) else { return };
     let open =
         |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| -> Result<Vec<BackendFactory<CudaBackend>>, String> {
             let ranks = mesh.iter().count();
@@ -156,10 +159,7 @@ impl Observer for NoopObserver {
 
 #[test]
 fn a_trace_covers_every_op_and_does_not_change_runs() {
-    let found = match find_gpus() {
-        Ok((found, _)) => found,
-        Err(why) => return println!("not run: {why}"),
-    };
+    let Some((found, _)) = find_gpus(1) else { return };
     let program = Arc::new(parse_all(NORM_PROGRAM, "trace").unwrap().remove(0));
     let values = program.values.len();
     let slots =
@@ -195,13 +195,7 @@ const GATHER_PROGRAM: &str = "program @p role(a) mesh(tp=2) { %x = input : f32[3
 
 #[test]
 fn a_replay_abandoned_by_a_peer_ends_and_frees_its_memory() {
-    let (found, count) = match find_gpus() {
-        Ok(g) => g,
-        Err(why) => return println!("not run: {why}"),
-    };
-    if count < 2 {
-        return println!("not run on one GPU");
-    }
+    let Some((found, _)) = find_gpus(2) else { return };
     let program = Arc::new(parse_all(GATHER_PROGRAM, "gather").unwrap().remove(0));
     // The second iteration checks that the first one left both GPUs usable.
     for _ in 0..2 {

@@ -1,118 +1,66 @@
 //! The diagnostic codes of this crate with their explain pages, ordered by id.
 
-use tessera_base::Code;
-
-/// Diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[
-    &T0301, &T0302, &T0303, &T0304, &T0305, &T0306, &T0307, &T0308, &T0309, &T0310, &T0311, &T0312, &T0313,
-    &T0314, &T0315, &T0316, &T0317, &T0318, &T0319, &T0320, &T0321, &T0322, &T0323, &T0324, &T0325, &T0326,
-    &T0327, &T0328, &T0329, &T0330, &T0331, &T0332, &T0333, &T0334, &T0335, &T0336, &T0337, &T0338, &T0339,
-    &T0340, &T0341, &T0342, &T0343, &T0344,
-];
-
-/// Diagnostic for members that call different ops at one position of their sequences.
-pub static T0301: Code = Code {
-    id: "T0301",
-    title: "members of a group call different collectives",
-    page: "At one position of a group's sequence one rank calls, say, an all_reduce and another an all_gather, or the ranks make \
+tessera_base::codes! {
+    T0301: "members of a group call different collectives",
+    "At one position of a group's sequence one rank calls, say, an all_reduce and another an all_gather, or the ranks make \
 the same calls in different orders. The communication library does not check this: the ranks hang, or exchange bytes \
 with different meanings.\n\n\
 The message names the first position that differs. All earlier calls agree. Compare the programs from \
-that position on: one role has moved, inserted or omitted a call there.",
-};
+that position on: one role has moved, inserted or omitted a call there.";
 
-/// Diagnostic for a collective whose members pass different element counts.
-pub static T0302: Code = Code {
-    id: "T0302",
-    title: "members of a group disagree about the count",
-    page: "The members call the same collective with tensors of different size. With NCCL that \
+    T0302: "members of a group disagree about the count",
+    "The members call the same collective with tensors of different size. With NCCL that \
 is undefined behaviour: a hang, a crash, or a silently wrong tail. The message shows local \
 extents, with one exception: if a dim is sharded over the group's own axis, it shows the global \
 extent. Members may hold uneven shards of that dim, and the collective is correct if the global \
 extent and the unit agree. Sends and receives always show the local extents of the rank.\n\n\
-Usually one role was lowered for another sequence length, batch or fill level.",
-};
+Usually one role was lowered for another sequence length, batch or fill level.";
 
-/// Diagnostic for a collective whose members pass different element types.
-pub static T0303: Code = Code {
-    id: "T0303",
-    title: "members of a group disagree about the dtype",
-    page: "One rank reduces or gathers bf16 and another f32, for instance after a cast on one side only. Libraries \
-do not check dtypes: the result is garbage without an error, or a hang, since byte counts differ.",
-};
+    T0303: "members of a group disagree about the dtype",
+    "One rank reduces or gathers bf16 and another f32, for instance after a cast on one side only. Libraries \
+do not check dtypes: the result is garbage without an error, or a hang, since byte counts differ.";
 
-/// Diagnostic for a collective whose members name different reductions.
-pub static T0304: Code = Code {
-    id: "T0304",
-    title: "members of a group disagree about the reduction",
-    page: "One rank sums while another takes the maximum, or sums in another order. Byte counts agree, so nothing hangs \
-and no debug mode of the usual libraries reports it: from here on the ranks simply hold different numbers.",
-};
+    T0304: "members of a group disagree about the reduction",
+    "One rank sums while another takes the maximum, or sums in another order. Byte counts agree, so nothing hangs \
+and no debug mode of the usual libraries reports it: from here on the ranks simply hold different numbers.";
 
-/// Diagnostic for a collective whose members name different roots.
-pub static T0305: Code = Code {
-    id: "T0305",
-    title: "members of a group disagree about the root",
-    page: "A broadcast distributes the value of one member, the root. If two members name \
+    T0305: "members of a group disagree about the root",
+    "A broadcast distributes the value of one member, the root. If two members name \
 different roots, each waits for the other to send, or both send: a hang.\n\n\
 Give all members the same `root`: a position on the axis, or in the subgroup or the world if the \
-broadcast runs there. It is a rank's number only in the world.",
-};
+broadcast runs there. It is a rank's number only in the world.";
 
-/// Diagnostic for a collective whose members name different tensor dims or split units.
-pub static T0306: Code = Code {
-    id: "T0306",
-    title: "members of a group disagree about the tensor dim",
-    page: "A gather, scatter or all-to-all moves shards of a named tensor dim. With different dims (or split units) on \
-different members, byte counts may still agree, and rows land where columns belong.",
-};
+    T0306: "members of a group disagree about the tensor dim",
+    "A gather, scatter or all-to-all moves shards of a named tensor dim. With different dims (or split units) on \
+different members, byte counts may still agree, and rows land where columns belong.";
 
-/// Diagnostic for a collective that one member does not call.
-pub static T0307: Code = Code {
-    id: "T0307",
-    title: "a member of a group lacks a collective",
-    page: "One member's sequence is shorter: somewhere it omits a collective that the others \
+    T0307: "a member of a group lacks a collective",
+    "One member's sequence is shorter: somewhere it omits a collective that the others \
 call, and they would wait forever. The message names the first missing call. In a series of \
 equal calls nothing shows which one is missing, so the message names the last one. For a send \
 without a receive, or a receive without a send, it names the other side.\n\n\
 Typical causes: a role that skips an op for its layer range, a phase given to a subset of the \
-ranks, or an early exit on one side of a pipeline.",
-};
+ranks, or an early exit on one side of a pipeline.";
 
-/// Diagnostic for a send and a receive that differ.
-pub static T0308: Code = Code {
-    id: "T0308",
-    title: "send and receive do not match",
-    page: "The n-th send from one rank to another over one group matches the n-th receive there. Their dtype and count must \
+    T0308: "send and receive do not match",
+    "The n-th send from one rank to another over one group matches the n-th receive there. Their dtype and count must \
 be equal; the receiver would otherwise read past the message, wait for the rest of it, or misinterpret the \
 bytes as another type.\n\n\
-Check the order of the receives too: two swapped receives of different shapes raise this diagnostic.",
-};
+Check the order of the receives too: two swapped receives of different shapes raise this diagnostic.";
 
-/// Diagnostic for a send or receive whose peer does not exist.
-pub static T0309: Code = Code {
-    id: "T0309",
-    title: "send or receive names an impossible peer",
-    page: "`to` and `from` are positions on the collective's mesh axis. The position must exist and must not be the \
+    T0309: "send or receive names an impossible peer",
+    "`to` and `from` are positions on the collective's mesh axis. The position must exist and must not be the \
 rank's own: a rank that waits for itself hangs.\n\n\
 One program can serve only ranks for which the peer is valid; a stage that sends to the next stage needs a role of \
-its own.",
-};
+its own.";
 
-/// Diagnostic for a collective over a group that does not exist.
-pub static T0310: Code = Code {
-    id: "T0310",
-    title: "collective over a group that does not exist",
-    page: "A collective names a mesh axis with more than one rank; its group consists of the ranks that differ only in that \
+    T0310: "collective over a group that does not exist",
+    "A collective names a mesh axis with more than one rank; its group consists of the ranks that differ only in that \
 coordinate. An axis of one rank has no peers, and a broadcast's root must be a position on the axis.\n\n\
-Omit the collective for meshes in which its axis has size 1.",
-};
+Omit the collective for meshes in which its axis has size 1.";
 
-/// Diagnostic for a cycle of waits among ranks.
-pub static T0311: Code = Code {
-    id: "T0311",
-    title: "deadlock: ranks wait for each other in a cycle",
-    page: "The ranks that the message names wait for each other. Each of them waits in one \
+    T0311: "deadlock: ranks wait for each other in a cycle",
+    "The ranks that the message names wait for each other. Each of them waits in one \
 collective until another of them joins it. That other rank waits in another collective and \
 reaches this one only afterwards: a stream, an event or a wait fixes the order of its two \
 collectives. So no rank makes progress. At run time the job hangs, and its GPUs show full \
@@ -121,147 +69,91 @@ The message shows the shortest wait cycle, one line per rank. Each line names tw
 in which the rank waits, with the rank that it waits for, and the op that it reaches only \
 afterwards. Swap these two ops on one rank, so that all ranks issue them in the same order. If \
 they are sends and receives, let one side receive first, or issue both as one batch (`batch = \
-1`): a send possibly returns only after its receive is posted.",
-};
+1`): a send possibly returns only after its receive is posted.";
 
-/// Diagnostic for collectives without a common launch order.
-pub static T0312: Code = Code {
-    id: "T0312",
-    title: "collectives have no common launch order",
-    page: "No stream dependency makes the ranks wait for each other, but the ranks launch collectives of several groups in \
+    T0312: "collectives have no common launch order",
+    "No stream dependency makes the ranks wait for each other, but the ranks launch collectives of several groups in \
 contradicting orders. A device runs the operations of several communicators in launch order (NCCL's default \
 requires one global order per device), so two ranks that launch different collectives first can deadlock. Usually this happens \
 only under load, when the device cannot run both operations at once.\n\n\
-Issue these collectives in the same order on all ranks. Putting them on different streams does not help.",
-};
+Issue these collectives in the same order on all ranks. Putting them on different streams does not help.";
 
-/// Diagnostic for an issued collective without a wait.
-pub static T0313: Code = Code {
-    id: "T0313",
-    title: "issued collective is never waited for",
-    page: "`collective.issue` starts an operation and returns a ticket, its handle; only `collective.wait` makes the result usable \
+    T0313: "issued collective is never waited for",
+    "`collective.issue` starts an operation and returns a ticket, its handle; only `collective.wait` makes the result usable \
 and frees the operand's memory. An issue without a wait leaves an operation in flight when the program ends: the next \
 program may overwrite its buffers, and a failure inside it surfaces elsewhere.\n\n\
-Wait for every issue exactly once before the program ends.",
-};
+Wait for every issue exactly once before the program ends.";
 
-/// Diagnostic for a second wait on one ticket.
-pub static T0314: Code = Code {
-    id: "T0314",
-    title: "issued collective is waited for twice",
-    page: "A wait consumes its ticket. A second wait would define a second value for one operation, and on some \
-backends would block on work that no longer exists.\n\nUse the first wait's result in both places.",
-};
+    T0314: "issued collective is waited for twice",
+    "A wait consumes its ticket. A second wait would define a second value for one operation, and on some \
+backends would block on work that no longer exists.\n\nUse the first wait's result in both places.";
 
-/// Diagnostic for a ticket or an event used as data, or data used as a ticket or an event.
-pub static T0315: Code = Code {
-    id: "T0315",
-    title: "ticket or event used as something else",
-    page: "A ticket (of an issued collective) may only be waited for, an event may only appear in `after(…)`, and neither is \
+    T0315: "ticket or event used as something else",
+    "A ticket (of an issued collective) may only be waited for, an event may only appear in `after(…)`, and neither is \
 data: it cannot be an operand of arithmetic, be sent, or be written to a buffer. `wait` takes a ticket and `after` takes events \
-recorded earlier, nothing else.",
-};
+recorded earlier, nothing else.";
 
-/// Diagnostic for data that crosses streams without an ordering event.
-pub static T0316: Code = Code {
-    id: "T0316",
-    title: "data crosses streams without an event",
-    page: "A stream runs its ops one after the other, but ops on two streams run in any order. \
+    T0316: "data crosses streams without an event",
+    "A stream runs its ops one after the other, but ops on two streams run in any order. \
 Here an op reads or writes data that an op on another stream also uses, and nothing orders the \
 two ops. If stream A produces a value and stream B reads it, A needs an `event.record` after \
 the producer, and the reader, or an earlier op on B, needs `after(…)` with that event. A \
 `collective.wait` orders later ops on its own stream after the collective. A write to a buffer \
 needs such an order with every access to the same buffer on another stream.\n\n\
 Without the event the reader usually gets the right bytes and sometimes stale ones, which tests \
-rarely find. Record an event after the first op, and name it in `after(…)` of the second op.",
-};
+rarely find. Record an event after the first op, and name it in `after(…)` of the second op.";
 
-/// Diagnostic for a partial value that leaves the program unreduced.
-pub static T0317: Code = Code {
-    id: "T0317",
-    title: "partial value escapes",
-    page: "A partial value is one rank's term of a reduction. It must be reduced before it \
+    T0317: "partial value escapes",
+    "A partial value is one rank's term of a reduction. It must be reduced before it \
 leaves the program (output, send, cache.write) and before another op reads it as a bias or row \
 number. An input, a weight or a cache.read may not be declared partial, because a value from \
 outside the program is not a term.\n\n\
 An unreduced value gives an answer that differs between ranks, without any error. Insert an \
-all_reduce or a reduce_scatter first.",
-};
+all_reduce or a reduce_scatter first.";
 
-/// Diagnostic for a write to a buffer while a view of it is live.
-pub static T0318: Code = Code {
-    id: "T0318",
-    title: "buffer written while a view of it is in use",
-    page: "`cache.read` returns a view: no bytes are copied, so a later `cache.write` to the \
+    T0318: "buffer written while a view of it is in use",
+    "`cache.read` returns a view: no bytes are copied, so a later `cache.write` to the \
 same rows changes the value under its readers. A collective's operand counts as in use until \
 its wait. If the row of a write is a call scalar, which is known only at run time, the write \
 counts as a write to every row.\n\n\
-Move the write after the last use, or copy the rows first.",
-};
+Move the write after the last use, or copy the rows first.";
 
-/// Diagnostic for a value that is read before its definition.
-pub static T0319: Code = Code {
-    id: "T0319",
-    title: "value used before its definition",
-    page: "Ops run in program order on each stream, so an op can read only values that an earlier op defined. The message \
+    T0319: "value used before its definition",
+    "Ops run in program order on each stream, so an op can read only values that an earlier op defined. The message \
 names the reader and, if one exists, the later op that defines the value.\n\n\
-Move the definition up or the use down. In a plan that Tessera lowered this is a defect of the lowering.",
-};
+Move the definition up or the use down. In a plan that Tessera lowered this is a defect of the lowering.";
 
-/// Diagnostic for a value that two ops define.
-pub static T0320: Code = Code {
-    id: "T0320",
-    title: "value defined twice",
-    page: "Every value has exactly one definition (static single assignment). With two definitions, readers, streams and memory \
-slots, or two ranks, could disagree about which one applies.\n\nGive the second result its own name.",
-};
+    T0320: "value defined twice",
+    "Every value has exactly one definition (static single assignment). With two definitions, readers, streams and memory \
+slots, or two ranks, could disagree about which one applies.\n\nGive the second result its own name.";
 
-/// Diagnostic for an annotated type that differs from the derived type.
-pub static T0321: Code = Code {
-    id: "T0321",
-    title: "annotated type differs from the type of the op's result",
-    page: "The verifier derives every type again from the op's rule. A value's annotated dtype, local shape or layout \
+    T0321: "annotated type differs from the type of the op's result",
+    "The verifier derives every type again from the op's rule. A value's annotated dtype, local shape or layout \
 differs from its op's result, so everything that relied on the annotation (memory, counts of collectives, other \
-ranks) would be wrong.\n\nCorrect the annotation, or the operands if the annotation is as intended.",
-};
+ranks) would be wrong.\n\nCorrect the annotation, or the operands if the annotation is as intended.";
 
-/// Diagnostic for a program that is not well-formed.
-pub static T0322: Code = Code {
-    id: "T0322",
-    title: "program is malformed",
-    page: "The program violates the form on which everything else relies: an id out of range, a number of operands or \
+    T0322: "program is malformed",
+    "The program violates the form on which everything else relies: an id out of range, a number of operands or \
 results that contradicts the op table, an unknown attribute, a name with characters that the text form \
 cannot represent, or an extent too large to compute with (2^46 elements of one tensor).\n\n\
 The parser and the builder cannot produce a malformed program; a damaged file or a peer of another version can. Nothing \
-else about the program is checked until the form is valid.",
-};
+else about the program is checked until the form is valid.";
 
-/// Diagnostic for a call scalar outside its permitted uses, or another value in its place.
-pub static T0323: Code = Code {
-    id: "T0323",
-    title: "call scalar misused, or a value used in its place",
-    page: "A call scalar is a number that the leader sends with each call (`%s = call \"start\" \
+    T0323: "call scalar misused, or a value used in its place",
+    "A call scalar is a number that the leader sends with each call (`%s = call \"start\" \
 : i64`), equal on every rank. It may be used in arithmetic and for rope offsets, random keys \
 and cache rows. It is never sent, gathered, cached or output, and it never determines a shape, \
 a group, a branch or which op runs.\n\n\
 Conversely, rope `start`, the keys of a random draw, `sigma`, the bias of an attention and a \
 cache row must be call scalars: with a computed value, data would decide where bytes land, and \
-ranks could drift apart.",
-};
+ranks could drift apart.";
 
-/// Diagnostic for phases that declare one buffer differently.
-pub static T0324: Code = Code {
-    id: "T0324",
-    title: "phases disagree about a buffer",
-    page: "Buffers (KV caches, the latent) outlive a phase: one phase writes what another reads. All phases of a role must \
-declare a buffer of one name with one dtype, local shape and layout, or the reader would misinterpret the bytes.",
-};
+    T0324: "phases disagree about a buffer",
+    "Buffers (KV caches, the latent) outlive a phase: one phase writes what another reads. All phases of a role must \
+declare a buffer of one name with one dtype, local shape and layout, or the reader would misinterpret the bytes.";
 
-/// Diagnostic for a value without a memory slot.
-pub static T0325: Code = Code {
-    id: "T0325",
-    title: "value has no memory slot",
-    page: "The memory plan of a phase has a slot table with one entry per value \
+    T0325: "value has no memory slot",
+    "The memory plan of a phase has a slot table with one entry per value \
 (`slot_of_value` in the memory.json of a plan folder). The entry of a value that a compute op \
 or a collective writes must be the number of an existing slot. Events, weights, inputs, call \
 scalars, views of buffers and tickets (the handles that issued collectives return) need no \
@@ -269,190 +161,117 @@ slot, and their entry may be empty. Here a \
 written value has no slot, an entry names a slot that does not exist, or the table has more or \
 fewer entries than the program has values. The message states which.\n\n\
 If somebody edited the files of the plan, make the plan again with `tessera plan`. Otherwise \
-this is a defect of the planner: report it.",
-};
+this is a defect of the planner: report it.";
 
-/// Diagnostic for a slot that is smaller than its value.
-pub static T0326: Code = Code {
-    id: "T0326",
-    title: "memory slot is too small",
-    page: "The value's local shape times its element size is larger than its slot. Writing the value would overwrite \
-the next slot. The memory plan was made for other shapes, or for the shard of another rank.",
-};
+    T0326: "memory slot is too small",
+    "The value's local shape times its element size is larger than its slot. Writing the value would overwrite \
+the next slot. The memory plan was made for other shapes, or for the shard of another rank.";
 
-/// Diagnostic for two live values in one slot.
-pub static T0327: Code = Code {
-    id: "T0327",
-    title: "two live values share a memory slot",
-    page: "A value lives from the op that begins to write it to its last use. An issued collective reads its operand and \
+    T0327: "two live values share a memory slot",
+    "A value lives from the op that begins to write it to its last use. An issued collective reads its operand and \
 writes its result at any time between issue and wait, so both live from issue to wait. A value read by an op may not \
 share a slot with that op's result. Across streams, events must order every access to the old value before the op \
 that writes the new one.\n\n\
-Give one of the values another slot, or add the event.",
-};
+Give one of the values another slot, or add the event.";
 
-/// Diagnostic for a plan that exceeds the memory of a device.
-pub static T0328: Code = Code {
-    id: "T0328",
-    title: "plan needs more memory than the device has",
-    page: "Weights, buffers, inputs and the temporaries of the largest phase together exceed the device memory. All are counted \
+    T0328: "plan needs more memory than the device has",
+    "Weights, buffers, inputs and the temporaries of the largest phase together exceed the device memory. All are counted \
 from local shapes; the workspaces of libraries and of the driver come on top, so leave room.\n\n\
-Use more shards (a larger tp or pp), a smaller dtype for weights or caches, or a shorter cache.",
-};
+Use more shards (a larger tp or pp), a smaller dtype for weights or caches, or a shorter cache.";
 
-/// Diagnostic for roles, ranks and programs that do not line up.
-pub static T0329: Code = Code {
-    id: "T0329",
-    title: "roles and programs do not cover the ranks",
-    page: "A plan assigns every rank of the mesh exactly one role, and every phase has one program per role, in the \
+    T0329: "roles and programs do not cover the ranks",
+    "A plan assigns every rank of the mesh exactly one role, and every phase has one program per role, in the \
 order of the roles, written for the plan's mesh and for that role. Names of roles, phases and calls are unique. \
 A rank without a role would never join its groups' collectives, and every other member would wait.\n\n\
-A role with nothing to do in a phase has an empty program.",
-};
+A role with nothing to do in a phase has an empty program.";
 
-/// Diagnostic for a call that lists a missing phase.
-pub static T0330: Code = Code {
-    id: "T0330",
-    title: "call lists an unknown phase",
-    page: "A call is a list of phases for which the plan has programs; the seal admits these calls and no others. A missing \
+    T0330: "call lists an unknown phase",
+    "A call is a list of phases for which the plan has programs; the seal admits these calls and no others. A missing \
 phase would be noticed only when the request arrives, on every rank at once.\n\n\
-Correct the name or add the phase.",
-};
+Correct the name or add the phase.";
 
-/// Diagnostic for a local extent that differs from the rank's shard.
-pub static T0331: Code = Code {
-    id: "T0331",
-    title: "uneven shard does not match the rank",
-    page: "If a dim is sharded unevenly, the first positions of the axis hold one unit more. All ranks of a role run one \
+    T0331: "uneven shard does not match the rank",
+    "If a dim is sharded unevenly, the first positions of the axis hold one unit more. All ranks of a role run one \
 program, so their shards must all have the size that the program's local shape declares. Otherwise the counts \
-of an all-to-all differ between peers, and bytes land in the wrong rows.\n\nSplit the role into one role per shard size.",
-};
+of an all-to-all differ between peers, and bytes land in the wrong rows.\n\nSplit the role into one role per shard size.";
 
-/// Diagnostic for roles that declare one input differently.
-pub static T0332: Code = Code {
-    id: "T0332",
-    title: "roles disagree about an input",
-    page: "The tensors and scalars of a call are sent unchanged to every rank, so all roles of a phase must declare \
-an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.",
-};
+    T0332: "roles disagree about an input",
+    "The tensors and scalars of a call are sent unchanged to every rank, so all roles of a phase must declare \
+an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.";
 
-/// Diagnostic for members whose tensors have equal counts, but different shapes or layouts.
-pub static T0333: Code = Code {
-    id: "T0333",
-    title: "same count, but different shape or layout",
-    page: "Both sides move the same number of elements of the same dtype, so nothing hangs and no library complains; but \
+    T0333: "same count, but different shape or layout",
+    "Both sides move the same number of elements of the same dtype, so nothing hangs and no library complains; but \
 one side reads them as [4, 8] and the other as [8, 4], or as a shard of another dim. Rows land where columns \
-belong, on some ranks only.\n\nGive both roles the same type. The IR has no op that reinterprets bytes.",
-};
+belong, on some ranks only.\n\nGive both roles the same type. The IR has no op that reinterprets bytes.";
 
-/// Diagnostic for a collective that members capture into different graphs, or that one member
-/// launches eagerly.
-pub static T0334: Code = Code {
-    id: "T0334",
-    title: "members of a group disagree about graph capture",
-    page: "Either all members capture a collective into a graph or none does: a rank that replays the collective and \
+    T0334: "members of a group disagree about graph capture",
+    "Either all members capture a collective into a graph or none does: a rank that replays the collective and \
 a rank that launches it eagerly use the communicator in two ways and wait for each other. If all capture it, each must \
 replay the graph of that same capture; graphs are compared by name (`graph = \"denoise\"`).\n\n\
 The usual cause is a decision made per rank: padding to a captured size from a local count, a capture that failed on \
-one rank, or a flag that is missing on one host. Decide once, in the plan.",
-};
+one rank, or a flag that is missing on one host. Decide once, in the plan.";
 
-/// Diagnostic for a graph that cannot be captured as written.
-pub static T0335: Code = Code {
-    id: "T0335",
-    title: "graph cannot be captured as written",
-    page: "The host launches a captured graph with one call, so the ops of one graph name must \
+    T0335: "graph cannot be captured as written",
+    "The host launches a captured graph with one call, so the ops of one graph name must \
 be consecutive in the program, with no other op between them. Synchronisation cannot cross the \
 boundary of a graph: a collective issued inside and waited for outside (or the other way round) \
 crashes or hangs when the graph is replayed. So does an event recorded on one side and awaited \
 on the other, since events captured into a graph are not events of the stream.\n\n\
 Move the boundary of the graph, or wait before it. The graph is launched on the stream of its \
 first op. Later ops on that stream run after the whole graph; an op on another stream needs an \
-event that is recorded on that stream after the graph.",
-};
+event that is recorded on that stream after the graph.";
 
-/// Diagnostic for a communicator that a graph and another launch may use concurrently.
-pub static T0336: Code = Code {
-    id: "T0336",
-    title: "communicator is used concurrently by a graph and by another launch",
-    page: "With graph mixing off (NCCL_GRAPH_MIXING_SUPPORT=0, or one graph per communicator) a communicator serves one \
+    T0336: "communicator is used concurrently by a graph and by another launch",
+    "With graph mixing off (NCCL_GRAPH_MIXING_SUPPORT=0, or one graph per communicator) a communicator serves one \
 graph at a time: no eager collective may be launched while a graph that uses the communicator is outstanding, on any stream, \
 and no two graphs that use it may run in parallel. A program has no point at which the host waits, so an eager \
 collective after a graph over the same group is always launched too early.\n\n\
 Capture the collective as well, order the second graph after the first by an event, move it to a phase of its own, or leave \
-graph mixing on.",
-};
+graph mixing on.";
 
-/// Diagnostic for a rank outside the mesh that takes part in the mesh, or the other way round.
-pub static T0337: Code = Code {
-    id: "T0337",
-    title: "rank outside the mesh is used as a member of the mesh",
-    page: "With `mesh(tp=2, outside=1)` rank 0 lies outside the mesh: it may encode, decode and lead, and it communicates with \
+    T0337: "rank outside the mesh is used as a member of the mesh",
+    "With `mesh(tp=2, outside=1)` rank 0 lies outside the mesh: it may encode, decode and lead, and it communicates with \
 the mesh over the world. It belongs to no group of an axis and holds no shard of a value, so its role is named `…@out0`, \
 uses collectives over `world` only, and is assigned to no rank of the mesh. A collective over a mesh axis on that rank \
 would either hang in a group that does not expect it or complete on the wrong group.\n\n\
-Send over the world to a rank of the mesh, and broadcast from there over the axis.",
-};
+Send over the world to a rank of the mesh, and broadcast from there over the axis.";
 
-/// Diagnostic for an all-to-all whose per-peer counts disagree.
-pub static T0338: Code = Code {
-    id: "T0338",
-    title: "per-peer counts of an all-to-all disagree",
-    page: "In an all-to-all with a count per member, rank i must send to rank j exactly as many elements as j expects from \
+    T0338: "per-peer counts of an all-to-all disagree",
+    "In an all-to-all with a count per member, rank i must send to rank j exactly as many elements as j expects from \
 i. Otherwise j waits for elements that never come, or takes the beginning of the next message for the end of this one. Both \
 vectors have one entry per member, in the order of the group.\n\n\
 The counts are usually exchanged beforehand: one side computed them from other inputs (a token count, a capacity), or \
-from the counts of the previous step.",
-};
+from the counts of the previous step.";
 
-/// Diagnostic for sends and receives that cannot form one batch.
-pub static T0339: Code = Code {
-    id: "T0339",
-    title: "sends and receives cannot be issued as one batch",
-    page: "Sends and receives with the same number `batch` form one launch (ncclGroupStart and \
+    T0339: "sends and receives cannot be issued as one batch",
+    "Sends and receives with the same number `batch` form one launch (ncclGroupStart and \
 ncclGroupEnd): they are in flight together, so two neighbours may both send first. A batch has \
 four conditions. Its number is at least 1, and no other batch of the program has it. Its \
 members are consecutive in the program: only inputs, call scalars and weights may stand between \
 them. All members are on one stream. All members are in one captured graph, or none is in a \
 graph. The message names the violated condition.\n\n\
 Each issued member returns a ticket, the handle that a wait takes. A wait inside the batch \
-interrupts it, so place the waits for all tickets after the last member.",
-};
+interrupts it, so place the waits for all tickets after the last member.";
 
-/// Diagnostic for a collective whose result overwrites its own operand.
-pub static T0340: Code = Code {
-    id: "T0340",
-    title: "collective cannot work in place",
-    page: "A collective's operand and result share a memory slot. An all_reduce or a broadcast may work in place if nothing else \
+    T0340: "collective cannot work in place",
+    "A collective's operand and result share a memory slot. An all_reduce or a broadcast may work in place if nothing else \
 reads the operand from the issue on: each element is replaced by its own reduction. A gather, scatter or all-to-all may not: \
 the operand is a shard that belongs elsewhere in the result (at its rank's offset), so on all ranks but the \
-first the collective would overwrite shards that it has yet to send.\n\nGive the result a slot of its own.",
-};
+first the collective would overwrite shards that it has yet to send.\n\nGive the result a slot of its own.";
 
-/// Diagnostic for a rank without a usable trace.
-pub static T0341: Code = Code {
-    id: "T0341",
-    title: "trace of a rank is missing",
-    page: "A group names a rank that has no trace, two traces, or an impossible rank number. The members with traces are \
+    T0341: "trace of a rank is missing",
+    "A group names a rank that has no trace, two traces, or an impossible rank number. The members with traces are \
 compared; whether every rank terminates cannot be decided, since the rank without a trace is often the one that hung \
 or died first.\n\n\
-Add its file. The file of a rank that launched nothing holds one line, `{\"rank\": 3}`.",
-};
+Add its file. The file of a rank that launched nothing holds one line, `{\"rank\": 3}`.";
 
-/// Diagnostic for a rank that uses a group of which it is not a member.
-pub static T0342: Code = Code {
-    id: "T0342",
-    title: "collective on a group by a rank that is not in it",
-    page: "A rank launched a collective over a group of which it is not a member, or named a root or a peer outside the group. \
+    T0342: "collective on a group by a rank that is not in it",
+    "A rank launched a collective over a group of which it is not a member, or named a root or a peer outside the group. \
 No member expects the call: it hangs, or matches another group's traffic. The usual cause is a group handle taken from the \
-wrong list (the world group instead of the mesh group), or ranks that built their groups in different orders.",
-};
+wrong list (the world group instead of the mesh group), or ranks that built their groups in different orders.";
 
-/// Diagnostic for ranks that compute different values where one is required.
-pub static T0343: Code = Code {
-    id: "T0343",
-    title: "ranks compute different values where one value is required",
-    page: "All ranks make matching calls, but they do not compute one model. There are two \
+    T0343: "ranks compute different values where one value is required",
+    "All ranks make matching calls, but they do not compute one model. There are two \
 cases. The members of a tp group hold shards of one computation, but one of them computed its \
 operand of a collective in another way than the others. Or two roles of one replica output or \
 cache different values under one name. Over dp and ep every member may contribute data of its \
@@ -462,17 +281,13 @@ activation that one role omits.\n\n\
 The verifier traces each value back through its ops, names and messages, and shows the first \
 two ops that differ. Shards of one value count as equal: only names, ops and attributes are \
 compared, never the numbers in tensors. If two roles give one value two names, give it one \
-name.",
-};
+name.";
 
-/// Diagnostic for members that use different transports.
-pub static T0344: Code = Code {
-    id: "T0344",
-    title: "members of a group disagree about the transport of a collective",
-    page: "`transport` names the transport of a collective: \"p2p\" for peer-to-peer kernels, \
+    T0344: "members of a group disagree about the transport of a collective",
+    "`transport` names the transport of a collective: \"p2p\" for peer-to-peer kernels, \
 \"nccl\", or, if omitted, the better of both. One member would wait in NCCL for another that \
 waits in peer memory: a hang, although op, type and count agree.\n\n\
 In a plan, all roles must be made with the same `collectives.transport` of the mapping: plan \
 again. In a program written by hand, set the same `transport` on a send and its receive, and on \
-the collective of every member.",
-};
+the collective of every member.";
+}

@@ -40,5 +40,5 @@ pub use observed::{GroupId, ObservedCall, Traces, check_traces};
 pub use phase::{check_phase, verify_phase};
 pub use program::check_program;
 pub use seal::{SealedPlan, seal};
-pub use signature::{CollectiveDigest, collective_line, collective_lines};
+pub use signature::{CollectiveDigest, collective_lines};
 pub use verified::Verified;

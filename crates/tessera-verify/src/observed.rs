@@ -507,18 +507,14 @@ impl SequenceSource for ObservedSequences<'_> {
 
     fn launch_difference(&self, a: (u32, usize), b: (u32, usize)) -> (&'static Code, &'static str) {
         let (a, b) = (self.observed_call(a.0, a.1), self.observed_call(b.0, b.1));
-        if matching_op(a) != matching_op(b) {
-            (&T0301, "op")
-        } else if a.dtype != b.dtype {
-            (&T0303, "dtype")
-        } else if a.reduction != b.reduction {
-            (&T0304, "reduction")
-        } else if a.root != b.root {
-            (&T0305, "root")
-        } else if a.graph != b.graph {
-            (&T0334, "graph")
-        } else {
-            (&T0302, "count")
-        }
+        let fields = [
+            (matching_op(a) != matching_op(b), &T0301, "op"),
+            (a.dtype != b.dtype, &T0303, "dtype"),
+            (a.reduction != b.reduction, &T0304, "reduction"),
+            (a.root != b.root, &T0305, "root"),
+            (a.graph != b.graph, &T0334, "graph"),
+        ];
+        let first = fields.into_iter().find(|(differs, ..)| *differs);
+        first.map_or((&T0302, "count"), |(_, code, field)| (code, field))
     }
 }

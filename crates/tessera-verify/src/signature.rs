@@ -15,7 +15,7 @@ use crate::structure;
 pub struct CollectiveDigest {
     /// Number of collectives issued, including sends and receives.
     pub collectives: u64,
-    /// BLAKE3 over the [`collective_line`] of each collective in program order, each followed by a
+    /// BLAKE3 over the [`collective_lines`] in program order, each followed by a
     /// newline. A runtime that folds the lines of the collectives that it issues reaches the same
     /// digest, unless it has left the plan.
     pub trace_digest: [u8; 32],
@@ -35,21 +35,10 @@ impl CollectiveDigest {
     }
 }
 
-/// Returns the trace line of a collective: axis, op, dtype, extents and layout, reduction, root,
-/// dims, graph, transport, peer. Returns `None` if the op at this index is no collective or its
-/// type is unknown. Members of a group have equal lines for a symmetric op. Each call takes one
-/// pass over the program; use [`collective_lines`] for several ops.
-#[must_use]
-pub fn collective_line(p: &Program, op: usize) -> Option<String> {
-    if !structure::check(p).is_empty() {
-        return None;
-    }
-    trace_collectives(p).find(|i| i.op == op).map(|i| i.signature.to_string())
-}
-
 /// Returns the trace lines of all collectives of a program in program order, each with the index of
-/// its op: [`collective_line`] in one pass. Returns an empty list for a program that is not
-/// well-formed.
+/// its op: axis, op, dtype, extents and layout, reduction, root, dims, graph, transport, peer.
+/// Members of a group have equal lines for a symmetric op. Returns an empty list for a program that
+/// is not well-formed.
 #[must_use]
 pub fn collective_lines(p: &Program) -> Vec<(usize, String)> {
     if !structure::check(p).is_empty() {
@@ -155,27 +144,19 @@ impl CollectiveSignature {
 
     /// Returns the code and name of the first field that differs.
     pub(crate) fn first_difference(&self, b: &CollectiveSignature) -> (&'static Code, &'static str) {
-        if self.peer.is_none() && self.opcode != b.opcode {
-            (&T0301, "op")
-        } else if self.dtype != b.dtype {
-            (&T0303, "dtype")
-        } else if self.reduction != b.reduction {
-            (&T0304, "reduction")
-        } else if self.root != b.root {
-            (&T0305, "root")
-        } else if self.element_count() != b.element_count() {
-            (&T0302, "count")
-        } else if self.graph != b.graph {
-            (&T0334, "graph")
-        } else if self.transport != b.transport {
-            (&T0344, "transport")
-        } else if self.dims != b.dims {
-            (&T0306, "tensor dim")
-        } else if self.extents != b.extents {
-            (&T0333, "shape")
-        } else {
-            (&T0333, "layout")
-        }
+        let fields = [
+            (self.peer.is_none() && self.opcode != b.opcode, &T0301, "op"),
+            (self.dtype != b.dtype, &T0303, "dtype"),
+            (self.reduction != b.reduction, &T0304, "reduction"),
+            (self.root != b.root, &T0305, "root"),
+            (self.element_count() != b.element_count(), &T0302, "count"),
+            (self.graph != b.graph, &T0334, "graph"),
+            (self.transport != b.transport, &T0344, "transport"),
+            (self.dims != b.dims, &T0306, "tensor dim"),
+            (self.extents != b.extents, &T0333, "shape"),
+        ];
+        let first = fields.into_iter().find(|(differs, ..)| *differs);
+        first.map_or((&T0333, "layout"), |(_, code, field)| (code, field))
     }
 }
 

@@ -26,7 +26,7 @@ pub(crate) fn check(p: &Program) -> Diagnostics {
         if let Err(why) = check_op(p, op) {
             out.push(malformed_op(p, i, why));
         }
-        if let Some(a) = missing_attribute(op) {
+        if let Some(a) = op.missing_attribute() {
             out.push(display::error_at_op(
                 &T0215,
                 p,
@@ -242,12 +242,6 @@ fn check_attributes(op: &Op) -> Result<(), String> {
         Some(a) => Err(format!("{} has no attribute `{a}`", row.name)),
         None => Ok(()),
     }
-}
-
-/// Returns an attribute that the op table requires and the op lacks.
-fn missing_attribute(op: &Op) -> Option<&'static str> {
-    let row = op.opcode.table_row();
-    row.attrs.iter().find(|a| !a.optional && !op.attrs.contains_key(a.name)).map(|a| a.name)
 }
 
 fn malformed_op(p: &Program, op: usize, why: String) -> Diagnostic {

@@ -7,7 +7,7 @@ use common::*;
 use proptest::prelude::*;
 use tessera_ir::{Bundle, Opcode, Program, Slots, canonical_text};
 use tessera_mesh::{Axis, Rank, RankMap};
-use tessera_verify::{CODES, DeviceLimits, check_slots, collective_line, seal};
+use tessera_verify::{CODES, DeviceLimits, check_slots, collective_lines, seal};
 
 fn two_rank_bundle() -> Bundle {
     bundle((0..2).map(|r| block(&format!("r{r}"), mesh("tp=2"), 3)).collect())
@@ -51,7 +51,7 @@ fn a_sealed_plan_has_data_for_every_rank() {
 #[test]
 fn a_runtime_can_recompute_the_trace_digest() {
     let p = block("stage0", mesh("tp=2"), 2);
-    let lines: Vec<String> = (0..p.ops.len()).filter_map(|i| collective_line(&p, i)).collect();
+    let lines: Vec<String> = collective_lines(&p).into_iter().map(|(_, line)| line).collect();
     assert_eq!(lines, ["tp all_reduce f32[4, 8] {tp: partial(sum)} reduction=sum"; 2]);
     let folded = *blake3::hash(format!("{}\n{}\n", lines[0], lines[1]).as_bytes()).as_bytes();
     let plan = seal(

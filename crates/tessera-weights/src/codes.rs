@@ -1,70 +1,49 @@
 //! The diagnostic codes of this crate with their explain pages, ordered by id.
 
-use tessera_base::Code;
-
-/// Diagnostic codes that this crate raises; `tessera explain` prints their pages.
-pub const CODES: &[&Code] = &[&T0501, &T0502, &T0503, &T0504, &T0505, &T0506, &T0507, &T0508, &T0509];
-
-pub static T0501: Code = Code {
-    id: "T0501",
-    title: "weights not found",
-    page: "A model's folder contains its weights as `model.safetensors`, or as shards listed in \
+tessera_base::codes! {
+    T0501: "weights not found",
+    "A model's folder contains its weights as `model.safetensors`, or as shards listed in \
 `model.safetensors.index.json`, or under the same two names with the stem `diffusion_pytorch_model`. Otherwise \
 a single other *.safetensors file is used; `text_encoder.safetensors` is always ignored.\n\n\
 If none exists, the path is probably one folder too high or too low (diffusers keeps a model's weights in \
 `transformer/`). If several exist, Tessera does not guess: a folder often contains two precisions of one model. Pass the \
 file itself. Shards without their index cannot be distinguished from a partial download: fetch the index too. All missing \
-shards are listed at once.",
-};
+shards are listed at once.";
 
-pub static T0502: Code = Code {
-    id: "T0502",
-    title: "a weight file is truncated",
-    page: "A safetensors file starts with the length of its header, followed by the header and all tensors without gaps. \
+    T0502: "a weight file is truncated",
+    "A safetensors file starts with the length of its header, followed by the header and all tensors without gaps. \
 This file ends before the end that its header declares. No part of it is used.\n\n\
 The usual causes are an interrupted download or copy, a full disk, or a file that another process is still writing. \
 Compare its size with the expected number of bytes in the message; if it is still growing, wait; otherwise fetch it \
 again. With several hosts, check each host's copy: one truncated copy among good ones is a common reason why one rank \
-fails alone.",
-};
+fails alone.";
 
-pub static T0503: Code = Code {
-    id: "T0503",
-    title: "a weight file is not safetensors",
-    page: "The first bytes do not start a JSON object of tensors within the limit of 100 000 000 bytes, so this is \
+    T0503: "a weight file is not safetensors",
+    "The first bytes do not start a JSON object of tensors within the limit of 100 000 000 bytes, so this is \
 another kind of file, or its beginning is damaged.\n\n\
 Files often mistaken for weights: a Git LFS pointer (about 130 bytes of text), a web page saved instead of a \
 download, a renamed PyTorch checkpoint (.pt, .bin, .ckpt). Tessera never unpickles checkpoints, because that \
 runs code from the file; convert them to safetensors with the publisher's tool. A tensor name that \
-appears twice in a header is rejected too, because readers disagree on which one counts.",
-};
+appears twice in a header is rejected too, because readers disagree on which one counts.";
 
-pub static T0504: Code = Code {
-    id: "T0504",
-    title: "a header's tensors do not match the file's bytes",
-    page: "The header of a safetensors file states a shape, a dtype and a byte range for each \
+    T0504: "a header's tensors do not match the file's bytes",
+    "The header of a safetensors file states a shape, a dtype and a byte range for each \
 tensor. The length of the range must be the number of elements times the bytes of one element. \
 Together the ranges must cover the bytes after the header exactly once: without an overlap, a \
 gap or a rest at the end. Here they do not; the message states where.\n\n\
 The file was damaged, or a faulty tool wrote it. To read it could mix one tensor's values into \
 another, which no later check would detect. Fetch the file again, or write it again with a \
-current version of the safetensors library.",
-};
+current version of the safetensors library.";
 
-pub static T0505: Code = Code {
-    id: "T0505",
-    title: "an index and its shards disagree",
-    page: "`*.safetensors.index.json` maps each tensor to a shard. Each tensor must be in that shard and in no \
+    T0505: "an index and its shards disagree",
+    "`*.safetensors.index.json` maps each tensor to a shard. Each tensor must be in that shard and in no \
 other, and no shard may contain a tensor that is not in the index.\n\n\
 A disagreement usually means that index and shards come from two revisions of a model, or that a download was \
 resumed after an update. Other tools load mixed revisions without an error and produce wrong output; Tessera rejects \
-them. Fetch everything again from one revision. An index may not name files outside its own folder.",
-};
+them. Fetch everything again from one revision. An index may not name files outside its own folder.";
 
-pub static T0506: Code = Code {
-    id: "T0506",
-    title: "weights and model do not match",
-    page: "The model's config determines the tensors and their shapes. The files must contain exactly these: \
+    T0506: "weights and model do not match",
+    "The model's config determines the tensors and their shapes. The files must contain exactly these: \
 a missing tensor would have to be invented, an extra one is a part of the model that would be silently dropped, and a \
 misshapen one belongs to another model size. All differences are listed at once; `--format json` lists them without a \
 limit.\n\n\
@@ -73,34 +52,25 @@ have another architecture. All misshapen: the config has another size. A few mis
 or a typo that the suggested name shows. A few extra: often a LoRA, an EMA copy or optimizer state that should \
 not have been written to the file.\n\n\
 Readable dtypes are F32, F16 and BF16. F64, integers and FP8 are rejected: converting them involves choices (rounding, \
-scales) that the exporter of the model must make.",
-};
+scales) that the exporter of the model must make.";
 
-pub static T0507: Code = Code {
-    id: "T0507",
-    title: "a weight slice does not exist",
-    page: "A rank requested a weight that is not in the set, or a range outside its shape. The names and shapes \
+    T0507: "a weight slice does not exist",
+    "A rank requested a weight that is not in the set, or a range outside its shape. The names and shapes \
 come from the model's config, the ranges from the plan, so the two belong to different models.\n\n\
 Plan again with the config in the weights' folder. If plan and config agree, this is a bug: report it with the plan \
-and with the weight's name and shape from the message.",
-};
+and with the weight's name and shape from the message.";
 
-pub static T0508: Code = Code {
-    id: "T0508",
-    title: "a weight file cannot be read",
-    page: "The operating system refused to open or map the file; the message contains its error text. Check the path, \
+    T0508: "a weight file cannot be read",
+    "The operating system refused to open or map the file; the message contains its error text. Check the path, \
 the permissions of each folder on the path, and, for network file systems, whether this host has them mounted. \
 Pipes and devices are rejected: weights must be a regular file.\n\n\
 Weights are mapped, not copied, so a file must not change while a run uses it. Replace weights by writing a new file \
-and renaming it over the old one. Truncating a file in place during a run ends that run with SIGBUS.",
-};
+and renaming it over the old one. Truncating a file in place during a run ends that run with SIGBUS.";
 
-pub static T0509: Code = Code {
-    id: "T0509",
-    title: "an element of a weight is not finite",
-    page: "An element of this tensor is NaN or infinite in the file. Every value that is computed from it is NaN too, so \
+    T0509: "an element of a weight is not finite",
+    "An element of this tensor is NaN or infinite in the file. Every value that is computed from it is NaN too, so \
 a run with this tensor would complete and produce black frames.\n\n\
 The message names the file, the tensor, and the index of its first such element. The usual causes are a training run that \
 diverged before the checkpoint was written, a conversion to a narrower dtype that overflowed, and damage to the file. \
-Compare the file's hash with the publisher's, and fetch it again if they differ.",
-};
+Compare the file's hash with the publisher's, and fetch it again if they differ.";
+}

@@ -26,6 +26,7 @@ use crate::collective_guard::{CallPosition, CollectiveGuard, CollectiveSequence}
 use crate::flight::FlightRecord;
 use crate::plan::LEADER_PHASES;
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
+use crate::synthetic_delays::ForwardDelay;
 
 /// Iterates over the phases that the ranks of the mesh run in calls.
 pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
@@ -140,6 +141,7 @@ pub struct MeshEngine {
     /// Shape of the chunk's latents if this rank outputs them.
     latents_shape: Option<Vec<u64>>,
     flight_record: Option<Arc<FlightRecord>>,
+    delay: Option<ForwardDelay>,
     /// Whether the engine rejects a collective outside the plan before it is issued.
     guard_armed: bool,
     position: CallPosition,
@@ -260,6 +262,7 @@ impl MeshEngine {
             phases_ns: 0,
             output_at_ns: 0,
             flight_record: None,
+            delay: None,
             guard_armed: true,
             position: CallPosition::default(),
         })
@@ -268,6 +271,11 @@ impl MeshEngine {
     /// Makes the engine write its phases and collectives to a flight record.
     pub(crate) fn set_flight_record(&mut self, flight: Option<Arc<FlightRecord>>) {
         self.flight_record = flight;
+    }
+
+    /// Makes generator forwards last at least a synthetic time.
+    pub(crate) fn set_delay(&mut self, delay: Option<ForwardDelay>) {
+        self.delay = delay;
     }
 
     /// Arms or disarms the rejection of collectives that the plan does not contain. The default is
@@ -402,10 +410,13 @@ impl Engine for MeshEngine {
         if phase.latents_shape.is_some() {
             self.latents_shape.clone_from(&phase.latents_shape);
         }
-        let ns = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.phases_ns = self.phases_ns.saturating_add(ns);
+        let elapsed_ns = || u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.phases_ns = self.phases_ns.saturating_add(elapsed_ns());
+        if let Some(delay) = &self.delay {
+            delay.wait_out(&call.program, start, progress);
+        }
         Ok(PhaseReport {
-            ns,
+            ns: elapsed_ns(),
             collectives: phase.mesh_facts.collectives,
             trace: phase.mesh_facts.trace,
             compensated: self.backend.compensated_sums() - before,
@@ -459,7 +470,10 @@ impl Engine for MeshEngine {
     }
 
     fn abort_handle(&self) -> AbortHandle {
-        let abort: AbortFn = self.backend.abort_fn();
-        Arc::new(move || abort("the run ended"))
+        let (abort, delay): (AbortFn, _) = (self.backend.abort_fn(), self.delay.clone());
+        Arc::new(move || {
+            delay.iter().for_each(ForwardDelay::abort);
+            abort("the run ended");
+        })
     }
 }

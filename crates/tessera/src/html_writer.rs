@@ -55,7 +55,6 @@ pub(crate) fn write_reports(plan: &Plan, record: &RunRecord, out: &Path, ops: Ve
         clip: has_clip.then_some(ReportClip { apng: apng.as_deref(), bytes, href: CLIP_FILE }),
         frames: &frames,
         plan: Some(&view),
-        gates: &[],
         trace_href: Some("trace.json"),
     });
     let _ = write_file(&out.join("report.html"), html.as_bytes());

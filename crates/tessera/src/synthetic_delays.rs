@@ -10,11 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult, ReloadedWeights,
-};
 use tessera_runtime::program_index::PhaseKind;
-use tessera_runtime::wire::{PhaseCall, ShardFingerprint, Tensor, Tensors};
 
 /// The synthetic delays of a run. A stage without a delay takes its real time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -63,20 +59,25 @@ const MAX_SLEEP: Duration = Duration::from_millis(10);
 /// First progress value during a wait; it is above the op count of any program.
 const WAIT_PROGRESS_BASE: u32 = 1 << 31;
 
-/// An engine whose generator forwards last at least their synthetic time.
-pub(crate) struct DelayedEngine {
-    inner: Box<dyn Engine>,
+/// Makes the generator forwards of an engine last at least their synthetic time.
+#[derive(Debug, Clone)]
+pub(crate) struct ForwardDelay {
     forward_ns: u64,
     aborted: Arc<AtomicBool>,
 }
 
-impl DelayedEngine {
-    /// Wraps `inner`; a steady chunk runs `forwards` generator forwards.
-    pub(crate) fn new(inner: Box<dyn Engine>, generate_ns: u64, forwards: u64) -> DelayedEngine {
-        DelayedEngine { inner, forward_ns: generate_ns / forwards.max(1), aborted: Arc::default() }
+impl ForwardDelay {
+    /// Divides `generate_ns` among the `forwards` generator forwards of a steady chunk.
+    pub(crate) fn new(generate_ns: u64, forwards: u64) -> ForwardDelay {
+        ForwardDelay { forward_ns: generate_ns / forwards.max(1), aborted: Arc::default() }
     }
 
-    fn wait_out_delay(&self, begun: Instant, progress: &(dyn Fn(u32) + Sync)) {
+    /// Waits for the rest of the synthetic time of a program that began at `begun`, unless it is no
+    /// generator forward or the run is aborted.
+    pub(crate) fn wait_out(&self, program: &str, begun: Instant, progress: &(dyn Fn(u32) + Sync)) {
+        if !PhaseKind::from_program(program).is_some_and(PhaseKind::is_generator) {
+            return;
+        }
         let delay = Duration::from_nanos(self.forward_ns);
         for progress_value in WAIT_PROGRESS_BASE.. {
             let left = delay.saturating_sub(begun.elapsed());
@@ -87,70 +88,10 @@ impl DelayedEngine {
             std::thread::sleep(left.min(MAX_SLEEP));
         }
     }
-}
 
-impl Engine for DelayedEngine {
-    fn run(
-        &mut self,
-        phase: &PhaseCall,
-        inputs: &Tensors,
-        progress: &(dyn Fn(u32) + Sync),
-    ) -> Result<PhaseReport, EngineFault> {
-        let begun = Instant::now();
-        let mut report = self.inner.run(phase, inputs, progress)?;
-        if PhaseKind::from_program(&phase.program).is_some_and(PhaseKind::is_generator) {
-            self.wait_out_delay(begun, progress);
-            report.ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        }
-        Ok(report)
-    }
-
-    fn begin_call(&mut self, call: &ReadyCall) {
-        self.inner.begin_call(call);
-    }
-
-    fn tamper_call(&mut self, call: &mut ReadyCall) {
-        self.inner.tamper_call(call);
-    }
-
-    fn reset(&mut self) {
-        self.inner.reset();
-    }
-
-    fn program_count(&self) -> ProgramCount {
-        self.inner.program_count()
-    }
-
-    fn finish_warmup(&mut self) {
-        self.inner.finish_warmup();
-    }
-
-    fn weight_fingerprints(&self) -> Vec<ShardFingerprint> {
-        self.inner.weight_fingerprints()
-    }
-
-    fn rehash_weights(&mut self) -> Option<RehashResult> {
-        self.inner.rehash_weights()
-    }
-
-    fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
-        self.inner.reload_weights(source)
-    }
-
-    fn cpu_ns(&self) -> u64 {
-        self.inner.cpu_ns()
-    }
-
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        self.inner.chunk_output()
-    }
-
-    fn abort_handle(&self) -> AbortHandle {
-        let (inner, aborted) = (self.inner.abort_handle(), Arc::clone(&self.aborted));
-        Arc::new(move || {
-            aborted.store(true, Ordering::Relaxed);
-            inner();
-        })
+    /// Ends the current wait and all later ones.
+    pub(crate) fn abort(&self) {
+        self.aborted.store(true, Ordering::Relaxed);
     }
 }
 

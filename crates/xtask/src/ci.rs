@@ -102,6 +102,16 @@ pub(crate) fn run_tidy(root: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Writes the generated files of the library of rules, which tidy compares.
+pub(crate) fn write_library(root: &Path) -> Result<()> {
+    let tree = Tree::read(root)?;
+    for (path, text) in tidy::generated_files(&tree) {
+        std::fs::write(root.join(path), text).with_context(|| format!("cannot write {path}"))?;
+        println!("wrote {path}");
+    }
+    Ok(())
+}
+
 /// Runs the filetests in the mode that rewrites their expected output. Review the diff before you
 /// commit it.
 pub(crate) fn bless_filetests(root: &Path) -> Result<()> {

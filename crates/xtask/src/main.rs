@@ -1,4 +1,4 @@
-//! The project's automation: `cargo xtask tidy`, `bless`, `kernels` and `ci`.
+//! The project's automation: `cargo xtask tidy`, `bless`, `library`, `kernels` and `ci`.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ const USAGE: &str = "usage: cargo xtask <task>
 
   tidy     run the checks that neither the compiler nor Clippy makes: dependencies, unsafe, codes, links
   bless    run the filetests and rewrite their expected output
+  library  write the back map of the rules and the data of `tessera explain`
   kernels  compile every CUDA kernel with the compiler of a Python wheel; needs no GPU
   ci       run everything that must pass: fmt, tidy, clippy, kernels, all tests";
 
@@ -21,6 +22,7 @@ fn main() -> ExitCode {
     let task = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["tidy"] => ci::run_tidy,
         ["bless"] => ci::bless_filetests,
+        ["library"] => ci::write_library,
         ["kernels"] => ci::compile_kernels,
         ["ci"] => ci::run_all,
         ["help" | "--help" | "-h"] => {

@@ -7,15 +7,14 @@
 mod attr_lookups;
 mod codes;
 mod dependencies;
-mod exceptions;
 mod import_cycles;
 mod length;
 mod lints;
 mod manifest;
 mod manual;
-mod module_files;
 mod module_tree;
 mod page;
+mod rules;
 mod source;
 mod text;
 mod unsafe_code;
@@ -24,6 +23,8 @@ mod vocabulary;
 use std::fmt;
 
 use crate::tree::Tree;
+pub(crate) use rules::generated_files;
+
 use page::{CrateRow, crate_rows, long_code, unsafe_files};
 
 /// A violation of a rule, printed as `path:line: message`.
@@ -62,11 +63,11 @@ pub(crate) fn find_problems(tree: &Tree) -> Vec<Problem> {
     lints::check(tree, &sources, &table, &mut found);
     import_cycles::check(&sources, &mut found);
     attr_lookups::check(&sources, &mut found);
-    module_files::check(tree, &mut found);
-    length::check(&sources, long_code(tree, &mut found), &mut found);
+    length::check(&sources, &long_code(tree, &mut found), &mut found);
     codes::check(tree, &sources, &mut found);
     text::check(tree, &mut found);
     manual::check(tree, &mut found);
+    rules::check(tree, &mut found);
     vocabulary::check(tree, &mut found);
     found.sort();
     found.dedup();

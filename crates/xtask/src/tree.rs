@@ -97,8 +97,12 @@ const TEXT_EXTENSIONS: &[&str] = &["rs", "md", "toml", "tir", "py", "sh", "css",
 /// Folders of generated files, skipped where git is not available to list the tracked ones.
 const GENERATED_FOLDERS: &[&str] = &["target", "out", "plan", "__pycache__", ".git"];
 
+/// The generated data of `tessera explain`, the only JSON file that is read.
+pub(crate) const LIBRARY_DATA: &str = "docs/library/library.json";
+
 fn is_text_file(path: &str) -> bool {
     path == ".ci/run"
+        || path == LIBRARY_DATA
         || path.rsplit_once('.').is_some_and(|(_, extension)| TEXT_EXTENSIONS.contains(&extension))
 }
 

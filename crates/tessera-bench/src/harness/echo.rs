@@ -174,21 +174,11 @@ impl FrameSizes {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use super::*;
 
     #[test]
     fn frames_have_the_sizes_of_a_call() {
-        let orders = HarnessConfig {
-            ranks: 8,
-            leader_outside: false,
-            chunks: 1,
-            engine_script: EngineScript::Nothing,
-            burn_in_background: false,
-            echo: true,
-            dir: PathBuf::new(),
-        };
+        let orders = HarnessConfig { ranks: 8, chunks: 1, echo: true, ..HarnessConfig::default() };
         let s = FrameSizes::from_config(&orders).expect("a valid stream");
         assert!(s.envelope > 200 && s.envelope < 4096 && s.ready > s.commit && s.commit > 24, "{s:?}");
     }

@@ -15,9 +15,10 @@ use super::synthetic_stream::constant_tensor;
 use super::timestamps::{TimestampSink, now_ns};
 
 /// The behaviour of an engine in the denoise phase of a chunk. It does nothing in the other phases.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub enum EngineScript {
     /// Computes nothing, so that a call costs only its agreement.
+    #[default]
     Nothing,
     /// Keeps a core busy for `ns` in each chunk.
     Compute {

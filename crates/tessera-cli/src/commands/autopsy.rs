@@ -39,7 +39,7 @@ pub struct Args {
 
 /// Reads the flight records of a run and names the rank that failed or blocks the others.
 pub fn run(args: &Args) -> CliResult {
-    let found = examine_run(&args.dir).map_err(|d| CliError::usage(vec![d]))?;
+    let found = examine_run(&args.dir).map_err(CliError::usage)?;
     let name = args.dir.display().to_string();
     match args.format {
         OutputFormat::Text => write_stdout(&found.to_text(&name))?,

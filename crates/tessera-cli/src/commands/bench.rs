@@ -13,7 +13,7 @@ use tessera_tools::bench::{
 
 use tessera_base::{DiagnosticFormat, render_all};
 
-use crate::flags::mapping::{DTYPES, STRATEGIES, TRANSPORTS, parse_mesh};
+use crate::flags::mapping::{DTYPES, STRATEGIES, TRANSPORTS, parse_mesh, require_axes};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
 
@@ -59,7 +59,7 @@ pub struct DitArgs {
     pub model: PathBuf,
 
     /// Mesh axes and their sizes, for example tp=4; each rank uses one GPU
-    #[arg(long, value_name = "MESH", default_value = "tp=1")]
+    #[arg(long, value_name = "MESH", value_parser = require_axes, default_value = "tp=1")]
     pub mesh: String,
 
     /// How tp shards a transformer block: tokens (ulysses) or weights (megatron)
@@ -152,7 +152,7 @@ pub enum BenchDevice {
 pub fn run(args: &Args) -> CliResult {
     let BenchCommand::Dit(dit) = &args.command;
     let (strategy, dtype) = (dit.strategy, dit.dtype);
-    let mesh = parse_mesh(&dit.mesh).map_err(|d| CliError::usage(vec![d]))?;
+    let mesh = parse_mesh(&dit.mesh).map_err(CliError::usage)?;
     let (transport, overlap_chunks) = (dit.transport, dit.overlap_chunks);
     let mapping = Mapping { mesh, strategy, dtype, transport, overlap_chunks, ..Mapping::default() };
     let request = BenchConfig {
@@ -335,24 +335,19 @@ overlap ratio: share that compute hides:\n";
 }
 
 fn trace_table<'a>(what: &str, all: impl IntoIterator<Item = &'a ErrorRow>) -> String {
-    let mut rows = vec![[what, "count", "estimated ms", "measured ms", "error"].map(str::to_string).to_vec()];
+    let mut rows = vec![[what, "count", "estimated ms", "measured ms", "error"].map(String::from)];
     rows.extend(all.into_iter().map(|l| {
         let estimated = l.estimated_ns.map_or("-".to_string(), format_ms);
-        vec![
-            l.name.clone(),
-            l.count.to_string(),
-            estimated,
-            format_ms(l.measured_ns),
-            format_percent(l.relative_error()),
-        ]
+        let (measured, error) = (format_ms(l.measured_ns), format_percent(l.relative_error()));
+        [l.name.clone(), l.count.to_string(), estimated, measured, error]
     }));
-    format_table(&rows, &[false, true, true, true, true])
+    format_table(rows, [false, true, true, true, true])
 }
 
 fn collectives_table(t: &TracedForward) -> String {
-    let mut rows = vec![["", "collectives ms", "exposed ms", "overlap ratio"].map(str::to_string).to_vec()];
+    let mut rows = vec![["", "collectives ms", "exposed ms", "overlap ratio"].map(String::from)];
     let row = |name: String, all_ns: f64, exposed_ns: f64, ratio: f64| {
-        vec![name, format_ms(all_ns), format_ms(exposed_ns), format!("{ratio:.2}")]
+        [name, format_ms(all_ns), format_ms(exposed_ns), format!("{ratio:.2}")]
     };
     let rank_row = |r: &RankForward| {
         row(format!("rank {}", r.rank), r.overlap.total_ns, r.overlap.exposed_ns(), r.overlap.ratio())
@@ -362,7 +357,7 @@ fn collectives_table(t: &TracedForward) -> String {
         let ranks = t.ranks.len() as f64;
         rows.push(row("estimated per rank".into(), o.total_ns / ranks, o.exposed_ns() / ranks, o.ratio()));
     }
-    format_table(&rows, &[false, true, true, true])
+    format_table(rows, [false, true, true, true])
 }
 
 /// Prints the plans once the ranks are ready, then answers each line of standard input with a line

@@ -59,19 +59,11 @@ pub fn run(args: &Args) -> CliResult {
     let items = check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?;
     match args.format {
         OutputFormat::Text => {
-            let rows: Vec<Vec<String>> = items
-                .iter()
-                .enumerate()
-                .map(|(i, item)| {
-                    vec![
-                        (i + 1).to_string(),
-                        item.status.name().to_string(),
-                        item.title.to_string(),
-                        item.detail.clone(),
-                    ]
-                })
-                .collect();
-            write_stdout(&format_table(&rows, &[true, false, false, false]))?;
+            let rows = items.iter().zip(1..).map(|(item, number)| {
+                let (status, title) = (item.status.name().to_string(), item.title.to_string());
+                [number.to_string(), status, title, item.detail.clone()]
+            });
+            write_stdout(&format_table(rows, [true, false, false, false]))?;
         }
         OutputFormat::Json => {
             let list: Vec<serde_json::Value> = items

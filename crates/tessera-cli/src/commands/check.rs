@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use clap::ValueEnum;
 use tessera::Plan;
 use tessera::check::{DeviceLimits, check_file};
 use tessera::codes::T0026;
@@ -11,6 +10,7 @@ use tessera_tools::charts::{check_chart, is_chart};
 use tessera_tools::drawings::DrawingDir;
 use tessera_tools::trace::{self, check_trace};
 
+use crate::flags::named_values;
 use crate::output::{CliResult, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout};
 
 const EXAMPLES: &str = "\
@@ -39,8 +39,8 @@ pub struct Args {
     pub paths: Vec<PathBuf>,
 
     /// Format of diagnostics and summary lines
-    #[arg(long, value_enum, default_value_t)]
-    pub format: CheckFormat,
+    #[arg(long, value_parser = named_values(FORMATS), default_value = "text")]
+    pub format: DiagnosticFormat,
 
     /// Draw counterexamples as SVG files in this folder; existing drawings of the same name are
     /// replaced
@@ -56,27 +56,12 @@ pub struct Args {
     pub no_graph_mixing: bool,
 }
 
-/// Command-line form of [`DiagnosticFormat`]; the doc comment of a value is its help text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub enum CheckFormat {
-    /// Human-readable text
-    #[default]
-    Text,
-    /// One JSON object per line
-    Json,
-    /// GitHub workflow commands, which GitHub shows as annotations
-    Github,
-}
-
-impl From<CheckFormat> for DiagnosticFormat {
-    fn from(f: CheckFormat) -> DiagnosticFormat {
-        match f {
-            CheckFormat::Text => DiagnosticFormat::Text,
-            CheckFormat::Json => DiagnosticFormat::Json,
-            CheckFormat::Github => DiagnosticFormat::Github,
-        }
-    }
-}
+/// Values of `--format`, each with its help text.
+const FORMATS: &[(&str, DiagnosticFormat, &str)] = &[
+    ("text", DiagnosticFormat::Text, "Human-readable text"),
+    ("json", DiagnosticFormat::Json, "One JSON object per line"),
+    ("github", DiagnosticFormat::Github, "GitHub workflow commands, which GitHub shows as annotations"),
+];
 
 /// Verifies the given plan folders, program files or traces of collectives.
 pub fn run(args: &Args) -> CliResult {
@@ -85,7 +70,7 @@ pub fn run(args: &Args) -> CliResult {
     let mut status = 0;
     for input in classify_paths(&args.paths) {
         let outcome = check_input(&input, &limits);
-        print_diagnostics(&outcome.diagnostics, args.format.into(), &*outcome.source);
+        print_diagnostics(&outcome.diagnostics, args.format, &*outcome.source);
         if let Some(drawings) = &mut drawings {
             for file in drawings.write_drawings(&outcome.diagnostics, &*outcome.source)? {
                 eprintln!("wrote {}", file.display());
@@ -218,7 +203,7 @@ fn check_input(input: &CheckInput, limits: &DeviceLimits) -> CheckOutcome {
     }
 }
 
-fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: CheckFormat) -> String {
+fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: DiagnosticFormat) -> String {
     let path = match input {
         CheckInput::Plan(path) | CheckInput::Programs(path) | CheckInput::Chart(path) => {
             path.display().to_string()
@@ -226,11 +211,11 @@ fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: CheckForm
         CheckInput::Trace(name, _) => name.clone(),
     };
     match (summary, format) {
-        (VerifiedSummary::Digest(digest), CheckFormat::Json) => {
+        (VerifiedSummary::Digest(digest), DiagnosticFormat::Json) => {
             serde_json::json!({"path": path, "verified": true, "digest": digest}).to_string() + "\n"
         }
         (VerifiedSummary::Digest(digest), _) => format!("{path}: verified, digest {digest}\n"),
-        (VerifiedSummary::DigestWithoutRanks(digest), CheckFormat::Json) => {
+        (VerifiedSummary::DigestWithoutRanks(digest), DiagnosticFormat::Json) => {
             let line = serde_json::json!({
                 "path": path, "verified": true, "ranks_compared": false, "digest": digest,
             });
@@ -239,11 +224,11 @@ fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: CheckForm
         (VerifiedSummary::DigestWithoutRanks(digest), _) => {
             format!("{path}: each program verified alone, ranks not compared, digest {digest}\n")
         }
-        (VerifiedSummary::Chart(measured), CheckFormat::Json) => {
+        (VerifiedSummary::Chart(measured), DiagnosticFormat::Json) => {
             serde_json::json!({"path": path, "measured": measured}).to_string() + "\n"
         }
         (VerifiedSummary::Chart(measured), _) => format!("{path}: {}\n", measured.join("; ")),
-        (VerifiedSummary::Trace { ranks, launches, groups }, CheckFormat::Json) => {
+        (VerifiedSummary::Trace { ranks, launches, groups }, DiagnosticFormat::Json) => {
             let line = serde_json::json!({
                 "path": path, "verified": true, "ranks": ranks, "collectives": launches, "groups": groups,
             });

@@ -11,7 +11,7 @@ use tessera_tools::doctor::{
 };
 
 use crate::flags::search::SearchArgs;
-use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout};
+use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_pairs, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -110,13 +110,10 @@ fn diagnose_args(args: &Args) -> CliResult {
 fn print_machine(format: OutputFormat) -> CliResult {
     let facts = describe_machine();
     write_stdout(&match format {
-        OutputFormat::Text => format_table(
-            &facts.iter().map(|(k, v)| vec![k.clone(), v.clone()]).collect::<Vec<_>>(),
-            &[false, false],
-        ),
+        OutputFormat::Text => format_pairs(facts),
         OutputFormat::Json => {
             let map: serde_json::Map<_, _> =
-                facts.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
+                facts.into_iter().map(|(name, fact)| (name, fact.into())).collect();
             serde_json::Value::from(map).to_string() + "\n"
         }
     })?;
@@ -125,10 +122,7 @@ fn print_machine(format: OutputFormat) -> CliResult {
 
 fn render_text(c: &DoctorReport) -> String {
     let mut text = format!("{}\n", c.title);
-    text += &format_table(
-        &c.observations.iter().map(|(k, v)| vec![k.clone(), v.clone()]).collect::<Vec<_>>(),
-        &[false, false],
-    );
+    text += &format_pairs(c.observations.clone());
     for f in &c.failures {
         text += &format!("\n{} ({}): {}\n  now: {}\n", f.code.title, f.code.id, f.sign, f.before);
         for r in &f.mitigations {

@@ -1,14 +1,25 @@
-//! `tessera explain`: prints the documentation of a diagnostic code.
+//! `tessera explain`: prints what a code, a rule, a drill, a page or a symptom means, and what to look
+//! at first.
+
+mod library;
+mod lookup;
+mod render;
 
 use tessera_base::{Code, Diagnostic, Registry};
 
-use crate::codes::T0032;
-use crate::output::{CliError, CliResult, OutputFormat, format_table, full_registry, write_stdout};
+use crate::output::{CliError, CliResult, OutputFormat, format_pairs, full_registry, write_stdout};
+use library::{Library, PAGES};
+use lookup::find_topics;
+use render::Sources;
 
 const EXAMPLES: &str = "\
 Examples:
   tessera explain T0301
-  tessera explain                list all codes
+  tessera explain black frames   a symptom, in your words
+  tessera explain D-03           a rule of the manual
+  tessera explain stopped-rank   a drill
+  tessera explain shutdown       a page of the manual
+  tessera explain                list all codes, pages and symptoms
   tessera explain | grep -i mesh";
 
 /// The area that raises the codes of each range, by the first two digits.
@@ -28,34 +39,54 @@ const CODE_AREAS: &[(&str, &str)] = &[
     ("T13", "GPUs and their libraries"),
 ];
 
-/// Maximum number of suggested codes.
-const MAX_SUGGESTIONS: usize = 4;
-
-/// Print the documentation of a diagnostic code
+/// Explain a diagnostic code, a symptom, a rule, a drill or a page of the manual
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// A code such as T0301, in upper or lower case; if absent, all codes are listed
-    pub code: Option<String>,
+    /// A code such as T0301, a rule such as D-03, a drill, a page of the manual, or a symptom in plain words, in
+    /// upper or lower case; if absent, all codes, pages and symptoms are listed
+    #[arg(value_name = "QUESTION")]
+    pub question: Vec<String>,
 
-    /// Format of the documentation; json prints one line per code
+    /// Print the whole page of the manual
+    #[arg(long)]
+    pub full: bool,
+
+    /// Format of the documentation; json prints one line per code, rule, drill, page or symptom
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
 }
 
-/// Prints the documentation of a diagnostic code.
+/// Prints the explanation of a question.
 pub fn run(args: &Args) -> CliResult {
-    let registry = full_registry();
-    let text = match (&args.code, args.format) {
-        (None, OutputFormat::Text) => list_codes(&registry),
-        (None, OutputFormat::Json) => registry.iter().map(code_json).collect(),
-        (Some(id), format) => {
-            let code = registry.get(id.trim()).ok_or_else(|| unknown_code_error(id, &registry))?;
-            if format == OutputFormat::Json { code_json(code) } else { render_page(code) }
-        }
-    };
+    let text = answer(args).map_err(CliError::usage)?;
     write_stdout(&text)?;
     Ok(0)
+}
+
+/// Returns the text that answers a question.
+///
+/// # Errors
+/// Returns T0032 with the nearest names if the question names nothing that this build knows.
+fn answer(args: &Args) -> Result<String, Diagnostic> {
+    let (registry, library) = (full_registry(), Library::read());
+    let sources = Sources { library: &library, registry: &registry };
+    let question = args.question.join(" ");
+    if question.trim().is_empty() {
+        return Ok(match args.format {
+            OutputFormat::Text => list_codes(&registry) + &list_topics(&library),
+            OutputFormat::Json => registry.iter().map(|c| sources.code_value(c).to_string() + "\n").collect(),
+        });
+    }
+    let topics = find_topics(question.trim(), &library, &registry)?;
+    let texts: Vec<String> = topics
+        .iter()
+        .map(|t| match args.format {
+            OutputFormat::Text => sources.render_text(t, args.full),
+            OutputFormat::Json => sources.render_json(t),
+        })
+        .collect();
+    Ok(texts.join(if args.format == OutputFormat::Json { "" } else { "\n" }))
 }
 
 fn code_area(code: &Code) -> &'static str {
@@ -65,78 +96,72 @@ fn code_area(code: &Code) -> &'static str {
 fn list_codes(registry: &Registry) -> String {
     let mut out = String::new();
     for (prefix, area) in CODE_AREAS {
-        let rows: Vec<Vec<String>> = registry
-            .iter()
-            .filter(|c| c.id.starts_with(prefix))
-            .map(|c| vec![c.id.to_string(), c.title.to_string()])
-            .collect();
+        let codes = registry.iter().filter(|c| c.id.starts_with(prefix)).map(|c| (c.id, c.title));
+        let rows = format_pairs(codes);
         if !rows.is_empty() {
-            out += &format!("{prefix}xx: {area}\n{}", format_table(&rows, &[false, false]));
+            out += &format!("{prefix}xx: {area}\n{rows}");
         }
     }
-    out + "\n`tessera explain CODE` prints the documentation of a code.\n"
+    out
 }
 
-fn code_json(code: &'static Code) -> String {
-    let fields =
-        serde_json::json!({"code": code.id, "title": code.title, "area": code_area(code), "page": code.page});
-    fields.to_string() + "\n"
-}
-
-/// Maximum line width of a page, in characters.
-const PAGE_WIDTH: usize = 100;
-
-fn render_page(code: &Code) -> String {
-    let body: Vec<String> = code.page.split("\n\n").map(wrap_paragraph).collect();
-    format!("{}: {}\n\n{}\nRaised by: {}.\n", code.id, code.title, body.join("\n"), code_area(code))
-}
-
-/// Wraps a paragraph into lines of at most [`PAGE_WIDTH`] characters; a longer word stays whole.
-fn wrap_paragraph(paragraph: &str) -> String {
-    let mut out = String::new();
-    let mut column = 0;
-    for word in paragraph.split_whitespace() {
-        let width = word.chars().count();
-        if column > 0 && column + 1 + width > PAGE_WIDTH {
-            out.push('\n');
-            column = 0;
-        } else if column > 0 {
-            out.push(' ');
-            column += 1;
-        }
-        out += word;
-        column += width;
-    }
-    out + "\n"
-}
-
-fn unknown_code_error(id: &str, registry: &Registry) -> CliError {
-    let digits = |s: &str| {
-        s.chars().filter_map(|c| c.to_digit(10)).fold(0i64, |n, d| (n * 10 + i64::from(d)) % 1_000_000)
-    };
-    let wanted_number = digits(id);
-    let mut candidates: Vec<&Code> = registry.iter().collect();
-    candidates.sort_by_key(|c| ((digits(c.id) - wanted_number).abs(), c.id));
-    let d = candidates
-        .into_iter()
-        .take(MAX_SUGGESTIONS)
-        .fold(Diagnostic::error(&T0032, format!("no code `{id}` in this build")), |d, c| {
-            d.with_label(c.id, c.title)
-        });
-    CliError::usage(vec![d.with_hint("`tessera explain` lists all codes")])
+/// Lists the pages, and each symptom with the first words that find it.
+fn list_topics(library: &Library) -> String {
+    let symptoms = library
+        .symptoms
+        .iter()
+        .map(|s| (s.words.first().map(String::as_str).unwrap_or_default(), s.title.as_str()));
+    format!(
+        "Pages\n{}Symptoms\n{}\n`tessera explain NAME` explains a code, a rule, a drill, a page or a symptom.\n",
+        format_pairs(PAGES.iter().map(|p| (p.name, p.title()))),
+        format_pairs(symptoms)
+    )
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Questions with parts of their answers.
+    const QUESTIONS: &str = include_str!("explain/questions.txt");
+
+    /// Returns the answer, or the message and the labels of the diagnostic.
+    fn ask(question: &str) -> String {
+        let args = Args { question: vec![question.to_string()], full: false, format: OutputFormat::Text };
+        answer(&args).unwrap_or_else(|d| {
+            let labels: Vec<String> = d.labels.iter().map(|l| format!("{l:?}")).collect();
+            format!("{}: {}\n{}", d.code.id, d.message, labels.join("\n"))
+        })
+    }
+
     #[test]
-    fn paragraphs_are_wrapped_between_words() {
-        let text = wrap_paragraph(&"word ".repeat(60));
-        assert!(
-            text.lines().all(|l| l.len() <= PAGE_WIDTH && !l.ends_with(' ')) && text.lines().count() == 3,
-            "{text}"
-        );
+    fn every_question_has_its_answer() {
+        let rows = QUESTIONS.lines().filter(|l| !l.is_empty() && !l.starts_with('#'));
+        let (mut count, mut wrong) = (0, Vec::new());
+        for row in rows {
+            let (question, parts) = row.split_once(" => ").unwrap_or_else(|| panic!("no answer: {row}"));
+            let text = ask(question);
+            let missing = parts.split(" | ").filter(|part| !text.contains(part));
+            wrong.extend(missing.map(|part| format!("`{question}` lacks `{part}`:\n{text}")));
+            count += 1;
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+        assert!(count > 50, "{count}");
+    }
+
+    #[test]
+    fn each_name_finds_its_topic() {
+        let library = Library::read();
+        let is_known = |name: &str| !ask(name).starts_with("T0032");
+        assert!(library.rules.iter().all(|r| ask(&r.id).starts_with(&format!("{}, ", r.id))));
+        assert!(library.drills.iter().all(|d| ask(&d.id).contains(&format!("Drill {}:", d.id))));
+        assert!(PAGES.iter().all(|p| ask(p.name).contains(p.title())));
+        for symptom in &library.symptoms {
+            assert!(
+                symptom.words.iter().all(|w| is_known(w) && ask(w).contains(&symptom.title)),
+                "{symptom:?}"
+            );
+        }
     }
 
     #[test]

@@ -3,12 +3,14 @@
 
 use std::path::PathBuf;
 
-use clap::ValueEnum;
+use tessera::files::refuse_existing;
+use tessera::stream_options::RunDevice;
 use tessera_base::Diagnostic;
 use tessera_tools::codes::T0049;
-use tessera_tools::measure::{MeasureOptions, MeasuredMachine, STEP_NAMES, check_out_dir, measure_machine};
+use tessera_tools::measure::{MeasureOptions, MeasuredMachine, STEP_NAMES, measure_machine};
 
-use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
+use crate::flags::named_values;
+use crate::output::{CliError, CliResult, OutputFormat, format_pairs, format_table, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -33,8 +35,8 @@ pub struct Args {
     pub quick: bool,
 
     /// Device to measure; only cpu is supported
-    #[arg(long, value_enum, default_value_t)]
-    pub device: MeasureDevice,
+    #[arg(long, value_parser = named_values(DEVICES), default_value = "cpu")]
+    pub device: RunDevice,
 
     /// New folder for cluster.toml and profile.toml
     #[arg(long, value_name = "DIR")]
@@ -45,25 +47,22 @@ pub struct Args {
     pub format: OutputFormat,
 }
 
-/// Devices that the option accepts; [`run`] rejects GPUs with T0049.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub enum MeasureDevice {
-    /// CPU cores of this machine, with the CPU backend
-    #[default]
-    Cpu,
-    /// GPUs: not supported, rejected with T0049
-    Gpu,
-}
+/// Values of `--device`, each with its help text; [`run`] rejects GPUs with T0049.
+const DEVICES: &[(&str, RunDevice, &str)] = &[
+    ("cpu", RunDevice::Cpu, "CPU cores of this machine, with the CPU backend"),
+    ("cuda", RunDevice::Cuda, "NVIDIA GPUs: not supported, rejected with T0049"),
+];
 
 /// Measures this machine, and writes its cluster and profile as TOML files.
 pub fn run(args: &Args) -> CliResult {
-    if args.device == MeasureDevice::Gpu {
-        return Err(CliError::usage(vec![
+    if args.device == RunDevice::Cuda {
+        return Err(CliError::usage(
             Diagnostic::error(&T0049, "this build cannot measure GPUs")
                 .with_hint("plan with a catalog entry, such as --cluster hgx-h200, or measure the CPU"),
-        ]));
+        ));
     }
-    check_out_dir(&args.out)?;
+    // An existing folder is rejected before any time is spent.
+    refuse_existing(&args.out)?;
     let mut step = 0;
     let mut on_step = |name: &str| {
         step += 1;
@@ -79,16 +78,16 @@ pub fn run(args: &Args) -> CliResult {
 }
 
 fn render_text(m: &MeasuredMachine, folder: &str) -> String {
-    let row = |cells: &[&str]| cells.iter().map(|c| (*c).to_string()).collect::<Vec<_>>();
     let mut text = format!("{}\n", m.cluster.title);
-    text += &format_table(&m.figures.iter().map(|(k, v)| row(&[k, v])).collect::<Vec<_>>(), &[false, false]);
+    text += &format_pairs(m.figures.clone());
     text += "\nfitted curves against measurements\n";
-    let mut rows = vec![row(&["curve", "points", "mean error", "maximum"])];
+    let mut rows = vec![["curve", "points", "mean error", "maximum"].map(String::from)];
     let percent = |x: f64| format!("{:.1} %", x * 100.0);
     rows.extend(m.fits.iter().map(|f| {
-        row(&[f.curve_name, &f.point_count.to_string(), &percent(f.mean_error), &percent(f.max_error)])
+        let name = f.curve_name.to_string();
+        [name, f.point_count.to_string(), percent(f.mean_error), percent(f.max_error)]
     }));
-    text += &format_table(&rows, &[false, true, true, true]);
+    text += &format_table(rows, [false, true, true, true]);
     text += "\nnot measured\n";
     for o in &m.not_measured {
         text += &format!("  {o}\n");

@@ -10,7 +10,7 @@ use tessera_base::{Bytes, Diagnostic, Flops};
 use crate::codes::T0030;
 use crate::flags::mapping::MappingArgs;
 use crate::flags::search::SearchArgs;
-use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
+use crate::output::{CliError, CliResult, OutputFormat, format_pairs, format_table, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -75,7 +75,7 @@ pub struct Args {
 
 /// Plans and verifies a model under a mapping, and prints a summary of the plan.
 pub fn run(args: &Args) -> CliResult {
-    plan_or_search(args).map_err(CliError::for_query)
+    plan_or_search(args).map_err(CliError::into_usage_if_invalid)
 }
 
 fn plan_or_search(args: &Args) -> CliResult {
@@ -84,13 +84,13 @@ fn plan_or_search(args: &Args) -> CliResult {
             let message = "--mapping fixes what a mapping search would choose";
             let d = Diagnostic::error(&T0030, message)
                 .with_hint("leave out --mapping, or the options of the mapping search");
-            return Err(CliError::usage(vec![d]));
+            return Err(CliError::usage(d));
         }
         if args.pin_weights {
             let d = Diagnostic::error(&T0030, "--pin-weights does not go with a mapping search").with_hint(
                 "write the best plan with --out DIR, then plan with --mapping DIR/mapping.toml --pin-weights",
             );
-            return Err(CliError::usage(vec![d]));
+            return Err(CliError::usage(d));
         }
         return search::run(
             &args.search_args,
@@ -157,8 +157,7 @@ fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
     if let Some(folder) = folder {
         facts.push(("folder", folder));
     }
-    let facts: Vec<Vec<String>> = facts.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect();
-    let mut out = format!("plan of {}, verified\n{}", s.model, format_table(&facts, &[false, false]));
+    let mut out = format!("plan of {}, verified\n{}", s.model, format_pairs(facts));
     out += "\nranks and their memory\n";
     out += &ranks_table(&s.ranks);
     out += "\nphases: FLOPs of the busiest rank; bytes that the busiest rank and all ranks send over links\n";
@@ -180,15 +179,15 @@ fn describe_topology(topology: &str) -> &'static str {
 fn ranks_table(ranks: &[RankSummary]) -> String {
     let heading =
         ["rank", "position", "role", "device", "weights", "buffers", "inputs", "temporaries", "total"];
-    let mut rows = vec![heading.map(str::to_string).to_vec()];
+    let mut rows = vec![heading.map(String::from)];
     rows.extend(ranks.iter().take(MAX_RANKS_SHOWN).map(|r| {
         let bytes = [r.weights_bytes, r.buffers_bytes, r.inputs_bytes, r.temporaries_bytes, r.total_bytes];
+        let [weights, buffers, inputs, temporaries, total] = bytes.map(|b| Bytes(b).to_string());
         let place = if r.coordinates.is_empty() { "alone".to_string() } else { r.coordinates.clone() };
-        let mut row = vec![r.rank.to_string(), place, r.role.clone(), r.device.clone()];
-        row.extend(bytes.map(|b| Bytes(b).to_string()));
-        row
+        let (rank, role, device) = (r.rank.to_string(), r.role.clone(), r.device.clone());
+        [rank, place, role, device, weights, buffers, inputs, temporaries, total]
     }));
-    let mut out = format_table(&rows, &[true, false, false, false, true, true, true, true, true]);
+    let mut out = format_table(rows, [true, false, false, false, true, true, true, true, true]);
     if ranks.len() > MAX_RANKS_SHOWN {
         out += &format!("  and {} more (--format json lists all)\n", ranks.len() - MAX_RANKS_SHOWN);
     }
@@ -197,19 +196,19 @@ fn ranks_table(ranks: &[RankSummary]) -> String {
 
 fn phases_table(phases: &[PhaseSummary]) -> String {
     let heading = ["phase", "work", "collective", "axis", "count", "one rank", "all ranks"];
-    let mut rows = vec![heading.map(str::to_string).to_vec()];
+    let mut rows = vec![heading.map(String::from)];
     for p in phases {
         let (name, work) = (p.name.clone(), Flops(p.flops).to_string());
         if p.collectives.is_empty() {
-            rows.push(vec![name, work, "none".to_string()]);
+            let [op, axis, count, one, all] = ["none", "", "", "", ""].map(String::from);
+            rows.push([name, work, op, axis, count, one, all]);
             continue;
         }
         for (i, c) in p.collectives.iter().enumerate() {
             let (name, work) = if i == 0 { (name.clone(), work.clone()) } else { Default::default() };
-            let bytes = [c.rank_bytes, c.all_bytes].map(|b| Bytes(b).to_string());
-            let [one, all] = bytes;
-            rows.push(vec![name, work, c.op.clone(), c.axis.clone(), c.count.to_string(), one, all]);
+            let [one, all] = [c.rank_bytes, c.all_bytes].map(|b| Bytes(b).to_string());
+            rows.push([name, work, c.op.clone(), c.axis.clone(), c.count.to_string(), one, all]);
         }
     }
-    format_table(&rows, &[false, true, false, false, true, true, true])
+    format_table(rows, [false, true, false, false, true, true, true])
 }

@@ -14,7 +14,7 @@ use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
 use crate::flags::mapping::{MappingArgs, MappingUse};
-use crate::flags::{AppliesTo, flag_set};
+use crate::flags::{AppliesTo, flag_set, named_values};
 use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
 use crate::progress::run_watched;
@@ -50,8 +50,8 @@ pub struct Args {
     pub mapping: MappingArgs,
 
     /// Device that runs the plan
-    #[arg(long, value_enum, default_value_t)]
-    pub device: StreamDevice,
+    #[arg(long, value_parser = named_values(DEVICES), default_value = "cpu")]
+    pub device: RunDevice,
 
     #[command(flatten)]
     pub simulated: ClusterArgs,
@@ -158,57 +158,36 @@ impl ClusterArgs {
     ///
     /// # Errors
     /// T0040.
-    fn check_device(&self, device: StreamDevice) -> Result<(), CliError> {
-        match self.given_flags(&[AppliesTo::Simulation]).first() {
-            Some(option) if device != StreamDevice::Sim => Err(CliError::usage(vec![
-                Diagnostic::error(&T0040, format!("{option} requires --device sim"))
-                    .with_label(
-                        "--device",
-                        format!(
-                            "{}: runs on this machine, so there is no cluster to simulate",
-                            device.name()
-                        ),
-                    )
-                    .with_hint(format!("add --device sim, or leave out {option}")),
-            ])),
-            _ => Ok(()),
-        }
+    fn check_device(&self, device: RunDevice) -> Result<(), CliError> {
+        let given = self.given_flags(&[AppliesTo::Simulation]);
+        let Some(option) = given.first().filter(|_| device != RunDevice::Sim) else { return Ok(()) };
+        let name = DEVICES.iter().find(|(_, value, _)| *value == device).map_or("", |(name, ..)| name);
+        let why = format!("{name}: runs on this machine, so there is no cluster to simulate");
+        Err(CliError::usage(
+            Diagnostic::error(&T0040, format!("{option} requires --device sim"))
+                .with_label("--device", why)
+                .with_hint(format!("add --device sim, or leave out {option}")),
+        ))
     }
 }
 
-/// Values of `--device`; the doc comment of a value is its help text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum StreamDevice {
-    /// CPU cores of this machine
-    #[default]
-    Cpu,
-    /// Simulated cluster: keeps simulated time and computes no values, so it needs no weights
-    Sim,
-    /// NVIDIA GPUs of this machine, one per rank; `tessera doctor` lists them
-    Cuda,
-}
-
-impl StreamDevice {
-    /// Returns the value of `--device`, for example `cuda`.
-    pub fn name(self) -> &'static str {
-        match self {
-            StreamDevice::Cpu => "cpu",
-            StreamDevice::Sim => "sim",
-            StreamDevice::Cuda => "cuda",
-        }
-    }
-
-    /// Returns the device of the rank processes. A simulated run starts none and gets the CPU.
-    pub fn to_rank_device(self) -> RunDevice {
-        match self {
-            StreamDevice::Cuda => RunDevice::Cuda,
-            StreamDevice::Cpu | StreamDevice::Sim => RunDevice::Cpu,
-        }
-    }
-}
+/// Values of `--device`, each with its help text.
+const DEVICES: &[(&str, RunDevice, &str)] = &[
+    ("cpu", RunDevice::Cpu, "CPU cores of this machine"),
+    (
+        "sim",
+        RunDevice::Sim,
+        "Simulated cluster: keeps simulated time and computes no values, so it needs no weights",
+    ),
+    ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank; `tessera doctor` lists them"),
+];
 
 /// Streams a plan on this host, or as one rank of a run that is started externally.
 pub fn run(args: &Args) -> CliResult {
+    stream_plan(args).map_err(CliError::into_usage_if_invalid)
+}
+
+fn stream_plan(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
     args.simulated.check_device(args.device)?;
     let (model, plan) = match &args.plan {
@@ -218,8 +197,8 @@ pub fn run(args: &Args) -> CliResult {
                 return Err(plan_conflict_error(option));
             }
             match args.device {
-                StreamDevice::Cpu | StreamDevice::Cuda => read_sealed_plan(folder, args.model.as_ref())?,
-                StreamDevice::Sim => read_plan_without_model(folder)?,
+                RunDevice::Cpu | RunDevice::Cuda => read_sealed_plan(folder, args.model.as_ref())?,
+                RunDevice::Sim => read_plan_without_model(folder)?,
             }
         }
     };
@@ -237,11 +216,11 @@ pub fn run(args: &Args) -> CliResult {
         png: args.png,
         oversubscribe: args.oversubscribe,
         delays,
-        device: args.device.to_rank_device(),
+        device: args.device,
         drill: None,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
-    if args.device == StreamDevice::Sim {
+    if args.device == RunDevice::Sim {
         return run_simulated(args, &plan, &options);
     }
     if is_joining(args) {
@@ -267,14 +246,14 @@ fn is_joining(args: &Args) -> bool {
 fn run_simulated(args: &Args, plan: &Plan, options: &StreamOptions) -> CliResult {
     if is_joining(args) {
         args.join.options_from_env()?;
-        return Err(CliError::usage(vec![
+        return Err(CliError::usage(
             Diagnostic::error(
                 &T0040,
                 "RANK and WORLD_SIZE are set, which makes this process one rank of several",
             )
             .with_label("--device sim", "all ranks are simulated in one process")
             .with_hint("unset RANK and WORLD_SIZE, and start one process"),
-        ]));
+        ));
     }
     let ranks = plan.sealed.mesh().world_size();
     let machine = tessera_estimate::resolve_machine(
@@ -315,7 +294,7 @@ fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
     errors.extend(repeated_chunk_error("--cut-at", args.cut_at.iter().copied()));
     errors.extend(repeated_chunk_error("--flush-at", args.flush_at.iter().copied()));
     errors.extend(repeated_chunk_error("--weights-at", out.weights.iter().map(|(c, _)| *c)));
-    if errors.is_empty() { Ok(out) } else { Err(CliError::usage(errors)) }
+    if errors.is_empty() { Ok(out) } else { Err(CliError::from_usage_errors(errors)) }
 }
 
 fn parse_delays(args: &Args, other_latents: u64) -> Result<SyntheticDelays, CliError> {
@@ -325,7 +304,7 @@ fn parse_delays(args: &Args, other_latents: u64) -> Result<SyntheticDelays, CliE
     let generate = generate.map(|text| parse_milliseconds("--min-generate-ms", text)).transpose();
     match (media, generate) {
         (Ok(media), Ok(generate_ns)) => Ok(SyntheticDelays { media, generate_ns }),
-        (a, b) => Err(CliError::usage([a.err(), b.err()].into_iter().flatten().collect::<Vec<_>>())),
+        (a, b) => Err(CliError::from_usage_errors([a.err(), b.err()].into_iter().flatten())),
     }
 }
 
@@ -339,13 +318,13 @@ fn repeated_chunk_error(option: &str, chunks: impl Iterator<Item = u32>) -> Opti
 }
 
 fn plan_conflict_error(option: &str) -> CliError {
-    CliError::usage(vec![
+    CliError::usage(
         Diagnostic::error(
             &T0030,
             format!("{option} cannot be given with --plan: a sealed plan is not changed"),
         )
         .with_hint(format!("leave out {option}, or plan again without --plan")),
-    ])
+    )
 }
 
 /// Returns the first of `out/demo-1`, `out/demo-2`… that does not exist.

@@ -44,21 +44,21 @@ macro_rules! mapping_flags {
 
         impl MappingArgs {
             /// Sets the fields of a mapping that have these uses and whose flag is given.
-            fn apply(&self, mapping: &mut Mapping, uses: &[MappingUse]) {
-                $(mapping_flags!(@apply $use, self.$flag, mapping.$flag, uses);)*
+            fn set_fields(&self, mapping: &mut Mapping, uses: &[MappingUse]) {
+                $(mapping_flags!(@set $use, self.$flag, mapping.$flag, uses);)*
             }
 
             /// Returns the pins that the given flags imply, as `knob=value`.
-            fn pins(&self) -> Vec<String> {
+            fn list_pins(&self) -> Vec<String> {
                 let mut pins = Vec::new();
                 $(mapping_flags!(@pin $use, $flag, self.$flag, pins);)*
                 pins
             }
         }
     };
-    (@apply Mesh, $flag:expr, $field:expr, $uses:ident) => {};
-    (@apply OfModel, $flag:expr, $field:expr, $uses:ident) => {};
-    (@apply $use:ident, $flag:expr, $field:expr, $uses:ident) => {
+    (@set Mesh, $flag:expr, $field:expr, $uses:ident) => {};
+    (@set OfModel, $flag:expr, $field:expr, $uses:ident) => {};
+    (@set $use:ident, $flag:expr, $field:expr, $uses:ident) => {
         if $uses.contains(&MappingUse::$use) {
             $field = $flag.unwrap_or($field);
         }
@@ -77,7 +77,7 @@ mapping_flags! {
     /// The sizes multiply to the number of ranks in the mesh. `tessera stream`, and `tessera plan`
     /// without a mapping search, use exactly this mesh. A mapping search of `tessera plan` keeps
     /// the axes given here and chooses the others.
-    #[arg(long, value_name = "MESH")]
+    #[arg(long, value_name = "MESH", value_parser = require_axes)]
     mesh: String,
 
     [Searched]
@@ -119,8 +119,8 @@ mapping_flags! {
 
     [OfModel]
     /// How the context of past frames is kept between chunks [default: the model's]
-    #[arg(long)]
-    cache: CacheArg,
+    #[arg(long, value_parser = named_values(CACHES))]
+    cache: bool,
 
     [OfModel]
     /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
@@ -129,12 +129,12 @@ mapping_flags! {
 
     [Fixed]
     /// Requested chunks that may wait at the leader, 1 to 64 [default: 2]
-    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), help_heading = QUEUE_HEADING)]
     d_in: u32,
 
     [Fixed]
     /// Finished chunks that may queue for decoding and writing, 1 to 64 [default: 2]
-    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), help_heading = QUEUE_HEADING)]
     d_out: u32,
 
     [Searched]
@@ -143,7 +143,7 @@ mapping_flags! {
     /// The leader starts each chunk by one message to the ranks, a call. This option limits the
     /// calls that are sent and not yet done. With 1, the leader prepares a call only when the mesh
     /// is idle.
-    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), help_heading = QUEUE_HEADING)]
     max_outstanding: u32,
 }
 
@@ -200,14 +200,11 @@ pub const TRANSPORTS: &[(&str, Transport, &str)] = &[
     ("nccl", Transport::Nccl, "NCCL for every collective"),
 ];
 
-/// Cache regime that replaces the model's own; the doc comment of a value is its help text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum CacheArg {
-    /// Keep the KV cache of past frames in device memory
-    Resident,
-    /// Recompute keys and values from past frames before each chunk
-    Recompute,
-}
+/// Values of `--cache`: whether keys and values are recomputed, each with its help text.
+const CACHES: &[(&str, bool, &str)] = &[
+    ("resident", false, "Keep the KV cache of past frames in device memory"),
+    ("recompute", true, "Recompute keys and values from past frames before each chunk"),
+];
 
 /// A field that a search chooses, as the value of a pin.
 trait PinText {
@@ -239,24 +236,21 @@ impl MappingArgs {
     /// T0030 if two of them set one knob to different values.
     pub fn merge_video_pins(&self, list: &str) -> Result<String, CliError> {
         let parts: Vec<Option<String>> =
-            std::iter::once(list.to_string()).chain(self.pins()).map(Some).collect();
-        merge_pins(&parts).map_err(|d| CliError::usage(vec![d]))
+            std::iter::once(list.to_string()).chain(self.list_pins()).map(Some).collect();
+        merge_pins(&parts).map_err(CliError::usage)
     }
 
     /// Applies the options that no search chooses to a mapping.
     pub fn apply_fixed_options(&self, mapping: &mut Mapping) {
-        self.apply(mapping, &[MappingUse::Fixed]);
+        self.set_fields(mapping, &[MappingUse::Fixed]);
     }
 
     /// Returns the settings that replace the model's own.
     ///
     /// # Errors
     /// T0030 for steps that are no numbers.
-    pub fn overrides(&self) -> Result<Overrides, Diagnostic> {
-        Ok(Overrides {
-            recompute: self.cache.map(|c| c == CacheArg::Recompute),
-            steps: self.steps.as_deref().map(parse_steps).transpose()?,
-        })
+    pub fn parse_overrides(&self) -> Result<Overrides, Diagnostic> {
+        Ok(Overrides { recompute: self.cache, steps: self.steps.as_deref().map(parse_steps).transpose()? })
     }
 
     /// Opens the model and plans it under these options, which override the mapping file, if there
@@ -268,12 +262,12 @@ impl MappingArgs {
     ) -> Result<(Model, Plan), CliError> {
         let model_dir = model_dir.ok_or_else(no_model_error)?;
         // Collects all errors of the command line before reporting any.
-        let (mesh, overrides) = match (self.mesh.as_deref().map(parse_mesh).transpose(), self.overrides()) {
+        let mesh = self.mesh.as_deref().map(parse_mesh).transpose();
+        let (mesh, overrides) = match (mesh, self.parse_overrides()) {
             (Ok(mesh), Ok(overrides)) => (mesh, overrides),
             (mesh, overrides) => {
-                return Err(CliError::usage(
-                    [mesh.err(), overrides.err()].into_iter().flatten().collect::<Vec<_>>(),
-                ));
+                let errors = [mesh.err(), overrides.err()].into_iter().flatten();
+                return Err(CliError::from_usage_errors(errors));
             }
         };
         let mut mapping = match mapping_path {
@@ -281,9 +275,18 @@ impl MappingArgs {
             None => Mapping::default(),
         };
         mapping.mesh = mesh.unwrap_or(mapping.mesh);
-        self.apply(&mut mapping, &[MappingUse::Searched, MappingUse::Fixed]);
+        self.set_fields(&mut mapping, &[MappingUse::Searched, MappingUse::Fixed]);
         Ok(Model::open_and_plan(model_dir, &overrides, &mapping)?)
     }
+}
+
+/// Rejects a mesh without axes, which would be a mesh of one rank, for example because a variable of
+/// a script is empty.
+pub fn require_axes(text: &str) -> Result<String, &'static str> {
+    if text.split([',', ' ']).all(str::is_empty) {
+        return Err("a mesh has at least one axis, such as tp=2");
+    }
+    Ok(text.to_string())
 }
 
 /// Parses a mesh, such as `tp=2,pp=1`.
@@ -310,18 +313,18 @@ fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
     let name = file.display().to_string();
     match std::fs::read_to_string(file) {
         Ok(text) => Ok(Mapping::parse(&name, &text)?),
-        Err(e) => Err(CliError::usage(vec![
+        Err(e) => Err(CliError::usage(
             Diagnostic::error(&T0030, format!("--mapping {name} cannot be read: {e}"))
                 .with_hint("name a TOML file, such as the mapping.toml of a plan folder"),
-        ])),
+        )),
     }
 }
 
 /// Returns the error for a command line without a model.
 fn no_model_error() -> CliError {
-    CliError::usage(vec![
+    CliError::usage(
         Diagnostic::error(&T0031, "no model given").with_hint("give a model folder, for example models/demo"),
-    ])
+    )
 }
 
 #[cfg(test)]

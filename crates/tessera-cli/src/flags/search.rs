@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use tessera_base::{Diagnostic, Nanoseconds};
 use tessera_estimate::{
-    DEFAULT_RACK, JobKind, LanguageQuery, MachineModel, ModelSource, Objective, Routing, job_with_defaults,
-    load_machine, load_thresholds, parse_language_pins,
+    DEFAULT_RACK, JobKind, LanguageQuery, MachineModel, ModelSource, Objective, Pins, Routing,
+    job_with_defaults, load_machine, load_thresholds,
 };
 
 use super::{AppliesTo, named_values};
@@ -195,7 +195,7 @@ impl SearchArgs {
             machine,
             devices: self.devices,
             objective: self.objective.as_deref().map(parse_objective).transpose()?,
-            pins: parse_language_pins(pins)?,
+            pins: Pins::parse(pins)?,
             routing: self.routing.as_deref().map(parse_routing).transpose()?,
             prefetch_hit_rate: self.prefetch_hit_rate,
             strict: self.strict,
@@ -211,16 +211,16 @@ pub fn command_line() -> String {
 
 pub fn no_model_error() -> CliError {
     let hint = "give a model: --recipe sr-moe, --model deepseek-v3, or a model folder such as models/demo";
-    CliError::usage(vec![Diagnostic::error(&T0031, "no model given").with_hint(hint)])
+    CliError::usage(Diagnostic::error(&T0031, "no model given").with_hint(hint))
 }
 
 pub fn several_models_error() -> CliError {
     let message = "a model folder, --model and --recipe exclude each other; give one of them";
-    CliError::usage(vec![Diagnostic::error(&T0030, message)])
+    CliError::usage(Diagnostic::error(&T0030, message))
 }
 
 pub fn usage_error(message: &str, hint: &str) -> CliError {
-    CliError::usage(vec![Diagnostic::error(&T0030, message.to_string()).with_hint(hint)])
+    CliError::usage(Diagnostic::error(&T0030, message.to_string()).with_hint(hint))
 }
 
 pub fn parse_objective(word: &str) -> Result<Objective, CliError> {
@@ -233,18 +233,18 @@ pub fn parse_objective(word: &str) -> Result<Objective, CliError> {
         (_, Some(ms)) if ms.is_finite() && ms > 0.0 => {
             Ok(Objective::Deadline(Nanoseconds((ms * 1e6) as u64)))
         }
-        _ => Err(CliError::usage(vec![
+        _ => Err(CliError::usage(
             Diagnostic::error(&T0030, format!("unknown --objective `{word}`"))
                 .with_hint("use throughput, latency, memory, or a deadline such as deadline=40ms"),
-        ])),
+        )),
     }
 }
 
 fn parse_routing(word: &str) -> Result<Routing, CliError> {
     Routing::from_name(word).ok_or_else(|| {
-        CliError::usage(vec![
+        CliError::usage(
             Diagnostic::error(&T0030, format!("unknown --routing `{word}`"))
                 .with_hint("use balanced, random, power:1.2, or w0 to w7"),
-        ])
+        )
     })
 }

@@ -1,5 +1,7 @@
 //! Overlap of an executor's transfers with computation, and its accumulation of weight gradients.
 
+use tessera_base::named_enum;
+
 /// Overlap of a layer's transfers with computation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OverlapTraits {
@@ -19,25 +21,15 @@ pub struct OverlapTraits {
     pub source: String,
 }
 
-/// The computation that hides tp transfers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TpOverlap {
-    /// No computation hides tp transfers: their whole time is exposed.
-    Nothing,
-    /// In the backward pass, transfers around a column-parallel matmul overlap the GEMM of the
-    /// other gradient.
-    Backward,
-    /// As `Backward`, and every other transfer overlaps its own GEMM, split into row chunks.
-    Chunks,
-}
-
-impl TpOverlap {
-    /// All values, in declaration order.
-    pub const ALL: [TpOverlap; 3] = [TpOverlap::Nothing, TpOverlap::Backward, TpOverlap::Chunks];
-
-    /// Returns the name of the value in a profile, for example `backward`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["nothing", "backward", "chunks"][self as usize]
+named_enum! {
+    /// The computation that hides tp transfers.
+    pub enum TpOverlap {
+        /// No computation hides tp transfers: their whole time is exposed.
+        Nothing = "nothing",
+        /// In the backward pass, transfers around a column-parallel matmul overlap the GEMM of the
+        /// other gradient.
+        Backward = "backward",
+        /// As `Backward`, and every other transfer overlaps its own GEMM, split into row chunks.
+        Chunks = "chunks",
     }
 }

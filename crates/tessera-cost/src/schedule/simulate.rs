@@ -23,23 +23,10 @@ pub struct StageSlot {
     pub end_ns: f64,
 }
 
-/// Simulates a schedule that [`check_schedule`](super::check_schedule()) accepts, on stages with
-/// equal times.
+/// Simulates a schedule that [`check_schedule`](super::check_schedule()) accepts, with the times of
+/// each stage; a send takes the sender's time. Slots are grouped by stage, in order of time.
 #[must_use]
 pub fn simulate_schedule(
-    schedule: PipelineSchedule,
-    stages: u32,
-    interleave: u32,
-    micro_batches: u32,
-    pace: &MicroBatchTimes,
-) -> Vec<StageSlot> {
-    simulate_uneven_schedule(schedule, interleave, micro_batches, &vec![*pace; stages as usize])
-}
-
-/// Simulates a schedule with different times for each stage; a send takes the sender's time. Slots
-/// are grouped by stage, in order of time.
-#[must_use]
-pub fn simulate_uneven_schedule(
     schedule: PipelineSchedule,
     interleave: u32,
     micro_batches: u32,
@@ -192,7 +179,7 @@ mod tests {
         bubble_ns as bubble, check_schedule, closed_form, peak_in_flight, peak_in_flight_on,
     };
 
-    const SCHEDULES: &[PipelineSchedule] = PipelineSchedule::ALL;
+    const SCHEDULES: &[PipelineSchedule] = &PipelineSchedule::ALL;
 
     /// A valid mapping with sends up to `sends` times the shortest work.
     fn any_schedule(sends: f64) -> impl Strategy<Value = (PipelineSchedule, u32, u32, u32, MicroBatchTimes)> {
@@ -251,7 +238,7 @@ mod tests {
 
         #[test]
         fn every_stage_op_runs_once_and_after_its_input((s, p, v, m, pace) in any_schedule(1.0)) {
-            let slots = simulate_schedule(s, p, v, m, &pace);
+            let slots = simulate_schedule(s, v, m, &vec![pace; p as usize]);
             let work: f64 = slots.iter().map(|x| x.end_ns - x.start_ns).sum();
             prop_assert!(close(work, f64::from(p * m) * pace.work_ns()));
             for pair in slots.windows(2).filter(|w| w[0].stage == w[1].stage) {
@@ -289,8 +276,7 @@ mod tests {
     #[test]
     fn a_slow_stage_sets_the_pace() {
         let pace = |forward_ns| MicroBatchTimes { forward_ns, ..MicroBatchTimes::default() };
-        let slots =
-            simulate_uneven_schedule(PipelineSchedule::OneFOneB, 1, 10, &[pace(1.0), pace(5.0), pace(1.0)]);
+        let slots = simulate_schedule(PipelineSchedule::OneFOneB, 1, 10, &[pace(1.0), pace(5.0), pace(1.0)]);
         assert_eq!(slots.iter().map(|s| s.end_ns).fold(0.0, f64::max), 1.0 + 50.0 + 1.0);
     }
 }

@@ -1,6 +1,7 @@
 //! A segmented KV cache over three tiers: residency policies, and the share of reads that hit each
 //! tier.
 
+use tessera_base::named_enum;
 use tessera_base::random::Rng;
 
 /// Returns the bytes by tier, in the order of [`tessera_mesh::MemoryTier::ALL`]: the newest fill device
@@ -31,26 +32,16 @@ pub struct SegmentReads {
     pub older: Option<usize>,
 }
 
-/// Policy for the segments that stay in device memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvResidency {
-    /// The newest segments, however often older ones are read.
-    Window,
-    /// The most recently read segments.
-    Lru,
-    /// The most frequently read segments, with each count halved every 64 steps; the newest two
-    /// always stay.
-    Hotness,
-}
-
-impl KvResidency {
-    /// All policies, in declaration order.
-    pub const ALL: [KvResidency; 3] = [KvResidency::Window, KvResidency::Lru, KvResidency::Hotness];
-
-    /// Returns the name of the policy, for example `lru`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["window", "lru", "hotness"][self as usize]
+named_enum! {
+    /// Policy for the segments that stay in device memory.
+    pub enum KvResidency {
+        /// The newest segments, however often older ones are read.
+        Window = "window",
+        /// The most recently read segments.
+        Lru = "lru",
+        /// The most frequently read segments, with each count halved every 64 steps; the newest two
+        /// always stay.
+        Hotness = "hotness",
     }
 }
 

@@ -14,36 +14,14 @@ pub fn parse_video_pins(text: &str) -> Result<VideoPins, Diagnostics> {
         let (key, value) = item.split_once('=').unwrap_or((item, ""));
         let count = value.parse::<u32>().ok().filter(|n| *n > 0);
         let is_valid = match key {
-            "tp" => {
-                out.tp = count;
-                count.is_some()
-            }
-            "pp" => {
-                out.pp = count;
-                count.is_some()
-            }
+            "tp" => set_pin(&mut out.tp, count),
+            "pp" => set_pin(&mut out.pp, count),
             "ep" | "dp" => count == Some(1),
-            "overlap_chunks" => {
-                out.overlap_chunks = count;
-                count.is_some()
-            }
-            "max_outstanding" => {
-                out.outstanding = count;
-                count.is_some()
-            }
-            "strategy" => {
-                out.strategy =
-                    [Strategy::Ulysses, Strategy::Megatron].into_iter().find(|s| s.name() == value);
-                out.strategy.is_some()
-            }
-            "topology" => {
-                out.topology = Topology::ALL.into_iter().find(|t| t.name() == value);
-                out.topology.is_some()
-            }
-            "decode" => {
-                out.decode = DecodePlacement::ALL.into_iter().find(|d| d.name() == value);
-                out.decode.is_some()
-            }
+            "overlap_chunks" => set_pin(&mut out.overlap_chunks, count),
+            "max_outstanding" => set_pin(&mut out.outstanding, count),
+            "strategy" => set_pin(&mut out.strategy, Strategy::from_name(value)),
+            "topology" => set_pin(&mut out.topology, Topology::from_name(value)),
+            "decode" => set_pin(&mut out.decode, DecodePlacement::from_name(value)),
             _ => false,
         };
         if !is_valid {
@@ -55,4 +33,10 @@ pub fn parse_video_pins(text: &str) -> Result<VideoPins, Diagnostics> {
         }
     }
     if ds.is_empty() { Ok(out) } else { Err(ds) }
+}
+
+/// Sets a pin, and returns whether its value is valid.
+fn set_pin<T>(pin: &mut Option<T>, value: Option<T>) -> bool {
+    *pin = value;
+    pin.is_some()
 }

@@ -30,7 +30,6 @@ impl Cluster {
             flops_per_s,
         };
         let mut links = top.read_table("links");
-        links.set_renamed_keys(&[("out", "network")]);
         let parsed_links = LinkClass::ALL.map(|class| {
             let mut link = links.read_table(class.name());
             let parsed = LinkSpec {

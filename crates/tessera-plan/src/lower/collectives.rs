@@ -1,7 +1,7 @@
 //! The collectives that lowering inserts: reductions of partial values, resharding over tp, and the
 //! events and waits that order them against compute.
 
-use tessera_ir::{Op, Opcode, StreamKind, Type, ValueId};
+use tessera_ir::{Attr, Op, Opcode, StreamKind, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Shard};
 
 use super::{LocalValue, Lowering};
@@ -57,8 +57,8 @@ impl Lowering<'_> {
         s: usize,
         unit: u64,
     ) -> ValueId {
-        let attrs = [("concat", from.dim as i64), ("split", to.dim as i64), ("unit", unit as i64)];
-        self.issue_collective(s, Opcode::AllToAll, &[x], &attrs, StreamKind::TpCollective, Axis::Tp)
+        let attrs = [("concat", from.dim as u64), ("split", to.dim as u64), ("unit", unit)];
+        self.issue_collective(s, Opcode::AllToAll, x, attrs, StreamKind::TpCollective, Axis::Tp)
     }
 
     /// Issues a collective on its stream after all preceding compute and returns the ticket.
@@ -66,8 +66,8 @@ impl Lowering<'_> {
         &mut self,
         s: usize,
         opcode: Opcode,
-        operands: &[ValueId],
-        attrs: &[(&str, i64)],
+        operand: ValueId,
+        attrs: impl IntoIterator<Item = (&'static str, impl Into<Attr>)>,
         stream: StreamKind,
         axis: Axis,
     ) -> ValueId {
@@ -76,10 +76,10 @@ impl Lowering<'_> {
         let event = b.add_op(Opcode::EventRecord, &[]);
         b.set_attr("axis", axis.name());
         for (k, v) in attrs {
-            b.set_attr(k, *v);
+            b.set_attr(k, v);
         }
         b.set_stream(stream).start_after(event);
-        b.add_issue(opcode, operands)
+        b.add_issue(opcode, &[operand])
     }
 
     pub(super) fn wait_for(&mut self, s: usize, ticket: ValueId, declared: Option<Type>) -> ValueId {
@@ -93,14 +93,9 @@ impl Lowering<'_> {
         let AxisLayout::Partial { reduction: r, .. } = self.tp_layout(x, s) else {
             return LocalValue::Ready(x);
         };
-        let b = &mut self.stages[s].builder;
-        b.set_stream(StreamKind::Compute);
-        let event = b.add_op(Opcode::EventRecord, &[]);
-        b.set_attr("axis", "tp")
-            .set_attr("reduction", r.name())
-            .set_stream(StreamKind::TpCollective)
-            .start_after(event);
-        LocalValue::Pending(b.add_issue(Opcode::AllReduce, &[x]))
+        let attrs = [("reduction", r.name())];
+        let stream = StreamKind::TpCollective;
+        LocalValue::Pending(self.issue_collective(s, Opcode::AllReduce, x, attrs, stream, Axis::Tp))
     }
 
     /// Gathers all shards on every rank; pads uneven ones to equal counts first, as NCCL requires.
@@ -113,14 +108,8 @@ impl Lowering<'_> {
             b.set_attr("axis", "tp").set_attr("dim", from.dim as u64).set_attr("rows", rows);
             x = b.add_op(Opcode::Pad, &[x]);
         }
-        let ticket = self.issue_collective(
-            s,
-            Opcode::AllGather,
-            &[x],
-            &[("dim", from.dim as i64)],
-            StreamKind::TpCollective,
-            Axis::Tp,
-        );
+        let (attrs, stream) = ([("dim", from.dim as u64)], StreamKind::TpCollective);
+        let ticket = self.issue_collective(s, Opcode::AllGather, x, attrs, stream, Axis::Tp);
         let mut y = self.wait_for(s, ticket, None);
         if let Some(u) = from.uneven {
             let b = &mut self.stages[s].builder;

@@ -58,8 +58,8 @@ impl Lowering<'_> {
             (0..self.stages.len()).find(|t| *t != s && self.stages[*t].values.contains_key(&v)).unwrap_or(0);
         let x = self.local_value(v, from);
         let ty = self.stages[from].builder.type_of(x).clone();
-        let ticket =
-            self.issue_collective(from, Opcode::Send, &[x], &[("to", s as i64)], StreamKind::Pp, Axis::Pp);
+        let attrs = [("to", s as u64)];
+        let ticket = self.issue_collective(from, Opcode::Send, x, attrs, StreamKind::Pp, Axis::Pp);
         self.stages[from].pending_sends.push(ticket);
         let b = &mut self.stages[s].builder;
         // The compute stream is the last that touched the memory which the receive overwrites.

@@ -9,9 +9,7 @@ use std::collections::BTreeMap;
 
 use tessera_base::Bytes;
 use tessera_cost::MachineModel;
-use tessera_cost::params::{
-    ExpertStorage, KvCacheStorage, LayerLayout, OptimizerSharding, PipelineSchedule, TpScheme,
-};
+use tessera_cost::params::{ExpertStorage, KvCacheStorage, LayerLayout, OptimizerSharding, PipelineSchedule};
 use tessera_mesh::{MemoryTier, Precision};
 
 use super::{Candidate, MemoryBudget, MemoryUse};
@@ -74,20 +72,8 @@ impl StageFootprint {
 /// Bytes of one rank by tier and use.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct MemoryTotals {
-    bytes: [[f64; USES.len()]; MemoryTier::ALL.len()],
+    bytes: [[f64; MemoryUse::ALL.len()]; MemoryTier::ALL.len()],
 }
-
-/// All uses, in declaration order.
-const USES: [MemoryUse; 8] = [
-    MemoryUse::Weights,
-    MemoryUse::Experts,
-    MemoryUse::Gradients,
-    MemoryUse::OptimizerSharding,
-    MemoryUse::Activations,
-    MemoryUse::Cache,
-    MemoryUse::Buffers,
-    MemoryUse::Library,
-];
 
 /// Returns the bytes of the rank with this footprint under the candidate.
 #[must_use]
@@ -116,7 +102,7 @@ pub fn hbm_bytes(m: &MachineModel, c: &Candidate, training: bool, footprint: &St
     sum
 }
 
-/// Calls `add` for each tier and use with bytes, in the order of [`USES`].
+/// Calls `add` for each tier and use with bytes, in the order of [`MemoryUse::ALL`].
 #[inline(always)]
 fn for_each_use(
     m: &MachineModel,
@@ -193,7 +179,7 @@ impl MemoryTotals {
     pub fn to_budget(&self) -> MemoryBudget {
         let mut bytes = BTreeMap::new();
         for tier in MemoryTier::ALL {
-            for what in USES {
+            for what in MemoryUse::ALL {
                 let b = self.bytes[tier as usize][what as usize];
                 if b > 0.0 {
                     bytes.insert((tier, what), Bytes(b.ceil() as u64));
@@ -208,10 +194,7 @@ impl MemoryTotals {
 /// every rank that needs them, divided by the ring of context parallelism.
 #[must_use]
 pub fn cache_share(kv_heads: u64, layout: &LayerLayout) -> f64 {
-    let ring = match layout.scheme {
-        TpScheme::Ring | TpScheme::Striped => layout.ring.max(1),
-        _ => 1,
-    };
+    let ring = layout.ring_ranks();
     let head_shards = u64::from((layout.tp / ring).max(1));
     let kv = kv_heads.max(1);
     kv.div_ceil(head_shards) as f64 / kv as f64 / f64::from(ring)
@@ -226,7 +209,7 @@ pub fn optimizer_ns(m: &MachineModel, parameters: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use tessera_cost::Profile;
-    use tessera_cost::params::Recompute;
+    use tessera_cost::params::{Recompute, TpScheme};
     use tessera_mesh::catalog;
 
     use super::*;

@@ -114,12 +114,9 @@ impl Constraints<'_> {
                 waves || split && !train || self.schedule_violation(c).is_some()
             }
             Reason::TpScheme => {
-                let ringed = matches!(l.scheme, TpScheme::Ring | TpScheme::Striped);
+                let ringed = l.scheme.has_rings();
                 let tokens = self.micro_batch_tokens(c);
-                let divides = matches!(
-                    l.scheme,
-                    TpScheme::MegatronSequence | TpScheme::Ulysses | TpScheme::Ring | TpScheme::Striped
-                );
+                let divides = l.scheme == TpScheme::Ulysses || l.scheme.shards_tokens();
                 let over_heads = ringed || matches!(l.scheme, TpScheme::Ulysses | TpScheme::RsMmAg);
                 (ringed && l.tp > 1) != (l.ring > 1)
                     || !l.tp.is_multiple_of(l.ring)
@@ -237,9 +234,7 @@ impl Constraints<'_> {
                 }
             },
             Reason::TpScheme => {
-                if (l.ring > 1) != (matches!(l.scheme, TpScheme::Ring | TpScheme::Striped) && l.tp > 1)
-                    || !l.tp.is_multiple_of(l.ring)
-                {
+                if (l.ring > 1) != (l.scheme.has_rings() && l.tp > 1) || !l.tp.is_multiple_of(l.ring) {
                     let name = l.scheme.name();
                     return format!("{name} with rings of {} ranks at tp = {}", l.ring, l.tp);
                 }
@@ -327,11 +322,7 @@ impl Constraints<'_> {
 
     /// Returns the number of ranks in one tp group that hold the same weights.
     fn weight_copies(&self, c: &Candidate) -> u32 {
-        match c.layout.scheme {
-            TpScheme::Ulysses => c.layout.tp,
-            TpScheme::Ring | TpScheme::Striped => c.layout.ring.max(1),
-            TpScheme::Megatron | TpScheme::MegatronSequence | TpScheme::RsMmAg => 1,
-        }
+        if c.layout.scheme == TpScheme::Ulysses { c.layout.tp } else { c.layout.ring_ranks() }
     }
 
     /// Returns the tokens of one micro-batch of one replica.

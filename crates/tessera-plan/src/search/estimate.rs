@@ -284,15 +284,9 @@ impl<'a> Estimator<'a> {
         matches!(self.q.job, Job::Train { .. })
     }
 
-    /// Returns the topology spans of one layer's groups. Ranks of tp are adjacent, then ep.
+    /// Returns the topology spans of one layer's groups.
     pub fn group_spans(&self, c: &Candidate) -> GroupSpans {
-        let cluster = &self.q.machine.cluster;
-        let l = &c.layout;
-        GroupSpans {
-            tp: GroupSpan::from_stride(l.tp, 1, cluster),
-            expert_tp: GroupSpan::from_stride(l.expert_tp, 1, cluster),
-            ep: GroupSpan::from_stride(l.ep, l.expert_tp, cluster),
-        }
+        GroupSpans::from_layout(&c.layout, &self.q.machine.cluster)
     }
 
     /// Returns the topology span of `ranks` holders of the same weights: adjacent within a unit,

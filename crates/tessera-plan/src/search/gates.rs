@@ -8,7 +8,7 @@ mod experts;
 mod inputs;
 mod memory;
 
-use tessera_base::{Bytes, Diagnostic};
+use tessera_base::{Bytes, Diagnostic, named_enum};
 
 use super::thresholds::Thresholds;
 use crate::codes::T1241;
@@ -19,24 +19,17 @@ pub use inputs::{
 pub use memory::should_recompute;
 use memory::{headroom_gate, memory_gate, recompute_gate};
 
-/// Verdict of a gate. `Warn` and `Fail` become warnings, never errors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum GateStatus {
-    /// The value meets the threshold, which is a minimum or a maximum.
-    Pass,
-    /// The value misses what the gate advises, such as a range of capacities, but no hard limit.
-    Warn,
-    /// The value is above a maximum or below a minimum.
-    Fail,
-    /// The gate has no input, or does not apply at this size.
-    NotApplicable,
-}
-
-impl GateStatus {
-    /// Returns the name used in reports: `pass`, `warn`, `fail` or `n/a`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["pass", "warn", "fail", "n/a"][self as usize]
+named_enum! {
+    /// Verdict of a gate. `Warn` and `Fail` become warnings, never errors.
+    pub enum GateStatus {
+        /// The value meets the threshold, which is a minimum or a maximum.
+        Pass = "pass",
+        /// The value misses what the gate advises, such as a range of capacities, but no hard limit.
+        Warn = "warn",
+        /// The value is above a maximum or below a minimum.
+        Fail = "fail",
+        /// The gate has no input, or does not apply at this size.
+        NotApplicable = "n/a",
     }
 }
 
@@ -72,6 +65,16 @@ impl GateResult {
     }
 }
 
+/// The id, title and unit of a gate.
+struct Gate(&'static str, &'static str, &'static str);
+
+impl Gate {
+    fn result(self, value: f64, threshold: f64, status: GateStatus, explanation: String) -> GateResult {
+        let Gate(id, title, unit) = self;
+        GateResult { id, title, value, threshold, unit, status, explanation }
+    }
+}
+
 /// Evaluates all gates, always in the same order.
 #[must_use]
 pub fn evaluate_gates(inputs: &GateInputs, limits: &Thresholds) -> Vec<GateResult> {
@@ -93,15 +96,9 @@ pub fn evaluate_gates(inputs: &GateInputs, limits: &Thresholds) -> Vec<GateResul
 }
 
 fn exchange_gate(exchange: Option<&ExchangeGateInputs>, t: &Thresholds) -> GateResult {
-    let gate = |value, verdict, explanation| GateResult {
-        id: "collectives.exchange",
-        title: "dispatch and combine saturate the links",
-        value,
-        threshold: t.min_exchange,
-        unit: "of the line rate",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate =
+        Gate("collectives.exchange", "dispatch and combine saturate the links", "of the line rate");
+    let gate = |value, verdict, explanation| GATE.result(value, t.min_exchange, verdict, explanation);
     let Some(x) = exchange.filter(|x| x.ns > 0.0 && x.line_bytes_per_s > 0.0) else {
         return gate(0.0, GateStatus::NotApplicable, "no dispatch between ranks".to_string());
     };
@@ -123,15 +120,8 @@ fn exchange_gate(exchange: Option<&ExchangeGateInputs>, t: &Thresholds) -> GateR
 }
 
 fn overlap_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
-    let gate = |value, verdict, explanation| GateResult {
-        id: "collectives.overlap",
-        title: "collectives overlap compute",
-        value,
-        threshold: t.min_overlap,
-        unit: SHARE,
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("collectives.overlap", "collectives overlap compute", SHARE);
+    let gate = |value, verdict, explanation| GATE.result(value, t.min_overlap, verdict, explanation);
     if facts.collective_ns <= 0.0 {
         return gate(0.0, GateStatus::NotApplicable, "no collectives".to_string());
     }
@@ -146,15 +136,8 @@ fn overlap_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
 }
 
 fn bubble_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
-    let gate = |value, verdict, explanation| GateResult {
-        id: "pipeline.bubble",
-        title: "pipeline bubble is small",
-        value,
-        threshold: t.max_bubble,
-        unit: "of the step",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("pipeline.bubble", "pipeline bubble is small", "of the step");
+    let gate = |value, verdict, explanation| GATE.result(value, t.max_bubble, verdict, explanation);
     let worst = (0..facts.idle_shares.len())
         .reduce(|a, b| if facts.idle_shares[b] > facts.idle_shares[a] { b } else { a });
     match worst {
@@ -174,15 +157,8 @@ fn bubble_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
 }
 
 fn cache_hit_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
-    let gate = |value, verdict, explanation| GateResult {
-        id: "cache.hits",
-        title: "KV reads hit hot tiers",
-        value,
-        threshold: t.min_hits,
-        unit: "of reads",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("cache.hits", "KV reads hit hot tiers", "of reads");
+    let gate = |value, verdict, explanation| GATE.result(value, t.min_hits, verdict, explanation);
     let Some(share) = facts.cache_hit_share else {
         return gate(0.0, GateStatus::NotApplicable, "no KV cache".to_string());
     };
@@ -210,27 +186,17 @@ fn domain_gate(groups: &[GroupGateInputs]) -> GateResult {
     };
     let domains =
         groups.iter().filter(|g| !matches!(g.axis, "pp" | "dp")).map(|g| g.domains).max().unwrap_or(1);
-    GateResult {
-        id: "mesh.domain",
-        title: "tp and ep collectives stay in one domain",
-        value: f64::from(domains),
-        threshold: 1.0,
-        unit: "domains",
-        status: verdict,
+    Gate("mesh.domain", "tp and ep collectives stay in one domain", "domains").result(
+        f64::from(domains),
+        1.0,
+        verdict,
         explanation,
-    }
+    )
 }
 
 fn rack_gate(r: &ReplicaGateInputs) -> GateResult {
-    let gate = |verdict, explanation| GateResult {
-        id: "mesh.rack",
-        title: "each model replica stays in one rack",
-        value: f64::from(r.racks_per_replica),
-        threshold: 1.0,
-        unit: "racks",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("mesh.rack", "each model replica stays in one rack", "racks");
+    let gate = |verdict, explanation| GATE.result(f64::from(r.racks_per_replica), 1.0, verdict, explanation);
     if r.replica_count <= 1 && r.racks_per_replica <= 1 {
         return gate(GateStatus::NotApplicable, "one replica in one rack".to_string());
     }

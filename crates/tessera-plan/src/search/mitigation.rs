@@ -181,6 +181,16 @@ pub struct MappingMitigation {
     pub predicted: Option<CandidateMetrics>,
 }
 
+impl MappingMitigation {
+    fn new(
+        action: &'static str,
+        details: impl Into<String>,
+        predicted: Option<CandidateMetrics>,
+    ) -> MappingMitigation {
+        MappingMitigation { action, details: details.into(), predicted }
+    }
+}
+
 impl Diagnosis {
     /// Returns a warning with the symptom, and a note for each mitigation with its numbers.
     #[must_use]

@@ -42,91 +42,86 @@ pub struct Recipe {
     pub our_choices: &'static str,
 }
 
-/// The numerics of the guide's own code: e4m3 with f32 accumulation, fp8 dispatch, a capacity
-/// factor of 1.25.
 macro_rules! fp8 {
     ($rest:literal) => {
         concat!("precision=fp8,wire=fp8,capacity_pct=125", $rest)
     };
 }
 
+/// What most recipes share: SR-MoE on one rack, for throughput, with the numerics of the guide's own
+/// code (e4m3 with f32 accumulation, fp8 dispatch, a capacity factor of 1.25).
+const COMMON: Recipe = Recipe {
+    name: "",
+    title: "",
+    model: "sr-moe",
+    cluster: "gb200-nvl72",
+    axes: [8, 9, 1, 1],
+    knobs: fp8!(""),
+    job: Job::Prefill { batch: 144, sequence: 4096 },
+    objective: Objective::Throughput,
+    guide_text: "",
+    our_choices: "",
+};
+
 const RECIPES: &[Recipe] = &[
     Recipe {
         name: "A",
         title: "Recipe A, attention-heavy",
         model: "sr-moe-wide",
-        cluster: "gb200-nvl72",
         axes: [12, 6, 1, 1],
-        knobs: fp8!(""),
         job: Job::Train { batch: 96, sequence: 8192 },
-        objective: Objective::Throughput,
         guide_text: "tp=12, ep=6, pp=1, dp=1; its code example has 128 heads of size 128, 4,096 experts, two per token, a capacity \
 factor of 1.25, e4m3 with f32 accumulation and fp8 dispatch.",
         our_choices: "96 sequences of 8,192 tokens per step; the search chooses schedule, recomputation and optimizer.",
+        ..COMMON
     },
     Recipe {
         name: "B",
         title: "Recipe B, expert-heavy",
-        model: "sr-moe",
-        cluster: "gb200-nvl72",
-        axes: [8, 9, 1, 1],
-        knobs: fp8!(""),
-        job: Job::Prefill { batch: 144, sequence: 4096 },
-        objective: Objective::Throughput,
         guide_text: "tp=8, ep=9, pp=1, dp=1.",
         our_choices: "144 prompts of 4,096 tokens; numerics as in the guide's code example.",
+        ..COMMON
     },
     Recipe {
         name: "C",
         title: "Recipe C, pipeline-friendly",
-        model: "sr-moe",
-        cluster: "gb200-nvl72",
         axes: [8, 6, 3, 1],
-        knobs: fp8!(""),
         job: Job::Train { batch: 144, sequence: 4096 },
-        objective: Objective::Throughput,
         guide_text: "tp=8, ep=6, pp=3, dp=1, which are 144 ranks; two or three stages and micro-batches to fill bubbles.",
         our_choices: "144 sequences of 4,096 tokens per step; the search chooses the micro-batch size.",
+        ..COMMON
     },
     Recipe {
         name: "sr-moe",
         title: "SR-MoE, balanced",
-        model: "sr-moe",
-        cluster: "gb200-nvl72",
-        axes: [8, 9, 1, 1],
-        knobs: fp8!(""),
         job: Job::Decode { batch: 1152, context: 4096 },
-        objective: Objective::Throughput,
         guide_text: "tp=8, ep=9, pp=1, dp=1; 4,096 experts, 128 heads, hidden size 8,192 and a capacity factor of 1.25. The head \
 size is 8,192 / 128 = 64; with the 128 of the guide's code example attention is twice as wide as the hidden size (model \
 sr-moe-wide).",
         our_choices: "1,152 sequences with 4,096 cached tokens each.",
+        ..COMMON
     },
     Recipe {
         name: "long-context",
         title: "Long context, much cache",
-        model: "sr-moe",
-        cluster: "gb200-nvl72",
         axes: [12, 6, 1, 1],
         knobs: fp8!(",scheme=striped,ring=3,cache_at=window,window=32768"),
         job: Job::Prefill { batch: 12, sequence: 262_144 },
-        objective: Objective::Throughput,
         guide_text: "tp=12, ep=6, pp=1, dp=1; contexts split over subgroups of tp; an aggressive window over old keys and \
 values.",
         our_choices: "12 prompts of 262,144 tokens; a window of 32,768 tokens; rings of 3, so that heads are sharded over 12 / 3 = 4 \
 ranks, which divides 128; striped attention, so that a causal mask is balanced.",
+        ..COMMON
     },
     Recipe {
         name: "throughput-training",
         title: "Throughput training",
-        model: "sr-moe",
-        cluster: "gb200-nvl72",
         axes: [8, 6, 3, 1],
         knobs: fp8!(",micro_batch=1,experts_at=hbm"),
         job: Job::Train { batch: 144, sequence: 4096 },
-        objective: Objective::Throughput,
         guide_text: "tp=8, ep=6, pp=3, dp=1, which are 144 ranks; small micro-batches to fill bubbles; experts pinned.",
         our_choices: "144 sequences of 4,096 tokens per step in micro-batches of one; experts stay in device memory.",
+        ..COMMON
     },
 ];
 
@@ -158,12 +153,6 @@ pub fn require_recipe(name: &str) -> Result<Recipe, Box<Diagnostic>> {
 }
 
 impl Recipe {
-    /// Returns the recipe with these sizes of tp, ep, pp and dp.
-    #[must_use]
-    pub fn with_axes(self, axes: [u32; 4]) -> Recipe {
-        Recipe { axes, ..self }
-    }
-
     /// Returns the axes and knobs as pins.
     #[must_use]
     pub fn to_pins(&self) -> Pins {

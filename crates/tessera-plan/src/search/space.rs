@@ -195,9 +195,6 @@ fn apply<A, B>(f: impl Fn(A) -> B, a: A) -> B {
 fn parse_count(text: &str) -> Option<u32> {
     text.parse().ok().filter(|n| (1..=MAX_PIN).contains(n))
 }
-fn parse_precision(text: &str) -> Option<Precision> {
-    Precision::ALL.into_iter().find(|p| p.name() == text)
-}
 fn join_choices<T: Copy>(all: &[T], name: fn(T) -> &'static str) -> String {
     format_choices(&all.iter().map(|x| name(*x)).collect::<Vec<_>>())
 }
@@ -211,17 +208,17 @@ pins! {
     pp: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
     dp: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
     expert_tp: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
-    scheme: TpScheme = TpScheme::from_name, |v| v.name().to_string(), join_choices(TpScheme::ALL, TpScheme::name);
+    scheme: TpScheme = TpScheme::from_name, |v| v.name().to_string(), join_choices(&TpScheme::ALL, TpScheme::name);
     ring: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
-    schedule: PipelineSchedule = PipelineSchedule::from_name, |v| v.name().to_string(), join_choices(PipelineSchedule::ALL, PipelineSchedule::name);
+    schedule: PipelineSchedule = PipelineSchedule::from_name, |v| v.name().to_string(), join_choices(&PipelineSchedule::ALL, PipelineSchedule::name);
     interleave: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
     micro_batch: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
-    recompute: Recompute = Recompute::from_name, |v| v.name().to_string(), join_choices(Recompute::ALL, Recompute::name);
-    optimizer: OptimizerSharding = OptimizerSharding::from_name, |v| v.name().to_string(), join_choices(OptimizerSharding::ALL, OptimizerSharding::name);
-    experts_at: ExpertStorage = ExpertStorage::from_name, |v| v.name().to_string(), join_choices(ExpertStorage::ALL, ExpertStorage::name);
-    cache_at: KvCacheStorage = KvCacheStorage::from_name, |v| v.name().to_string(), join_choices(KvCacheStorage::ALL, KvCacheStorage::name);
-    precision: Precision = parse_precision, |v| v.name().to_string(), join_choices(&Precision::ALL, Precision::name);
-    wire: Precision = parse_precision, |v| v.name().to_string(), join_choices(&Precision::ALL, Precision::name);
+    recompute: Recompute = Recompute::from_name, |v| v.name().to_string(), join_choices(&Recompute::ALL, Recompute::name);
+    optimizer: OptimizerSharding = OptimizerSharding::from_name, |v| v.name().to_string(), join_choices(&OptimizerSharding::ALL, OptimizerSharding::name);
+    experts_at: ExpertStorage = ExpertStorage::from_name, |v| v.name().to_string(), join_choices(&ExpertStorage::ALL, ExpertStorage::name);
+    cache_at: KvCacheStorage = KvCacheStorage::from_name, |v| v.name().to_string(), join_choices(&KvCacheStorage::ALL, KvCacheStorage::name);
+    precision: Precision = Precision::from_name, |v| v.name().to_string(), join_choices(&Precision::ALL, Precision::name);
+    wire: Precision = Precision::from_name, |v| v.name().to_string(), join_choices(&Precision::ALL, Precision::name);
     capacity_pct: u32 = |t| t.parse().ok().filter(|n| *n == 0 || *n >= 100), |v| v.to_string(), "0 or a whole number from 100";
     window: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
 }
@@ -482,7 +479,7 @@ impl KnobValues {
             if f.tp == 1 && pins.scheme.is_none() && !self.schemes.is_empty() {
                 break;
             }
-            let ringed = matches!(scheme, TpScheme::Ring | TpScheme::Striped);
+            let ringed = scheme.has_rings();
             match (ringed, pins.ring) {
                 (true, Some(r)) => self.schemes.push((scheme, r)),
                 (true, None) if f.tp == 1 => self.schemes.push((scheme, 1)),

@@ -25,7 +25,6 @@ macro_rules! thresholds {
             fn read(fields: &mut ConfigReader<'_>, defaults: Option<&Thresholds>) -> Thresholds {
                 $(
                     let mut table = fields.read_table(stringify!($table));
-                    table.set_renamed_keys(RENAMED_KEYS);
                     $(let $name = table.read_number(stringify!($name), defaults.map(|d| d.$name));)+
                     fields.diagnostics.extend(table.finish());
                 )+
@@ -163,22 +162,6 @@ impl Default for Thresholds {
     }
 }
 
-/// Keys of earlier files and the keys that replaced them.
-const RENAMED_KEYS: &[(&str, &str)] = &[
-    ("per_rank_least", "min_per_rank"),
-    ("balance_most", "max_balance"),
-    ("balance_rows_least", "min_balance_rows"),
-    ("prefetch_least", "min_prefetch"),
-    ("prefetch_most", "max_prefetch"),
-    ("capacity_least_pct", "min_capacity_pct"),
-    ("capacity_most_pct", "max_capacity_pct"),
-    ("dropped_most_pct", "max_dropped_pct"),
-    ("overlap_least", "min_overlap"),
-    ("exchange_least", "min_exchange"),
-    ("bubble_most", "max_bubble"),
-    ("hits_least", "min_hits"),
-];
-
 const DEFAULT_TOML: &str = include_str!("../../gates.toml");
 
 #[cfg(test)]
@@ -202,8 +185,6 @@ mod tests {
         assert_eq!(refused("[memory]\nactivations_and_cache_warn = 0.7\n"), "T1240");
         assert_eq!(refused("[experts]\nmin_per_rank = 0\n"), "T1240");
         assert_eq!(refused("[collectives]\nmin_overlep = 0.4\n"), "T0002");
-        let old = &Thresholds::parse("own.toml", "[collectives]\noverlap_least = 0.4\n").unwrap_err()[0];
-        assert_eq!(old.hint.as_deref(), Some("`collectives.overlap_least` is now `collectives.min_overlap`"));
         assert_eq!(refused("[collectives\n"), "T0001");
     }
 }

@@ -12,7 +12,7 @@ use tessera_cost::intervals::{Interval, IntervalKind, OverlapTotals, measure_ove
 use tessera_cost::layer::{GroupSpans, LayerCost, LayerLoad, layer_cost};
 use tessera_cost::moe::{self, ExpertLoad, expert_load};
 use tessera_cost::params::{ExpertStorage, PipelineSchedule, Recompute, TpScheme};
-use tessera_cost::schedule::{MicroBatchTimes, StageSlot, StageWork as Turn, simulate_uneven_schedule};
+use tessera_cost::schedule::{MicroBatchTimes, StageSlot, StageWork as Turn, simulate_schedule};
 use tessera_cost::{CollectiveOp, GroupSpan};
 use tessera_ir::analytic_model::{LayerOp, LayerOpKind};
 use tessera_mesh::MemoryTier;
@@ -64,8 +64,7 @@ pub fn draw_timeline(q: &SearchQuery, ranked: &RankedCandidate) -> CandidateTime
     let c = &ranked.candidate;
     let paces: Vec<MicroBatchTimes> =
         (0..c.pp).map(|stage| inputs.stage_pace(ranked, stage as usize)).collect();
-    let simulate =
-        |micro_batches| simulate_uneven_schedule(c.schedule, c.interleave.max(1), micro_batches, &paces);
+    let simulate = |micro_batches| simulate_schedule(c.schedule, c.interleave.max(1), micro_batches, &paces);
     let drawn = whole_rounds(c, ranked.micro_batches, MAX_WAVE_MICRO_BATCHES);
     let wave: Vec<Interval> = simulate(drawn).iter().map(|s| slot_bar(s, c)).collect();
     CandidateTimeline {
@@ -114,7 +113,7 @@ struct StackCost {
 impl<'a> TimelineInputs<'a> {
     fn from_ranked(q: &'a SearchQuery, ranked: &RankedCandidate) -> TimelineInputs<'a> {
         let c = ranked.candidate;
-        let (l, cluster) = (&c.layout, &q.machine.cluster);
+        let l = &c.layout;
         let tokens = f64::from(c.micro_batch) * q.job.query_tokens() as f64;
         let train = matches!(q.job, Job::Train { .. });
         let load = LayerLoad {
@@ -125,11 +124,7 @@ impl<'a> TimelineInputs<'a> {
             training: train,
             recompute: c.recompute,
         };
-        let spans = GroupSpans {
-            tp: GroupSpan::from_stride(l.tp, 1, cluster),
-            expert_tp: GroupSpan::from_stride(l.expert_tp, 1, cluster),
-            ep: GroupSpan::from_stride(l.ep, l.expert_tp, cluster),
-        };
+        let spans = GroupSpans::from_layout(l, &q.machine.cluster);
         let group = tokens * f64::from(l.expert_tp * l.ep) / f64::from(l.tp);
         let routed = q.work.routed_experts();
         let load_of = |(n, k)| expert_load(n, k, l.ep, group, q.routing, l.capacity_pct);

@@ -11,7 +11,7 @@ use tessera_cost::{CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
 use tessera_ir::Bundle;
 use tessera_mesh::{Group, LinkClass, Rank};
 
-use super::representatives::{RankClass, classify_scheduled_ranks};
+use super::representatives::{RankClass, classify_ranks};
 use super::schedule::{
     CallSchedule, CommDirection, CommPeers, PhaseSchedule, ScheduledStep, StepEffect, StepLabel,
 };
@@ -121,7 +121,7 @@ pub(super) fn simulate_call(
     phases: &[String],
     machine: &MachineModel,
 ) -> Result<CallEstimate, Box<Diagnostic>> {
-    let classes = classify_scheduled_ranks(schedule, &machine.cluster);
+    let classes = classify_ranks(schedule, &machine.cluster);
     let mut simulation = CallSimulation::new(schedule, &classes, machine);
     simulation.reserve_tasks(phases);
     for name in phases {

@@ -9,6 +9,8 @@
 
 use std::fmt;
 
+use tessera_base::named_enum;
+
 /// The costs of media work around the generator in a stream: decoding a chunk to pixels, and
 /// encoding the pixels that the next chunk needs. Times assume that one device does all of it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -66,43 +68,28 @@ impl MediaCosts {
     }
 }
 
-/// Which ranks decode, and when.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum DecodePlacement {
-    /// Rank 0 of the mesh decodes on its compute device, and the mesh waits.
-    OnMesh,
-    /// All ranks of the mesh share decode and encode, between two calls.
-    AllRanks,
-    /// A rank outside the mesh decodes the whole chunk before the next one starts.
-    Serial,
-    /// A rank outside the mesh decodes; the next chunk starts as soon as the first latent is
-    /// decoded and encoded.
-    AnchorFirst,
-    /// Like `AnchorFirst`, but the mesh shares the decode of the first latent and the encode. The
-    /// rank outside decodes every latent, because it holds the decoder's history.
-    AnchorShared,
-    /// A rank outside the mesh decodes while the mesh generates the next chunk: no work waits for
-    /// pixels.
-    Overlapped,
+named_enum! {
+    /// Which ranks decode, and when.
+    pub enum DecodePlacement {
+        /// Rank 0 of the mesh decodes on its compute device, and the mesh waits.
+        OnMesh = "on_mesh",
+        /// All ranks of the mesh share decode and encode, between two calls.
+        AllRanks = "all_ranks",
+        /// A rank outside the mesh decodes the whole chunk before the next one starts.
+        Serial = "serial",
+        /// A rank outside the mesh decodes; the next chunk starts as soon as the first latent is
+        /// decoded and encoded.
+        AnchorFirst = "anchor_first",
+        /// Like `AnchorFirst`, but the mesh shares the decode of the first latent and the encode.
+        /// The rank outside decodes every latent, because it holds the decoder's history.
+        AnchorShared = "anchor_shared",
+        /// A rank outside the mesh decodes while the mesh generates the next chunk: no work waits
+        /// for pixels.
+        Overlapped = "overlapped",
+    }
 }
 
 impl DecodePlacement {
-    /// All placements, in the order in which a search tries them.
-    pub const ALL: [DecodePlacement; 6] = [
-        DecodePlacement::OnMesh,
-        DecodePlacement::AllRanks,
-        DecodePlacement::Serial,
-        DecodePlacement::AnchorFirst,
-        DecodePlacement::AnchorShared,
-        DecodePlacement::Overlapped,
-    ];
-
-    /// Returns the spelling on the command line and in reports.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        ["on_mesh", "all_ranks", "serial", "anchor_first", "anchor_shared", "overlapped"][self as usize]
-    }
-
     /// Returns the number of ranks outside the mesh that decode.
     #[must_use]
     pub fn outside_ranks(self) -> u32 {

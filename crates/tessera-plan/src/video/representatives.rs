@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_cost::GroupSpan;
 use tessera_cost::program_cost::ranks_span;
-use tessera_ir::Bundle;
 use tessera_mesh::{Cluster, Mesh, Rank};
 
 use super::schedule::{CallSchedule, CommPeers, StepEffect};
@@ -22,22 +21,11 @@ pub struct RankClass {
     pub members: Vec<Rank>,
 }
 
-/// Returns the rank classes of a bundle on a cluster. A role is one class if, for every collective,
-/// send and receive of every role, all its ranks communicate with ranks of the same roles over the
-/// same links: by induction over events their timings are then equal. Otherwise every rank is a
-/// class of its own.
-#[must_use]
-pub fn classify_ranks(bundle: &Bundle, cluster: &Cluster) -> Vec<RankClass> {
-    let roles: Vec<&[Rank]> = bundle.roles.iter().map(|r| &r.ranks[..]).collect();
-    let communications = |role: usize| {
-        let programs = bundle.phases.iter().map(move |p| &p.programs[role]);
-        programs.flat_map(|p| p.collective_ops().map(|(_, op)| CommPeers::from_op(op))).collect()
-    };
-    group_ranks(&bundle.mesh, &roles, &(0..roles.len()).map(communications).collect::<Vec<_>>(), cluster)
-}
-
-/// Does the same as [`classify_ranks`] for a schedule, from the communication of its steps.
-pub(super) fn classify_scheduled_ranks(schedule: &CallSchedule, cluster: &Cluster) -> Vec<RankClass> {
+/// Returns the rank classes of a schedule on a cluster. A role is one class if, for every
+/// collective, send and receive of every role, all its ranks communicate with ranks of the same
+/// roles over the same links: by induction over events their timings are then equal. Otherwise
+/// every rank is a class of its own.
+pub(super) fn classify_ranks(schedule: &CallSchedule, cluster: &Cluster) -> Vec<RankClass> {
     let roles: Vec<&[Rank]> = schedule.roles.iter().map(|r| &r[..]).collect();
     let mut communications: Vec<BTreeSet<CommPeers>> = vec![BTreeSet::new(); roles.len()];
     for phase in &schedule.phases {

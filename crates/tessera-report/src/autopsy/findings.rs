@@ -1,14 +1,18 @@
-//! Builds findings: their sentences, evidence and counterexamples, and the recommended next step.
+//! Builds findings: their sentences, evidence and counterexamples.
 
 use tessera_base::{Counterexample, Mismatch, RankCollective, WaitEdge};
 
+use super::phrases::{
+    describe_collective, describe_last_event, describe_oldest_pending, describe_phase, describe_place,
+    describe_signature, format_ranks, format_seconds, group_with_members,
+};
 use super::rank_view::{ObservedCollective, PlanDivergence, RankView};
 use super::wait_graph::{CollectiveMismatch, WaitNode, type_dtype};
 use super::{
-    AutopsyRunState, Finding, FindingClass, GroupProgress, Investigation, LAUNCHER_GONE, ProcessEnd,
-    ProcessVitals, RankDiagnosis, is_death, is_own_failure,
+    AutopsyRunState, Finding, FindingClass, Investigation, LAUNCHER_GONE, ProcessEnd, ProcessVitals,
+    is_own_failure,
 };
-use crate::flight::{CollectiveProgress, FlightCollective, FlightPhase, write_ranks};
+use crate::flight::{CollectiveProgress, FlightCollective, write_ranks};
 
 impl Finding {
     /// Creates a finding without a chain of waits and without a counterexample.
@@ -250,7 +254,7 @@ pub(super) fn silence_finding(case: &Investigation<'_>, v: &RankView<'_>) -> Fin
 }
 
 /// Returns whether a rank or the run record reported a failure of this class about `rank`.
-fn was_reported(case: &Investigation<'_>, rank: u32, class: &str) -> bool {
+pub(super) fn was_reported(case: &Investigation<'_>, rank: u32, class: &str) -> bool {
     let by_rank = case.views.iter().any(|v| {
         v.marks().any(|(_, m)| {
             m.event == "failed" && m.blamed_rank == Some(rank) && m.class.as_deref() == Some(class)
@@ -260,40 +264,26 @@ fn was_reported(case: &Investigation<'_>, rank: u32, class: &str) -> bool {
 }
 
 /// Returns how a rank's process ended, as its launcher observed it.
-fn process_end<'a>(case: &'a Investigation<'_>, rank: u32) -> Option<&'a ProcessEnd> {
+pub(super) fn process_end<'a>(case: &'a Investigation<'_>, rank: u32) -> Option<&'a ProcessEnd> {
     case.evidence.process_ends.iter().find(|e| e.rank == rank)
 }
 
 /// Returns the state of a rank's process. A process whose end the launcher observed is gone, even
 /// if its id is in use again.
-fn process_vitals(case: &Investigation<'_>, rank: u32) -> Option<ProcessVitals> {
+pub(super) fn process_vitals(case: &Investigation<'_>, rank: u32) -> Option<ProcessVitals> {
     let ended = process_end(case, rank).map(|_| ProcessVitals::Gone);
     ended.or_else(|| case.evidence.vitals.get(&rank).copied())
 }
 
 /// Formats the id of a rank's process with a leading space. The result is empty for a process that
 /// is gone or probably gone: a run that is over leaves no process behind.
-fn format_pid(case: &Investigation<'_>, v: &RankView<'_>) -> String {
+pub(super) fn format_pid(case: &Investigation<'_>, v: &RankView<'_>) -> String {
     let there = match process_vitals(case, v.rank) {
         Some(ProcessVitals::Gone) => false,
         Some(_) => true,
         None => case.state == AutopsyRunState::Running,
     };
     v.flight.filter(|_| there).map_or(String::new(), |f| format!(" {}", f.header.pid))
-}
-
-/// Returns whether a rank died before the others ended, according to a rank, the launcher or the
-/// system.
-fn is_dead(case: &Investigation<'_>, rank: u32) -> bool {
-    if was_reported(case, rank, "a rank died") {
-        return true;
-    }
-    // The launcher kills unresponsive ranks when the run ends, so their kill is not a cause.
-    let stalled = was_reported(case, rank, "a rank stalled");
-    let killed = process_end(case, rank).is_some_and(|e| e.signal.is_some());
-    let alone =
-        case.state == AutopsyRunState::Running && process_vitals(case, rank) == Some(ProcessVitals::Gone);
-    !stalled && (killed || alone)
 }
 
 fn signal_name(n: i32) -> &'static str {
@@ -387,171 +377,6 @@ pub(super) fn explain_innocence(case: &Investigation<'_>, v: &RankView<'_>) -> S
     }
 }
 
-/// Returns the kind of problem and the recommended next step.
-pub(super) fn triage_and_next_step(case: &Investigation<'_>, findings: &[Finding]) -> (&'static str, String) {
-    let Some(f) = findings.first() else {
-        return (
-            "none",
-            match case.state {
-                AutopsyRunState::Complete | AutopsyRunState::Interrupted => "nothing to do: the run ended normally".into(),
-                AutopsyRunState::Running => "nothing to do: no wait is longer than work explains. Run the autopsy again if the run makes no progress".into(),
-                _ => "the records name no rank: check the last lines of the launcher, the host’s log (dmesg) and the disk".into(),
-            },
-        );
-    };
-    let ranks = format_ranks(&f.ranks);
-    let dead = f.ranks.iter().any(|r| is_dead(case, *r));
-    match f.class {
-        FindingClass::Diverged => (
-            "drift",
-            format!(
-                "compare the program of {ranks} with the plan: look for a branch that only it takes, a wrong group handle, or an additional collective (tessera explain T0751)"
-            ),
-        ),
-        FindingClass::Drifted => (
-            "drift",
-            format!(
-                "compare inputs, weights and state of {ranks} with another rank at the named call; a run with the same seed reproduces it (tessera explain {})",
-                leading_code(f, "T0744")
-            ),
-        ),
-        FindingClass::Refused => (
-            "refusal",
-            format!("read the difference above; no collective ran (tessera explain {})", leading_code(f, "T0740")),
-        ),
-        FindingClass::Failed => (
-            "crash",
-            format!(
-                "read the failure message of {ranks}; the other ranks failed as a consequence (tessera explain {})",
-                leading_code(f, "T0745")
-            ),
-        ),
-        FindingClass::HostSilent | FindingClass::NeverReached if dead => (
-            "crash",
-            format!(
-                "find out what killed {ranks}: check dmesg for the OOM killer, the core dump, and its standard error"
-            ),
-        ),
-        FindingClass::HostSilent | FindingClass::NeverReached => ("hang", silent_rank_next_step(case, f, &ranks)),
-        FindingClass::DeviceBehind => {
-            ("hang", format!("check the device of {ranks}: a stuck kernel, device errors, its clock rate"))
-        }
-        FindingClass::Cycle => (
-            "hang",
-            "use one order of groups on all of these ranks; `tessera check` on the plan or on a trace draws the cycle"
-                .to_string(),
-        ),
-        FindingClass::Transport => {
-            ("hang", "check what connects the ranks: links, switches, shared memory".to_string())
-        }
-        FindingClass::LauncherGone => {
-            ("crash", "find out what ended the launcher; the ranks are not at fault".to_string())
-        }
-    }
-}
-
-/// Returns the next step for ranks that other ranks wait for.
-fn silent_rank_next_step(case: &Investigation<'_>, f: &Finding, ranks: &str) -> String {
-    let views = || f.ranks.iter().filter_map(|r| case.view(*r));
-    let pids: String = views().map(|v| format_pid(case, v)).collect();
-    if f.ranks.iter().any(|r| process_vitals(case, *r) == Some(ProcessVitals::Stopped)) {
-        format!("{ranks} is stopped: kill -CONT{pids} resumes it, if the run still waits")
-    } else if !pids.is_empty() {
-        format!("inspect the process of {ranks}: its stack (gdb -p{pids}), its disk, its memory")
-    } else if views().any(|v| v.flight.is_none()) {
-        format!(
-            "copy the flight record of {ranks} from its host and run the autopsy again; on that host, inspect its process, its disk and its memory"
-        )
-    } else {
-        let how = match views().all(|v| process_vitals(case, v.rank) == Some(ProcessVitals::Gone)) {
-            true => "is gone, so its stack cannot be read",
-            false => "belongs to a run that is over",
-        };
-        format!(
-            "the process of {ranks} {how}: check its standard error, its disk and its memory; if the hang recurs, run the autopsy while the run hangs"
-        )
-    }
-}
-
-/// Returns the diagnostic code at the beginning of a finding's first fact, such as `[T0744] …`.
-fn leading_code(f: &Finding, otherwise: &str) -> String {
-    let first = f.evidence.first().and_then(|e| e.strip_prefix('[')?.split(']').next());
-    first.filter(|c| c.starts_with('T')).unwrap_or(otherwise).to_string()
-}
-
-impl Investigation<'_> {
-    /// Returns the rank's row in the report. The first finding that names the rank sets its state.
-    pub(super) fn rank_diagnosis(&self, v: &RankView<'_>, findings: &[Finding]) -> RankDiagnosis {
-        let culprit = findings.iter().find(|f| f.ranks.contains(&v.rank));
-        let failure_mark = v.marks().filter(|(_, m)| m.event == "failed").last().map(|(_, m)| m);
-        let state = match (culprit, v.waiting_collective(), failure_mark) {
-            (Some(f), ..) => match f.class {
-                FindingClass::Diverged => "diverged",
-                FindingClass::Failed => "failed",
-                FindingClass::Drifted => "drifted",
-                FindingClass::Refused => "refused",
-                FindingClass::HostSilent => "silent",
-                FindingClass::NeverReached => "never arrived",
-                FindingClass::DeviceBehind => "device behind",
-                FindingClass::Cycle => "in the cycle",
-                FindingClass::Transport | FindingClass::LauncherGone => "waits",
-            },
-            (None, Some(_), _) => "waits",
-            (None, None, Some(m))
-                if m.is_relayed || m.blamed_rank != Some(v.rank) || is_death(m.class.as_deref()) =>
-            {
-                "ended as a consequence"
-            }
-            (None, None, Some(_)) => "failed later",
-            (None, None, None) if v.flight.is_none() => "no record",
-            (None, None, None) => "healthy",
-        };
-        RankDiagnosis {
-            rank: v.rank,
-            state: state.to_string(),
-            last_event: describe_last_event(v),
-            silent_ns: v.flight.map(|_| self.end_ns.saturating_sub(v.last_wall_ns)),
-            waits_for: self.waits.awaited_ranks(v.rank),
-        }
-    }
-
-    /// Returns the progress of the members of each group of the last call.
-    pub(super) fn group_progress(&self) -> Vec<GroupProgress> {
-        let last = self.views.iter().map(|v| v.engine_position().0).max().unwrap_or(0);
-        let mut channels: Vec<_> = self
-            .views
-            .iter()
-            .flat_map(|v| v.collectives.iter().filter(|c| c.entry.call == last).map(|c| &c.communicator))
-            .collect();
-        channels.sort();
-        channels.dedup();
-        let reached = |rank: u32, channel: &super::rank_view::ObservedCommunicator| {
-            let v = self.view(rank)?;
-            let c =
-                v.collectives.iter().rev().find(|c| c.entry.call == last && c.communicator == *channel)?;
-            Some(format!(
-                "{} #{} of {}, {}",
-                c.entry.op,
-                c.entry.pos,
-                c.entry.phase,
-                state_label(c.entry.state)
-            ))
-        };
-        let group = |channel: &super::rank_view::ObservedCommunicator| GroupProgress {
-            group: match channel.pair {
-                Some((from, to)) => format!("{} {from} → {to}", channel.group),
-                None => group_with_members(&channel.group, &channel.ranks),
-            },
-            reached: channel
-                .ranks
-                .iter()
-                .map(|r| (*r, reached(*r, channel).unwrap_or_else(|| "not in this call".to_string())))
-                .collect(),
-        };
-        channels.into_iter().map(group).collect()
-    }
-}
-
 /// Describes the waits that lead to a rank.
 fn wait_chain(case: &Investigation<'_>, to: u32) -> Vec<String> {
     let nodes = case.waits.chain_to(to);
@@ -586,81 +411,6 @@ fn next_planned_collective(case: &Investigation<'_>, v: &RankView<'_>) -> Option
         .unwrap_or(0);
     let line = case.evidence.plan.get(&(p.phase.clone(), v.rank))?.get(issued as usize)?;
     Some(format!("{line}, #{issued} of {}", p.phase))
-}
-
-/// Describes the last event of a rank's engine.
-fn describe_last_event(v: &RankView<'_>) -> String {
-    let collective = v.collectives.iter().max_by_key(|c| c.at_ns.max(c.entry.end_ns));
-    // A phase that has not ended is older than its own collectives.
-    let is_older =
-        |p: &FlightPhase, c: &FlightCollective| (p.call, p.step) <= (c.call, c.step) && p.end_ns == 0;
-    let phase = v.phase.filter(|p| !collective.is_some_and(|c| is_older(p, c.entry)));
-    match (phase, collective) {
-        (Some(p), _) => {
-            let verb = if p.end_ns > 0 { "ended" } else { "began" };
-            format!("{verb} {}", describe_place(&p.phase, p.call, p.chunk))
-        }
-        (None, Some(c)) => format!("{} {}", state_label(c.entry.state), describe_collective(c.entry)),
-        (None, None) => match v.marks().last() {
-            Some((_, m)) => m.call.map_or(m.event.clone(), |k| format!("{} call {k}", m.event)),
-            None => "nothing".to_string(),
-        },
-    }
-}
-
-fn describe_oldest_pending(v: &RankView<'_>) -> String {
-    v.pending_collectives().next().map_or(String::new(), |c| describe_collective(c.entry))
-}
-
-fn state_label(s: CollectiveProgress) -> &'static str {
-    match s {
-        CollectiveProgress::Issued => "issued",
-        CollectiveProgress::Waiting => "waits in",
-        CollectiveProgress::Done => "completed",
-        CollectiveProgress::Refused => "refused",
-    }
-}
-
-/// Describes a collective, such as `tp all_reduce #14 of denoise.fill3 (call 7, chunk 6)`.
-fn describe_collective(c: &FlightCollective) -> String {
-    let peer = match (c.op.as_str(), c.peer) {
-        ("send", Some(p)) => format!(" to rank {p}"),
-        ("recv", Some(p)) => format!(" from rank {p}"),
-        _ => String::new(),
-    };
-    format!("{} {}{peer} #{} of {}", c.group, c.op, c.pos, describe_phase(c))
-}
-
-fn describe_phase(c: &FlightCollective) -> String {
-    describe_place(&c.phase, c.call, c.chunk)
-}
-
-fn describe_place(phase: &str, call: u64, chunk: u32) -> String {
-    format!("{phase} (call {call}, chunk {chunk})")
-}
-
-fn describe_signature(c: &FlightCollective) -> String {
-    let reduction = c.reduction.as_ref().map_or(String::new(), |r| format!(" reduction={r}"));
-    let root = c.root.map_or(String::new(), |r| format!(" root={r}"));
-    format!("{} {} {}{reduction}{root}", c.group, c.op, c.ty)
-}
-
-fn group_with_members(group: &str, ranks: &[u32]) -> String {
-    format!("{group} of ranks {}", write_ranks(ranks))
-}
-
-/// Formats ranks as `rank 1`, `ranks 1-3` or, if there are none, `no rank`.
-fn format_ranks(ranks: &[u32]) -> String {
-    match ranks {
-        [] => "no rank".to_string(),
-        [one] => format!("rank {one}"),
-        _ => format!("ranks {}", write_ranks(ranks)),
-    }
-}
-
-pub(super) fn format_seconds(ns: u64) -> String {
-    let s = ns as f64 / 1e9;
-    if s < 10.0 { format!("{s:.2} s") } else { format!("{s:.0} s") }
 }
 
 fn counterexample_step(call: &ObservedCollective<'_>) -> RankCollective {

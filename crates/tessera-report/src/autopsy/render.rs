@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use super::findings::format_seconds;
-use super::{Autopsy, AutopsyRunState, FindingClass, RecordAgreement};
+use super::phrases::format_seconds;
+use super::{Autopsy, AutopsyRunState, RecordAgreement};
 use crate::flight::write_ranks;
 
 /// Maximum number of rows in the tables of ranks and groups.
@@ -100,25 +100,6 @@ impl Autopsy {
     pub fn has_problem(&self) -> bool {
         let ended_badly = matches!(self.state, AutopsyRunState::Failed | AutopsyRunState::Unfinished);
         !self.findings.is_empty() || ended_badly || self.agreement == RecordAgreement::Disagrees
-    }
-}
-
-impl FindingClass {
-    /// Returns the class's name in JSON and in file names of drawings.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            FindingClass::Diverged => "diverged",
-            FindingClass::Failed => "failed",
-            FindingClass::Drifted => "drifted",
-            FindingClass::Refused => "refused",
-            FindingClass::HostSilent => "host_silent",
-            FindingClass::DeviceBehind => "device_behind",
-            FindingClass::NeverReached => "never_reached",
-            FindingClass::Cycle => "cycle",
-            FindingClass::Transport => "transport",
-            FindingClass::LauncherGone => "launcher",
-        }
     }
 }
 

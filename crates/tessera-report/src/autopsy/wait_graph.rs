@@ -245,19 +245,14 @@ fn find_mismatches(views: &[RankView<'_>]) -> Vec<CollectiveMismatch> {
 fn differing_field(a: &FlightCollective, b: &FlightCollective) -> Option<&'static str> {
     // For the other ops, members may contribute shards of different sizes.
     let even = matches!(a.op.as_str(), "all_reduce" | "broadcast");
-    if a.op != b.op {
-        Some("op")
-    } else if a.reduction != b.reduction {
-        Some("reduction")
-    } else if a.root != b.root {
-        Some("root")
-    } else if type_dtype(&a.ty) != type_dtype(&b.ty) {
-        Some("dtype")
-    } else if even && element_count(&a.ty) != element_count(&b.ty) {
-        Some("count")
-    } else {
-        None
-    }
+    let fields = [
+        (a.op != b.op, "op"),
+        (a.reduction != b.reduction, "reduction"),
+        (a.root != b.root, "root"),
+        (type_dtype(&a.ty) != type_dtype(&b.ty), "dtype"),
+        (even && element_count(&a.ty) != element_count(&b.ty), "count"),
+    ];
+    fields.into_iter().find(|(differs, _)| *differs).map(|(_, field)| field)
 }
 
 pub(super) fn type_dtype(ty: &str) -> &str {

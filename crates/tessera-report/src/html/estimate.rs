@@ -66,7 +66,7 @@ pub struct EstimatePage {
     pub command: String,
 }
 
-/// Whether a mapping fits and passes its gates.
+/// Whether a mapping fits, meets the deadline and passes its gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EstimateVerdict {
     /// The plan fits and its gates pass.
@@ -74,7 +74,7 @@ pub enum EstimateVerdict {
     Good,
     /// The plan fits, but a gate warns or fails.
     Warn,
-    /// No mapping fits, so there is no plan to recommend.
+    /// No mapping fits, or none meets the deadline.
     Rejected,
 }
 
@@ -382,7 +382,6 @@ fn render_accuracy(page: &EstimatePage) -> Markup {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::timeline::TimelineSpan;

@@ -41,7 +41,6 @@ fn render_row(name: &str, value: impl Render, meaning: impl Render) -> Markup {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::record::PipelineTimes;

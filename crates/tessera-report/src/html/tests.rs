@@ -1,12 +1,10 @@
 //! Tests of the pages of runs and of estimates.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::timeline::tests::sample;
 
 fn bare(record: &RunRecord) -> ReportPage<'_> {
-    ReportPage { record, clip: None, frames: &[], plan: None, gates: &[], trace_href: None }
+    ReportPage { record, clip: None, frames: &[], plan: None, trace_href: None }
 }
 
 fn full(record: &RunRecord) -> String {
@@ -42,15 +40,10 @@ fn full(record: &RunRecord) -> String {
             bytes: 4096,
         }],
     };
-    let gates =
-        [ReportGate {
-            name: "overlap".into(), value: "0.42".into(), limit: "≥ 0.60".into(), is_met: false
-        }];
     render_report(&ReportPage {
         clip: Some(ReportClip { apng: Some(&png), bytes: png.len() as u64, href: "clip.png" }),
         frames: &frames,
         plan: Some(&plan),
-        gates: &gates,
         trace_href: Some("trace.json"),
         ..bare(record)
     })
@@ -143,7 +136,6 @@ fn shows_numbers_tables_and_plan() {
         "<td>stage0</td><td class=\"l\">1</td><td>3.0 MiB</td><td>–</td><td>3.0 MiB</td><td>25 %",
         "<td>12</td><td>4.0 KiB</td>",
         "<summary>stage0<small>3 lines</small></summary><pre>program @x {\n  %a = weight &quot;w&quot;\n}</pre>",
-        "<td class=\"bad\">missed</td>",
         "<q dir=\"auto\">a &lt;i&gt;</q> from chunk 0",
         "<figcaption>chunk 2, after a cut</figcaption>",
         "now &lt;/script&gt; &quot;x&quot;",
@@ -252,20 +244,17 @@ fn a_report_shows_scripts_as_text() {
             bytes: 1,
         }],
     };
-    let gates =
-        [ReportGate { name: script("gate"), value: script("value"), limit: script("limit"), is_met: true }];
     let href = script("href");
     let page = render_report(&ReportPage {
         record: &hostile_record(),
         clip: Some(ReportClip { apng: None, bytes: 1, href: &href }),
         frames: &[],
         plan: Some(&plan),
-        gates: &gates,
         trace_href: Some(&script("trace")),
     });
     let names = "tessera plan model mesh strategy numerics dtype cache topology started machine rank chunk \
                  phase stream event detail golden class code message mapping program text role ranks use \
-                 planned op axis gate value limit href trace";
+                 planned op axis href trace";
     assert_escaped(&page, &names.split_whitespace().collect::<Vec<_>>());
     assert!(page.contains("&lt;script&gt;command&lt;/script&gt;"), "{page}");
 

@@ -1,5 +1,5 @@
 //! A non-blocking byte stream to one peer. The reactor treats Unix sockets, TCP sockets and their
-//! encrypted or authenticated wrappers alike.
+//! encrypted wrappers alike.
 
 use std::io::{Read, Result, Write};
 use std::net::TcpStream;

@@ -430,6 +430,20 @@ mod tests {
         );
     }
 
+    // proves: C-02
+    #[test]
+    fn a_frame_that_ends_early_ends_the_link() {
+        let frame = wire::encode(1, &large_context(4_000)).expect("within limits");
+        for sent in [1, HEADER_BYTES, HEADER_BYTES + 7, frame.len() - 1] {
+            let (mut reactor, link, mut peer) = reactor_and_peer(&[1]);
+            peer.write_all(&frame[..sent]).expect("written");
+            drop(peer);
+            let got = wait_for_events(&mut reactor, 1);
+            let [ReactorEvent::Disconnected { link: at, .. }] = &got[..] else { panic!("{sent}: {got:?}") };
+            assert_eq!(*at, link);
+        }
+    }
+
     #[test]
     fn a_frame_is_forwarded_unchanged() {
         let (mut reactor, _, mut above) = reactor_and_peer(&[0]);
@@ -471,6 +485,7 @@ mod tests {
         assert_eq!(d.code.id, "T0703");
     }
 
+    // proves: C-06
     #[test]
     fn memory_follows_received_bytes_not_the_announced_length() {
         let (mut reactor, _, mut peer) = reactor_and_peer(&[1]);

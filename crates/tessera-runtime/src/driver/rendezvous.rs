@@ -2,9 +2,11 @@
 //! authenticates itself. Rank 0 compares the ranks' parameters and sends everyone the addresses;
 //! then every pair of ranks that needs a link opens one.
 //!
-//! Only an authenticated rank can make rank 0 give up. Rank 0 reports an unauthenticated process at
-//! its port and otherwise ignores it.
+//! Only an authenticated rank can make rank 0 give up. Rank 0 reports unauthenticated processes at
+//! its port, one line for each kind and a count, and otherwise ignores them: a handshake that is
+//! slow gives its place to newer connections.
 
+mod connect;
 mod gather;
 mod handshakes;
 mod links;
@@ -12,7 +14,7 @@ mod messages;
 
 use std::fmt::Write as _;
 use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use tessera_base::{Diagnostic, Diagnostics};
@@ -20,9 +22,10 @@ use tessera_base::{Diagnostic, Diagnostics};
 use super::ControlTopology;
 use super::byte_stream::ByteStream;
 use super::launcher::StopHandle;
-use super::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials, HANDSHAKE_LIMIT};
+use super::secure::{Claim, ConnectionPurpose, Credentials, HANDSHAKE_LIMIT};
 use crate::Digest;
 use crate::codes::T0758;
+use connect::ReachedMaster;
 use messages::{RankInfo, RendezvousMessage, into_diagnostics, receive_message, send_message, send_refusal};
 
 /// Maximum number of ranks in a rendezvous.
@@ -87,9 +90,10 @@ impl std::fmt::Debug for RendezvousPeers {
     }
 }
 
-/// Joins the other ranks and returns the streams to them. `note` receives a diagnostic per
-/// unauthenticated process; `stop` ends the wait. On rank 0, `ready` runs after all ranks have
-/// their links and before any of them continues.
+/// Joins the other ranks and returns the streams to them. `note` receives a diagnostic for the
+/// first unauthenticated process of each kind, and one with the number of further ones at the end;
+/// `stop` ends the wait. On rank 0, `ready` runs after all ranks have their links and before any of
+/// them continues.
 ///
 /// # Errors
 /// T0756, T0757, T0758 or T0740, with the rank, the address and the values of both sides.
@@ -173,11 +177,20 @@ impl WaitLimit<'_> {
     /// Returns the diagnostic that ends the wait, if the deadline has passed or a stop was
     /// requested.
     fn check_expired(&self, waited_for: &str) -> Option<Diagnostic> {
-        if self.stop.request_count() > 0 {
+        if self.is_stopped() {
             return Some(stopped_diagnostic(waited_for));
         }
         let late = Instant::now() >= self.deadline;
         late.then(|| Diagnostic::error(&T0758, format!("timed out waiting for {waited_for}")))
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.request_count() > 0
+    }
+
+    /// Returns the deadline of a handshake that starts now and may not outlast the wait.
+    fn handshake_deadline(&self) -> Instant {
+        handshake_deadline().min(self.deadline)
     }
 
     fn time_left(&self) -> Duration {
@@ -202,7 +215,8 @@ fn join_as_follower(
     wait: &WaitLimit<'_>,
     note: &mut dyn FnMut(Diagnostic),
 ) -> Result<RendezvousPeers, Diagnostics> {
-    let (mut leader, own_address, master_address) = reach_master(spec, wait).map_err(|d| vec![d])?;
+    let ReachedMaster { mut leader, own_address, address: master_address } =
+        connect::reach_master(spec, wait).map_err(|d| vec![d])?;
     let session = leader.claim.session;
     let fail = |what: &str, e: &std::io::Error| {
         if e.kind() == ErrorKind::Interrupted {
@@ -245,70 +259,6 @@ fn join_as_follower(
         Ok(_) => Err(fail("the other ranks opened their links", &ErrorKind::InvalidData.into())),
         Err(e) => Err(fail("the other ranks opened their links", &e)),
     }
-}
-
-/// Connects to rank 0, and retries while no process listens there.
-fn reach_master(
-    spec: &RendezvousSpec,
-    wait: &WaitLimit<'_>,
-) -> Result<(AuthenticatedPeer, SocketAddr, SocketAddr), Diagnostic> {
-    let mut pause = Duration::from_millis(50);
-    let mut last_error = "never tried".to_string();
-    let mut tries = 0u32;
-    loop {
-        tries += 1;
-        match resolve_master(spec) {
-            Err(e) => last_error = format!("the name does not resolve: {e}"),
-            Ok(addresses) => {
-                for at in addresses {
-                    let limit = wait.time_left().clamp(Duration::from_millis(1), Duration::from_secs(3));
-                    match TcpStream::connect_timeout(&at, limit) {
-                        Ok(stream) => return greet_master(spec, stream, at),
-                        Err(e) => last_error = format!("{at}: {e}"),
-                    }
-                }
-            }
-        }
-        if let Some(d) = wait.check_expired(&format!("rank 0 at {}", spec.master_address())) {
-            return Err(d
-                .with_label(
-                    format!("rank {}", spec.rank),
-                    format!("tried {tries} times in {} s", spec.join_limit.as_secs()),
-                )
-                .with_label("last error", last_error)
-                .with_hint("start rank 0 too, with the same MASTER_ADDR and MASTER_PORT"));
-        }
-        std::thread::sleep(pause.min(wait.time_left()));
-        pause = (pause * 2).min(Duration::from_secs(1));
-    }
-}
-
-fn greet_master(
-    spec: &RendezvousSpec,
-    stream: TcpStream,
-    address: SocketAddr,
-) -> Result<(AuthenticatedPeer, SocketAddr, SocketAddr), Diagnostic> {
-    let io = |e: std::io::Error| {
-        Diagnostic::error(&T0758, format!("the connection to rank 0 at {address} failed"))
-            .with_label("system", e.to_string())
-    };
-    secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(io)?;
-    let own_address = stream.local_addr().map_err(io)?;
-    let claim = spec.make_claim(ConnectionPurpose::Join, 0, 0, 0);
-    let leader = secure::connect_peer(stream, &spec.credentials, &claim, handshake_deadline())?;
-    // Rank 0 reports any other mismatch, because it sees all ranks.
-    if leader.claim.rank != 0 || leader.claim.purpose != ConnectionPurpose::Join {
-        return Err(Diagnostic::error(
-            &T0758,
-            format!("the process that listens at {address} is not rank 0"),
-        )
-        .with_label(address.to_string(), format!("claims to be {}", leader.claim)));
-    }
-    Ok((leader, own_address, address))
-}
-
-fn resolve_master(spec: &RendezvousSpec) -> std::io::Result<Vec<SocketAddr>> {
-    Ok((spec.master.0.as_str(), spec.master.1).to_socket_addrs()?.collect())
 }
 
 /// Listens at an address; port 0 selects any free port.

@@ -1,17 +1,17 @@
 //! Authenticates peers and protects the streams to them. A peer authenticates with the run's
 //! secret, with certificates, or with both. Before that, this process reads nothing from the peer
-//! except a hello of fixed size (and the TLS handshake). Afterwards, no third party can write into
-//! the stream.
+//! except flights of fixed size (and the TLS handshake). Afterwards, no third party can read the
+//! stream or write into it.
 //!
-//! Both sides send a hello with a fresh nonce. Each side then proves, with a keyed hash over both
-//! hellos, that it holds the run's secret. Over TLS, the key of the hash also includes the
-//! session's exported key, so that a proof cannot be replayed in another session. Afterwards the
-//! bytes travel under TLS, or in records with a keyed hash. That key derives from the secret and
-//! both nonces, and the hash covers a counter, so that a modified, repeated or foreign record ends
-//! the stream. TLS encrypts; records do not.
+//! Both sides run one Noise handshake ([`noise`]), with the run's secret as pre-shared key.
+//! Without certificates, the bytes that follow travel in Noise records. With certificates, the
+//! handshake runs inside a TLS session: its prologue includes the session's exported key, so that
+//! a proof cannot be moved to another session, and the bytes that follow travel under TLS alone.
 
 mod hello;
+mod noise;
 mod record;
+mod refusal;
 mod tls;
 
 use std::io::{self, ErrorKind};
@@ -25,8 +25,10 @@ use tessera_base::Diagnostic;
 
 use super::byte_stream::ByteStream;
 use crate::codes::T0756;
-pub use hello::{Claim, ConnectionPurpose, HELLO_BYTES, read_hello};
+pub use hello::{Claim, ConnectionPurpose, HELLO_BYTES, parse_hello};
+use noise::SharedKeys;
 pub use record::{RECORD_BYTES, RecordStream};
+pub use refusal::{Refusal, RefusalKind};
 pub use tls::TlsConfig;
 
 /// Minimum length of a secret file, in bytes; [`Secret::new`] refuses a shorter one.
@@ -34,7 +36,7 @@ pub const MIN_SECRET_BYTES: usize = 32;
 /// Time limit of one handshake, TLS included; a slower peer is refused.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
-/// The shared secret of a run, known to its ranks only.
+/// The shared secret of a run, known to its ranks only: the pre-shared key of their handshakes.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -45,7 +47,8 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// Derives the secret from the contents of a file.
+    /// Derives the secret from the contents of a file, by the key derivation function of BLAKE3.
+    /// Its context string separates the key from every other use of the file.
     ///
     /// # Errors
     /// T0756 if there are fewer than [`MIN_SECRET_BYTES`] bytes.
@@ -56,7 +59,7 @@ impl Secret {
                 .with_label("minimum", format!("{MIN_SECRET_BYTES} bytes"))
                 .with_hint("create one with `head -c 32 /dev/urandom > secret; chmod 600 secret`"));
         }
-        Ok(Secret(blake3::derive_key("tessera 2026-11 secret of a run", bytes)))
+        Ok(Secret(blake3::derive_key("tessera 2026-11 noise pre-shared key of a run", bytes)))
     }
 }
 
@@ -73,7 +76,7 @@ pub enum Credentials {
 pub struct AuthenticatedPeer {
     /// The peer's claim, which its proof covers.
     pub claim: Claim,
-    /// The stream to the peer, into which no third party can write.
+    /// The stream to the peer, which no third party can read or write.
     pub stream: Box<dyn ByteStream>,
 }
 
@@ -84,43 +87,36 @@ impl std::fmt::Debug for AuthenticatedPeer {
 }
 
 /// Authenticates this process to the peer that it has connected to, and the peer to this process.
+/// The result is `Ok` only if the peer has also admitted this process.
 ///
 /// # Errors
-/// T0756, which names only the address.
+/// A refusal (T0756), which names only the address.
 pub fn connect_peer(
     stream: TcpStream,
     credentials: &Credentials,
     claim: &Claim,
     deadline: Instant,
-) -> Result<AuthenticatedPeer, Diagnostic> {
-    let at = peer_address(&stream);
-    let refused = |how: &str| {
-        Diagnostic::error(&T0756, format!("mutual authentication with the process at {at} failed"))
-            .with_label("here", format!("{claim}, {}", credentials.describe_methods()))
-            .with_label(at.clone(), how.to_string())
-            .with_hint("every rank of a run needs the same secret file, or certificates of the same authority; and only one run may listen at an address")
-    };
-    run_handshake(stream, credentials, claim, HandshakeSide::Connector, deadline)
-        .map_err(|(_, e)| refused(&redacted_reason(&e)))
+) -> Result<AuthenticatedPeer, Refusal> {
+    let side = HandshakeSide::Connector;
+    let address = peer_address(&stream);
+    run_handshake(stream, credentials, claim, side, deadline)
+        .map_err(|(_, e)| Refusal::from_connector(&e, address, *claim, credentials.describe_methods()))
 }
 
 /// Authenticates the peer that has connected, and this process to the peer.
 ///
 /// # Errors
-/// T0756, which names only the address and the rank that the peer claimed.
+/// A refusal (T0756), which names only the address and the rank that the peer claimed.
 pub fn accept_peer(
     stream: TcpStream,
     credentials: &Credentials,
     own_claim: &Claim,
     deadline: Instant,
-) -> Result<AuthenticatedPeer, Diagnostic> {
-    let at = peer_address(&stream);
-    run_handshake(stream, credentials, own_claim, HandshakeSide::Acceptor, deadline).map_err(|(claim, e)| {
-        let who = claim.map_or(String::new(), |c| format!(", which claims to be {c},"));
-        Diagnostic::error(&T0756, format!("a process at {at}{who} did not prove that it belongs to this run"))
-            .with_label(at.clone(), redacted_reason(&e))
-            .with_label("here", credentials.describe_methods())
-    })
+) -> Result<AuthenticatedPeer, Refusal> {
+    let side = HandshakeSide::Acceptor;
+    let address = peer_address(&stream);
+    run_handshake(stream, credentials, own_claim, side, deadline)
+        .map_err(|(claim, e)| Refusal::from_acceptor(&e, address, claim, credentials.describe_methods()))
 }
 
 /// Sets the socket options of a stream between hosts: frames leave without delay, and an
@@ -200,21 +196,23 @@ fn run_handshake(
 ) -> Result<AuthenticatedPeer, HandshakeError> {
     let without_claim = |e: io::Error| (None, e);
     stream.set_nonblocking(true).map_err(without_claim)?;
-    let (mut stream, secret, channel_binding) = match credentials {
-        Credentials::Secret(secret) => (RawStream::Plain(stream), Some(secret), [0; 32]),
+    let (mut stream, keys) = match credentials {
+        Credentials::Secret(secret) => {
+            (RawStream::Plain(stream), SharedKeys { psk: secret.0, channel_binding: [0; 32] })
+        }
         Credentials::Tls(tls, secret) => {
             let mut stream = tls.open_session(stream, side).map_err(without_claim)?;
             stream.complete_handshake(deadline).map_err(without_claim)?;
             let channel_binding = stream.export_channel_binding().map_err(without_claim)?;
-            (RawStream::Tls(Box::new(stream)), secret.as_ref(), channel_binding)
+            let psk = match secret {
+                Some(secret) => secret.0,
+                // With certificates alone, the session's exported key replaces the secret.
+                None => blake3::derive_key("tessera 2026-11 run without a secret", &channel_binding),
+            };
+            (RawStream::Tls(Box::new(stream)), SharedKeys { psk, channel_binding })
         }
     };
-    let key = match secret {
-        Some(secret) => *blake3::keyed_hash(&secret.0, &channel_binding).as_bytes(),
-        // With certificates alone, the session's exported key replaces the secret.
-        None => blake3::derive_key("tessera 2026-11 run without a secret", &channel_binding),
-    };
-    let (claim, records) = hello::exchange_hellos(stream.as_stream(), own_claim, side, &key, deadline)?;
+    let (claim, records) = noise::exchange_proofs(stream.as_stream(), own_claim, side, &keys, deadline)?;
     let stream: Box<dyn ByteStream> = match stream {
         RawStream::Plain(stream) => Box::new(RecordStream::new(stream, records)),
         RawStream::Tls(stream) => stream,
@@ -250,16 +248,4 @@ fn wait_ready(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) -> io::Re
 
 fn peer_address(stream: &TcpStream) -> String {
     stream.peer_addr().map_or("an unknown address".into(), |a: SocketAddr| a.to_string())
-}
-
-/// Describes an error without details that help an attacker: whether the peer was late or closed
-/// the connection, but not what was wrong with its proof.
-fn redacted_reason(e: &io::Error) -> String {
-    match e.kind() {
-        ErrorKind::TimedOut => format!("the handshake did not finish within {} s", HANDSHAKE_LIMIT.as_secs()),
-        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
-            "the peer closed the connection".into()
-        }
-        _ => "the peer's proof is invalid".into(),
-    }
 }

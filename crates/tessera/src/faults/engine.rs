@@ -100,13 +100,9 @@ impl Engine for DrillEngine {
         if self.fires_now(DrillFault::NanLatent) {
             self.mutate_weight(".ffn.", f32::NAN);
         }
-        for fault in [
-            DrillFault::ConditionalCollective,
-            DrillFault::AdHocBroadcast,
-            DrillFault::WrongGroup,
-            DrillFault::WrongShape,
-        ] {
-            self.fires_now(fault);
+        // A changed program first acts in this call, which the limit of the drill counts from.
+        if self.in_armed_call && self.injector.changes_programs() {
+            self.injector.mark_fired();
         }
         self.inner.begin_call(call);
     }

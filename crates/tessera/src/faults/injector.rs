@@ -144,6 +144,11 @@ impl FaultInjector {
         }))
     }
 
+    /// Returns whether the fault is armed on this rank and changes its programs.
+    pub(super) fn changes_programs(&self) -> bool {
+        CHANGES.iter().any(|(fault, _)| self.has_fault(*fault))
+    }
+
     /// Modifies this rank's copy of a program if that is the fault.
     pub(crate) fn modify_program(&self, program: &mut Program) {
         for (fault, change) in CHANGES {
@@ -159,18 +164,19 @@ impl FaultInjector {
         weights: &'a mut dyn WeightSource,
         mesh: Mesh,
     ) -> Box<dyn WeightSource + 'a> {
+        let own = Rank(self.rank);
+        let mut other = own;
         if self.has_fault(DrillFault::WrongShard) {
             self.mark_fired();
             let ranks: Vec<Rank> = mesh.iter().collect();
-            let at = ranks.iter().position(|r| r.0 == self.rank).unwrap_or(0);
-            let other = ranks[(at + 1) % ranks.len().max(1)];
-            return Box::new(WrongShardSource { weights, own: Rank(self.rank), other });
+            let at = ranks.iter().position(|r| *r == own).unwrap_or(0);
+            other = ranks[(at + 1) % ranks.len().max(1)];
         }
         if self.has_fault(DrillFault::NanWeight) {
             self.mark_fired();
             return Box::new(NanWeightSource(weights));
         }
-        Box::new(WrongShardSource { weights, own: Rank(self.rank), other: Rank(self.rank) })
+        Box::new(WrongShardSource { weights, own, other })
     }
 
     /// Modifies the request of a chunk if that is the fault.

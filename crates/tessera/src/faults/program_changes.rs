@@ -7,7 +7,7 @@ use tessera_runtime::drill::DrillFault;
 /// Changes a program in place, or leaves a program without a suitable collective as it is.
 pub(super) type ProgramChange = fn(&mut Program);
 
-/// The faults that change a program, each with its function.
+/// The faults that change a program, each with its function. No other list names them.
 pub(super) const CHANGES: &[(DrillFault, ProgramChange)] = &[
     (DrillFault::ConditionalCollective, remove_collective),
     (DrillFault::AdHocBroadcast, insert_broadcast),

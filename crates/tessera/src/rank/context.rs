@@ -33,7 +33,7 @@ use crate::plan::Plan;
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::run_settings::{build_id, run_limits, stream_spec};
 use crate::shards::weight_opener;
-use crate::synthetic_delays::{DelayedEngine, SyntheticDelays};
+use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
 
 /// Maximum wait inside one collective. The lockstep detects stalls from progress and learned
 /// limits; this timeout only ends a wait that no process monitors any more.
@@ -197,7 +197,9 @@ impl RankContext {
         let (communicators, peers) = (communicators.into(), self.peers);
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
+        // A steady chunk runs one forward per step and one that recomputes or caches the context.
         let (delays, forwards) = (self.delays, self.stream.steps.len() as u64 + 1);
+        let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
         Box::new(move || {
@@ -228,6 +230,7 @@ impl RankContext {
             let weights_digest = weights.sample_digest();
             let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), weights));
             engine.set_flight_record(flight);
+            engine.set_delay(delay);
             engine.arm_guard(tripwires.is_armed(&T0751));
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
             let threads = gpus.is_none().then_some(threads);
@@ -240,12 +243,6 @@ impl RankContext {
             let engine: Box<dyn Engine> = match &drill {
                 None => Box::new(engine),
                 Some(hand) => Box::new(DrillEngine::new(engine, hand.clone(), programs)),
-            };
-            let engine = match delays.generate_ns {
-                // A steady chunk runs one forward per step and one that recomputes or caches the
-                // context.
-                Some(ns) => Box::new(DelayedEngine::new(engine, ns, forwards)),
-                None => engine,
             };
             Ok((engine, parity))
         })

@@ -166,6 +166,7 @@ impl WeightSource for AlwaysRank0 {
     }
 }
 
+// proves: D-14
 #[test]
 fn a_loader_that_gives_every_rank_shard_0_is_detected() {
     let plan = demo_plan("tp=2", Strategy::Megatron);
@@ -215,6 +216,7 @@ fn a_flipped_bit_in_one_ranks_file_is_detected() {
     }
 }
 
+// proves: D-17
 #[test]
 fn a_weight_that_is_not_finite_is_refused_by_every_rank_that_reads_it() {
     let tensor = "blocks.2.self_attn.q.weight";
@@ -253,6 +255,7 @@ fn a_weight_that_is_not_finite_is_refused_by_every_rank_that_reads_it() {
     assert_eq!(d.code.id, "T0770");
 }
 
+// proves: D-19
 #[test]
 fn a_plan_with_pinned_weights_refuses_others_also_in_a_reload() {
     let model = Model::open(&demo(), &Overrides::default()).unwrap();
@@ -310,6 +313,7 @@ fn rehash_until_result(
     (1..10_000).find_map(|call| shards.rehash(cpu, call_ns, 0).map(|said| (call, said))).unwrap()
 }
 
+// proves: D-03
 #[test]
 fn a_weight_changed_in_memory_is_detected_within_a_round() {
     let plan = demo_plan("tp=2", Strategy::Megatron);

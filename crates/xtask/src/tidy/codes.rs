@@ -1,26 +1,28 @@
-//! Checks the diagnostic codes: each is defined once, has an explain page of some length, and is
-//! listed by its crate.
+//! Checks the diagnostic codes: each is defined once, by the macro `codes!`, and has an explain page
+//! of some length.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
+use syn::parse::{Parse, ParseStream};
 use syn::spanned::Spanned;
 use syn::visit::Visit;
-use syn::{ExprStruct, Ident, ItemConst, LitStr, Member};
+use syn::{ExprStruct, Ident, LitStr, Macro, Member, Token};
 
 use super::Problem;
 use super::source::{Source, first_line};
-use crate::tree::{Tree, owning_crate};
+use crate::tree::Tree;
 
 /// Minimum number of sentences of a page: what is wrong, and what to do.
 const MIN_SENTENCES: usize = 2;
 
-/// One `Code { id: …, page: … }` of a source.
+/// One code that a source defines: in `codes!`, or as `Code { id: …, page: … }`.
 struct Definition<'a> {
     path: &'a str,
     line: usize,
     id: String,
     page: String,
     in_test: bool,
+    in_macro: bool,
 }
 
 /// Checks all definitions and all mentions of codes, in sources and pages.
@@ -28,12 +30,10 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
     // The codes in this crate are examples.
     let sources: Vec<&Source<'_>> = sources.iter().filter(|s| s.crate_name() != "xtask").collect();
     let mut definitions = Vec::new();
-    let mut listed: BTreeSet<(&str, String)> = BTreeSet::new();
     for s in &sources {
-        let mut finder = CodeFinder { source: s, definitions: Vec::new(), listed: BTreeSet::new() };
+        let mut finder = CodeFinder { source: s, definitions: Vec::new() };
         finder.visit_file(&s.syntax);
         definitions.extend(finder.definitions);
-        listed.extend(finder.listed.into_iter().map(|id| (s.crate_name(), id)));
     }
     let mut defined: BTreeMap<&str, &Definition<'_>> = BTreeMap::new();
     for d in definitions.iter().filter(|d| !d.in_test) {
@@ -43,7 +43,7 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
             found.push(Problem::new(d.path, d.line, message));
             continue;
         }
-        check_definition(d, &listed, found);
+        check_definition(d, found);
         defined.insert(&d.id, d);
     }
     let is_known_to_code = |id: &str| definitions.iter().any(|d| d.id == id);
@@ -55,8 +55,8 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
     }
 }
 
-/// Checks the length of a code's page, and that its crate lists the code.
-fn check_definition(d: &Definition<'_>, listed: &BTreeSet<(&str, String)>, found: &mut Vec<Problem>) {
+/// Checks the length of a code's page, and that `codes!` defines the code and lists it.
+fn check_definition(d: &Definition<'_>, found: &mut Vec<Problem>) {
     let mut report = |message| found.push(Problem::new(d.path, d.line, message));
     let sentences = d.page.split_inclusive(['.', '!', '?']).filter(|s| ends_sentence(s)).count();
     if sentences < MIN_SENTENCES {
@@ -65,9 +65,8 @@ fn check_definition(d: &Definition<'_>, listed: &BTreeSet<(&str, String)>, found
             d.id
         ));
     }
-    let owner = owning_crate(d.path).unwrap_or_default();
-    if !listed.contains(&(owner, d.id.clone())) {
-        report(format!("list {} in the CODES of `{owner}`", d.id));
+    if !d.in_macro {
+        report(format!("define {} in `codes!`, which lists it", d.id));
     }
 }
 
@@ -80,11 +79,17 @@ fn report_unknown_ids(path: &str, text: &str, is_known: &dyn Fn(&str) -> bool, f
     }
 }
 
-/// Collects the definitions of codes and the contents of `CODES`.
+/// Collects the definitions of codes.
 struct CodeFinder<'s, 'a> {
     source: &'s Source<'a>,
     definitions: Vec<Definition<'a>>,
-    listed: BTreeSet<String>,
+}
+
+impl CodeFinder<'_, '_> {
+    fn push_definition(&mut self, line: usize, id: String, page: String, in_macro: bool) {
+        let in_test = self.source.in_test(line);
+        self.definitions.push(Definition { path: self.source.path, line, id, page, in_test, in_macro });
+    }
 }
 
 impl<'ast> Visit<'ast> for CodeFinder<'_, '_> {
@@ -98,30 +103,37 @@ impl<'ast> Visit<'ast> for CodeFinder<'_, '_> {
         if let (Some(id), Some(page)) = (field("id"), field("page"))
             && find_ids(&id).next() == Some((0, id.as_str()))
         {
-            let line = first_line(i.span());
-            let in_test = self.source.in_test(line);
-            self.definitions.push(Definition { path: self.source.path, line, id, page, in_test });
+            self.push_definition(first_line(i.span()), id, page, false);
         }
         syn::visit::visit_expr_struct(self, i);
     }
 
-    fn visit_item_const(&mut self, i: &'ast ItemConst) {
-        if i.ident == "CODES" {
-            let mut names = Names::default();
-            names.visit_expr(&i.expr);
-            self.listed.extend(names.0);
+    fn visit_macro(&mut self, i: &'ast Macro) {
+        if i.path.segments.last().is_some_and(|s| s.ident == "codes")
+            && let Ok(list) = i.parse_body::<CodeList>()
+        {
+            for (id, page) in list.0 {
+                self.push_definition(first_line(id.span()), id.to_string(), page.value(), true);
+            }
         }
-        syn::visit::visit_item_const(self, i);
     }
 }
 
-/// All identifiers of an expression.
-#[derive(Default)]
-struct Names(BTreeSet<String>);
+/// The ids and pages in the body of `codes!`.
+struct CodeList(Vec<(Ident, LitStr)>);
 
-impl<'ast> Visit<'ast> for Names {
-    fn visit_ident(&mut self, name: &'ast Ident) {
-        self.0.insert(name.to_string());
+impl Parse for CodeList {
+    fn parse(input: ParseStream<'_>) -> syn::Result<CodeList> {
+        let mut list = Vec::new();
+        while !input.is_empty() {
+            let id = input.parse()?;
+            input.parse::<Token![:]>()?;
+            input.parse::<LitStr>()?;
+            input.parse::<Token![,]>()?;
+            list.push((id, input.parse()?));
+            input.parse::<Token![;]>()?;
+        }
+        Ok(CodeList(list))
     }
 }
 
@@ -166,28 +178,21 @@ mod tests {
         found.into_iter().map(|p| p.message).collect()
     }
 
-    const PAGE: &str = "page: \"It is wrong here. Do this instead.\" };\n";
-
     #[test]
     fn a_correct_code_passes() {
-        let text = format!(
-            "pub const CODES: &[&Code] = &[&x::T0101];\nstatic T0101: Code = Code {{ id: \"T0101\", title: \"t\", {PAGE}"
-        );
-        assert_eq!(problems(&text), Vec::<String>::new());
+        let text = "x::codes! { T0101: \"t\", \"It is wrong here. Do this instead.\"; }\n";
+        assert_eq!(problems(text), Vec::<String>::new());
     }
 
     #[test]
     fn every_mistake_is_reported() {
-        let text = format!(
-            "pub const CODES: &[&Code] = &[&x::T0101];\n\
-static T0101: Code = Code {{ id: \"T0101\", title: \"t\", {PAGE}\
-static T0102: Code = Code {{ id: \"T0102\", title: \"t\", page: \"It is wrong.\" }};\n\
-static B: Code = Code {{ id: \"T0101\", title: \"t\", {PAGE}// see T0103\n"
-        );
-        let found = problems(&text);
+        let text = "codes! {\n T0101: \"t\", \"It is wrong here. Do this instead.\";\n T0102: \"t\", \"It is wrong.\";\n}\n\
+static B: Code = Code { id: \"T0104\", title: \"t\", page: \"It is wrong here. Do this instead.\" };\n\
+codes! { T0101: \"t\", \"It is wrong here. Do this instead.\"; }\n// see T0103\n";
+        let found = problems(text);
         assert_eq!(found.len(), 4, "{found:?}");
         assert!(found[0].contains("has 1 sentence(s)"));
-        assert!(found[1].contains("list T0102"));
+        assert!(found[1].contains("define T0104 in `codes!`"));
         assert!(found[2].contains("T0101 is also defined at crates/a/src/lib.rs:2"));
         assert!(found[3].contains("code T0103 is not defined"));
     }

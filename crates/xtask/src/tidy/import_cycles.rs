@@ -9,7 +9,6 @@ use petgraph::algo::tarjan_scc;
 use petgraph::graph::DiGraph;
 
 use super::Problem;
-use super::exceptions::{CYCLE_EXCEPTIONS, EXCEPTIONS_FILE};
 use super::module_tree::ModuleTree;
 use super::source::Source;
 
@@ -18,24 +17,8 @@ type Imports<'s> = BTreeMap<(&'s str, &'s str), (usize, String)>;
 
 /// Checks the files below `src` of every crate.
 pub(super) fn check(sources: &[Source<'_>], found: &mut Vec<Problem>) {
-    check_except(sources, CYCLE_EXCEPTIONS, found);
-}
-
-/// Reports cycles outside of the exceptions, and files of exceptions that are in no cycle.
-fn check_except(sources: &[Source<'_>], exceptions: &[&[&str]], found: &mut Vec<Problem>) {
     let imports = collect_imports(sources);
-    let cycles = find_cycles(&imports);
-    for cycle in &cycles {
-        if !exceptions.iter().any(|e| cycle.iter().all(|file| e.contains(file))) {
-            found.push(describe_cycle(cycle, &imports));
-        }
-    }
-    for file in exceptions.iter().flat_map(|e| e.iter()) {
-        if !cycles.iter().any(|cycle| cycle.contains(file)) {
-            let message = format!("{file} is in no import cycle: remove it from CYCLE_EXCEPTIONS");
-            found.push(Problem::new(EXCEPTIONS_FILE, 0, message));
-        }
-    }
+    found.extend(find_cycles(&imports).iter().map(|cycle| describe_cycle(cycle, &imports)));
 }
 
 /// Returns the largest sets of files that reach one another by imports.
@@ -93,26 +76,26 @@ mod tests {
     use super::*;
     use crate::tree::Tree;
 
-    fn problems(files: &[(&str, &str)], exceptions: &[&[&str]]) -> Vec<String> {
+    fn problems(files: &[(&str, &str)]) -> Vec<String> {
         let files: Vec<(String, &str)> =
             files.iter().map(|(p, t)| (format!("crates/a/src/{p}.rs"), *t)).collect();
         let files: Vec<(&str, &str)> = files.iter().map(|(p, t)| (p.as_str(), *t)).collect();
         let tree = Tree::from_files(&files);
         let mut found = Vec::new();
         let sources = parse_sources(&tree, &mut found);
-        check_except(&sources, exceptions, &mut found);
+        check(&sources, &mut found);
         found.iter().map(Problem::to_string).collect()
     }
 
     const LIB: (&str, &str) = ("lib", "mod x; mod y; pub use y::Y; pub use x::X as Renamed;");
 
     fn assert_cycle(x: &str, y: &str) {
-        let found = problems(&[LIB, ("x", x), ("y", y)], &[]);
+        let found = problems(&[LIB, ("x", x), ("y", y)]);
         assert!(found.len() == 1 && found[0].contains("an import cycle of 2 files"), "{x} | {y}: {found:?}");
     }
 
     fn assert_none(files: &[(&str, &str)]) {
-        assert_eq!(problems(files, &[]), Vec::<String>::new());
+        assert_eq!(problems(files), Vec::<String>::new());
     }
 
     #[test]
@@ -120,7 +103,7 @@ mod tests {
         let x = ("x", "use crate::y::Y;\npub struct X(Y);");
         let y = ("y", "pub struct Y;\nimpl Y { fn f() { super::x::X::g() } }");
         assert_eq!(
-            problems(&[LIB, x, y], &[]),
+            problems(&[LIB, x, y]),
             [
                 "crates/a/src/x.rs: an import cycle of 2 files: move what they share into a file that imports none of \
 them (x.rs:1 imports crate::y::Y from y.rs; y.rs:2 imports super::x::X::g from x.rs)"
@@ -168,25 +151,12 @@ them (x.rs:1 imports crate::y::Y from y.rs; y.rs:2 imports super::x::X::g from x
         let x = ("x", "mod z; use z::Z; pub struct X;");
         assert_none(&[("lib", "mod x;"), x, ("x/z", "pub struct Z; use super::X;")]);
         let siblings = ("x", "mod z; mod w;");
-        let found = problems(
-            &[
-                ("lib", "mod x;"),
-                siblings,
-                ("x/z", "pub struct Z; use super::w::W;"),
-                ("x/w", "pub struct W; use crate::x::z::Z;"),
-            ],
-            &[],
-        );
+        let found = problems(&[
+            ("lib", "mod x;"),
+            siblings,
+            ("x/z", "pub struct Z; use super::w::W;"),
+            ("x/w", "pub struct W; use crate::x::z::Z;"),
+        ]);
         assert_eq!(found.len(), 1, "{found:?}");
-    }
-
-    #[test]
-    fn an_exception_covers_its_cycle_only_and_must_be_needed() {
-        let files = [LIB, ("x", "pub struct X; use crate::y::Y;"), ("y", "pub struct Y; use crate::x::X;")];
-        let (x, y, lib) = ("crates/a/src/x.rs", "crates/a/src/y.rs", "crates/a/src/lib.rs");
-        assert_eq!(problems(&files, &[&[x, y]]), Vec::<String>::new());
-        let found = problems(&files, &[&[x, lib]]);
-        assert_eq!(found.len(), 2, "{found:?}");
-        assert!(found[0].contains("import cycle of 2") && found[1].contains("lib.rs is in no import cycle"));
     }
 }

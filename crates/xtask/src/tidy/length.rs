@@ -3,46 +3,26 @@
 //! A long file usually hides two subjects, and a long function hides steps without names. The row of
 //! an exception states why this one has only one.
 
-use syn::visit::Visit;
-use syn::{Block, Signature};
+use proc_macro2::{Delimiter, TokenTree};
 
 use super::Problem;
-use super::exceptions::{EXCEPTIONS_FILE, LONG_CODE};
 use super::page::{ARCHITECTURE, LongCode};
-use super::source::{Source, first_line};
+use super::source::{Source, first_line, is_group, is_punct, word};
 
 /// Maximum number of lines of a source without its tests.
 const MAX_FILE_LINES: usize = 600;
 /// Maximum number of lines of a function, from its `fn` to its closing brace.
 const MAX_FUNCTION_LINES: usize = 80;
 
-/// Checks all code except tests against the table of the page and today's exceptions.
-pub(super) fn check(sources: &[Source<'_>], mut table: Vec<LongCode>, found: &mut Vec<Problem>) {
-    table.extend(LONG_CODE.iter().map(|(path, function)| LongCode {
-        path: path.to_string(),
-        function: Some(function.to_string()).filter(|f| !f.is_empty()),
-        page: EXCEPTIONS_FILE,
-        line: 0,
-    }));
-    check_except(sources, &table, found);
-}
-
-fn check_except(sources: &[Source<'_>], table: &[LongCode], found: &mut Vec<Problem>) {
+/// Checks all code except tests against the table of the page.
+pub(super) fn check(sources: &[Source<'_>], table: &[LongCode], found: &mut Vec<Problem>) {
     let mut needed = vec![false; table.len()];
     for s in sources {
-        let mut long = Vec::new();
-        let lines = s.code_line_count();
-        if lines > MAX_FILE_LINES {
-            long.push((0, None, lines, MAX_FILE_LINES));
-        }
-        let mut finder = FunctionFinder::default();
-        finder.visit_file(&s.syntax);
-        for (name, line, lines) in finder.functions {
-            if lines > MAX_FUNCTION_LINES && !s.in_test(line) {
-                long.push((line, Some(name), lines, MAX_FUNCTION_LINES));
-            }
-        }
-        for (line, function, lines, limit) in long {
+        let file = std::iter::once((0, None, s.code_line_count(), MAX_FILE_LINES));
+        let functions = s.find_tokens(function).filter(|(line, ..)| !s.in_test(*line));
+        let functions = functions.map(|(line, name, lines)| (line, Some(name), lines, MAX_FUNCTION_LINES));
+        for (line, function, lines, limit) in file.chain(functions).filter(|(.., lines, limit)| lines > limit)
+        {
             match table.iter().position(|row| row.path == s.path && row.function == function) {
                 Some(row) => needed[row] = true,
                 None => {
@@ -57,41 +37,18 @@ fn check_except(sources: &[Source<'_>], table: &[LongCode], found: &mut Vec<Prob
     }
     for (row, _) in table.iter().zip(needed).filter(|(_, needed)| !needed) {
         let what = row.function.as_ref().map_or(row.path.clone(), |f| format!("`{f}` of {}", row.path));
-        found.push(Problem::new(row.page, row.line, format!("{what} is not too long: remove the row")));
+        found.push(Problem::new(ARCHITECTURE, row.line, format!("{what} is not too long: remove the row")));
     }
 }
 
-/// Collects name, first line and number of lines of every function with a body.
-#[derive(Default)]
-struct FunctionFinder {
-    functions: Vec<(String, usize, usize)>,
-}
-
-impl FunctionFinder {
-    fn add(&mut self, signature: &Signature, block: &Block) {
-        let first = first_line(signature.fn_token.span);
-        let lines = block.brace_token.span.close().end().line + 1 - first;
-        self.functions.push((signature.ident.to_string(), first, lines));
-    }
-}
-
-impl<'ast> Visit<'ast> for FunctionFinder {
-    fn visit_item_fn(&mut self, i: &'ast syn::ItemFn) {
-        self.add(&i.sig, &i.block);
-        syn::visit::visit_item_fn(self, i);
-    }
-
-    fn visit_impl_item_fn(&mut self, i: &'ast syn::ImplItemFn) {
-        self.add(&i.sig, &i.block);
-        syn::visit::visit_impl_item_fn(self, i);
-    }
-
-    fn visit_trait_item_fn(&mut self, i: &'ast syn::TraitItemFn) {
-        if let Some(block) = &i.default {
-            self.add(&i.sig, block);
-        }
-        syn::visit::visit_trait_item_fn(self, i);
-    }
+/// Returns first line, name and number of lines of the function with a body whose `fn` is the token
+/// at `i`.
+fn function(list: &[TokenTree], i: usize) -> Option<(usize, String, usize)> {
+    let name = word(list, i).filter(|keyword| *keyword == "fn").and_then(|_| word(list, i + 1))?;
+    let ends = |at: &usize| is_punct(list, *at, ';') || is_group(list, *at, Delimiter::Brace);
+    let TokenTree::Group(body) = list.get((i..list.len()).find(ends)?)? else { return None };
+    let first = first_line(list[i].span());
+    Some((first, name.to_string(), body.span_close().end().line + 1 - first))
 }
 
 #[cfg(test)]
@@ -103,14 +60,14 @@ mod tests {
     const PATH: &str = "crates/a/src/a.rs";
 
     fn row(function: Option<&str>) -> LongCode {
-        LongCode { path: PATH.into(), function: function.map(String::from), page: ARCHITECTURE, line: 7 }
+        LongCode { path: PATH.into(), function: function.map(String::from), line: 7 }
     }
 
     fn problems(text: &str, table: &[LongCode]) -> Vec<String> {
         let tree = Tree::from_files(&[(PATH, text)]);
         let mut found = Vec::new();
         let sources = parse_sources(&tree, &mut found);
-        check_except(&sources, table, &mut found);
+        check(&sources, table, &mut found);
         found.iter().map(Problem::to_string).collect()
     }
 

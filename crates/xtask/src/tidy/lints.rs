@@ -157,19 +157,16 @@ fn check_library_lints(s: &Source<'_>, found: &mut Vec<Problem>) {
 
 /// Reports attributes outside of tests that switch off a ban or a lint of library crates.
 fn check_allowed_lints(s: &Source<'_>, found: &mut Vec<Problem>) {
-    for list in &s.token_lists {
-        for pair in list.windows(2) {
-            let [TokenTree::Ident(level), TokenTree::Group(lints)] = pair else { continue };
-            let line = first_line(level.span());
-            let switches_off = level == "allow" || level == "expect";
-            if !switches_off || s.in_test(line) {
-                continue;
-            }
-            let lints = lints.to_string().replace(' ', "");
-            for lint in lints.trim_matches(['(', ')']).split(',').filter(|lint| is_rule(lint)) {
-                let message = format!("`{level}({lint})` outside of tests: remove it and pass the value in");
-                found.push(Problem::new(s.path, line, message));
-            }
+    let attribute = |list: &'_ [TokenTree], i: usize| match list.get(i..i + 2)? {
+        [TokenTree::Ident(level), TokenTree::Group(lints)] if level == "allow" || level == "expect" => {
+            Some((first_line(level.span()), level.to_string(), lints.to_string().replace(' ', "")))
+        }
+        _ => None,
+    };
+    for (line, level, lints) in s.find_tokens(attribute).filter(|(line, ..)| !s.in_test(*line)) {
+        for lint in lints.trim_matches(['(', ')']).split(',').filter(|lint| is_rule(lint)) {
+            let message = format!("`{level}({lint})` outside of tests: remove it and pass the value in");
+            found.push(Problem::new(s.path, line, message));
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Checks that every `Cargo.toml` inherits its package fields, lints and dependency versions from
-//! the workspace.
+//! the workspace, and that its library is built for unit tests exactly if it has some.
 
 use super::Problem;
 use crate::tree::Tree;
@@ -29,6 +29,7 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
         if !inherits(manifest.get("lints")) {
             found.push(Problem::new(&path, 0, "write `workspace = true` in [lints]"));
         }
+        check_test_build(tree, &path, &manifest, found);
         let per_target = manifest.get("target").and_then(toml::Value::as_table);
         let tables = std::iter::once(&manifest)
             .chain(per_target.into_iter().flat_map(|t| t.values()).filter_map(toml::Value::as_table));
@@ -45,6 +46,23 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
             }
         }
     }
+}
+
+/// Reports a library that skips unit tests which it has, and one without unit tests that cargo builds
+/// once more as a test binary.
+fn check_test_build(tree: &Tree, path: &str, manifest: &toml::Table, found: &mut Vec<Problem>) {
+    let folder = path.replace("Cargo.toml", "src/");
+    let has_test = |text: &str| text.lines().any(|line| line.trim_start().starts_with("#[test]"));
+    let has_tests = tree.rust_files().any(|f| f.path.starts_with(&folder) && has_test(&f.text));
+    let is_built = manifest.get("lib").and_then(|lib| lib.get("test")?.as_bool()) != Some(false);
+    let message = match (is_built, has_tests) {
+        (true, false) if tree.contains(&format!("{folder}lib.rs")) => {
+            "write `test = false` in [lib]: the library has no unit tests"
+        }
+        (false, true) => "remove `test = false` from [lib]: the library has unit tests",
+        _ => return,
+    };
+    found.push(Problem::new(path, 0, message));
 }
 
 #[cfg(test)]
@@ -66,5 +84,21 @@ rust-version.workspace = true\nlicense.workspace = true\npublish.workspace = tru
                 && messages[1].contains("[lints]")
                 && messages[2].contains("serde")
         );
+    }
+
+    #[test]
+    fn a_library_is_built_for_unit_tests_exactly_if_it_has_some() {
+        let problems = |manifest: &str, source: &str| {
+            let tree =
+                Tree::from_files(&[("crates/a/Cargo.toml", manifest), ("crates/a/src/lib.rs", source)]);
+            let mut found = Vec::new();
+            check_test_build(&tree, "crates/a/Cargo.toml", &manifest.parse().unwrap(), &mut found);
+            found.into_iter().map(|p| p.message).collect::<Vec<_>>()
+        };
+        let (code, test, off) = ("fn a() {}\n", "#[test]\nfn b() {}\n", "[lib]\ntest = false\n");
+        assert_eq!(problems(off, code), Vec::<String>::new());
+        assert_eq!(problems("", test), Vec::<String>::new());
+        assert_eq!(problems("", code), ["write `test = false` in [lib]: the library has no unit tests"]);
+        assert_eq!(problems(off, test), ["remove `test = false` from [lib]: the library has unit tests"]);
     }
 }

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use super::Problem;
 use super::codes::find_ids;
+use super::page::{Row, table_rows};
 use super::text::resolve_link;
 use crate::tree::{File, Tree};
 
@@ -47,157 +48,159 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     }
     let facts = Facts { tree, tripwires: read_tripwires(tree), drills: read_drills(tree) };
     for page in &pages {
-        check_drill_commands(page, &facts, found);
+        let mut check = PageCheck { page, facts: &facts, found };
+        for (number, line) in (1..).zip(page.text.lines()) {
+            drill_ids(line).into_iter().for_each(|id| check.check_drill_id(number, id));
+        }
         if page.path != format!("{MANUAL}README.md") {
-            check_page(page, &facts, found);
+            check.check_sections();
         }
     }
     for (id, (_, stem)) in &facts.tripwires {
         let path = format!("{MANUAL}{stem}.md");
         let sections = tree.file_text(&path).map(split_sections).unwrap_or_default();
-        if !table_of_section(&sections, "Tripwires").iter().any(|row| row.cells[0] == *id) {
+        let tripwires = sections.iter().find(|s| s.name == "Tripwires");
+        if !tripwires.is_some_and(|s| s.rows().iter().any(|row| row.cells[0] == *id)) {
             found.push(Problem::new(&path, 0, format!("add a row for {id} under Tripwires")));
         }
     }
 }
 
-/// Checks the structure of one page and the content of its sections.
-fn check_page(page: &File, facts: &Facts<'_>, found: &mut Vec<Problem>) {
-    let sections = split_sections(&page.text);
-    let mut report = |line, message: String| found.push(Problem::new(&page.path, line, message));
-    let names: Vec<&str> = sections.iter().map(|s| s.name).collect();
-    if names.strip_suffix(&[OPTIONAL_SECTION]).unwrap_or(&names) != SECTIONS {
-        let expected = SECTIONS.join(", ");
-        let message = format!(
-            "write the sections {expected} and optionally {OPTIONAL_SECTION}; found {}",
-            names.join(", ")
-        );
-        return report(0, message);
-    }
-    let opening = page.text.split("\n## ").next().unwrap_or_default();
-    let opening: String = opening.lines().filter(|l| !l.starts_with('#')).collect::<Vec<_>>().join(" ");
-    let count = opening.split_whitespace().filter(|w| w.ends_with(['.', '!', '?'])).count();
-    if count != OPENING_SENTENCES {
-        report(1, format!("{count} sentences before the first section: write exactly {OPENING_SENTENCES}"));
-    }
-    for s in sections.iter().filter(|s| s.name != OPTIONAL_SECTION && s.lines.len() > MAX_SECTION_LINES) {
-        report(s.line, format!("{} has {} lines: the maximum is {MAX_SECTION_LINES}", s.name, s.lines.len()));
-    }
-    check_contract(&sections[0], facts, &mut report);
-    for row in table_of_section(&sections, "Tripwires") {
-        check_tripwire_row(&page.path, &row, facts, &mut report);
-    }
-    let tests: Vec<Row<'_>> = table_of_section(&sections, "Break-it tests");
-    let is_malformed = |row: &Row<'_>| drill_ids(row.cells[0]).len() != 1;
-    if !BREAK_IT_TESTS.contains(&tests.len()) || tests.iter().any(is_malformed) {
-        let (min, max) = (BREAK_IT_TESTS.start(), BREAK_IT_TESTS.end());
-        let message =
-            format!("write {min} to {max} drills, one per row, with `tessera drill ID` in the first cell");
-        report(sections[2].line, message);
-    }
-    for row in tests {
-        check_expected_codes(&row, facts, &mut report);
-    }
+/// The check of one page.
+struct PageCheck<'c, 'a> {
+    page: &'a File,
+    facts: &'c Facts<'a>,
+    found: &'c mut Vec<Problem>,
 }
 
-/// Checks that each rule of the contract names its evidence: a drill, a test, or the code of the
-/// diagnostic that enforces it.
-fn check_contract(section: &Section<'_>, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
-    let mut list = None;
-    let mut counts = [0; CONTRACT_LISTS.len()];
-    let mut items: Vec<(usize, String)> = Vec::new();
-    for (i, line) in section.lines.iter().enumerate() {
-        let at = section.line + 1 + i;
-        if let Some(n) = CONTRACT_LISTS.iter().position(|l| line.trim() == *l) {
-            list = Some(n);
-        } else if let Some(text) = line.strip_prefix("- ") {
-            match list {
-                Some(n) => counts[n] += 1,
-                None => report(at, format!("put the rule under {}", CONTRACT_LISTS.join(" or "))),
+impl PageCheck<'_, '_> {
+    fn report(&mut self, line: usize, message: impl Into<String>) {
+        self.found.push(Problem::new(&self.page.path, line, message));
+    }
+
+    /// Checks the structure of the page and the content of its sections.
+    fn check_sections(&mut self) {
+        let sections = split_sections(&self.page.text);
+        let names: Vec<&str> = sections.iter().map(|s| s.name).collect();
+        if names.strip_suffix(&[OPTIONAL_SECTION]).unwrap_or(&names) != SECTIONS {
+            let (expected, actual) = (SECTIONS.join(", "), names.join(", "));
+            let message =
+                format!("write the sections {expected} and optionally {OPTIONAL_SECTION}; found {actual}");
+            return self.report(0, message);
+        }
+        let opening = self.page.text.split("\n## ").next().unwrap_or_default();
+        let words = opening.lines().filter(|l| !l.starts_with('#')).flat_map(str::split_whitespace);
+        let count = words.filter(|w| w.ends_with(['.', '!', '?'])).count();
+        if count != OPENING_SENTENCES {
+            self.report(
+                1,
+                format!("{count} sentences before the first section: write exactly {OPENING_SENTENCES}"),
+            );
+        }
+        for s in sections.iter().filter(|s| s.name != OPTIONAL_SECTION && s.lines.len() > MAX_SECTION_LINES) {
+            let message =
+                format!("{} has {} lines: the maximum is {MAX_SECTION_LINES}", s.name, s.lines.len());
+            self.report(s.line, message);
+        }
+        let [contract, tripwires, tests, ..] = &sections[..] else { return };
+        self.check_contract(contract);
+        tripwires.rows().iter().for_each(|row| self.check_tripwire_row(row));
+        let drills = tests.rows();
+        let is_malformed = |row: &Row<'_>| drill_ids(row.cells[0]).len() != 1;
+        if !BREAK_IT_TESTS.contains(&drills.len()) || drills.iter().any(is_malformed) {
+            let (min, max) = (BREAK_IT_TESTS.start(), BREAK_IT_TESTS.end());
+            let message = format!(
+                "write {min} to {max} drills, one per row, with `tessera drill ID` in the first cell"
+            );
+            self.report(tests.line, message);
+        }
+        drills.iter().for_each(|row| self.check_expected_codes(row));
+    }
+
+    /// Checks that each rule of the contract names its evidence: a drill, a test, or the code of the
+    /// diagnostic that enforces it.
+    fn check_contract(&mut self, section: &Section<'_>) {
+        let mut counts = [0; CONTRACT_LISTS.len()];
+        let mut list = None;
+        let mut rules: Vec<(usize, String)> = Vec::new();
+        for (number, line) in (section.line + 1..).zip(&section.lines) {
+            if let Some(n) = CONTRACT_LISTS.iter().position(|l| line.trim() == *l) {
+                list = Some(n);
+            } else if let Some(text) = line.strip_prefix("- ") {
+                match list {
+                    Some(n) => counts[n] += 1,
+                    None => {
+                        self.report(number, format!("put the rule under {}", CONTRACT_LISTS.join(" or ")))
+                    }
+                }
+                rules.push((number, text.to_string()));
+            } else if let Some((_, text)) = rules.last_mut().filter(|_| line.starts_with("  ")) {
+                text.push(' ');
+                text.push_str(line.trim());
             }
-            items.push((at, text.to_string()));
-        } else if line.starts_with("  ")
-            && let Some((_, text)) = items.last_mut()
-        {
-            text.push(' ');
-            text.push_str(line.trim());
         }
-    }
-    for (name, count) in CONTRACT_LISTS.iter().zip(counts) {
-        if count == 0 {
-            report(section.line, format!("{} has no rule under {name}", section.name));
+        for (name, _) in CONTRACT_LISTS.iter().zip(counts).filter(|(_, count)| *count == 0) {
+            self.report(section.line, format!("{} has no rule under {name}", section.name));
         }
-    }
-    for (at, text) in items {
-        let references = find_references(&text);
-        if references.is_empty() && find_ids(&text).next().is_none() {
-            report(at, "name the evidence for this rule: drill `id`, test `name` or a code".to_string());
-        }
-        for (kind, name) in references {
-            match kind {
-                Reference::Drill => check_drill_id(name, at, facts, report),
-                Reference::Test => {
-                    let head = format!("fn {name}(");
-                    if !facts.tree.rust_files().any(|f| f.text.contains(&head)) {
-                        report(at, format!("test `{name}` does not exist: correct the name"));
+        for (number, text) in rules {
+            let references = find_references(&text);
+            if references.is_empty() && find_ids(&text).next().is_none() {
+                self.report(number, "name the evidence for this rule: drill `id`, test `name` or a code");
+            }
+            for (kind, name) in references {
+                let head = format!("fn {name}(");
+                match kind {
+                    Reference::Drill => self.check_drill_id(number, name),
+                    Reference::Test if self.facts.tree.rust_files().any(|f| f.text.contains(&head)) => {}
+                    Reference::Test => {
+                        self.report(number, format!("test `{name}` does not exist: correct the name"))
                     }
                 }
             }
         }
     }
-}
 
-/// Checks a row of Tripwires: code, place, asserted condition, file that raises the code.
-fn check_tripwire_row(page: &str, row: &Row<'_>, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
-    let [id, place, _, file] = row.cells[..] else {
-        return report(row.line, "the row needs code, place, asserted condition, file".to_string());
-    };
-    let Some((places, _)) = facts.tripwires.get(id) else {
-        return report(row.line, format!("{TRIPWIRES} has no tripwire {id}: correct the code"));
-    };
-    for place in place.split(", ").filter(|p| !places.contains(p)) {
-        report(row.line, format!("{id} is not raised at `{place}`; its places are {}", places.join(", ")));
-    }
-    let link = file.split_once("](").and_then(|(_, to)| to.split_once(')')).map(|(to, _)| to);
-    let is_raised_there =
-        link.and_then(|to| facts.tree.file_text(&resolve_link(page, to)?)).is_some_and(|t| t.contains(id));
-    if !is_raised_there {
-        report(row.line, format!("link the file that raises {id}; this file does not mention the code"));
-    }
-}
-
-/// Checks that a break-it test promises the codes that the table of drills lists.
-fn check_expected_codes(row: &Row<'_>, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
-    let promised = row.cells[1..].join(" ");
-    if let [drill] = drill_ids(row.cells[0])[..]
-        && let Some(table_row) = facts.drills.as_ref().and_then(|d| d.get(drill))
-    {
-        for (_, code) in find_ids(&promised).filter(|(_, code)| !table_row.contains(code)) {
-            report(row.line, format!("`{drill}` does not end with {code}: see {DRILLS}"));
+    /// Checks a row of Tripwires: code, place, asserted condition, file that raises the code.
+    fn check_tripwire_row(&mut self, row: &Row<'_>) {
+        let [id, place, _, file] = row.cells[..] else {
+            return self.report(row.line, "the row needs code, place, asserted condition, file");
+        };
+        let Some((places, _)) = self.facts.tripwires.get(id) else {
+            return self.report(row.line, format!("{TRIPWIRES} has no tripwire {id}: correct the code"));
+        };
+        for place in place.split(", ").filter(|p| !places.contains(p)) {
+            let message = format!("{id} is not raised at `{place}`; its places are {}", places.join(", "));
+            self.report(row.line, message);
         }
-        if find_ids(table_row).next().is_some() && find_ids(&promised).next().is_none() {
-            report(row.line, format!("name the code with which `{drill}` ends: see {DRILLS}"));
+        let link = file.split_once("](").and_then(|(_, to)| to.split_once(')')).map(|(to, _)| to);
+        let source = link.and_then(|to| self.facts.tree.file_text(&resolve_link(&self.page.path, to)?));
+        if !source.is_some_and(|text| text.contains(id)) {
+            let message = format!("link the file that raises {id}; this file does not mention the code");
+            self.report(row.line, message);
         }
     }
-}
 
-/// Checks the ids in every `tessera drill` command of a page.
-fn check_drill_commands(page: &File, facts: &Facts<'_>, found: &mut Vec<Problem>) {
-    for (i, line) in page.text.lines().enumerate() {
-        for id in drill_ids(line) {
-            let mut report = |at, message| found.push(Problem::new(&page.path, at, message));
-            check_drill_id(id, i + 1, facts, &mut report);
+    /// Checks that a break-it test promises the codes that the table of drills lists.
+    fn check_expected_codes(&mut self, row: &Row<'_>) {
+        let [drill] = drill_ids(row.cells[0])[..] else { return };
+        let Some(expected) = self.facts.drills.as_ref().and_then(|d| d.get(drill)) else { return };
+        let promised = row.cells[1..].join(" ");
+        for (_, code) in find_ids(&promised).filter(|(_, code)| !expected.contains(code)) {
+            self.report(row.line, format!("`{drill}` does not end with {code}: see {DRILLS}"));
+        }
+        if find_ids(expected).next().is_some() && find_ids(&promised).next().is_none() {
+            self.report(row.line, format!("name the code with which `{drill}` ends: see {DRILLS}"));
         }
     }
-}
 
-/// Checks that a drill id is well formed and exists.
-fn check_drill_id(id: &str, at: usize, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
-    let is_well_formed = id.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
-    if id.is_empty() || !is_well_formed {
-        report(at, format!("`{id}` is not a drill id: write lower-case words joined by `-`"));
-    } else if facts.drills.as_ref().is_some_and(|d| !d.contains_key(id)) {
-        report(at, format!("{DRILLS} has no drill `{id}`: correct the id"));
+    /// Checks that a drill id is well formed and exists.
+    fn check_drill_id(&mut self, line: usize, id: &str) {
+        let is_well_formed = id.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
+        if id.is_empty() || !is_well_formed {
+            self.report(line, format!("`{id}` is not a drill id: write lower-case words joined by `-`"));
+        } else if self.facts.drills.as_ref().is_some_and(|d| !d.contains_key(id)) {
+            self.report(line, format!("{DRILLS} has no drill `{id}`: correct the id"));
+        }
     }
 }
 
@@ -244,7 +247,7 @@ fn find_references(text: &str) -> Vec<(Reference, &str)> {
 
 /// Reads the places and the manual page of every tripwire, by code.
 fn read_tripwires(tree: &Tree) -> BTreeMap<&str, (Vec<&str>, &str)> {
-    let rows = table_rows(tree.file_text(TRIPWIRES).unwrap_or_default().lines().zip(1..));
+    let rows = table_rows((1..).zip(tree.file_text(TRIPWIRES).unwrap_or_default().lines()));
     rows.into_iter()
         .filter_map(|row| match row.cells[..] {
             [id, _, places, page] => {
@@ -270,6 +273,13 @@ struct Section<'a> {
     lines: Vec<&'a str>,
 }
 
+impl<'a> Section<'a> {
+    /// Returns the rows of all tables of the section, without their headers.
+    fn rows(&self) -> Vec<Row<'a>> {
+        table_rows((self.line + 1..).zip(self.lines.iter().copied()))
+    }
+}
+
 /// Splits a page at its second-level headings, outside of code fences.
 fn split_sections(text: &str) -> Vec<Section<'_>> {
     let mut out: Vec<Section<'_>> = Vec::new();
@@ -282,35 +292,6 @@ fn split_sections(text: &str) -> Vec<Section<'_>> {
             }
             (_, Some(section)) => section.lines.push(line),
             _ => {}
-        }
-    }
-    out
-}
-
-/// A row of a table and its line number.
-struct Row<'a> {
-    cells: Vec<&'a str>,
-    line: usize,
-}
-
-/// Returns the rows of all tables of a section, without their headers.
-fn table_of_section<'a>(sections: &[Section<'a>], name: &str) -> Vec<Row<'a>> {
-    let Some(s) = sections.iter().find(|s| s.name == name) else { return Vec::new() };
-    table_rows(s.lines.iter().copied().zip(s.line + 1..))
-}
-
-/// Collects the rows of all tables in numbered lines, without their headers.
-fn table_rows<'a>(lines: impl Iterator<Item = (&'a str, usize)>) -> Vec<Row<'a>> {
-    let mut out = Vec::new();
-    let mut table_line = 0;
-    for (text, line) in lines {
-        if !text.starts_with('|') {
-            table_line = 0;
-            continue;
-        }
-        table_line += 1;
-        if table_line > 2 {
-            out.push(Row { cells: text.trim().trim_matches('|').split('|').map(str::trim).collect(), line });
         }
     }
     out

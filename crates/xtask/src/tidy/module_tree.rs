@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::Visit;
-use syn::{Item, ItemMacro, ItemMod, ItemUse, UseTree};
+use syn::{Ident, Item, ItemMacro, ItemMod, ItemUse, UseTree};
 
-use super::source::{Source, first_line, is_test_only, item_attributes, split_groups};
+use super::source::{Source, first_line, is_punct, split_groups};
 
 /// Index of a module in its [`ModuleTree`].
 pub(super) type ModuleId = usize;
@@ -159,21 +159,24 @@ impl<'s> ModuleTree<'s> {
         self.modules.push(Module { file: source.path, parent, names: BTreeMap::new(), globs: Vec::new() });
         let mut collector = Collector::default();
         let mut children: Vec<&ItemMod> = Vec::new();
-        for item in items.iter().filter(|i| !is_test_only(item_attributes(i))) {
+        let is_code = |line: usize| !source.in_test(line);
+        for item in items {
             match item {
-                Item::Mod(child) => children.push(child),
+                Item::Mod(child) if is_code(first_line(child.mod_token.span)) => children.push(child),
+                Item::Mod(_) => {}
                 _ => collector.visit_item(item),
             }
-            if let Some(name) = item_name(item) {
-                self.modules[id].names.insert(name, Binding::Item);
+            if let Some(name) = item_name(item).filter(|name| is_code(first_line(name.span()))) {
+                self.modules[id].names.insert(name.to_string(), Binding::Item);
             }
         }
-        for (name, path) in collector.imports {
+        for (name, path, _) in collector.imports.into_iter().filter(|(.., line)| is_code(*line)) {
             self.modules[id].names.entry(name).or_insert(Binding::Import(path));
         }
-        self.modules[id].globs = collector.globs;
-        let placed = collector.paths.into_iter().map(|(path, line)| Reference { module: id, path, line });
-        self.references.extend(placed);
+        let globs = collector.globs.into_iter().filter(|(_, line)| is_code(*line));
+        self.modules[id].globs = globs.map(|(path, _)| path).collect();
+        let paths = collector.paths.into_iter().filter(|(_, line)| is_code(*line));
+        self.references.extend(paths.map(|(path, line)| Reference { module: id, path, line }));
         for child in children {
             let child_folder = format!("{folder}/{}", child.ident);
             let child_id = match &child.content {
@@ -193,8 +196,8 @@ impl<'s> ModuleTree<'s> {
 }
 
 /// Returns the name that an item binds, except of modules and imports.
-fn item_name(item: &Item) -> Option<String> {
-    let ident = match item {
+fn item_name(item: &Item) -> Option<&Ident> {
+    Some(match item {
         Item::Const(i) => &i.ident,
         Item::Enum(i) => &i.ident,
         Item::Fn(i) => &i.sig.ident,
@@ -205,22 +208,21 @@ fn item_name(item: &Item) -> Option<String> {
         Item::Type(i) => &i.ident,
         Item::Union(i) => &i.ident,
         _ => return None,
-    };
-    Some(ident.to_string())
+    })
 }
 
-/// Collects paths and imports of the items of one module.
+/// Collects paths and imports of the items of one module, with their lines.
 #[derive(Default)]
 struct Collector {
     paths: Vec<(Vec<String>, usize)>,
-    imports: Vec<(String, Vec<String>)>,
-    globs: Vec<Vec<String>>,
+    imports: Vec<(String, Vec<String>, usize)>,
+    globs: Vec<(Vec<String>, usize)>,
 }
 
 impl Collector {
     /// Adds every path of an import, each with `prefix` before it.
     fn add_import(&mut self, prefix: &[String], tree: &UseTree) {
-        let join = |ident: &syn::Ident| {
+        let join = |ident: &Ident| {
             let mut path = prefix.to_vec();
             // `use a::{self}` imports `a`.
             if prefix.is_empty() || ident != "self" {
@@ -231,12 +233,12 @@ impl Collector {
         let (path, name, line) = match tree {
             UseTree::Path(p) => return self.add_import(&join(&p.ident), &p.tree),
             UseTree::Group(group) => return group.items.iter().for_each(|t| self.add_import(prefix, t)),
-            UseTree::Glob(_) => return self.globs.push(prefix.to_vec()),
+            UseTree::Glob(g) => return self.globs.push((prefix.to_vec(), first_line(g.star_token.span))),
             UseTree::Name(n) => (join(&n.ident), None, first_line(n.ident.span())),
             UseTree::Rename(r) => (join(&r.ident), Some(r.rename.to_string()), first_line(r.ident.span())),
         };
         if let Some(name) = name.or_else(|| path.last().cloned()).filter(|n| n != "_") {
-            self.imports.push((name, path.clone()));
+            self.imports.push((name, path.clone(), line));
         }
         self.paths.push((path, line));
     }
@@ -252,9 +254,7 @@ impl Collector {
                 while let Some(TokenTree::Ident(name)) = list.get(i) {
                     path.push(name.to_string());
                     i += 1;
-                    let is_colon =
-                        |at: usize| matches!(list.get(at), Some(TokenTree::Punct(p)) if p.as_char() == ':');
-                    if !(is_colon(i) && is_colon(i + 1)) {
+                    if !(is_punct(&list, i, ':') && is_punct(&list, i + 1, ':')) {
                         break;
                     }
                     i += 2;
@@ -287,16 +287,6 @@ impl<'ast> Visit<'ast> for Collector {
     fn visit_macro(&mut self, mac: &'ast syn::Macro) {
         self.visit_path(&mac.path);
         self.add_macro_paths(&mac.tokens);
-    }
-
-    fn visit_impl_item(&mut self, item: &'ast syn::ImplItem) {
-        let attributes = match item {
-            syn::ImplItem::Fn(f) => &f.attrs[..],
-            _ => &[],
-        };
-        if !is_test_only(attributes) {
-            syn::visit::visit_impl_item(self, item);
-        }
     }
 
     // Neither says which item is used.

@@ -45,20 +45,25 @@ pub(super) struct LongCode {
     pub(super) path: String,
     /// Name of the long function; `None` if the file is long.
     pub(super) function: Option<String>,
-    /// The page that lists the row.
-    pub(super) page: &'static str,
+    pub(super) line: usize,
+}
+
+/// A row of a Markdown table.
+#[derive(Debug)]
+pub(super) struct Row<'a> {
+    pub(super) cells: Vec<&'a str>,
     pub(super) line: usize,
 }
 
 /// Reads the table of crates of [`ARCHITECTURE`].
 pub(super) fn crate_rows(tree: &Tree, found: &mut Vec<Problem>) -> Vec<CrateRow> {
     let mut out = Vec::new();
-    for (line, cells) in table_rows(tree, ARCHITECTURE, "crates", found) {
-        let [name, kind, may_use, pure] = &cells[..] else {
+    for Row { cells, line } in marked_rows(tree, ARCHITECTURE, "crates", found) {
+        let [name, kind, may_use, pure] = cells[..] else {
             found.push(Problem::new(ARCHITECTURE, line, "the row needs crate, kind, may use, pure"));
             continue;
         };
-        let kind = match kind.as_str() {
+        let kind = match kind {
             "library" => CrateKind::Library,
             "application" => CrateKind::Application,
             "development" => CrateKind::Development,
@@ -69,46 +74,30 @@ pub(super) fn crate_rows(tree: &Tree, found: &mut Vec<Problem>) -> Vec<CrateRow>
                 continue;
             }
         };
-        let names = |s: &str| s.split(',').map(|n| strip_markup(n).to_string()).collect::<Vec<_>>();
-        let may_use = match may_use.as_str() {
+        let may_use = match may_use {
             "anything" => None,
             "nothing" => Some(Vec::new()),
-            list => Some(names(list)),
+            list => Some(list.split(',').map(strip_markup).collect()),
         };
-        out.push(CrateRow {
-            name: strip_markup(name).to_string(),
-            kind,
-            may_use,
-            pure: pure == "pure",
-            line,
-        });
+        out.push(CrateRow { name: strip_markup(name), kind, may_use, pure: pure == "pure", line });
     }
     out
 }
 
 /// Reads the list of files that may contain `unsafe`.
 pub(super) fn unsafe_files(tree: &Tree, found: &mut Vec<Problem>) -> Vec<UnsafeFile> {
-    let mut out = Vec::new();
-    for (line, cells) in table_rows(tree, ARCHITECTURE, "unsafe", found) {
-        let path = cells.first().map_or("", |c| strip_markup(c)).to_string();
-        out.push(UnsafeFile { path, line });
-    }
-    out
+    let rows = marked_rows(tree, ARCHITECTURE, "unsafe", found);
+    rows.iter().map(|row| UnsafeFile { path: strip_markup(row.cells[0]), line: row.line }).collect()
 }
 
 /// Reads the list of files and functions that may be long.
 pub(super) fn long_code(tree: &Tree, found: &mut Vec<Problem>) -> Vec<LongCode> {
     let mut out = Vec::new();
-    for (line, cells) in table_rows(tree, ARCHITECTURE, "long", found) {
-        match &cells[..] {
+    for Row { cells, line } in marked_rows(tree, ARCHITECTURE, "long", found) {
+        match cells[..] {
             [path, function, reason] if !reason.is_empty() => {
-                let function = Some(strip_markup(function).to_string()).filter(|f| !f.is_empty());
-                out.push(LongCode {
-                    path: strip_markup(path).to_string(),
-                    function,
-                    page: ARCHITECTURE,
-                    line,
-                });
+                let function = Some(strip_markup(function)).filter(|f| !f.is_empty());
+                out.push(LongCode { path: strip_markup(path), function, line });
             }
             _ => found.push(Problem::new(
                 ARCHITECTURE,
@@ -120,36 +109,43 @@ pub(super) fn long_code(tree: &Tree, found: &mut Vec<Problem>) -> Vec<LongCode> 
     out
 }
 
-/// Reads the rows of the table between `<!-- tidy:NAME -->` and `<!-- /tidy:NAME -->`, with their
-/// line numbers.
-pub(super) fn table_rows(
-    tree: &Tree,
+/// Reads the rows of the table between `<!-- tidy:NAME -->` and `<!-- /tidy:NAME -->`.
+pub(super) fn marked_rows<'t>(
+    tree: &'t Tree,
     page: &str,
     name: &str,
     found: &mut Vec<Problem>,
-) -> Vec<(usize, Vec<String>)> {
+) -> Vec<Row<'t>> {
     let (open, close) = (format!("<!-- tidy:{name} -->"), format!("<!-- /tidy:{name} -->"));
     let text = tree.file_text(page).unwrap_or_default();
-    let lines = || text.lines().enumerate();
-    let from = lines().find(|(_, l)| l.trim() == open).map(|(i, _)| i);
-    let to = lines().find(|(_, l)| l.trim() == close).map(|(i, _)| i);
-    let (Some(from), Some(to)) = (from, to) else {
+    let Some((before, table)) =
+        text.split_once(&open).and_then(|(before, rest)| Some((before, rest.split_once(&close)?.0)))
+    else {
         found.push(Problem::new(page, 0, format!("put a table between `{open}` and `{close}`")));
         return Vec::new();
     };
-    // The header and the separator below it hold no data.
-    lines()
-        .filter(|(i, l)| (from..to).contains(i) && l.starts_with('|'))
-        .skip(2)
-        .map(|(i, l)| (i + 1, l.trim().trim_matches('|').split('|').map(|c| c.trim().to_string()).collect()))
-        .collect()
+    table_rows((before.lines().count() + 1..).zip(table.lines()))
 }
 
-/// Removes the back quotes of a cell and a link around it.
-fn strip_markup(cell: &str) -> &str {
+/// Collects the rows of all tables in numbered lines, without their headers.
+pub(super) fn table_rows<'a>(lines: impl Iterator<Item = (usize, &'a str)>) -> Vec<Row<'a>> {
+    let mut out = Vec::new();
+    let mut table_line = 0;
+    for (line, text) in lines {
+        table_line = if text.starts_with('|') { table_line + 1 } else { 0 };
+        // The header and the separator below it hold no data.
+        if table_line > 2 {
+            out.push(Row { cells: text.trim().trim_matches('|').split('|').map(str::trim).collect(), line });
+        }
+    }
+    out
+}
+
+/// Returns a cell without its back quotes and without a link around it.
+fn strip_markup(cell: &str) -> String {
     let cell = cell.trim();
     let cell = cell.strip_prefix('[').and_then(|c| c.split(']').next()).unwrap_or(cell);
-    cell.trim_matches('`')
+    cell.trim_matches('`').to_string()
 }
 
 #[cfg(test)]

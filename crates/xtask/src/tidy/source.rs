@@ -6,9 +6,8 @@
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-use proc_macro2::{Span, TokenStream, TokenTree};
-use syn::visit::Visit;
-use syn::{Attribute, ImplItem, Item, ItemMod};
+use proc_macro2::{Delimiter, Ident, Span, TokenStream, TokenTree};
+use syn::Item;
 
 use super::Problem;
 use crate::tree::{Tree, owning_crate};
@@ -33,6 +32,14 @@ impl Source<'_> {
     /// Returns the name of the crate that contains the source.
     pub(super) fn crate_name(&self) -> &str {
         owning_crate(self.path).unwrap_or_default()
+    }
+
+    /// Iterates over what `find` returns for each token, given by its list and its index there.
+    pub(super) fn find_tokens<'s, T>(
+        &'s self,
+        find: impl Fn(&'s [TokenTree], usize) -> Option<T>,
+    ) -> impl Iterator<Item = T> {
+        find_tokens(&self.token_lists, find)
     }
 
     /// Returns the number of lines that are not compiled for tests only.
@@ -81,6 +88,24 @@ pub(super) fn first_line(span: Span) -> usize {
     span.start().line
 }
 
+/// Returns the word at an index of a list of tokens, or `None` for another token.
+pub(super) fn word(list: &[TokenTree], at: usize) -> Option<&Ident> {
+    match list.get(at)? {
+        TokenTree::Ident(name) => Some(name),
+        _ => None,
+    }
+}
+
+/// Returns whether the token at an index is this punctuation.
+pub(super) fn is_punct(list: &[TokenTree], at: usize, c: char) -> bool {
+    matches!(list.get(at), Some(TokenTree::Punct(p)) if p.as_char() == c)
+}
+
+/// Returns whether the token at an index is a group in these delimiters.
+pub(super) fn is_group(list: &[TokenTree], at: usize, delimiter: Delimiter) -> bool {
+    matches!(list.get(at), Some(TokenTree::Group(g)) if g.delimiter() == delimiter)
+}
+
 /// Returns the tokens outside of all delimiters and the contents of every delimited group, in the
 /// order in which they begin.
 pub(super) fn split_groups(tokens: TokenStream) -> Vec<Vec<TokenTree>> {
@@ -102,92 +127,55 @@ fn add_groups(tokens: TokenStream, lists: &mut Vec<Vec<TokenTree>>) {
     groups.into_iter().for_each(|group| add_groups(group, lists));
 }
 
-/// Returns whether the attributes restrict an item to tests.
-pub(super) fn is_test_only(attributes: &[Attribute]) -> bool {
-    attributes.iter().any(|a| {
-        a.path().is_ident("cfg")
-            && a.meta.require_list().is_ok_and(|list| {
-                let condition = list.tokens.to_string().replace(' ', "");
-                condition == "test" || condition.starts_with("all(test,")
-            })
-    })
-}
-
-/// Returns the attributes of an item of any kind.
-pub(super) fn item_attributes(item: &Item) -> &[Attribute] {
-    match item {
-        Item::Const(syn::ItemConst { attrs, .. })
-        | Item::Enum(syn::ItemEnum { attrs, .. })
-        | Item::Fn(syn::ItemFn { attrs, .. })
-        | Item::ForeignMod(syn::ItemForeignMod { attrs, .. })
-        | Item::Impl(syn::ItemImpl { attrs, .. })
-        | Item::Macro(syn::ItemMacro { attrs, .. })
-        | Item::Mod(ItemMod { attrs, .. })
-        | Item::Static(syn::ItemStatic { attrs, .. })
-        | Item::Struct(syn::ItemStruct { attrs, .. })
-        | Item::Trait(syn::ItemTrait { attrs, .. })
-        | Item::Type(syn::ItemType { attrs, .. })
-        | Item::Union(syn::ItemUnion { attrs, .. })
-        | Item::Use(syn::ItemUse { attrs, .. }) => attrs,
-        _ => &[],
-    }
-}
-
 /// Parses a source and finds its test-only lines.
 fn parse_source<'a>(path: &'a str, text: &'a str) -> syn::Result<Source<'a>> {
     let tokens: TokenStream = text.parse()?;
-    let syntax: syn::File = syn::parse2(tokens.clone())?;
-    let mut finder = TestLineFinder::default();
-    finder.visit_file(&syntax);
-    let test_lines = if is_test_only(&syntax.attrs) { vec![1..=usize::MAX] } else { finder.test_lines };
-    Ok(Source { path, text, token_lists: split_groups(tokens), syntax, test_lines })
+    let token_lists = split_groups(tokens.clone());
+    let is_test_file = token_lists[0]
+        .get(..3)
+        .is_some_and(|head| is_punct(head, 0, '#') && is_punct(head, 1, '!') && is_test_condition(&head[2]));
+    let test_lines = match is_test_file {
+        true => vec![1..=usize::MAX],
+        false => find_tokens(&token_lists, test_item_lines).collect(),
+    };
+    Ok(Source { path, text, token_lists, syntax: syn::parse2(tokens)?, test_lines })
 }
 
-/// Collects the lines of the items under `#[cfg(test)]`.
-#[derive(Default)]
-struct TestLineFinder {
-    test_lines: Vec<RangeInclusive<usize>>,
+/// Iterates over what `find` returns for each token, given by its list and its index there.
+fn find_tokens<'s, T>(
+    lists: &'s [Vec<TokenTree>],
+    find: impl Fn(&'s [TokenTree], usize) -> Option<T>,
+) -> impl Iterator<Item = T> {
+    lists.iter().flat_map(move |list| (0..list.len()).filter_map(|i| find(list, i)).collect::<Vec<_>>())
 }
 
-impl TestLineFinder {
-    fn add(&mut self, item: &impl syn::spanned::Spanned) {
-        let span = item.span();
-        self.test_lines.push(span.start().line..=span.end().line);
+/// Returns the lines of the item or statement under `#[cfg(test)]` whose `#` is the token at `i`.
+fn test_item_lines(list: &[TokenTree], i: usize) -> Option<RangeInclusive<usize>> {
+    if !is_punct(list, i, '#') || !is_test_condition(list.get(i + 1)?) {
+        return None;
     }
-
-    /// Adds a module in braces without a walk over its tokens, which are half of all code.
-    fn add_module(&mut self, module: &ItemMod, braces: &syn::token::Brace) {
-        let first = module.attrs.first().map_or(module.mod_token.span, |a| a.pound_token.span);
-        self.test_lines.push(first_line(first)..=braces.span.close().end().line);
-    }
+    let end = list[i + 2..].iter().find_map(|token| match token {
+        TokenTree::Group(body) if body.delimiter() == Delimiter::Brace => Some(body.span_close()),
+        TokenTree::Punct(p) if p.as_char() == ';' => Some(p.span()),
+        _ => None,
+    })?;
+    Some(first_line(list[i].span())..=end.end().line)
 }
 
-impl<'ast> Visit<'ast> for TestLineFinder {
-    fn visit_item(&mut self, item: &'ast Item) {
-        match item {
-            _ if !is_test_only(item_attributes(item)) => syn::visit::visit_item(self, item),
-            Item::Mod(module) if let Some((braces, _)) = &module.content => self.add_module(module, braces),
-            _ => self.add(item),
-        }
-    }
-
-    fn visit_impl_item(&mut self, item: &'ast ImplItem) {
-        match item {
-            ImplItem::Fn(syn::ImplItemFn { attrs, .. })
-            | ImplItem::Const(syn::ImplItemConst { attrs, .. })
-                if is_test_only(attrs) =>
-            {
-                self.add(item);
-            }
-            _ => syn::visit::visit_impl_item(self, item),
-        }
-    }
+/// Returns whether a token is the group of an attribute that restricts an item to tests.
+fn is_test_condition(token: &TokenTree) -> bool {
+    let TokenTree::Group(attribute) = token else { return false };
+    // Most attributes are doc comments, which need not become text.
+    let is_cfg =
+        matches!(attribute.stream().into_iter().next(), Some(TokenTree::Ident(name)) if name == "cfg");
+    let condition = if is_cfg { attribute.stream().to_string().replace(' ', "") } else { String::new() };
+    condition == "cfg(test)" || condition.starts_with("cfg(all(test,")
 }
 
 /// Lists the paths, without `.rs`, of the modules that a source declares for tests only.
 fn declared_test_modules(s: &Source<'_>) -> Vec<String> {
     let declared = |item: &Item| match item {
-        Item::Mod(module) if module.content.is_none() && is_test_only(&module.attrs) => {
+        Item::Mod(module) if module.content.is_none() && s.in_test(first_line(module.mod_token.span)) => {
             Some(format!("{}/{}", s.module_folder(), module.ident))
         }
         _ => None,

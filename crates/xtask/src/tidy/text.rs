@@ -1,8 +1,13 @@
-//! Checks of text alone: first lines, links, and strings that belong to one machine
-//! or to unfinished work.
+//! Checks of text and file names alone: first lines, names of modules, links, the book's table of
+//! contents, and strings that belong to one machine or to unfinished work.
+
+use std::collections::BTreeSet;
 
 use super::Problem;
 use crate::tree::Tree;
+
+/// The table of contents of the book of all pages below `docs/`.
+const CONTENTS: &str = "docs/SUMMARY.md";
 
 /// Strings that no file of the project contains: paths of one machine and markers of unfinished
 /// work. They are split here so that this file passes, too.
@@ -14,15 +19,18 @@ const BANNED_STRINGS: &[&str] = &[
     concat!("FIX", "ME"),
 ];
 
-/// Checks first lines of Rust files, links of Markdown files, and banned strings of all.
+/// Checks first lines and names of Rust files, links of Markdown files, the book's table of contents,
+/// and banned strings of all files.
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     for f in tree.rust_files() {
         if !f.text.starts_with("//!") {
-            found.push(Problem::new(
-                &f.path,
-                1,
-                "begin the file with a `//!` comment that states its purpose",
-            ));
+            let message = "begin the file with a `//!` comment that states its purpose";
+            found.push(Problem::new(&f.path, 1, message));
+        }
+        // With `foo/mod.rs`, a file moves when its first child module is added. Below `tests/`, cargo
+        // would take `foo.rs` for a test.
+        if let Some(module) = f.path.strip_suffix("/mod.rs").filter(|_| !f.path.contains("/tests/")) {
+            found.push(Problem::new(&f.path, 0, format!("move the file to {module}.rs")));
         }
     }
     for f in &tree.files {
@@ -36,35 +44,45 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
             check_links(tree, &f.path, &f.text, found);
         }
     }
+    check_contents(tree, found);
 }
 
 /// Reports the relative links of a page whose target does not exist.
 fn check_links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
-    let mut fenced = false;
-    for (i, line) in text.lines().enumerate() {
-        if line.trim_start().starts_with("```") {
-            fenced = !fenced;
-        }
-        if fenced {
-            continue;
-        }
-        for (_, rest) in line.match_indices("](").map(|(at, m)| (at, &line[at + m.len()..])) {
-            let target =
-                rest.split(')').next().unwrap_or_default().split_whitespace().next().unwrap_or_default();
-            let file = target.split('#').next().unwrap_or_default();
-            if file.is_empty() || file.contains("://") || file.starts_with("mailto:") {
-                continue;
-            }
-            match resolve_link(path, file) {
-                Some(to) if tree.contains(&to) => {}
-                _ => found.push(Problem::new(
-                    path,
-                    i + 1,
-                    format!("link to {target}, which does not exist: correct it"),
-                )),
-            }
+    for (line, target) in find_links(text) {
+        let is_elsewhere = target.is_empty() || target.contains("://") || target.starts_with("mailto:");
+        if !is_elsewhere && !resolve_link(path, target).is_some_and(|to| tree.contains(&to)) {
+            let message = format!("link to {target}, which does not exist: correct it");
+            found.push(Problem::new(path, line, message));
         }
     }
+}
+
+/// Reports the pages that the book's table of contents does not link: the book leaves them out.
+fn check_contents(tree: &Tree, found: &mut Vec<Problem>) {
+    let contents = tree.file_text(CONTENTS).unwrap_or_default();
+    let linked: BTreeSet<String> =
+        find_links(contents).filter_map(|(_, target)| resolve_link(CONTENTS, target)).collect();
+    let is_page = |path: &str| path.starts_with("docs/") && path.ends_with(".md") && path != CONTENTS;
+    for f in tree.files.iter().filter(|f| is_page(&f.path) && !linked.contains(&f.path)) {
+        found.push(Problem::new(&f.path, 0, format!("the page is not in the book: link it in {CONTENTS}")));
+    }
+}
+
+/// Finds the links of a page outside of code fences: line number, and target without its fragment.
+fn find_links(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let mut fenced = false;
+    let prose = (1..).zip(text.lines()).filter(move |(_, line)| {
+        fenced ^= line.trim_start().starts_with("```");
+        !fenced
+    });
+    prose.flat_map(|(number, line)| {
+        let links = line.match_indices("](").map(move |(at, mark)| &line[at + mark.len()..]);
+        links.map(move |rest| {
+            let target = rest.split(')').next().and_then(|link| link.split_whitespace().next());
+            (number, target.and_then(|target| target.split('#').next()).unwrap_or_default())
+        })
+    })
 }
 
 /// Resolves a link of a page to a path from the root; `None` if it leaves the project.
@@ -97,9 +115,31 @@ mod tests {
     fn links_are_followed() {
         let page =
             "[a](../b.md#x) [c](d/) [e](f.md) [g](https://h) [i](#j) [k](../../l.md)\n```\n[m](n.md)\n```\n";
-        let found = problems(&[("docs/a.md", page), ("b.md", ""), ("docs/d/x.md", "")]);
+        let contents = (CONTENTS, "- [a](a.md)\n- [x](d/x.md)\n");
+        let found = problems(&[contents, ("docs/a.md", page), ("b.md", ""), ("docs/d/x.md", "")]);
         assert_eq!(found.len(), 2, "{found:?}");
         assert!(found[0].contains("link to f.md") && found[1].contains("link to ../../l.md"));
+    }
+
+    #[test]
+    fn every_page_of_docs_is_in_the_book() {
+        let contents = (CONTENTS, "# Summary\n\n[A](a.md)\n\n- [B](guides/b.md#top)\n");
+        let pages =
+            [contents, ("docs/a.md", ""), ("docs/guides/b.md", ""), ("README.md", ""), ("docs/c.svg", "")];
+        assert_eq!(problems(&pages), Vec::<String>::new());
+        let with_unlisted: Vec<_> = pages.into_iter().chain([("docs/guides/c.md", "")]).collect();
+        let expected = "docs/guides/c.md: the page is not in the book: link it in docs/SUMMARY.md";
+        assert_eq!(problems(&with_unlisted), [expected]);
+    }
+
+    #[test]
+    fn a_mod_file_is_allowed_below_tests_only() {
+        let files = [
+            ("crates/a/src/b/mod.rs", "//!"),
+            ("crates/a/tests/c/mod.rs", "//!"),
+            ("crates/a/src/d.rs", "//!"),
+        ];
+        assert_eq!(problems(&files), ["crates/a/src/b/mod.rs: move the file to crates/a/src/b.rs"]);
     }
 
     #[test]

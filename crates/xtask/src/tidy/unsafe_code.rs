@@ -8,9 +8,8 @@ use std::collections::BTreeSet;
 use proc_macro2::{Delimiter, TokenTree};
 
 use super::Problem;
-use super::exceptions::{SAFE_FOREIGN_FUNCTIONS, report_unneeded};
 use super::page::{ARCHITECTURE, UnsafeFile};
-use super::source::{Source, first_line};
+use super::source::{Source, first_line, is_group, word};
 
 /// Roots of a crate that forbid unsafe code for all its files.
 const CRATE_ROOTS: [&str; 2] = ["lib.rs", "main.rs"];
@@ -27,7 +26,7 @@ pub(super) fn check(sources: &[Source<'_>], unsafe_files: &[UnsafeFile], found: 
             found.push(Problem::new(ARCHITECTURE, row.line, message));
         }
     }
-    check_foreign_functions(sources, SAFE_FOREIGN_FUNCTIONS, found);
+    check_foreign_functions(sources, found);
 }
 
 /// Reports `unsafe` in a file without a row, and a crate without a row that does not forbid it.
@@ -51,18 +50,13 @@ fn check_place(s: &Source<'_>, unsafe_files: &[UnsafeFile], found: &mut Vec<Prob
 
 /// Returns the lines with `unsafe` or with an attribute that allows it, in macros too.
 fn unsafe_lines(s: &Source<'_>) -> BTreeSet<usize> {
-    let mut lines = BTreeSet::new();
-    for list in &s.token_lists {
-        for (i, token) in list.iter().enumerate() {
-            let TokenTree::Ident(name) = token else { continue };
-            let allows = (name == "allow" || name == "expect")
-                && matches!(list.get(i + 1), Some(TokenTree::Group(g)) if g.to_string().contains("unsafe_code"));
-            if name == "unsafe" || allows {
-                lines.insert(first_line(name.span()));
-            }
-        }
-    }
-    lines
+    let unsafe_line = |list: &[TokenTree], i: usize| {
+        let name = word(list, i)?;
+        let allows = (name == "allow" || name == "expect")
+            && matches!(list.get(i + 1), Some(TokenTree::Group(g)) if g.to_string().contains("unsafe_code"));
+        (name == "unsafe" || allows).then(|| first_line(name.span()))
+    };
+    s.find_tokens(unsafe_line).collect()
 }
 
 fn forbids_unsafe(s: &Source<'_>) -> bool {
@@ -76,33 +70,24 @@ fn forbids_unsafe(s: &Source<'_>) -> bool {
 ///
 /// A safe declaration lets safe code pass any address to the library. A function *defined* here
 /// with a foreign ABI may be safe.
-fn check_foreign_functions(sources: &[Source<'_>], exceptions: &[&str], found: &mut Vec<Problem>) {
-    let mut needed = BTreeSet::new();
+fn check_foreign_functions(sources: &[Source<'_>], found: &mut Vec<Problem>) {
     for s in sources {
-        for list in &s.token_lists {
-            for line in (0..list.len()).filter_map(|i| safe_foreign_declaration(list, i)) {
-                needed.insert(s.path.to_string());
-                if !exceptions.contains(&s.path) {
-                    let message = "a foreign function without `unsafe`: write `unsafe extern`, and give each call a SAFETY comment";
-                    found.push(Problem::new(s.path, line, message));
-                }
-            }
+        for line in s.find_tokens(safe_foreign_declaration) {
+            let message = "a foreign function without `unsafe`: write `unsafe extern`, and give each call a SAFETY comment";
+            found.push(Problem::new(s.path, line, message));
         }
     }
-    report_unneeded("SAFE_FOREIGN_FUNCTIONS", exceptions, &needed, found);
 }
 
 /// Returns the line of a declaration without `unsafe` whose `extern` is the token at `i`.
 fn safe_foreign_declaration(list: &[TokenTree], i: usize) -> Option<usize> {
-    let is_word =
-        |at: usize, word: &str| matches!(list.get(at), Some(TokenTree::Ident(name)) if name == word);
+    let is_word = |at: usize, text: &str| word(list, at).is_some_and(|name| name == text);
     if !is_word(i, "extern") || (i > 0 && is_word(i - 1, "unsafe")) {
         return None;
     }
     let after_abi = i + 1 + usize::from(matches!(list.get(i + 1), Some(TokenTree::Literal(_))));
-    let opens = |at: usize, delimiter| matches!(list.get(at), Some(TokenTree::Group(g)) if g.delimiter() == delimiter);
-    let is_block = opens(after_abi, Delimiter::Brace);
-    let is_pointer = is_word(after_abi, "fn") && opens(after_abi + 1, Delimiter::Parenthesis);
+    let is_block = is_group(list, after_abi, Delimiter::Brace);
+    let is_pointer = is_word(after_abi, "fn") && is_group(list, after_abi + 1, Delimiter::Parenthesis);
     (is_block || is_pointer).then(|| first_line(list[i].span()))
 }
 
@@ -122,7 +107,7 @@ mod tests {
         for s in &sources {
             check_place(s, &rows, &mut found);
         }
-        check_foreign_functions(&sources, &[], &mut found);
+        check_foreign_functions(&sources, &mut found);
         found.iter().map(Problem::to_string).collect()
     }
 

@@ -6,8 +6,8 @@ use std::path::Path;
 use tessera::{Model, Plan, plan};
 use tessera_base::Diagnostic;
 use tessera_estimate::{
-    DEFAULT_HOST, DEFAULT_RACK, EstimateReport, MachineModel, ModelSource, VideoQuery, explain_language,
-    explain_video, load_machine, parse_language_pins, parse_video_pins, search_language, search_video,
+    DEFAULT_HOST, DEFAULT_RACK, EstimateReport, MachineModel, ModelSource, Pins, VideoQuery,
+    explain_language, explain_video, load_machine, parse_video_pins, search_language, search_video,
 };
 
 use crate::codes::T0030;
@@ -51,7 +51,7 @@ pub fn run(
         args.devices,
     )?;
     // A mesh on the command line acts as a pin.
-    let pins = merge_pins(&[planning.mesh.clone(), args.pin.clone()]).map_err(to_usage_error)?;
+    let pins = merge_pins(&[planning.mesh.clone(), args.pin.clone()]).map_err(CliError::usage)?;
     if let Some(dir) = dir.filter(|d| d.join("stream.toml").exists()) {
         return search_for_video(args, dir, planning, machine, &pins, folder, format);
     }
@@ -67,7 +67,7 @@ pub fn run(
     reject_given("a language model", planning.given_flags(&MappingUse::OF_STREAMS))?;
     let query = args.build_query(subject, machine, &pins)?;
     if let Some(why) = &args.why {
-        return print_explanation(explain_language(&query, &parse_language_pins(why)?)?, format);
+        return print_explanation(explain_language(&query, &Pins::parse(why)?)?, format);
     }
     let sheet = search_language(&query)?;
     if let Some(folder) = folder {
@@ -93,10 +93,10 @@ fn search_for_video(
             "give fewer --devices",
         ));
     }
-    let overrides = planning.overrides().map_err(to_usage_error)?;
+    let overrides = planning.parse_overrides().map_err(CliError::usage)?;
     let ns = |option, text: &Option<String>| {
         let ns = text.as_deref().map(|t| parse_milliseconds(option, t)).transpose();
-        ns.map(|ns| ns.map(|ns| ns as f64)).map_err(to_usage_error)
+        ns.map(|ns| ns.map(|ns| ns as f64)).map_err(CliError::usage)
     };
     let (decode_ns, encode_ns) = (ns("--decode-ms", &args.decode_ms)?, ns("--encode-ms", &args.encode_ms)?);
     let model = Model::open(dir, &overrides)?;
@@ -140,15 +140,11 @@ fn search_for_video(
 fn reject_given(subject: &str, given: Vec<String>) -> Result<(), CliError> {
     match given.first() {
         None => Ok(()),
-        Some(flag) => Err(CliError::usage(vec![
+        Some(flag) => Err(CliError::usage(
             Diagnostic::error(&T0030, format!("{flag} does not apply to {subject}"))
                 .with_hint("leave it out"),
-        ])),
+        )),
     }
-}
-
-fn to_usage_error(d: Diagnostic) -> CliError {
-    CliError::usage(vec![d])
 }
 
 fn print_explanation((legal, text): (bool, String), format: OutputFormat) -> CliResult {

@@ -67,7 +67,7 @@ impl JoinArgs {
     /// # Errors
     /// T0034.
     pub fn options_from_env(&self) -> Result<JoinOptions, CliError> {
-        self.options_from(&|name| std::env::var(name).ok()).map_err(|d| CliError::usage(vec![*d]))
+        self.options_from(&|name| std::env::var(name).ok()).map_err(|d| CliError::usage(*d))
     }
 
     fn options_from(&self, env: &dyn Fn(&str) -> Option<String>) -> Result<JoinOptions, Box<Diagnostic>> {

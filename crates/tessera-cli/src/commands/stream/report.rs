@@ -2,7 +2,7 @@
 
 use tessera::stream_options::StreamReport;
 
-use crate::output::{CliResult, OutputFormat, format_table, write_stdout};
+use crate::output::{CliResult, OutputFormat, format_pairs, write_stdout};
 
 /// Prints the result of a run. `failure_printed` suppresses the failure, for callers that have
 /// already printed it.
@@ -77,13 +77,10 @@ fn render_text(r: &StreamReport) -> String {
             ms(o.idle_ns),
         );
     }
-    let files: Vec<Vec<String>> = RUN_DIR_FILES
-        .iter()
-        .map(|(name, what)| (r.out.join(name), what))
-        .filter(|(path, _)| path.exists())
-        .map(|(path, what)| vec![path.display().to_string(), what.to_string()])
-        .collect();
-    out + &format_table(&files, &[false, false])
+    let files = RUN_DIR_FILES.iter().map(|(name, what)| (r.out.join(name), *what));
+    let files =
+        files.filter(|(path, _)| path.exists()).map(|(path, what)| (path.display().to_string(), what));
+    out + &format_pairs(files)
 }
 
 fn render_json(r: &StreamReport) -> String {

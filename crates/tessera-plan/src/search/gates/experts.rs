@@ -1,20 +1,13 @@
 //! The gates on the experts of a layer: their density, balance, capacity and prefetch.
 
 use super::super::thresholds::Thresholds;
-use super::{ExpertGateInputs, GateResult, GateStatus};
+use super::{ExpertGateInputs, Gate, GateResult, GateStatus};
 
 const NO_EXPERTS: &str = "the model has no routed experts";
 
 pub(super) fn density_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
-    let gate = |value, verdict, explanation| GateResult {
-        id: "experts.density",
-        title: "enough experts on each rank",
-        value,
-        threshold: t.min_per_rank,
-        unit: "experts",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("experts.density", "enough experts on each rank", "experts");
+    let gate = |value, verdict, explanation| GATE.result(value, t.min_per_rank, verdict, explanation);
     let Some(e) = experts else { return gate(0.0, GateStatus::NotApplicable, NO_EXPERTS.to_string()) };
     let each = e.experts as f64 / f64::from(e.ep.max(1));
     if (e.experts as f64) < t.min_per_rank {
@@ -37,15 +30,8 @@ pub(super) fn density_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -
 }
 
 pub(super) fn balance_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
-    let gate = |value, verdict, explanation| GateResult {
-        id: "experts.balance",
-        title: "rows are balanced over experts",
-        value,
-        threshold: t.max_balance,
-        unit: "std/mean",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("experts.balance", "rows are balanced over experts", "std/mean");
+    let gate = |value, verdict, explanation| GATE.result(value, t.max_balance, verdict, explanation);
     let Some(e) = experts else { return gate(0.0, GateStatus::NotApplicable, NO_EXPERTS.to_string()) };
     let rows = e.tokens * e.top_k as f64 / (e.experts as f64).max(1.0);
     let each = format!("{:.0} tokens × {} / {} experts = {rows:.1} rows each", e.tokens, e.top_k, e.experts);
@@ -68,15 +54,8 @@ pub(super) fn balance_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -
 }
 
 pub(super) fn capacity_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
-    let gate = |value, limit, verdict, explanation| GateResult {
-        id: "experts.capacity",
-        title: "expert capacity is within range",
-        value,
-        threshold: limit,
-        unit: "% of the even share",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("experts.capacity", "expert capacity is within range", "% of the even share");
+    let gate = |value, limit, verdict, explanation| GATE.result(value, limit, verdict, explanation);
     let (low, high) = (t.min_capacity_pct, t.max_capacity_pct);
     let Some(e) = experts.filter(|e| e.capacity_pct > 0) else {
         let explanation =
@@ -95,15 +74,8 @@ pub(super) fn capacity_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) 
 }
 
 pub(super) fn prefetch_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
-    let gate = |value, limit, verdict, explanation| GateResult {
-        id: "experts.prefetch",
-        title: "cold experts are prefetched",
-        value,
-        threshold: limit,
-        unit: "layers",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("experts.prefetch", "cold experts are prefetched", "layers");
+    let gate = |value, limit, verdict, explanation| GATE.result(value, limit, verdict, explanation);
     let (low, high) = (t.min_prefetch, t.max_prefetch);
     let Some((window, stall_ns)) = experts.and_then(|e| e.prefetch) else {
         let explanation = if experts.is_some() { "all experts are in device memory" } else { NO_EXPERTS };

@@ -1,7 +1,7 @@
 //! The gates on the device memory of the peak rank.
 
 use super::super::thresholds::Thresholds;
-use super::{GateInputs, GateResult, GateStatus, MemoryGateInputs, SHARE, round_bytes};
+use super::{Gate, GateInputs, GateResult, GateStatus, MemoryGateInputs, SHARE, round_bytes};
 
 /// Returns whether a plan should recompute activations, by the ratio of activations to the rank's
 /// parameters, and the reason in words.
@@ -49,27 +49,12 @@ pub(super) fn memory_gate(m: &MemoryGateInputs, t: &Thresholds) -> GateResult {
         s if s > t.device_warn => (GateStatus::Warn, t.device_warn),
         _ => (GateStatus::Pass, t.device_warn),
     };
-    GateResult {
-        id: "memory.fits",
-        title: "memory within the device",
-        value: share,
-        threshold: limit,
-        unit: SHARE,
-        status: verdict,
-        explanation,
-    }
+    Gate("memory.fits", "memory within the device", SHARE).result(share, limit, verdict, explanation)
 }
 
 pub(super) fn headroom_gate(m: &MemoryGateInputs, t: &Thresholds) -> GateResult {
-    let gate = |value, limit, verdict, explanation| GateResult {
-        id: "memory.activations-and-cache",
-        title: "activations and KV cache leave headroom",
-        value,
-        threshold: limit,
-        unit: SHARE,
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate("memory.activations-and-cache", "activations and KV cache leave headroom", SHARE);
+    let gate = |value, limit, verdict, explanation| GATE.result(value, limit, verdict, explanation);
     if m.activation_tokens <= 0.0 && m.cache_tokens <= 0.0 {
         let explanation = "A and K are bytes per token, and there are no tokens".to_string();
         return gate(0.0, t.activations_and_cache_fail, GateStatus::NotApplicable, explanation);
@@ -104,15 +89,12 @@ pub(super) fn headroom_gate(m: &MemoryGateInputs, t: &Thresholds) -> GateResult 
 
 pub(super) fn recompute_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
     let m = &facts.memory;
-    let gate = |value, verdict, explanation| GateResult {
-        id: "memory.recompute",
-        title: "recomputation if activations outgrow parameters",
-        value,
-        threshold: t.recompute_above,
-        unit: "of the rank's parameters",
-        status: verdict,
-        explanation,
-    };
+    const GATE: Gate = Gate(
+        "memory.recompute",
+        "recomputation if activations outgrow parameters",
+        "of the rank's parameters",
+    );
+    let gate = |value, verdict, explanation| GATE.result(value, t.recompute_above, verdict, explanation);
     if !facts.training {
         return gate(
             0.0,

@@ -37,20 +37,13 @@ impl MitigationPlanner<'_> {
         let (mut q, mut c) = (self.q.clone(), *self.c);
         change(&mut q, &mut c);
         match CandidateMetrics::estimate(&q, &c) {
-            Ok(n) => MappingMitigation { action, details, predicted: Some(n) },
+            Ok(n) => MappingMitigation::new(action, details, Some(n)),
             Err(why) => {
                 let why: Vec<_> = why.iter().map(|d| d.message.as_str()).collect();
-                MappingMitigation {
-                    action,
-                    details: format!("{details}: cannot run here: {}", why.join("; ")),
-                    predicted: None,
-                }
+                let details = format!("{details}: cannot run here: {}", why.join("; "));
+                MappingMitigation::new(action, details, None)
             }
         }
-    }
-
-    fn not_applicable(action: &'static str, why: &str) -> MappingMitigation {
-        MappingMitigation { action, details: why.to_string(), predicted: None }
     }
 
     pub(super) fn for_congestion(&self) -> Vec<MappingMitigation> {
@@ -92,9 +85,10 @@ impl MitigationPlanner<'_> {
             );
         }
         if how.is_empty() {
-            return Self::not_applicable(
+            return MappingMitigation::new(
                 ACTION,
                 "sources are balanced and all-to-alls already overlap compute: nothing to gain",
+                None,
             );
         }
         self.estimate_change(ACTION, how.join("; "), |q, c| {
@@ -115,9 +109,10 @@ impl MitigationPlanner<'_> {
         let to = match self.c.layout.capacity_pct {
             0 => CAPACITY_RANGE_PCT.1,
             now if now <= CAPACITY_RANGE_PCT.0 => {
-                return Self::not_applicable(
+                return MappingMitigation::new(
                     ACTION,
                     "the capacity is at the lower end of what the guide advises, 1.1 to 1.3",
+                    None,
                 );
             }
             now => CAPACITY_RANGE_PCT.0.max(now.saturating_sub(15)),
@@ -133,7 +128,9 @@ impl MitigationPlanner<'_> {
 
     pub(super) fn for_memory(&self) -> Vec<MappingMitigation> {
         let smaller = match self.c.micro_batch {
-            0 | 1 => Self::not_applicable("smaller micro-batch", "the micro-batch is already one sequence"),
+            0 | 1 => {
+                MappingMitigation::new("smaller micro-batch", "the micro-batch is already one sequence", None)
+            }
             now => {
                 let how = format!("from {now} sequences to {}", now / 2);
                 self.estimate_change("smaller micro-batch", how, |_, c| c.micro_batch = now / 2)
@@ -147,7 +144,11 @@ impl MitigationPlanner<'_> {
     fn recompute_more(&self) -> MappingMitigation {
         const ACTION: &str = "recompute attention";
         if !matches!(self.q.job, Job::Train { .. }) {
-            return Self::not_applicable(ACTION, "inference saves no activations for a backward pass");
+            return MappingMitigation::new(
+                ACTION,
+                "inference saves no activations for a backward pass",
+                None,
+            );
         }
         let now = self.c.recompute;
         for next in Recompute::ALL.iter().copied().filter(|r| *r > now) {
@@ -162,7 +163,7 @@ impl MitigationPlanner<'_> {
                 return r;
             }
         }
-        Self::not_applicable(ACTION, "no recomputation policy lowers the peak")
+        MappingMitigation::new(ACTION, "no recomputation policy lowers the peak", None)
     }
 
     /// From k to k − ½: every other token uses one expert less. The mean of both estimates, exact
@@ -170,10 +171,10 @@ impl MitigationPlanner<'_> {
     fn lower_top_k(&self) -> MappingMitigation {
         const ACTION: &str = "lower top-k by stochastic gating";
         let Some((experts, k)) = self.q.work.routed_experts() else {
-            return Self::not_applicable(ACTION, "no layer has routed experts");
+            return MappingMitigation::new(ACTION, "no layer has routed experts", None);
         };
         if k < 2 {
-            return Self::not_applicable(ACTION, "a token already uses only one expert");
+            return MappingMitigation::new(ACTION, "a token already uses only one expert", None);
         }
         let how = format!("from {k} to {}.5: mean of the estimates at {k} and {}", k - 1, k - 1);
         let mut r = self.estimate_change(ACTION, how, |q, _| q.work = q.work.with_experts(experts, k - 1));
@@ -203,7 +204,7 @@ impl MitigationPlanner<'_> {
     fn promote_sums_earlier(&self, narrow: bool) -> MappingMitigation {
         const ACTION: &str = "accumulate in f32 earlier";
         if !narrow {
-            return Self::not_applicable(ACTION, "matmuls do not use fp8");
+            return MappingMitigation::new(ACTION, "matmuls do not use fp8", None);
         }
         let cluster = &self.q.machine.cluster;
         let (Ok(r), Some(f32_rate), Some(peak)) = (
@@ -211,7 +212,11 @@ impl MitigationPlanner<'_> {
             cluster.flops_per_s(Precision::F32),
             cluster.flops_per_s(self.c.layout.precision),
         ) else {
-            return Self::not_applicable(ACTION, "the cluster has no f32 rate, or the plan does not fit");
+            return MappingMitigation::new(
+                ACTION,
+                "the cluster has no f32 rate, or the plan does not fit",
+                None,
+            );
         };
         // Of 2·m·n·k operations, each output is scaled and added once per interval: 2·m·n·k /
         // interval more.
@@ -219,15 +224,16 @@ impl MitigationPlanner<'_> {
         let how = format!(
             "partial sums to f32 every {PROMOTION_INTERVAL:.0} elements of a contraction, if nothing hides the additions"
         );
-        MappingMitigation { action: ACTION, details: how, predicted: Some(self.current.with_added_ns(more)) }
+        MappingMitigation::new(ACTION, how, Some(self.current.with_added_ns(more)))
     }
 
     fn use_finer_scales(&self, narrow: bool) -> MappingMitigation {
         const ACTION: &str = "finer scaling";
         if !narrow || self.c.layout.ep < 2 {
-            return Self::not_applicable(
+            return MappingMitigation::new(
                 ACTION,
                 "no messages use fp8: scales stay on the device and add 4 bytes each",
+                None,
             );
         }
         let wire = self.c.layout.wire_precision.wire_element_bytes();
@@ -248,14 +254,14 @@ scales would take {:.3}",
     fn scale_loss(&self) -> MappingMitigation {
         const ACTION: &str = "scale the loss";
         if !matches!(self.q.job, Job::Train { .. }) {
-            return Self::not_applicable(ACTION, "inference has no loss to scale");
+            return MappingMitigation::new(ACTION, "inference has no loss to scale", None);
         }
         let gradients = |r: RankedCandidate| {
             let of = r.estimate.budget.bytes.iter().filter(|((_, what), _)| *what == MemoryUse::Gradients);
             of.map(|(_, b)| b.0 as f64).sum::<f64>()
         };
         let Ok(bytes) = estimate_candidate(self.q, self.c).map(gradients) else {
-            return Self::not_applicable(ACTION, "the plan does not fit");
+            return MappingMitigation::new(ACTION, "the plan does not fit", None);
         };
         let ns = self.q.machine.memory_bound_ns(2.0 * bytes);
         let how = format!(
@@ -263,23 +269,23 @@ scales would take {:.3}",
 that overflows is lost",
             ns / 1e6
         );
-        MappingMitigation { action: ACTION, details: how, predicted: Some(self.current) }
+        MappingMitigation::new(ACTION, how, Some(self.current))
     }
 
     pub(super) fn for_drift(&self) -> Vec<MappingMitigation> {
         let mut out = self.pin_reductions();
-        out.push(MappingMitigation {
-            action: "fix the order of ranks",
-            details: "one device list in topology order, part of the plan's digest: free".to_string(),
-            predicted: Some(self.current),
-        });
-        out.push(MappingMitigation {
-            action: "deterministic draws per axis",
-            details: "key every draw by seed, layer and the token's position in the batch: different over ep and dp, where tokens \
-differ, and the same over tp, whose peers hold the same tokens and must choose the same experts; free"
-                .to_string(),
-            predicted: Some(self.current),
-        });
+        let free = Some(self.current);
+        out.push(MappingMitigation::new(
+            "fix the order of ranks",
+            "one device list in topology order, part of the plan's digest: free",
+            free,
+        ));
+        out.push(MappingMitigation::new(
+            "deterministic draws per axis",
+            "key every draw by seed, layer and the token's position in the batch: different over ep and dp, where tokens \
+differ, and the same over tp, whose peers hold the same tokens and must choose the same experts; free",
+            free,
+        ));
         out
     }
 
@@ -290,7 +296,7 @@ differ, and the same over tp, whose peers hold the same tokens and must choose t
         let (m, l) = (&self.q.machine, &self.c.layout);
         let ranks = l.tp / l.ring.max(1);
         if ranks < 2 || l.scheme == TpScheme::Ulysses {
-            return vec![Self::not_applicable(PIN, "nothing is reduced over tp here")];
+            return vec![MappingMitigation::new(PIN, "nothing is reduced over tp here", None)];
         }
         let span = GroupSpan::from_stride(ranks, 1, &m.cluster);
         let tokens = f64::from(self.c.micro_batch) * self.q.job.query_tokens() as f64;
@@ -315,11 +321,7 @@ also be pinned",
                 bytes / 1e6
             );
             let more = times * (ns - chosen.ns).max(0.0);
-            out.push(MappingMitigation {
-                action: PIN,
-                details: how,
-                predicted: Some(self.current.with_added_ns(more)),
-            });
+            out.push(MappingMitigation::new(PIN, how, Some(self.current.with_added_ns(more))));
         }
         // Every rank receives all partial sums of its shard and adds them in order; shards are
         // gathered where the algorithm would have done so.
@@ -336,7 +338,7 @@ also be pinned",
             chosen.ns / 1e3
         );
         let after = self.current.with_added_ns(times * (ordered - chosen.ns));
-        out.push(MappingMitigation { action: ORDER, details: how, predicted: Some(after) });
+        out.push(MappingMitigation::new(ORDER, how, Some(after)));
         out
     }
 

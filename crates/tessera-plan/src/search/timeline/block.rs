@@ -163,22 +163,6 @@ impl<'a> LayerExpansion<'a> {
         steps
     }
 
-    /// Returns whether activations are sharded by token between matmuls: gathered before
-    /// column-parallel matmuls, scattered after row-parallel ones.
-    fn shards_tokens(&self) -> bool {
-        matches!(self.scene.c.layout.scheme, TpScheme::MegatronSequence | TpScheme::Ring | TpScheme::Striped)
-    }
-
-    /// Returns the span of the ranks that shard features.
-    fn feature_span(&self) -> GroupSpan {
-        let tp = self.scene.spans.tp;
-        let rings = (tp.ranks / self.share.feature_shards.max(1)).max(1);
-        GroupSpan {
-            ranks: self.share.feature_shards,
-            domains: tp.domains.div_ceil(rings).min(self.share.feature_shards),
-        }
-    }
-
     /// Returns the number of chunks in which the executor overlaps a matmul with its transfer.
     fn chunk_count(&self) -> u32 {
         let overlap = &self.scene.q.machine.device_curves().overlap;
@@ -213,14 +197,14 @@ impl<'a> LayerExpansion<'a> {
 
     fn push_column_parallel(&self, r: &LayerOp, k: f64, cost: &OpCost, steps: &mut Vec<LayerStep>) {
         let pieces = self.chunk_count();
-        if self.shards_tokens() {
+        if self.scene.c.layout.scheme.shards_tokens() {
             let bytes = ACTIVATION_BYTES * self.share.tokens * k;
             let gather = self.transfer_step(
                 &format!("AG {}", row_prefix(r.name)),
                 TP,
                 CollectiveOp::AllGather,
                 bytes,
-                self.feature_span(),
+                self.share.feature_span(self.scene.spans.tp),
             );
             steps.push(LayerStep { chunks: pieces, per_chunk: pieces > 1, ..gather });
             steps.push(LayerStep { chunks: pieces, ..compute_step(r.name, cost) });
@@ -232,14 +216,19 @@ impl<'a> LayerExpansion<'a> {
     fn push_row_parallel(&self, r: &LayerOp, n: f64, cost: &OpCost, steps: &mut Vec<LayerStep>) {
         let pieces = self.chunk_count();
         let bytes = ACTIVATION_BYTES * self.share.tokens * n;
-        let (name, op) = if self.shards_tokens() {
+        let (name, op) = if self.scene.c.layout.scheme.shards_tokens() {
             ("RS", CollectiveOp::ReduceScatter)
         } else {
             ("AR", CollectiveOp::AllReduce)
         };
         steps.push(LayerStep { chunks: pieces, per_chunk: pieces > 1, ..compute_step(r.name, cost) });
-        let after =
-            self.transfer_step(&format!("{name} {}", row_prefix(r.name)), TP, op, bytes, self.feature_span());
+        let after = self.transfer_step(
+            &format!("{name} {}", row_prefix(r.name)),
+            TP,
+            op,
+            bytes,
+            self.share.feature_span(self.scene.spans.tp),
+        );
         steps.push(LayerStep { chunks: pieces, ..after });
     }
 

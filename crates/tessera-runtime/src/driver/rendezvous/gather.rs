@@ -8,18 +8,19 @@ use std::time::{Duration, Instant};
 
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::handshakes::HandshakePool;
+use super::connect::resolve_master;
+use super::handshakes::{HandshakeOutcome, HandshakePool, RefusalTally};
 use super::messages::{
     AddressTable, RankInfo, RendezvousMessage, into_diagnostics, receive_message, send_message, send_refusal,
 };
 use super::{
-    LINK_LIMIT, RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks,
-    handshake_deadline, links, listen_at, resolve_master, stopped_diagnostic,
+    LINK_LIMIT, RendezvousPeers, RendezvousSpec, WaitLimit, format_ranks, links, listen_at,
+    stopped_diagnostic,
 };
 use crate::codes::{T0740, T0757, T0758};
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::launcher::StopHandle;
-use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials};
+use crate::driver::secure::{AuthenticatedPeer, Claim, ConnectionPurpose};
 
 /// Interval at which the listener is polled.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(10);
@@ -74,41 +75,10 @@ fn gather_and_link(
     listener: &TcpListener,
     joined: &mut BTreeMap<u32, JoinedPeer>,
 ) -> Result<(links::OpenLinks, AddressTable), Diagnostics> {
-    let mut refused = Vec::new();
-    {
-        let mine = spec.make_claim(ConnectionPurpose::Join, 0, 0, spec.session);
-        let credentials = spec.credentials.clone();
-        let handshakes = HandshakePool::new(listener, move |stream, from| {
-            accept_rank(stream, &credentials, &mine).map(|guest| (from, guest))
-        });
-        while joined.len() + 1 < spec.world_size as usize {
-            handshakes.accept_next();
-            match handshakes.next_outcome() {
-                Some(Ok((from, proved))) => admit_rank(spec, joined, from, proved)?,
-                Some(Err(d)) => {
-                    refused.push(d.message.clone());
-                    refused.truncate(5);
-                    note(d);
-                }
-                None => std::thread::sleep(ACCEPT_INTERVAL),
-            }
-            check_connected(joined)?;
-            let missing = || format_ranks((1..spec.world_size).filter(|r| !joined.contains_key(r)));
-            if let Some(d) = wait.check_expired("missing ranks") {
-                let d = d
-                    .with_label("missing", format!("ranks {}", missing()))
-                    .with_label(
-                        "joined",
-                        format!("ranks {}", format_ranks(std::iter::once(0).chain(joined.keys().copied()))),
-                    )
-                    .with_label(
-                        format!("listening at {}", spec.master_address()),
-                        format!("for {} s", spec.join_limit.as_secs()),
-                    );
-                return Err(vec![refused.iter().fold(d, |d, r| d.with_label("refused", r.clone()))]);
-            }
-        }
-    }
+    let mut tally = RefusalTally::default();
+    let gathered = gather_all(spec, wait, note, listener, joined, &mut tally);
+    tally.summarize().into_iter().for_each(&mut *note);
+    gathered?;
     let found = compare_ranks(spec, joined);
     if !found.is_empty() {
         return Err(found);
@@ -142,6 +112,45 @@ fn gather_and_link(
     Ok((open_links, table))
 }
 
+/// Waits until every rank has joined.
+fn gather_all(
+    spec: &RendezvousSpec,
+    wait: &WaitLimit<'_>,
+    note: &mut dyn FnMut(Diagnostic),
+    listener: &TcpListener,
+    joined: &mut BTreeMap<u32, JoinedPeer>,
+    tally: &mut RefusalTally,
+) -> Result<(), Diagnostics> {
+    let own_claim = spec.make_claim(ConnectionPurpose::Join, 0, 0, spec.session);
+    let mut handshakes = HandshakePool::new(listener, spec.credentials.clone(), own_claim, receive_info);
+    while joined.len() + 1 < spec.world_size as usize {
+        match handshakes.poll_next() {
+            Some(HandshakeOutcome::Accepted(arrival)) => admit_rank(spec, joined, arrival)?,
+            Some(HandshakeOutcome::Refused(refusal)) => {
+                tally.count_refusal(refusal).into_iter().for_each(&mut *note);
+            }
+            Some(HandshakeOutcome::Failed(d)) => note(d),
+            None => std::thread::sleep(ACCEPT_INTERVAL),
+        }
+        check_connected(joined)?;
+        let missing = || format_ranks((1..spec.world_size).filter(|r| !joined.contains_key(r)));
+        if let Some(d) = wait.check_expired("missing ranks") {
+            let d = d
+                .with_label("missing", format!("ranks {}", missing()))
+                .with_label(
+                    "joined",
+                    format!("ranks {}", format_ranks(std::iter::once(0).chain(joined.keys().copied()))),
+                )
+                .with_label(
+                    format!("listening at {}", spec.master_address()),
+                    format!("for {} s", spec.join_limit.as_secs()),
+                );
+            return Err(vec![tally.describe_kinds().into_iter().fold(d, |d, r| d.with_label("refused", r))]);
+        }
+    }
+    Ok(())
+}
+
 fn peer_left_diagnostic(rank: u32, e: &std::io::Error) -> Diagnostics {
     if e.kind() == ErrorKind::Interrupted {
         return vec![stopped_diagnostic(&format!("rank {rank}"))];
@@ -157,8 +166,7 @@ fn peer_left_diagnostic(rank: u32, e: &std::io::Error) -> Diagnostics {
 fn admit_rank(
     spec: &RendezvousSpec,
     joined: &mut BTreeMap<u32, JoinedPeer>,
-    from: SocketAddr,
-    (proved, card): (AuthenticatedPeer, RankInfo),
+    Arrival { peer: proved, from, info: card }: Arrival,
 ) -> Result<(), Diagnostics> {
     let Claim { rank, world_size: world, .. } = proved.claim;
     let refuse = |mut stream: Box<dyn ByteStream>, d: Diagnostic| {
@@ -247,24 +255,28 @@ fn compare_ranks(spec: &RendezvousSpec, joined: &BTreeMap<u32, JoinedPeer>) -> D
     found
 }
 
-fn accept_rank(
-    stream: std::net::TcpStream,
-    credentials: &Credentials,
-    mine: &Claim,
-) -> Result<(AuthenticatedPeer, RankInfo), Diagnostic> {
-    let from = stream.peer_addr().map_or("an unknown address".into(), |a| a.to_string());
+/// An authenticated rank that has sent its information.
+struct Arrival {
+    peer: AuthenticatedPeer,
+    from: SocketAddr,
+    info: RankInfo,
+}
+
+/// Receives the first message of an authenticated rank.
+fn receive_info(
+    mut peer: AuthenticatedPeer,
+    from: SocketAddr,
+    deadline: Instant,
+) -> Result<Arrival, Diagnostic> {
     let broken = |e: std::io::Error| {
         Diagnostic::error(&T0758, format!("a process at {from} did not send its address"))
-            .with_label(from.clone(), e.to_string())
+            .with_label(from.to_string(), e.to_string())
     };
-    secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(broken)?;
-    let until = handshake_deadline();
-    let mut proved = secure::accept_peer(stream, credentials, mine, until)?;
-    if proved.claim.purpose != ConnectionPurpose::Join {
+    if peer.claim.purpose != ConnectionPurpose::Join {
         return Err(broken(ErrorKind::InvalidData.into()));
     }
-    match receive_message(&mut *proved.stream, until, None::<&StopHandle>) {
-        Ok(RendezvousMessage::Info(card)) => Ok((proved, card)),
+    match receive_message(&mut *peer.stream, deadline, None::<&StopHandle>) {
+        Ok(RendezvousMessage::Info(info)) => Ok(Arrival { peer, from, info }),
         Ok(_) => Err(broken(ErrorKind::InvalidData.into())),
         Err(e) => Err(broken(e)),
     }

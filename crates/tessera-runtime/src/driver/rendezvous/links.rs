@@ -6,16 +6,17 @@ use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::handshakes::HandshakePool;
+use super::connect::HandshakeRetries;
+use super::handshakes::{HandshakeOutcome, HandshakePool, RefusalTally};
 use super::messages::AddressTable;
-use super::{
-    RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks, handshake_deadline,
-};
+use super::{RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks};
 use crate::Digest;
 use crate::codes::T0758;
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose};
 
+/// Handshakes whose outcome is taken before the wait is checked again.
+const OUTCOMES_PER_TURN: usize = 64;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 const DIRECT_REACH_HINT: &str =
     "ranks must reach each other directly: check the firewalls, or give an address with --bind";
@@ -39,35 +40,14 @@ pub(super) fn open_links(
     let (connects, to_accept): (Vec<LinkKey>, Vec<LinkKey>) =
         required_links(spec).into_iter().partition(|(.., r)| *r < spec.rank);
     // The peer's claim names the link that it wants; this side's claim is the same for every link.
-    let claim = spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, session);
-    let credentials = spec.credentials.clone();
-    let handshakes = HandshakePool::new(listener, move |stream, _| {
-        let _ = secure::tune_socket(&stream, UNREACHABLE_LIMIT);
-        secure::accept_peer(stream, &credentials, &claim, handshake_deadline())
-    });
-    let mut opener = LinkOpener { spec, session, wait, to_accept, open: OpenLinks(BTreeMap::new()) };
-    let mut queue = connects.into_iter();
-    loop {
-        // The loop alternates between connecting and accepting, so that neither delays a peer's
-        // handshake.
-        let next = queue.next();
-        if let Some(link) = next {
-            opener.connect(link, table, master)?;
-        }
-        if !opener.to_accept.is_empty() {
-            handshakes.accept_next();
-        }
-        while let Some(outcome) = handshakes.next_outcome() {
-            opener.take_link(outcome, note);
-        }
-        if next.is_none() && opener.to_accept.is_empty() {
-            return Ok(opener.open);
-        }
-        opener.check_wait()?;
-        if next.is_none() {
-            std::thread::sleep(POLL_INTERVAL);
-        }
-    }
+    let own_claim = spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, session);
+    let handshakes = HandshakePool::new(listener, spec.credentials.clone(), own_claim, |peer, _, _| Ok(peer));
+    let tally = RefusalTally::default();
+    let open = OpenLinks(BTreeMap::new());
+    let mut opener = LinkOpener { spec, session, wait, to_accept, handshakes, tally, open };
+    let opened = opener.open_all(connects, table, master, note);
+    opener.tally.summarize().into_iter().for_each(note);
+    opened.map(|()| opener.open)
 }
 
 /// The links of this rank while they are opened.
@@ -77,10 +57,38 @@ struct LinkOpener<'a> {
     wait: &'a WaitLimit<'a>,
     /// Links to higher ranks that these have not opened yet.
     to_accept: Vec<LinkKey>,
+    handshakes: HandshakePool<'a, AuthenticatedPeer>,
+    tally: RefusalTally,
     open: OpenLinks,
 }
 
 impl LinkOpener<'_> {
+    /// Opens all links. The loop alternates between connecting and accepting, so that neither
+    /// delays a peer's handshake.
+    fn open_all(
+        &mut self,
+        connects: Vec<LinkKey>,
+        table: &AddressTable,
+        master: SocketAddr,
+        note: &mut dyn FnMut(Diagnostic),
+    ) -> Result<(), Diagnostics> {
+        let mut queue = connects.into_iter();
+        loop {
+            let next = queue.next();
+            if let Some(link) = next {
+                self.connect(link, table, master)?;
+            }
+            self.accept_links(note);
+            if next.is_none() && self.to_accept.is_empty() {
+                return Ok(());
+            }
+            self.check_wait()?;
+            if next.is_none() {
+                std::thread::sleep(POLL_INTERVAL);
+            }
+        }
+    }
+
     /// Opens a link to a lower rank.
     fn connect(
         &mut self,
@@ -99,25 +107,37 @@ impl LinkOpener<'_> {
         Ok(())
     }
 
-    /// Takes a connection whose handshake has ended. A failed one, or one for a link that the peer
-    /// may not have, is closed and noted.
-    fn take_link(
-        &mut self,
-        outcome: Result<AuthenticatedPeer, Diagnostic>,
-        note: &mut dyn FnMut(Diagnostic),
-    ) {
-        let peer = match outcome {
-            Ok(peer) => peer,
-            Err(d) => return note(d),
-        };
+    /// Takes the connections whose handshake has ended. A failed one, or one for a link that the
+    /// peer may not have, is closed and noted.
+    fn accept_links(&mut self, note: &mut dyn FnMut(Diagnostic)) {
+        for _ in 0..OUTCOMES_PER_TURN {
+            if self.to_accept.is_empty() {
+                return;
+            }
+            match self.handshakes.poll_next() {
+                None => return,
+                Some(HandshakeOutcome::Accepted(peer)) => self.keep_link(peer, note),
+                Some(HandshakeOutcome::Refused(refusal)) => {
+                    self.tally.count_refusal(refusal).into_iter().for_each(&mut *note);
+                }
+                Some(HandshakeOutcome::Failed(d)) => note(d),
+            }
+        }
+    }
+
+    fn keep_link(&mut self, peer: AuthenticatedPeer, note: &mut dyn FnMut(Diagnostic)) {
         let link = (peer.claim.purpose, peer.claim.communicator, peer.claim.rank);
         let wanted = self.to_accept.iter().position(|l| *l == link);
-        let Some(i) = wanted.filter(|_| self.is_for_this_rank(&peer.claim)) else {
-            let text = format!("{} requested a link that it may not have; the link was closed", peer.claim);
-            return note(Diagnostic::warning(&T0758, text));
-        };
-        self.to_accept.swap_remove(i);
-        self.open.0.insert(link, peer.stream);
+        match wanted.filter(|_| self.is_for_this_rank(&peer.claim)) {
+            Some(i) => {
+                self.to_accept.swap_remove(i);
+                self.open.0.insert(link, peer.stream);
+            }
+            None => note(Diagnostic::warning(
+                &T0758,
+                format!("{} requested a link that it may not have; the link was closed", peer.claim),
+            )),
+        }
     }
 
     fn is_for_this_rank(&self, claim: &Claim) -> bool {
@@ -213,12 +233,23 @@ fn open_link(
     claim: &Claim,
     wait: &WaitLimit<'_>,
 ) -> Result<AuthenticatedPeer, Diagnostics> {
-    let limit = wait.time_left().clamp(Duration::from_millis(1), Duration::from_secs(10));
-    let stream =
-        TcpStream::connect_timeout(&at, limit).map_err(|e| unreachable_peer(rank, &format!("{at}: {e}")))?;
-    secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(|e| unreachable_peer(rank, &e.to_string()))?;
-    let proved =
-        secure::connect_peer(stream, &spec.credentials, claim, handshake_deadline()).map_err(|d| vec![d])?;
+    let mut retries = HandshakeRetries::default();
+    let proved = loop {
+        let limit = wait.time_left().clamp(Duration::from_millis(1), Duration::from_secs(10));
+        let stream = TcpStream::connect_timeout(&at, limit)
+            .map_err(|e| unreachable_peer(rank, &format!("{at}: {e}")))?;
+        secure::tune_socket(&stream, UNREACHABLE_LIMIT)
+            .map_err(|e| unreachable_peer(rank, &e.to_string()))?;
+        let refusal = match secure::connect_peer(stream, &spec.credentials, claim, wait.handshake_deadline())
+        {
+            Ok(proved) => break proved,
+            Err(refusal) => refusal,
+        };
+        let pause =
+            retries.next_pause(&refusal).filter(|_| !wait.time_left().is_zero() && !wait.is_stopped());
+        let pause = pause.ok_or_else(|| vec![refusal.to_diagnostic()])?;
+        std::thread::sleep(pause.min(wait.time_left()));
+    };
     if proved.claim.rank != rank || proved.claim.session != claim.session {
         let who = format!("claims to be {} of session {:016x}", proved.claim, proved.claim.session);
         return Err(unreachable_peer(rank, &format!("the process that listens at {at} {who}")));

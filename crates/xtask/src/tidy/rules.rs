@@ -1,0 +1,181 @@
+//! Checks the rules of the operator's manual and of the guide to captured regions: each has an id,
+//! names what shows that it holds, and is named back by it.
+//!
+//! A page is the only source of its rules. `cargo xtask library` renders the back map and the data
+//! of `tessera explain` from the pages, and this check compares the files byte by byte.
+
+mod backmap;
+mod codes_and_drills;
+mod data;
+mod parse;
+mod proofs;
+mod symptoms;
+mod tables;
+mod wording;
+
+use std::collections::BTreeMap;
+
+use super::Problem;
+use crate::tree::Tree;
+use codes_and_drills::{CodeRow, DrillRow};
+use symptoms::Symptom;
+
+/// A page with rules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RulePage {
+    path: &'static str,
+    /// The first letter of the page's rule ids.
+    prefix: char,
+    /// The section that contains the rules; `None` if the whole page does.
+    section: Option<&'static str>,
+}
+
+impl RulePage {
+    /// The file stem, by which `tessera explain` names the page.
+    fn name(self) -> &'static str {
+        let file = self.path.rsplit('/').next().unwrap_or(self.path);
+        file.strip_suffix(".md").unwrap_or(file)
+    }
+}
+
+const fn manual_page(path: &'static str, prefix: char) -> RulePage {
+    RulePage { path, prefix, section: Some("Contract") }
+}
+
+/// The pages with rules. A page that is missing here or on disk is a problem, so none can vanish.
+const RULE_PAGES: [RulePage; 8] = [
+    manual_page("docs/manual/control-plane.md", 'C'),
+    manual_page("docs/manual/determinism.md", 'D'),
+    manual_page("docs/manual/groups.md", 'G'),
+    manual_page("docs/manual/kv.md", 'K'),
+    manual_page("docs/manual/overlap.md", 'O'),
+    manual_page("docs/manual/replay.md", 'R'),
+    manual_page("docs/manual/shutdown.md", 'S'),
+    RulePage { path: "docs/guides/captured-regions.md", prefix: 'X', section: None },
+];
+
+/// Maximum number of rules that nothing shows. It may only become smaller.
+const MAX_UNPROVEN: usize = 4;
+
+/// What a rule names as its proof.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+struct ProofNames {
+    codes: Vec<String>,
+    drills: Vec<String>,
+    tests: Vec<String>,
+    /// Paths below `filetests/`.
+    filetests: Vec<String>,
+    /// The reason why nothing shows the rule: `(no proof: …)`.
+    missing: Option<String>,
+}
+
+/// A rule with its id.
+#[derive(Debug, Clone)]
+struct Rule {
+    id: String,
+    page: RulePage,
+    line: usize,
+    /// Whether the rule names something that must not happen.
+    is_forbidden: bool,
+    /// The sentence without the id, with the names of its proof.
+    text: String,
+    proof: ProofNames,
+}
+
+/// All rules, and the tables that they refer to.
+struct Library {
+    rules: Vec<Rule>,
+    drills: Vec<DrillRow>,
+    codes: BTreeMap<String, CodeRow>,
+    symptoms: Vec<Symptom>,
+    /// Status of each page with rules, in the order of [`RULE_PAGES`].
+    statuses: Vec<String>,
+}
+
+impl Library {
+    fn read(tree: &Tree, found: &mut Vec<Problem>) -> Library {
+        let mut rules = Vec::new();
+        for page in RULE_PAGES {
+            match tree.file_text(page.path) {
+                Some(text) => rules.extend(parse::read_rules(page, text, found)),
+                None => found.push(Problem::new(page.path, 0, "restore this page, or retire its rules")),
+            }
+        }
+        Library {
+            rules,
+            drills: codes_and_drills::read_drills(tree),
+            codes: codes_and_drills::read_codes(tree),
+            symptoms: symptoms::read_symptoms(tree, found),
+            statuses: tables::read_statuses(tree, found),
+        }
+    }
+
+    /// The rules that name a code or one of the drills that end with it.
+    fn rules_of_code<'a>(&'a self, code: &'a str) -> impl Iterator<Item = &'a Rule> {
+        self.rules.iter().filter(move |r| r.proof.codes.iter().any(|c| c == code))
+    }
+
+    fn rules_of_drill<'a>(&'a self, drill: &'a str) -> impl Iterator<Item = &'a Rule> {
+        self.rules.iter().filter(move |r| r.proof.drills.iter().any(|d| d == drill))
+    }
+}
+
+/// Returns whether the project has the pages; a synthetic project of a test usually has none.
+fn has_rule_pages(tree: &Tree) -> bool {
+    RULE_PAGES.iter().any(|p| tree.file_text(p.path).is_some())
+}
+
+/// Runs every check of the rules.
+pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
+    if !has_rule_pages(tree) {
+        return;
+    }
+    let library = Library::read(tree, found);
+    parse::check_ids(&library.rules, &tables::read_retired_ids(tree, found), found);
+    proofs::check(&library, tree, found);
+    codes_and_drills::check(&library, tree, found);
+    symptoms::check(&library, found);
+    wording::check(tree, found);
+    tables::check(tree, found);
+    for (path, text) in render_files(&library, tree) {
+        if tree.file_text(path) != Some(text.as_str()) {
+            found.push(Problem::new(path, 0, "the file is out of date: run `cargo xtask library`"));
+        }
+    }
+}
+
+/// Returns the generated files of the library as path and contents.
+pub(crate) fn generated_files(tree: &Tree) -> Vec<(&'static str, String)> {
+    render_files(&Library::read(tree, &mut Vec::new()), tree)
+}
+
+fn render_files(library: &Library, tree: &Tree) -> Vec<(&'static str, String)> {
+    vec![
+        (backmap::PATH, backmap::render_page(library, tree)),
+        (crate::tree::LIBRARY_DATA, data::render_json(library)),
+    ]
+}
+
+/// Iterates over the rule ids in a text, such as `D-03`.
+fn rule_ids(text: &str) -> impl Iterator<Item = &str> {
+    text.match_indices('-').filter_map(|(at, _)| {
+        let (start, end) = (at.checked_sub(1)?, at + 3);
+        let id = text.get(start..end)?;
+        let is_known = RULE_PAGES.iter().any(|p| id.starts_with(p.prefix));
+        let has_digits = id.bytes().skip(2).all(|b| b.is_ascii_digit());
+        let is_inside_word = |c: char| c.is_alphanumeric() || c == '-';
+        let is_alone = !text[..start].ends_with(is_inside_word) && !text[end..].starts_with(is_inside_word);
+        (is_known && has_digits && is_alone).then_some(id)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rule_ids_are_whole_words_of_a_known_page() {
+        let text = "see D-03, X-29; not A-01, D-3, D-034, AD-03 or TD-03-1.";
+        assert_eq!(rule_ids(text).collect::<Vec<_>>(), ["D-03", "X-29"]);
+    }
+}

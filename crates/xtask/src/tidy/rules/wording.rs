@@ -1,0 +1,71 @@
+//! Looks for sentences that state an invariant without naming the rule or the code that holds it.
+
+use super::super::Problem;
+use super::super::codes::find_ids;
+use super::rule_ids;
+use crate::tree::{File, Tree};
+
+/// Phrases with which pages state what must be equal on all ranks.
+const PHRASES: [&str; 5] = [
+    "same on every rank",
+    "must be equal",
+    "identical across ranks",
+    "stable across chunks",
+    "every rank must",
+];
+
+/// Reports the paragraphs of the manual and of the guides that contain a phrase and neither a rule
+/// id nor a code.
+pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
+    let is_page =
+        |p: &str| (p.starts_with("docs/manual/") || p.starts_with("docs/guides/")) && p.ends_with(".md");
+    for file in tree.files.iter().filter(|f| is_page(&f.path)) {
+        for (line, paragraph) in paragraphs(file) {
+            let phrase = PHRASES.iter().find(|p| paragraph.to_lowercase().contains(**p));
+            if let Some(phrase) = phrase
+                && rule_ids(&paragraph).next().is_none()
+                && find_ids(&paragraph).next().is_none()
+            {
+                let message =
+                    format!("\"{phrase}\" states an invariant: name its rule, such as D-01, or its code");
+                found.push(Problem::new(&file.path, line, message));
+            }
+        }
+    }
+}
+
+/// Returns the paragraphs, list items and table rows of a page, each as one line, with the number
+/// of its first line.
+fn paragraphs(file: &File) -> Vec<(usize, String)> {
+    let mut out: Vec<(usize, String)> = Vec::new();
+    let (mut fenced, mut begins) = (false, true);
+    for (line, number) in file.text.lines().zip(1..) {
+        fenced ^= line.trim_start().starts_with("```");
+        if fenced || line.trim().is_empty() {
+            begins = true;
+            continue;
+        }
+        begins |= line.starts_with(['|', '#', '-']);
+        match out.last_mut() {
+            Some((_, text)) if !begins => *text = format!("{text} {}", line.trim()),
+            _ => out.push((number, line.trim().to_string())),
+        }
+        begins = line.starts_with('#');
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_invariant_names_its_rule_or_its_code() {
+        let page = "# A\nThe seed is the same on\nevery rank.\n\nIt must be equal (D-01).\n\n| every rank must | T0740 |\n\
+- Identical across ranks.\n\n```\nmust be equal\n```\n";
+        let mut found = Vec::new();
+        check(&Tree::from_files(&[("docs/guides/a.md", page), ("docs/design/b.md", page)]), &mut found);
+        let lines: Vec<usize> = found.iter().map(|p| p.line).collect();
+        assert_eq!(lines, [2, 8]);
+    }
+}
