@@ -199,6 +199,94 @@ fn a_flush_drops_and_reports_chunks_in_flight() {
     assert!(cuts[kept - 3], "{cuts:?}");
 }
 
+/// Copies the demo model and overwrites bytes of its weight file.
+fn changed_demo(to: &Path, at: usize, change: impl Fn(&mut [u8])) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(repo_root().join("models/demo")).unwrap() {
+        let from = entry.unwrap().path();
+        fs::copy(&from, to.join(from.file_name().unwrap())).unwrap();
+    }
+    let file = to.join("model.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    change(&mut bytes[at..at + 2]);
+    fs::write(file, bytes).unwrap();
+}
+
+#[test]
+fn a_weight_that_is_not_finite_ends_the_run_before_its_first_call() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (dir.path().join("model"), dir.path().join("out"));
+    changed_demo(&model, 558_776, |bf16| bf16.copy_from_slice(&[0xc0, 0x7f]));
+    let (model, at) = (model.to_str().unwrap(), out.to_str().unwrap());
+    let o = run_stream(&[
+        "stream",
+        model,
+        "--mesh",
+        "tp=2",
+        "--chunks",
+        "2",
+        "-q",
+        "--oversubscribe",
+        "--out",
+        at,
+    ]);
+    let said = to_text(&o.stdout) + &to_text(&o.stderr);
+    assert_eq!(o.status.code(), Some(16), "{said}");
+    for part in ["T0770", "is NaN at [", "model/model.safetensors", ", rank "] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+    let end = record.lines().last().unwrap();
+    assert_eq!(json_field(end, "output_complete"), "false");
+    assert!(end.contains("T0770") && !record.contains("\"kind\":\"chunk\""), "{record}");
+}
+
+#[test]
+fn a_digest_of_all_weights_is_recorded_on_every_mesh_and_a_plan_may_pin_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let digests = ["tp=1", "tp=2"].map(|mesh| {
+        let fixed = ["models/demo", "--chunks", "1", "--mesh", mesh];
+        let digest = json_field(&stream_json(&at(mesh), &fixed), "weights");
+        let record = fs::read_to_string(at(mesh).join("record.jsonl")).unwrap();
+        assert_eq!(json_field(record.lines().next().unwrap(), "weights"), digest);
+        let report = fs::read_to_string(at(mesh).join("report.html")).unwrap();
+        assert!(report.contains(&digest), "{mesh}");
+        digest
+    });
+    assert!(digests[0] == digests[1] && digests[0].len() == 64, "{digests:?}");
+
+    let plan = |name: &str, more: &[&str]| {
+        let folder = at(name);
+        let fixed = ["plan", "models/demo", "--mesh", "tp=2", "--out", folder.to_str().unwrap()];
+        let o = run_stream(&[&fixed, more].concat());
+        assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
+        (folder, to_text(&o.stdout))
+    };
+    let (plain, _) = plan("plain", &[]);
+    assert!(!fs::read_to_string(plain.join("mapping.toml")).unwrap().contains("weights"));
+    let (pinned, summary) = plan("pinned", &["--pin-weights"]);
+    assert!(summary.contains(&digests[0]), "{summary}");
+    changed_demo(&at("other"), 558_776, |bf16| bf16[0] ^= 1);
+    let (other, out) = (at("other"), at("out"));
+    for (folder, model, status) in [
+        (&pinned, "models/demo", 0),
+        (&plain, other.to_str().unwrap(), 0),
+        (&pinned, other.to_str().unwrap(), 1),
+    ] {
+        let _ = fs::remove_dir_all(&out);
+        let folder = folder.to_str().unwrap();
+        let fixed = ["stream", model, "--plan", folder, "--chunks", "1", "-q", "--oversubscribe", "--out"];
+        let o = run_stream(&[&fixed[..], &[out.to_str().unwrap()]].concat());
+        let said = to_text(&o.stderr);
+        assert_eq!((o.status.code(), out.exists()), (Some(status), status == 0), "{said}");
+        if status != 0 {
+            assert!(said.contains("T0041") && said.contains(&digests[0]), "{said}");
+            assert_eq!(said.matches("with digest").count(), 2, "{said}");
+        }
+    }
+}
+
 #[test]
 fn the_summary_lists_the_output_files() {
     let dir = tempfile::tempdir().unwrap();

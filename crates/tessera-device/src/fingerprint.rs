@@ -23,6 +23,8 @@ pub struct Fingerprint {
     pub constant: bool,
     /// Number of bytes digested: the size of the shard in the stored dtype.
     pub bytes: u64,
+    /// Index of the first element that is NaN or infinite in the stored dtype, in row-major order.
+    pub first_nonfinite: Option<u64>,
 }
 
 /// Result of one audit step over the weights.
@@ -44,11 +46,18 @@ pub struct FingerprintHasher {
     /// Bits in which any element differs from the first; 0 if all elements are equal.
     differing_bits: u32,
     bytes: u64,
+    first_nonfinite: Option<u64>,
 }
 
 impl Default for FingerprintHasher {
     fn default() -> FingerprintHasher {
-        FingerprintHasher { hash: blake3::Hasher::new(), first: None, differing_bits: 0, bytes: 0 }
+        FingerprintHasher {
+            hash: blake3::Hasher::new(),
+            first: None,
+            differing_bits: 0,
+            bytes: 0,
+            first_nonfinite: None,
+        }
     }
 }
 
@@ -59,12 +68,13 @@ const STAGING_BYTES: usize = 16 << 10;
 impl FingerprintHasher {
     /// Hashes the next elements as f32.
     pub fn update(&mut self, values: &[f32]) {
-        self.update_staged(values, f32::to_le_bytes);
+        self.update_staged(values, DType::F32, f32::to_le_bytes);
     }
 
-    /// Hashes the next elements in their stored form: little-endian, `width` bytes (1, 2 or 4) per
-    /// element.
-    pub fn update_raw(&mut self, bytes: &[u8], width: usize) {
+    /// Hashes the next elements in their stored form: little-endian, in a floating-point dtype of
+    /// 1, 2 or 4 bytes.
+    pub fn update_raw(&mut self, bytes: &[u8], dtype: DType) {
+        let width = dtype.element_bytes() as usize;
         let word = |e: &[u8]| e.iter().rev().fold(0_u32, |w, b| w << 8 | u32::from(*b));
         let Some(v) = bytes.get(..width) else { return };
         let first = *self.first.get_or_insert(word(v));
@@ -73,27 +83,40 @@ impl FingerprintHasher {
             let differ = |part: &[u8]| part.chunks_exact(width).fold(0, |d, e| d | (word(e) ^ first));
             self.differing_bits = bytes.chunks(STAGING_BYTES).map(differ).find(|d| *d != 0).unwrap_or(0);
         }
-        self.hash.update(bytes);
-        self.bytes += bytes.len() as u64;
+        // Each part is scanned while it is in the cache for the hash.
+        for part in bytes.chunks(STAGING_BYTES) {
+            if self.first_nonfinite.is_none()
+                && let Some(at) = first_nonfinite(part, dtype)
+            {
+                self.first_nonfinite = Some(self.bytes / width as u64 + at as u64);
+            }
+            self.hash.update(part);
+            self.bytes += part.len() as u64;
+        }
     }
 
     /// Hashes the next elements in the form in which a device stores them: rounded to `dtype`.
     pub fn update_as(&mut self, values: &[f32], dtype: DType) {
         match dtype {
-            DType::Bf16 => self.update_staged(values, |x| to_bf16_bits(x).to_le_bytes()),
-            DType::F16 => self.update_staged(values, |x| to_f16_bits(x).to_le_bytes()),
-            DType::E4m3 => self.update_staged(values, |x| [to_e4m3_bits(x)]),
+            DType::Bf16 => self.update_staged(values, dtype, |x| to_bf16_bits(x).to_le_bytes()),
+            DType::F16 => self.update_staged(values, dtype, |x| to_f16_bits(x).to_le_bytes()),
+            DType::E4m3 => self.update_staged(values, dtype, |x| [to_e4m3_bits(x)]),
             _ => self.update(values),
         }
     }
 
-    fn update_staged<const WIDTH: usize>(&mut self, values: &[f32], store: impl Fn(f32) -> [u8; WIDTH]) {
+    fn update_staged<const WIDTH: usize>(
+        &mut self,
+        values: &[f32],
+        dtype: DType,
+        store: impl Fn(f32) -> [u8; WIDTH],
+    ) {
         let mut stage = [0u8; STAGING_BYTES];
         for part in values.chunks(STAGING_BYTES / WIDTH) {
             for (stored, x) in stage.as_chunks_mut().0.iter_mut().zip(part) {
                 *stored = store(*x);
             }
-            self.update_raw(&stage[..part.len() * WIDTH], WIDTH);
+            self.update_raw(&stage[..part.len() * WIDTH], dtype);
         }
     }
 
@@ -120,7 +143,35 @@ impl FingerprintHasher {
             digest: self.digest(),
             constant: self.first.is_some() && self.differing_bits == 0,
             bytes: self.bytes,
+            first_nonfinite: self.first_nonfinite,
         }
+    }
+}
+
+/// Returns the index of the first element that is NaN or infinite, or `None` if all are finite.
+/// The elements are little-endian in a floating-point dtype. A dtype with other elements has no
+/// such value.
+///
+/// The scan takes the maximum of all magnitudes, which a compiler turns into vector instructions;
+/// only a part that fails is searched element by element.
+#[must_use]
+pub fn first_nonfinite(bytes: &[u8], dtype: DType) -> Option<usize> {
+    fn first<const WIDTH: usize, T: Ord + Copy + Default>(
+        bytes: &[u8],
+        smallest: T,
+        magnitude: impl Fn([u8; WIDTH]) -> T,
+    ) -> Option<usize> {
+        let elements = bytes.as_chunks::<WIDTH>().0;
+        let max = elements.iter().fold(T::default(), |max, e| max.max(magnitude(*e)));
+        if max < smallest { None } else { elements.iter().position(|e| magnitude(*e) >= smallest) }
+    }
+    let half = |e: [u8; 2]| i16::from_le_bytes(e) & i16::MAX;
+    match dtype {
+        DType::F32 => first(bytes, 0x7f80_0000, |e: [u8; 4]| i32::from_le_bytes(e) & i32::MAX),
+        DType::Bf16 => first(bytes, 0x7f80, half),
+        DType::F16 => first(bytes, 0x7c00, half),
+        DType::E4m3 => first(bytes, 0x7f, |[e]: [u8; 1]| e & 0x7f),
+        _ => None,
     }
 }
 
@@ -163,7 +214,7 @@ mod tests {
         let print = at_once.finish("w", "whole");
         assert!(!print.constant && print.bytes == 40_000);
         let mut held = FingerprintHasher::default();
-        bytes.chunks(1200).for_each(|part| held.update_raw(part, 4));
+        bytes.chunks(1200).for_each(|part| held.update_raw(part, DType::F32));
         assert_eq!(held.finish("w", "whole"), print);
     }
 
@@ -193,14 +244,45 @@ mod tests {
             values.chunks(2).for_each(|part| hash.update(part));
             hash.finish("w", "whole").constant
         };
-        let held = |bytes: &[u8], width| {
+        let held = |bytes: &[u8], dtype: DType| {
             let mut hash = FingerprintHasher::default();
-            bytes.chunks(2 * width).for_each(|part| hash.update_raw(part, width));
+            let parts = bytes.chunks(2 * dtype.element_bytes() as usize);
+            parts.for_each(|part| hash.update_raw(part, dtype));
             hash.finish("w", "whole").constant
         };
-        assert!(held(&[7, 8, 7, 8, 7, 8], 2) && !held(&[7, 8, 7, 9], 2) && held(&[3; 5], 1));
+        assert!(
+            held(&[7, 8, 7, 8, 7, 8], DType::F16)
+                && !held(&[7, 8, 7, 9], DType::Bf16)
+                && held(&[3; 5], DType::E4m3)
+        );
         assert!(constant(&[0.0; 5]) && constant(&[1.5]) && constant(&[f32::NAN; 3]));
         assert!(!constant(&[0.0, 0.0, -0.0]) && !constant(&[1.0, 1.0, 1.0, 1.0, 2.0]) && !constant(&[]));
+    }
+
+    #[test]
+    fn the_first_element_that_is_not_finite_is_found_in_every_dtype() {
+        for dtype in [DType::F32, DType::Bf16, DType::F16, DType::E4m3] {
+            // e4m3 has no infinity: values beyond its range saturate.
+            for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                if dtype == DType::E4m3 && !bad.is_nan() {
+                    continue;
+                }
+                let mut values: Vec<f32> = (0..40_001).map(|i| i as f32 - 20_000.0).collect();
+                let index_of = |values: &[f32]| {
+                    let mut hash = FingerprintHasher::default();
+                    values.chunks(999).for_each(|part| hash.update_as(part, dtype));
+                    hash.finish("w", "whole").first_nonfinite
+                };
+                assert_eq!(index_of(&values), None, "{dtype} of finite values");
+                values[40_000] = bad;
+                assert_eq!(index_of(&values), Some(40_000), "{bad} as {dtype}");
+                values[17_321] = bad;
+                assert_eq!(index_of(&values), Some(17_321), "{bad} as {dtype}");
+            }
+        }
+        let mut rounded = FingerprintHasher::default();
+        rounded.update_as(&[1.0, f32::MAX], DType::Bf16);
+        assert_eq!(rounded.finish("w", "whole, bf16").first_nonfinite, Some(1), "rounds to infinity");
     }
 
     #[test]

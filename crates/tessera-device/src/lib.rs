@@ -20,7 +20,7 @@ pub use codes::{CODES, T0801, T0802};
 pub use communicator::{
     CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, shard_ranges,
 };
-pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice};
+pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice, first_nonfinite};
 pub use timing_model::TimingModel;
 
 use std::sync::Arc;
@@ -76,6 +76,15 @@ pub trait WeightSource {
         rank: &MeshRank,
     ) -> Result<(), Diagnostic> {
         self.read(name, ty, load, rank).map(drop)
+    }
+
+    /// Checks that every element of the stored tensor is finite, and otherwise returns where the
+    /// first other element lies. A source without stored tensors finds none.
+    ///
+    /// # Errors
+    /// The file and the index of the element, or any problem with the tensor.
+    fn check_finite(&mut self, _name: &str) -> Result<(), Diagnostic> {
+        Ok(())
     }
 }
 

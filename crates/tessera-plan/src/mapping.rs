@@ -110,6 +110,8 @@ pub struct Mapping {
     pub d_out: u32,
     /// Maximum calls that are sent and not done.
     pub max_outstanding: u32,
+    /// Digest of all weights as 64 hex digits, if the plan runs with these weights alone.
+    pub weights: Option<String>,
 }
 
 impl Default for Mapping {
@@ -129,6 +131,7 @@ impl Default for Mapping {
             d_in: 2,
             d_out: 2,
             max_outstanding: 2,
+            weights: None,
         }
     }
 }
@@ -188,9 +191,12 @@ impl Mapping {
             |name, default| u32::try_from(queues.read_count(name, Some(default))).unwrap_or(u32::MAX);
         (out.d_in, out.d_out, out.max_outstanding) =
             (depth("d_in", 2), depth("d_out", 2), depth("max_outstanding", 2));
+        let mut weights = root.read_optional_table("weights");
+        out.weights = weights.as_mut().map(|weights| read_weights_digest(file, weights));
         let mut ds: Diagnostics =
             [root, mesh, strategy, numerics, overlap, collectives, stages, devices, queues]
                 .into_iter()
+                .chain(weights)
                 .flat_map(ConfigReader::finish)
                 .collect();
         match Mesh::new(sizes) {
@@ -204,7 +210,7 @@ impl Mapping {
     }
 
     /// Returns the canonical text: every key in a fixed order, except keys at their defaults: a
-    /// topology of `mesh`, a dtype of f32, unchunked rows and the best transport.
+    /// topology of `mesh`, a dtype of f32, unchunked rows, the best transport and any weights.
     /// [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn to_toml(&self) -> String {
@@ -227,9 +233,11 @@ impl Mapping {
             1 => String::new(),
             n => format!("[overlap]\nchunks = {n}\n\n"),
         };
+        let weights =
+            self.weights.as_ref().map_or(String::new(), |w| format!("\n[weights]\ndigest = \"{w}\"\n"));
         format!(
             "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{collectives}\
-[stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n",
+[stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n{weights}",
             size(Axis::Tp),
             size(Axis::Ep),
             size(Axis::Pp),
@@ -273,6 +281,19 @@ impl Mapping {
             RankMap::new(&world, self.devices.clone())
         }
     }
+}
+
+/// Reads the digest to which a plan pins its weights.
+fn read_weights_digest(file: &str, weights: &mut ConfigReader<'_>) -> String {
+    let digest = weights.read_text("digest", None);
+    let is_digest = digest.len() == 64 && digest.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    if weights.diagnostics.is_empty() && !is_digest {
+        weights.diagnostics.push(
+            Diagnostic::error(&T0004, "`weights.digest` must be 64 lower-case hex digits")
+                .with_label(file, format!("found `{digest}`")),
+        );
+    }
+    digest
 }
 
 /// The sizes of a model that a mapping must fit.
@@ -322,6 +343,9 @@ mod tests {
         assert!(pieces.to_toml().contains("\n\n[overlap]\nchunks = 2\n\n[stages]\n"), "{}", pieces.to_toml());
         assert_eq!(Mapping::parse("m", &pieces.to_toml()).unwrap(), pieces);
         assert_eq!(pieces.strategy_label(), "megatron in 2 chunks");
+        let pinned = Mapping { weights: Some("0a".repeat(32)), ..pieces };
+        assert!(pinned.to_toml().ends_with("0a0a\"\n"), "{}", pinned.to_toml());
+        assert_eq!(Mapping::parse("m", &pinned.to_toml()).unwrap(), pinned);
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
     }
@@ -339,6 +363,9 @@ mod tests {
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
             ("[numerics]\ndtype = \"f16\"\n", "T0004", "dtype"),
             ("[collectives]\ntransport = \"mpi\"\n", "T0004", "transport"),
+            ("[weights]\ndigest = \"\"\n", "T0004", "weights.digest"),
+            ("[weights]\ndigest = \"12345\"\n", "T0004", "64 lower-case hex digits"),
+            ("[weights]\n", "T0003", "digest"),
             ("[overlap]\nchunks = 0\n", "T0004", "overlap.chunks"),
             ("[mesh]\ntp = 2\n[overlap]\nchunks = 2\n", "T0605", "chunks = 2 without an all-reduce"),
             (

@@ -243,6 +243,7 @@ fn render_settings(r: &RunRecord) -> Markup {
         ("Seed", &s.seed.to_string(), false),
         ("Requested chunks", &chunks, false),
         ("Plan", &s.plan, true),
+        ("Weights", &s.weights, true),
         ("Latents hash", golden, true),
         ("Output", output, false),
         ("Record", truncated, false),

@@ -58,6 +58,10 @@ pub struct RunStart {
     pub strategy: String,
     /// Name of the numerics policy in the mapping under which the plan was made.
     pub numerics: String,
+    /// Digest of all weights, 64 hex digits, which depends on the checkpoint alone. Empty if the run
+    /// loaded no weights, and in records of earlier builds.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub weights: String,
     /// Dtype in which the programs compute. Records of earlier builds lack it; those runs computed
     /// in f32.
     #[serde(default, skip_serializing_if = "String::is_empty")]

@@ -231,6 +231,7 @@ pub(crate) mod tests {
                 mesh: "tp=2,pp=1".into(),
                 strategy: "tp: ulysses".into(),
                 numerics: "fast".into(),
+                weights: String::new(),
                 dtype: "f32".into(),
                 cache: "resident".into(),
                 topology: "pp0".into(),

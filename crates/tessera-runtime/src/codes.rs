@@ -283,6 +283,21 @@ digest differs from the digest of what the leader sent. The call was not committ
 bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
 cause is faulty memory, or a program in between that re-encodes messages.";
 
+    T0770: "a weight of a rank is not finite",
+    "While a rank loads its weights, it checks every element in the form in which it computes with it. An element of \
+this shard is NaN or infinite, so no call was run: every value that depends on the element would be NaN, and the frames \
+black.\n\n\
+If the file holds such an element, the message names the file and the index; fetch the file again, or export the model \
+again. If the file holds none, the element became infinite when it was rounded to the dtype of the plan: plan with a wider \
+`--dtype`. If only one rank reports it while the others read the same file, that rank's copy or its memory is damaged.";
+
+    T0771: "latents of a rank are not finite",
+    "After each call, every rank that returns the chunk's latents checks that all of them are finite. Here some are NaN \
+or infinite, so the run ended, and the output holds no frame of this chunk or a later one.\n\n\
+The weights were finite when they were loaded. Either a value left the range of its dtype inside the model, which a wider \
+`--dtype` avoids, or a kernel or the memory of a device computed a wrong value. Run the same prompt and seed again on the \
+CPU, or on another mesh: if the same chunk fails, the model or its dtype is the cause, otherwise a device is.";
+
     T0775: "a kernel computes other numbers on one rank",
     "Before the first call every rank runs each kernel of its programs on the same fixed inputs and reports a digest of the \
 result. The digest of one kernel differs, so the ranks would compute different numbers under one plan and one build. The message \

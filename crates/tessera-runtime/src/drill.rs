@@ -106,6 +106,10 @@ faults! {
     WrongShard "wrong-shard",
     /// One bit of an output is flipped.
     PerturbedOutput "perturbed-output",
+    /// An element of a weight is NaN when a rank loads it.
+    NanWeight "nan-weight",
+    /// An element of a weight becomes NaN in memory, so that a layer computes NaN.
+    NanLatent "nan-latent",
     /// A rank loads weights outside of a RELOAD.
     PrivateReload "private-reload",
     /// A rank's set of programs lacks one program.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tessera_base::{Code, Diagnostic};
 
 pub use crate::codes::T0737;
-use crate::codes::{T0745, T0747, T0751, T0754};
+use crate::codes::{T0745, T0747, T0751, T0754, T0771};
 use crate::kv_cache::{CacheState, Transition};
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
@@ -309,6 +309,7 @@ pub fn run_call(
     }
     let begun = engine.cpu_ns();
     observed.state = run.cache.state_digest();
+    run.check_finite(report.output.as_ref())?;
     observed.output = report.output.as_ref().map_or(Digest::default(), |t| Digest::hash_bytes(t.data()));
     if call.action == CallAction::Infer
         && let Some(part) = engine.rehash_weights()
@@ -406,6 +407,20 @@ impl CallRun<'_> {
             )
         })?;
         Ok(report)
+    }
+
+    /// Fails the call if any of its latents is NaN or infinite.
+    fn check_finite(&self, latents: Option<&Tensor>) -> Result<(), EngineFault> {
+        let values = latents.and_then(Tensor::to_f32).unwrap_or_default();
+        let Some(first) = values.iter().position(|x| !x.is_finite()) else { return Ok(()) };
+        self.trip_unless(false, &T0771, || {
+            let count = values.iter().filter(|x| !x.is_finite()).count();
+            let (id, chunk, all, value) = (self.call.call_id, self.call.chunk, values.len(), values[first]);
+            format!(
+                "call {id}, chunk {chunk}: {count} of {all} latents are not finite, the first is element {first} with {value}; \
+                 the output ends before chunk {chunk}"
+            )
+        })
     }
 
     fn check_call_end(&self) -> Result<(), EngineFault> {

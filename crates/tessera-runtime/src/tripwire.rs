@@ -97,6 +97,8 @@ pub static TRIPWIRES: &[Tripwire] = {
         new_tripwire(&codes::T0756, &[Init], "control-plane"),
         new_tripwire(&codes::T0757, &[Init], "groups"),
         new_tripwire(&codes::T0759, &[Leader], "determinism"),
+        new_tripwire(&codes::T0770, &[Init, Worker], "determinism"),
+        new_tripwire(&codes::T0771, &[Worker], "determinism"),
         new_tripwire(&codes::T0775, &[Init], "determinism"),
     ]
 };

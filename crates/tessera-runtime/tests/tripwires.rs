@@ -13,12 +13,15 @@ use support::{
     weights_at, worker_config,
 };
 use tessera_runtime::director::{ChunkRequest, SceneCut};
-use tessera_runtime::kv_cache::CacheRegime;
+use tessera_runtime::engine::{
+    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, run_call,
+};
+use tessera_runtime::kv_cache::{CacheRegime, CacheState};
 use tessera_runtime::leader::{self, Leader};
 use tessera_runtime::mesh_leader::MeshLeader;
 use tessera_runtime::program_index::{ArgKind, ProgramIndex, ProgramInfo};
 use tessera_runtime::wire::{
-    CallAction, CallMeta, Commit, Done, Envelope, Message, PhaseCall, Reload, ScalarArg, Tensor,
+    CallAction, CallMeta, Commit, Done, Envelope, Message, PhaseCall, Reload, ScalarArg, Tensor, Tensors,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, ParityClass, TRIPWIRES, Tripwires};
 
@@ -271,8 +274,68 @@ fn each_tripwire_fires_at_its_site_and_not_when_it_is_disabled() {
     fired.extend([
         "T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757", "T0775",
     ]);
+    fired.extend(["T0770", "T0771"]);
     for t in TRIPWIRES {
         assert!(fired.contains(t.code.id), "{} has no test", t.code.id);
+    }
+}
+
+/// An engine whose latents are given.
+struct GivenLatents(Vec<f32>);
+
+impl Engine for GivenLatents {
+    fn run(
+        &mut self,
+        _: &PhaseCall,
+        _: &Tensors,
+        _: &(dyn Fn(u32) + Sync),
+    ) -> Result<PhaseReport, EngineFault> {
+        Err(EngineFault::local_failure("the call has no phases"))
+    }
+
+    fn reset(&mut self) {}
+
+    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+        Ok(Tensor::from_f32("latents", &[self.0.len() as u64], &self.0).ok())
+    }
+
+    fn program_count(&self) -> ProgramCount {
+        ProgramCount::default()
+    }
+
+    fn finish_warmup(&mut self) {}
+
+    fn abort_handle(&self) -> AbortHandle {
+        Arc::new(|| {})
+    }
+}
+
+// proves: D-20
+#[test]
+fn latents_that_are_not_finite_end_the_call_unless_the_tripwire_is_off() {
+    let call = ReadyCall {
+        call_id: 4,
+        action: CallAction::Infer,
+        chunk: 2,
+        cache_epoch: 0,
+        meta: None,
+        reload: None,
+        inputs: Tensors::default(),
+    };
+    let run = |latents: &[f32], off: &str| {
+        let config = worker_config(LeaderPlacement::InMesh, 1, CacheRegime::Resident);
+        let mut cache = CacheState::new(config.cache).expect("legal");
+        let off = Tripwires::disabling([off]);
+        run_call(&mut GivenLatents(latents.to_vec()), &call, &test_programs(), &mut cache, &off, &|_| {})
+    };
+    assert!(run(&[1.0, f32::MAX, -0.0], "").is_ok());
+    for (bad, shown) in [(f32::NAN, "NaN"), (f32::INFINITY, "with inf"), (f32::NEG_INFINITY, "with -inf")] {
+        let fault = run(&[1.0, bad, 0.0, bad, 2.0], "").unwrap_err();
+        assert_eq!(fault.code, "T0771");
+        for part in ["call 4, chunk 2", "2 of 5 latents", "element 1", shown, "ends before chunk 2"] {
+            assert!(fault.text.contains(part), "{part} in {}", fault.text);
+        }
+        assert!(run(&[1.0, bad], "T0771").is_ok());
     }
 }
 

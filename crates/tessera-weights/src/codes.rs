@@ -66,4 +66,11 @@ the permissions of each folder on the path, and, for network file systems, wheth
 Pipes and devices are rejected: weights must be a regular file.\n\n\
 Weights are mapped, not copied, so a file must not change while a run uses it. Replace weights by writing a new file \
 and renaming it over the old one. Truncating a file in place during a run ends that run with SIGBUS.";
+
+    T0509: "an element of a weight is not finite",
+    "An element of this tensor is NaN or infinite in the file. Every value that is computed from it is NaN too, so \
+a run with this tensor would complete and produce black frames.\n\n\
+The message names the file, the tensor, and the index of its first such element. The usual causes are a training run that \
+diverged before the checkpoint was written, a conversion to a narrower dtype that overflowed, and damage to the file. \
+Compare the file's hash with the publisher's, and fetch it again if they differ.";
 }

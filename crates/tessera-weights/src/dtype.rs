@@ -40,6 +40,18 @@ impl FileDtype {
         }
     }
 
+    /// Returns the index and the value of the first element of `raw` that is NaN or infinite.
+    pub(crate) fn find_nonfinite(self, raw: &[u8]) -> Option<(usize, f32)> {
+        const PART_ELEMENTS: usize = 4096;
+        let mut values = Vec::with_capacity(PART_ELEMENTS);
+        raw.chunks(PART_ELEMENTS * self.byte_size() as usize).enumerate().find_map(|(part, bytes)| {
+            values.clear();
+            self.widen_to_f32(bytes, &mut values);
+            let at = values.iter().position(|x| !x.is_finite())?;
+            Some((part * PART_ELEMENTS + at, values[at]))
+        })
+    }
+
     /// Appends the elements of `raw` to `out`. Every value is exact, including NaN payloads of bf16
     /// and f32.
     pub(crate) fn widen_to_f32(self, raw: &[u8], out: &mut Vec<f32>) {

@@ -9,6 +9,8 @@ use crate::header::TensorEntry;
 /// The location of one tensor in a mapped file. The offsets are checked against the map's length.
 #[derive(Debug, Clone)]
 pub(crate) struct StoredTensor {
+    /// Path of the file, for messages.
+    pub(crate) file: Arc<str>,
     map: Arc<Mmap>,
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
@@ -18,8 +20,9 @@ pub(crate) struct StoredTensor {
 
 impl StoredTensor {
     /// Locates a tensor of a header in the mapped file that begins with the header.
-    pub(crate) fn new(map: &Arc<Mmap>, t: TensorEntry) -> StoredTensor {
-        StoredTensor { map: Arc::clone(map), dtype: t.dtype, shape: t.shape, start: t.start, end: t.end }
+    pub(crate) fn new(file: &Arc<str>, map: &Arc<Mmap>, t: TensorEntry) -> StoredTensor {
+        let TensorEntry { dtype, shape, start, end } = t;
+        StoredTensor { file: Arc::clone(file), map: Arc::clone(map), dtype, shape, start, end }
     }
 
     /// Returns all bytes, row-major and little-endian.

@@ -124,7 +124,8 @@ fn read_file(path: &Path) -> Result<BTreeMap<String, StoredTensor>, Diagnostic> 
     let at = path.display().to_string();
     let map = Arc::new(map_file(path).map_err(|e| read_error(&at, &e))?);
     let entries = header::parse(&at, &map)?;
-    Ok(entries.into_iter().map(|(name, t)| (name, StoredTensor::new(&map, t))).collect())
+    let file = Arc::from(at);
+    Ok(entries.into_iter().map(|(name, t)| (name, StoredTensor::new(&file, &map, t))).collect())
 }
 
 /// Maps a regular file; any other kind of file could block or change its length.

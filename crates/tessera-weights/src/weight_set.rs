@@ -6,13 +6,17 @@ use std::ops::Range;
 use tessera_base::{Bytes, Diagnostic, closest_name};
 
 use crate::byte_runs::{self, ByteRuns};
-use crate::codes::{T0506, T0507};
+use crate::codes::{T0506, T0507, T0509};
 use crate::dtype::FileDtype;
 use crate::resolve::ResolvedTensors;
 use crate::stored_tensor::StoredTensor;
 
 /// Bytes sampled at each end of a tensor: one page.
 const SAMPLE_BYTES: usize = 4096;
+
+/// Bytes that one thread hashes at a time for [`WeightSet::content_digest`]. The value is part of
+/// the digest's definition.
+const BLOCK_BYTES: usize = 1 << 20;
 
 /// Weights by canonical name. Reads copy out of memory maps, so opening is cheap and only the
 /// requested slices are fetched from disk. Clones share the maps; many threads may read a set at
@@ -135,6 +139,57 @@ impl WeightSet {
             hash.0.update(&raw[raw.len().saturating_sub(SAMPLE_BYTES)..]);
         }
         hash.finish()
+    }
+
+    /// Computes BLAKE3 over the headers and, in name order, over the BLAKE3 of every block of 1 MiB
+    /// of every tensor: a digest of all elements that depends neither on the files' naming style or
+    /// sharding nor on `threads`, the number of threads that read the blocks.
+    #[must_use]
+    pub fn content_digest(&self, threads: usize) -> [u8; 32] {
+        let blocks: Vec<&[u8]> =
+            self.tensors.values().flat_map(|(_, t)| t.raw_bytes().chunks(BLOCK_BYTES)).collect();
+        let mut digests = vec![[0; 32]; blocks.len()];
+        let share = blocks.len().div_ceil(threads.max(1)).max(1);
+        std::thread::scope(|s| {
+            for (blocks, digests) in blocks.chunks(share).zip(digests.chunks_mut(share)) {
+                s.spawn(|| {
+                    for (block, digest) in blocks.iter().zip(digests) {
+                        *digest = *blake3::hash(block).as_bytes();
+                    }
+                });
+            }
+        });
+        let mut hash = FramedHasher::new("tessera weight content 1");
+        hash.0.update(&self.header_digest());
+        hash.0.update(digests.as_flattened());
+        hash.finish()
+    }
+
+    /// Checks that every element of a tensor is finite.
+    ///
+    /// # Errors
+    /// T0509 with the file and the index of the first element that is not; T0507 if the tensor does
+    /// not exist.
+    pub fn check_finite(&self, name: &str) -> Result<(), Diagnostic> {
+        let whole: Vec<Range<u64>> =
+            self.tensor_shape(name).unwrap_or_default().iter().map(|n| 0..*n).collect();
+        let (dtype, t) = self.find_slice(name, &whole)?;
+        let Some((at, value)) = dtype.find_nonfinite(t.raw_bytes()) else { return Ok(()) };
+        let mut rest = at as u64;
+        let mut index: Vec<u64> = t
+            .shape
+            .iter()
+            .rev()
+            .map(|n| {
+                let i = rest % n;
+                rest /= n;
+                i
+            })
+            .collect();
+        index.reverse();
+        Err(Diagnostic::error(&T0509, format!("`{name}` is {value} at {index:?}"))
+            .with_label(t.file.to_string(), format!("{dtype}{:?} with {value} at {index:?}", t.shape))
+            .with_hint("compare the file's hash with the publisher's, and fetch it again if they differ"))
     }
 
     fn find_slice(

@@ -391,6 +391,42 @@ fn sample_digests_distinguish_checkpoints() {
 }
 
 #[test]
+fn a_content_digest_covers_every_byte_on_any_number_of_threads() {
+    let rows = 300_007;
+    let of = |middle: f32| {
+        let mut tensors = [f32_tensor("a", &[rows, 3], 0.0), f32_tensor("b", &[3], 1.0)];
+        tensors[0].3[rows * 6..][..4].copy_from_slice(&middle.to_le_bytes());
+        open_folder(&tensors).1.resolve_as_is().unwrap()
+    };
+    let (one, other) = (of(0.5), of(0.25));
+    assert_eq!(one.sample_digest(), other.sample_digest(), "the middle of a tensor is not sampled");
+    assert_ne!(one.content_digest(1), other.content_digest(1));
+    for threads in [0, 2, 3, 100] {
+        assert_eq!(one.content_digest(threads), one.content_digest(1), "{threads} threads");
+    }
+}
+
+#[test]
+fn an_element_that_is_not_finite_is_named_with_its_file_and_index() {
+    for (dtype, width, bad) in [
+        (Dtype::F32, 4, vec![0, 0, 0x80, 0xff]),
+        (Dtype::F16, 2, vec![0, 0x7c]),
+        (Dtype::BF16, 2, vec![0xc0, 0x7f]),
+    ] {
+        let mut data = vec![0; 70 * 90 * width];
+        let set = |data: &[u8]| open_folder(&[("a", dtype, vec![70, 90], data.to_vec())]);
+        set(&data).1.resolve_as_is().unwrap().check_finite("a").unwrap();
+        data[(67 * 90 + 5) * width..][..width].copy_from_slice(&bad);
+        let (dir, files) = set(&data);
+        let d = files.resolve_as_is().unwrap().check_finite("a").unwrap_err();
+        assert!(d.code.id == "T0509" && d.message.contains("`a`") && d.message.ends_with("[67, 5]"), "{d:?}");
+        assert!(d.labels[0].location.starts_with(&dir.path().display().to_string()), "{d:?}");
+    }
+    let (_dir, files) = open_folder(&[f32_tensor("a", &[3], 0.0)]);
+    assert_eq!(files.resolve_as_is().unwrap().check_finite("b").unwrap_err().code.id, "T0507");
+}
+
+#[test]
 fn only_weights_with_equal_names_dtypes_and_shapes_are_replaceable() {
     let set = |tensors: &[Tensor]| open_folder(tensors).1.resolve_as_is().unwrap();
     let old = set(&[f32_tensor("a", &[2, 3], 0.0), f32_tensor("b", &[4], 0.0)]);

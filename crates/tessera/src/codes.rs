@@ -83,4 +83,10 @@ processes to join. The simulated machine also determines how long each forward t
 --min-generate-ms does not apply. --cluster and --profile describe the simulated machine, so \
 they require --device sim. The message names the option and the one that it contradicts; omit \
 one of the two.";
+
+    T0041: "weights differ from those that the plan pins",
+    "`tessera plan --pin-weights` puts a digest of all weights into the mapping, which the seal covers. Such a plan \
+runs with these weights alone. The files of this model have another digest, so no rank was started.\n\n\
+The digest covers the name, dtype, shape and every element of every tensor. It depends neither on the mesh, nor on the \
+files' naming style, nor on how many files hold the tensors. Use the checkpoint for which the plan was made, or plan again.";
 }

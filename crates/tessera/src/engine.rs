@@ -166,18 +166,28 @@ impl MeshEngine {
     /// Loads every program of the rank and fingerprints its weights.
     ///
     /// # Errors
-    /// Returns the error of the backend or of the weight source.
+    /// Returns the error of the backend or of the weight source, or T0770 if a weight is not finite.
     pub fn load(
         plan: &SealedPlan,
         rank: Rank,
         backend: impl Into<EngineBackend>,
         weights: &mut dyn WeightSource,
     ) -> Result<MeshEngine, Diagnostic> {
-        MeshEngine::load_modified(plan, rank, backend.into(), weights, &|_| {})
+        let engine = MeshEngine::load_modified(plan, rank, backend.into(), weights, &|_| {})?;
+        engine.check_weights_finite()?;
+        Ok(engine)
+    }
+
+    /// Checks that every element of the loaded weights is finite.
+    ///
+    /// # Errors
+    /// Returns T0770.
+    pub(crate) fn check_weights_finite(&self) -> Result<(), Diagnostic> {
+        self.weight_fingerprints.check_finite()
     }
 
     /// Like [`MeshEngine::load`], but modifies this rank's copy of each program before it is loaded
-    /// (for drills). The engine still checks the modified program against the sealed one.
+    /// (for drills), and leaves it to the caller to check that weights are finite. The engine still checks the modified program against the sealed one.
     ///
     /// # Errors
     /// Returns the error of the backend or of the weight source.

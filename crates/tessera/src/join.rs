@@ -135,11 +135,14 @@ pub fn run(
         let options = StreamOptions { oversubscribe: true, ..options.clone() };
         stream::check_stream(&plan, model, &options, spec.world_size, cores)?;
     }
+    // Rank 0 records the digest of its weights. If the plan pins weights, each host checks its files.
+    let reads_all = join.rank == 0 || (plan.mapping.weights.is_some() && join.rank == first_rank_of_host);
+    let weights = if reads_all { model.digest_weights(&plan)? } else { String::new() };
     let threads = (cores / join.local_world.max(1) as usize).max(1);
     let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
     // The folder must exist before any rank continues: ranks that share a disk write their flight
     // records there.
-    let mut folder = || write_run_dir(&plan, &orders, options).map_err(|d| vec![d]);
+    let mut folder = || write_run_dir(&plan, &orders, options, weights.clone()).map_err(|d| vec![d]);
     let peers = join_peers(&spec, interrupt, &mut |d| on_event(JoinEvent::Note(d)), &mut folder)?;
     if on_gpus {
         // Rank 0 created the NCCL ids of the communicators.

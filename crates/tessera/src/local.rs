@@ -61,6 +61,9 @@ pub fn run(
     requests: impl IntoIterator<Item = StreamRequest>,
     mut on_chunk: impl FnMut(DeliveredChunk<'_>),
 ) -> Result<(), Diagnostics> {
+    if plan.mapping.weights.is_some() {
+        model.digest_weights(plan)?;
+    }
     let words = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.open_text_encoder()?;
     let mut codec = MediaCodec::load(plan, words, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());

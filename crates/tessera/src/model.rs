@@ -11,8 +11,11 @@ use tessera_models::{TextEncoder, VideoModel, WanConfig, WordEncoder, expected_w
 use tessera_plan::Mapping;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
-use crate::codes::{T0010, T0016};
+use crate::codes::{T0010, T0016, T0041};
 use crate::plan::{Plan, folder_name, plan_model};
+
+/// Name of the file with the weights of a text encoder.
+const TEXT_ENCODER_FILE: &str = "text_encoder.safetensors";
 
 /// The configs of a model and the folder that holds its files; weights are opened separately.
 #[derive(Debug, Clone)]
@@ -104,6 +107,52 @@ impl Model {
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
+    /// Returns the digest of all weights, 64 hex digits. It depends on the checkpoint alone, and not
+    /// on the mesh or on the naming style or sharding of the files.
+    ///
+    /// # Errors
+    /// Returns why the weights cannot be opened, or T0041 if the plan pins other weights.
+    pub fn digest_weights(&self, plan: &Plan) -> Result<String, Diagnostics> {
+        let digest = self.content_digest()?;
+        match &plan.mapping.weights {
+            Some(pinned) if *pinned != digest => Err(vec![
+                Diagnostic::error(&T0041, "the weights differ from those that the plan pins")
+                    .with_label("the plan", format!("pins weights with digest {pinned}"))
+                    .with_label(self.dir.display().to_string(), format!("holds weights with digest {digest}"))
+                    .with_hint("use the weights for which the plan was made, or plan again"),
+            ]),
+            _ => Ok(digest),
+        }
+    }
+
+    /// Plans again with the digest of this model's weights in the seal, so that the plan runs with
+    /// these weights alone.
+    ///
+    /// # Errors
+    /// Returns why the weights cannot be opened.
+    pub fn pin_weights(&self, plan: &Plan) -> Result<Plan, Diagnostics> {
+        let weights = Some(self.content_digest()?);
+        let mapping = Mapping { weights, ..plan.mapping.clone() };
+        plan_model(&self.video, &plan.model, &plan.model_dir, &mapping)
+    }
+
+    /// Returns the digest of the generator's weights, combined with that of the text encoder's if the
+    /// model has one.
+    fn content_digest(&self) -> Result<String, Diagnostics> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let mut digest = self.open_weights()?.set.content_digest(threads);
+        if self.video.stream.text == TextEncoder::Words {
+            let text_encoder = self.open_text_encoder_weights()?.content_digest(threads);
+            digest = *blake3::hash([digest, text_encoder].as_flattened()).as_bytes();
+        }
+        Ok(blake3::Hash::from(digest).to_hex().to_string())
+    }
+
+    fn open_text_encoder_weights(&self) -> Result<WeightSet, Diagnostics> {
+        let file = self.dir.join(TEXT_ENCODER_FILE);
+        WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()
+    }
+
     /// Opens the weights of one file under the file's own tensor names; the set may be partial.
     pub fn open_partial_weights(&self, file: &str) -> Result<Weights, Diagnostics> {
         let set = WeightFiles::open_file(&self.dir.join(file)).map_err(|d| vec![d])?.resolve_as_is()?;
@@ -127,8 +176,8 @@ impl Model {
         let words = std::fs::read_to_string(&vocab).map_err(|e| {
             vec![Diagnostic::error(&T0010, format!("{} cannot be read: {e}", vocab.display()))]
         })?;
-        let file = self.dir.join("text_encoder.safetensors");
-        let set = WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()?;
+        let set = self.open_text_encoder_weights()?;
+        set.check_finite("words.weight").map_err(|d| vec![d])?;
         let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
         WordEncoder::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len)
             .map_err(|d| vec![*d])
@@ -229,6 +278,10 @@ impl WeightSource for Weights {
         mesh_rank: &MeshRank,
     ) -> Result<(), Diagnostic> {
         self.set.check(name, &self.slice_ranges(name, ty, load, mesh_rank))
+    }
+
+    fn check_finite(&mut self, name: &str) -> Result<(), Diagnostic> {
+        self.set.check_finite(name)
     }
 }
 

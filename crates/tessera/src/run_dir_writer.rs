@@ -21,17 +21,19 @@ use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
 use crate::run_dir::read_record;
 use crate::stream_options::{StreamOptions, StreamReport};
 
-/// Writes the run directory with its plan and the first line of its record, atomically.
+/// Writes the run directory with its plan and the first line of its record, atomically. `weights` is
+/// the digest of all weights.
 pub(crate) fn write_run_dir(
     plan: &Plan,
     orders: &RankConfig,
     options: &StreamOptions,
+    weights: String,
 ) -> Result<(), Diagnostic> {
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     write_run_dir_with(
         plan,
         options,
-        RunStart { started_at: format_utc(started), ..start_line(plan, orders, options) },
+        RunStart { started_at: format_utc(started), weights, ..start_line(plan, orders, options) },
     )
 }
 
@@ -59,6 +61,7 @@ pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptio
         mesh: sealed.mesh().to_string(),
         strategy: plan.mapping.strategy_label(),
         numerics: plan.mapping.numerics.name().into(),
+        weights: String::new(),
         dtype: plan.mapping.dtype.name().into(),
         cache: if stream.recompute { "recompute" } else { "resident" }.into(),
         topology: plan.mapping.topology.name().into(),
@@ -120,6 +123,7 @@ pub(crate) fn close_run_with_ops(
     let dropped = events.iter().filter(|e| e.event == DROPPED_EVENT).count() as u32;
     let overlap = record.as_ref().and_then(|r| OverlapStats::from_chunks(&r.chunks));
     let machine = record.as_ref().and_then(|r| r.start.machine.clone());
+    let weights = record.as_ref().map(|r| r.start.weights.clone()).filter(|w| !w.is_empty());
     let end = record.and_then(|r| r.end);
     let (chunks, frames, fps) = end.as_ref().map_or((0, 0, 0.0), |e| (e.chunks, e.frames, e.fps));
     let exit_code = match (&failure, interrupted) {
@@ -138,6 +142,7 @@ pub(crate) fn close_run_with_ops(
         frames,
         fps,
         golden,
+        weights,
         overlap,
         machine,
         out,

@@ -12,7 +12,7 @@ use tessera_ir::{Opcode, Program, Type};
 use tessera_mesh::Rank;
 use tessera_runtime::engine::{RehashResult, ReloadedWeights, T0737};
 use tessera_runtime::wire::{CallAction, ShardFingerprint};
-use tessera_runtime::{Digest, T0754};
+use tessera_runtime::{Digest, T0754, T0770};
 use tessera_verify::SealedPlan;
 
 use crate::model::{Model, Weights};
@@ -48,6 +48,10 @@ pub(crate) struct WeightFingerprints {
     /// Placement of the next rank, and its shards that this rank lacks.
     neighbor_shards: (MeshRank, Vec<WeightShard>),
     fingerprints: Vec<ShardFingerprint>,
+    /// Rank that loads the weights.
+    rank: Rank,
+    /// The first element of a loaded shard that is not finite.
+    nonfinite: Option<Diagnostic>,
     /// Bytes of one full round over the weights.
     round_bytes: u64,
     /// CPU time that may be spent, in nanoseconds; negative after overspending.
@@ -85,6 +89,8 @@ impl WeightFingerprints {
             own_slices,
             neighbor_shards: (mesh_rank(next), theirs),
             fingerprints: Vec::new(),
+            rank,
+            nonfinite: None,
             round_bytes: 0,
             credit_ns: 0,
             hash_rate: INITIAL_HASH_RATE,
@@ -116,6 +122,7 @@ impl WeightFingerprints {
                 .with_hint("the backend uses another rank's placement"));
         }
         self.round_bytes = loaded.iter().map(|f| f.bytes).sum();
+        self.nonfinite = loaded.iter().find_map(|f| find_nonfinite(self.rank, f, source));
         let mut prints = fold_fingerprints(
             loaded.into_iter().map(to_shard_fingerprint).collect(),
             MAX_FINGERPRINT_BYTES / 2,
@@ -126,13 +133,25 @@ impl WeightFingerprints {
             let mut hash = FingerprintHasher::default();
             let rows = source.read(&p.tensor, &p.ty, p.load.as_deref(), neighbor)?;
             hash.update_as(&rows, p.ty.dtype);
-            next.push(to_shard_fingerprint(hash.finish(&p.tensor, p.slice_text(neighbor))));
+            let print = hash.finish(&p.tensor, p.slice_text(neighbor));
+            if self.nonfinite.is_none() {
+                self.nonfinite = find_nonfinite(self.rank, &print, source);
+            }
+            next.push(to_shard_fingerprint(print));
         }
         next.sort_by(|a, b| (&a.tensor, &a.slice).cmp(&(&b.tensor, &b.slice)));
         prints.extend(fold_fingerprints(next, MAX_FINGERPRINT_BYTES / 2));
         prints.sort_by(|a, b| (&a.tensor, &a.slice).cmp(&(&b.tensor, &b.slice)));
         self.fingerprints = prints;
         Ok(())
+    }
+
+    /// Checks that every element of the loaded shards, and of the neighbor's, is finite.
+    ///
+    /// # Errors
+    /// Returns T0770 with the tensor, and with the file and index if the file holds the element.
+    pub(crate) fn check_finite(&self) -> Result<(), Diagnostic> {
+        self.nonfinite.clone().map_or(Ok(()), Err)
     }
 
     pub(crate) fn as_slice(&self) -> &[ShardFingerprint] {
@@ -217,6 +236,7 @@ impl WeightFingerprints {
         backend.reload_weights(&mut *weights)?;
         self.credit_ns = 0;
         self.fingerprint_loaded(backend, &mut *weights)?;
+        self.check_finite()?;
         Ok(ReloadedWeights { weights: found, fingerprints: self.fingerprints.clone() })
     }
 }
@@ -225,11 +245,15 @@ impl WeightFingerprints {
 /// those in use. Returns the digest of the new weights, which the RELOAD announces.
 ///
 /// # Errors
-/// Returns what is wrong with either folder, or T0506 with every difference.
+/// Returns what is wrong with either folder, T0506 with every difference, or T0041 if the plan pins
+/// other weights.
 pub fn preflight_reload(plan: &Plan, in_use: &Path, next: &Path) -> Result<Digest, Diagnostics> {
-    let open = |dir: &Path| Model::open_for_plan(dir, plan).map_err(|d| vec![d])?.open_weights();
-    let (old, new) = (open(in_use)?, open(next)?);
+    let open = |dir: &Path| Model::open_for_plan(dir, plan).map_err(|d| vec![d]);
+    let (old, new) = (open(in_use)?.open_weights()?, open(next)?.open_weights()?);
     old.check_compatible(&new).map_err(|d| vec![d])?;
+    if plan.mapping.weights.is_some() {
+        open(next)?.digest_weights(plan)?;
+    }
     Ok(Digest(new.sample_digest()))
 }
 
@@ -282,6 +306,24 @@ fn merge_fingerprints(parent: String, mut parts: Vec<ShardFingerprint>) -> Shard
         digest: Digest::hash_value("prints", &digests),
         constant: parts.iter().all(|p| p.constant),
     }
+}
+
+/// Returns the diagnostic of a shard's first element that is not finite, if there is one. The files
+/// are searched for the element, because a backend knows only its place in the shard.
+fn find_nonfinite(rank: Rank, print: &Fingerprint, source: &mut dyn WeightSource) -> Option<Diagnostic> {
+    let index = print.first_nonfinite?;
+    let (tensor, slice) = (&print.tensor, &print.slice);
+    let shard = format!("element {index} of its shard ({slice}) is not finite");
+    let stored = source.check_finite(tensor).err();
+    let what = stored
+        .as_ref()
+        .map_or(format!("`{tensor}` is finite in its file, but {shard}"), |d| d.message.clone());
+    let d = Diagnostic::error(&T0770, format!("rank {} reads a weight that is not finite: {what}", rank.0))
+        .with_label(format!("rank {}", rank.0), shard);
+    Some(match stored {
+        Some(stored) => stored.labels.into_iter().fold(d, |d, l| d.with_label(l.location, l.message)),
+        None => d.with_hint("plan with a wider dtype, or check the memory of this rank"),
+    })
 }
 
 fn saturating_i64(ns: u64) -> i64 {

@@ -65,7 +65,8 @@ pub fn run(
     let payload = serde_json::to_vec(&orders).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
-    write_run_dir(plan, &orders, options).map_err(|d| vec![d])?;
+    let weights = model.digest_weights(plan)?;
+    write_run_dir(plan, &orders, options, weights).map_err(|d| vec![d])?;
     let spec = LaunchSpec {
         argv,
         rank_count: ranks,

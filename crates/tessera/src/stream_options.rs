@@ -125,6 +125,8 @@ pub struct StreamReport {
     pub fps: f64,
     /// Hash of all latents, if any chunk was delivered.
     pub golden: Option<String>,
+    /// Digest of all weights at the start of the run; `None` if the run loads none.
+    pub weights: Option<String>,
     /// Overlap of the run's stages; `None` for a run of one chunk.
     pub overlap: Option<OverlapStats>,
     /// Description of the simulated machine; `None` if the ranks ran on this host.

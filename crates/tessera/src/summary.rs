@@ -26,6 +26,9 @@ pub struct PlanSummary {
     /// Compute dtype: `f32`; `bf16` for matmuls and the activations they produce; `fp8` for the
     /// matmuls of blocks.
     pub dtype: &'static str,
+    /// Digest of the weights that the plan pins.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weights: Option<String>,
     /// Cache regime: `resident` or `recompute`.
     pub cache: &'static str,
     /// Denoising timesteps as configured, before any warp by the noise schedule's shift.
@@ -129,6 +132,7 @@ impl PlanSummary {
             overlap_chunks: plan.mapping.overlap_chunks,
             numerics: plan.mapping.numerics.name(),
             dtype: plan.mapping.dtype.name(),
+            weights: plan.mapping.weights.clone(),
             cache: if stream.recompute { "recompute" } else { "resident" },
             steps: stream.steps.clone(),
             picture: [stream.width, stream.height],

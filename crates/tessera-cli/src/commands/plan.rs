@@ -20,6 +20,7 @@ Examples:
   tessera plan models/demo --mesh tp=2,pp=2 --strategy megatron --out my-plan
   tessera plan models/demo --mesh tp=2 --topology pp1
   tessera plan models/demo --mapping my-plan/mapping.toml --mesh tp=4
+  tessera plan models/demo --mesh tp=2 --pin-weights --out my-plan   run with the weights of models/demo alone
   tessera plan models/demo --mesh tp=2 --format json | jq .ranks[0].total_bytes
   tessera plan models/wan2.1-14b --cluster hgx-h200 --devices 8      search for the best mapping on 8 GPUs
   tessera plan --model deepseek-v3 --why tp=8,pp=1                   estimate one mapping of a language model
@@ -61,6 +62,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub mapping: Option<PathBuf>,
 
+    /// Put a digest of all weights into the seal, so that the plan runs with these weights alone
+    #[arg(long)]
+    pub pin_weights: bool,
+
     /// Write the plan to this new folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
@@ -87,6 +92,12 @@ fn plan_or_search(args: &Args) -> CliResult {
                 .with_hint("leave out --mapping, or the options of the mapping search");
             return Err(CliError::usage(d));
         }
+        if args.pin_weights {
+            let d = Diagnostic::error(&T0030, "--pin-weights does not go with a mapping search").with_hint(
+                "write the best plan with --out DIR, then plan with --mapping DIR/mapping.toml --pin-weights",
+            );
+            return Err(CliError::usage(d));
+        }
         return search::run(
             &args.search_args,
             args.model.as_deref(),
@@ -95,7 +106,8 @@ fn plan_or_search(args: &Args) -> CliResult {
             args.format,
         );
     }
-    let (_, plan) = args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref())?;
+    let (model, plan) = args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref())?;
+    let plan = if args.pin_weights { model.pin_weights(&plan)? } else { plan };
     if let Some(folder) = &args.out {
         plan.write(folder)?;
     }
@@ -152,6 +164,7 @@ fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
         ));
     }
     facts.push(("digest", s.digest.clone()));
+    facts.extend(s.weights.clone().map(|digest| ("weights", format!("{digest} alone"))));
     if let Some(folder) = folder {
         facts.push(("folder", folder));
     }

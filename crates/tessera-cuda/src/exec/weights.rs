@@ -266,7 +266,7 @@ impl DeviceShard {
         stage.resize(size as usize, 0);
         let bytes = shard_memory(blocks, self.place, &self.ty)?;
         copy_to_host(stage, bytes.sub_slice(offset as usize, size as usize)?)?;
-        hash.update_raw(stage, self.ty.dtype.element_bytes() as usize);
+        hash.update_raw(stage, self.ty.dtype);
         Ok(())
     }
 }
@@ -295,7 +295,7 @@ fn round_and_upload(
         // One core hashes while another uploads.
         std::thread::scope(|s| {
             if let Some(hash) = &mut hash {
-                s.spawn(|| hash.update_raw(&bytes, width));
+                s.spawn(|| hash.update_raw(&bytes, dtype));
             }
             copy_to_device(to.sub_slice(i * UPLOAD_ELEMENTS * width, bytes.len())?, &bytes)
         })?;

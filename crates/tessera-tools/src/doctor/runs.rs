@@ -309,7 +309,7 @@ fn count_drifted(runs: &[RecordedRun], out: &mut DoctorReport) -> Option<u64> {
 fn is_same_request(a: &RunRecord, b: &RunRecord) -> bool {
     let of = |r: &RunRecord| {
         let s = &r.start;
-        (s.plan.clone(), s.model.clone(), s.seed, s.prompts.clone(), s.chunks)
+        (s.plan.clone(), s.model.clone(), s.weights.clone(), s.seed, s.prompts.clone(), s.chunks)
     };
     of(a) == of(b)
 }

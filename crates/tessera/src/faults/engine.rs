@@ -69,10 +69,10 @@ impl DrillEngine {
         Some(PhaseReport { ns: 0, collectives: 0, trace: facts.trace, compensated: 0 })
     }
 
-    /// Changes one element of the first weight that can be changed.
-    fn mutate_weight(&mut self) {
+    /// Changes one element of the first weight that can be changed and whose name contains `part`.
+    fn mutate_weight(&mut self, part: &str, value: f32) {
         let names: Vec<String> = self.inner.weight_fingerprints().into_iter().map(|p| p.tensor).collect();
-        let _ = names.iter().any(|name| self.inner.mutate_weight(name, 0, 0.125));
+        let _ = names.iter().any(|name| name.contains(part) && self.inner.mutate_weight(name, 0, value));
     }
 }
 
@@ -93,7 +93,12 @@ impl Engine for DrillEngine {
             signal(Signal::STOP);
         }
         if self.fires_now(DrillFault::MutatedWeight) {
-            self.mutate_weight();
+            self.mutate_weight("", 0.125);
+        }
+        // Every call computes with the weights of a feed-forward layer. Those of cross-attention are
+        // unused until the prompt changes.
+        if self.fires_now(DrillFault::NanLatent) {
+            self.mutate_weight(".ffn.", f32::NAN);
         }
         // A changed program first acts in this call, which the limit of the drill counts from.
         if self.in_armed_call && self.injector.changes_programs() {

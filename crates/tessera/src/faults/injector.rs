@@ -166,7 +166,7 @@ impl FaultInjector {
         }
     }
 
-    /// Returns the weight source, which reads another rank's shards if that is the fault.
+    /// Returns the weight source, which reads another rank's shards or a NaN if that is the fault.
     pub(crate) fn weight_source<'a>(
         &self,
         weights: &'a mut dyn WeightSource,
@@ -179,6 +179,10 @@ impl FaultInjector {
             let ranks: Vec<Rank> = mesh.iter().collect();
             let at = ranks.iter().position(|r| *r == own).unwrap_or(0);
             other = ranks[(at + 1) % ranks.len().max(1)];
+        }
+        if self.has_fault(DrillFault::NanWeight) {
+            self.mark_fired();
+            return Box::new(NanWeightSource(weights));
         }
         Box::new(WrongShardSource { weights, own, other })
     }
@@ -219,5 +223,26 @@ impl WeightSource for WrongShardSource<'_> {
     ) -> Result<Vec<f32>, tessera_base::Diagnostic> {
         let rank = if seat.rank == self.own { self.other } else { seat.rank };
         self.weights.read(name, ty, load, &MeshRank { rank, ..*seat })
+    }
+}
+
+/// A weight source in which the first element of every shard is NaN.
+struct NanWeightSource<'a>(&'a mut dyn WeightSource);
+
+impl WeightSource for NanWeightSource<'_> {
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        seat: &MeshRank,
+    ) -> Result<Vec<f32>, tessera_base::Diagnostic> {
+        let mut values = self.0.read(name, ty, load, seat)?;
+        values.iter_mut().take(1).for_each(|x| *x = f32::NAN);
+        Ok(values)
+    }
+
+    fn check_finite(&mut self, name: &str) -> Result<(), tessera_base::Diagnostic> {
+        self.0.check_finite(name)
     }
 }

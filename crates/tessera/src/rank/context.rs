@@ -19,7 +19,7 @@ use tessera_runtime::program_index::ProgramIndex;
 use tessera_runtime::tripwire::T0751;
 use tessera_runtime::wire::Progress;
 use tessera_runtime::worker::WorkerConfig;
-use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, Tripwires};
+use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, T0770, Tripwires};
 
 use crate::codes::T0017;
 use crate::communicators::{self, EndpointSources};
@@ -221,7 +221,12 @@ impl RankContext {
                 Some(hand) => {
                     let mut source = hand.weight_source(&mut weights, *plan.sealed.mesh());
                     let modify = |p: &mut Program| hand.modify_program(p);
-                    MeshEngine::load_modified(&plan.sealed, rank, backend, &mut *source, &modify)?
+                    let engine =
+                        MeshEngine::load_modified(&plan.sealed, rank, backend, &mut *source, &modify)?;
+                    if tripwires.is_armed(&T0770) {
+                        engine.check_weights_finite()?;
+                    }
+                    engine
                 }
             };
             let weights_digest = weights.sample_digest();

@@ -188,7 +188,7 @@ mod tests {
         let plan = plan_model(&model.video, &model.name, "", &Mapping::default()).unwrap();
         let options = StreamOptions { chunks: 1, out: dir.path().join("out"), ..StreamOptions::default() };
         let mut orders = RankConfig::from_options(&plan, &model, &options, 1).unwrap();
-        write_run_dir(&plan, &orders, &options).unwrap();
+        write_run_dir(&plan, &orders, &options, String::new()).unwrap();
         // The model folder disappears after the ranks have connected.
         orders.model = dir.path().join("gone");
         let welcome = tessera_runtime::wire::Welcome {

@@ -8,6 +8,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use tempfile::TempDir;
 use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::first_nonfinite;
+use tessera_ir::DType;
 use tessera_plan::{Mapping, Numerics, Strategy, Topology};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::engine::{Engine, ReadyCall, run_call};
@@ -212,6 +214,80 @@ fn a_flipped_bit_in_one_ranks_file_is_detected() {
         }
         assert!(!text.contains("more slices"), "{strategy:?}: {text}");
     }
+}
+
+// proves: D-19
+#[test]
+fn a_weight_that_is_not_finite_is_refused_by_every_rank_that_reads_it() {
+    let tensor = "blocks.2.self_attn.q.weight";
+    // The element is in row 96 of 128. Under megatron only rank 1 holds it, and rank 0 reads it as
+    // the neighbor.
+    let damaged = modified_checkpoint(|name, shape, data| {
+        if name == tensor {
+            let at = (shape[0] * 3 / 4 * shape[1] + 5) * 2;
+            data[at..at + 2].copy_from_slice(&0x7f80_u16.to_le_bytes());
+        }
+    });
+    let file = damaged.path().join("model.safetensors").display().to_string();
+    for (strategy, slices) in [
+        (Strategy::Ulysses, ["whole", "whole"]),
+        (Strategy::Megatron, ["dim 0 [64..128) of 128", "dim 0 [64..128) of 128"]),
+    ] {
+        let plan = demo_plan("tp=2", strategy);
+        for (rank, slice) in [0, 1].into_iter().zip(slices) {
+            let seat = MeshRank { mesh: *plan.sealed.mesh(), rank: Rank(rank) };
+            let cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+            let mut source = open_weights(&plan, damaged.path());
+            let d = MeshEngine::load(&plan.sealed, Rank(rank), Box::new(cpu), &mut source).err().unwrap();
+            assert_eq!(d.code.id, "T0770");
+            let text = format!("{} {:?}", d.message, d.labels);
+            for part in [tensor, "is inf at [96, 5]", &format!("rank {rank}"), &file, slice] {
+                assert!(text.contains(part), "{strategy:?}: {part} in {text}");
+            }
+        }
+    }
+    // A RELOAD checks the new weights in the same way.
+    let plan = demo_plan("tp=1", Strategy::Ulysses);
+    let (mut cpu, mut shards) = load_rank(&plan, Rank(0));
+    shards.set_opener(weight_opener(Arc::clone(&plan), open_weights(&plan, &demo())));
+    shards.arm_reload_guard(false);
+    let d = shards.reload(&mut cpu, &damaged.path().display().to_string()).unwrap_err();
+    assert_eq!(d.code.id, "T0770");
+}
+
+// proves: D-21
+#[test]
+fn a_plan_with_pinned_weights_refuses_others_also_in_a_reload() {
+    let model = Model::open(&demo(), &Overrides::default()).unwrap();
+    let plain = demo_plan("tp=2", Strategy::Ulysses);
+    let pinned = model.pin_weights(&plain).unwrap();
+    assert_ne!(pinned.sealed.digest(), plain.sealed.digest());
+    let digest = model.digest_weights(&plain).unwrap();
+    assert_eq!(pinned.mapping.weights.as_ref(), Some(&digest));
+    assert_eq!(model.digest_weights(&pinned).unwrap(), digest);
+    // The changed bit is in the middle of a tensor, where no sample is taken.
+    let other = modified_checkpoint(|name, _, data| {
+        if name == "blocks.2.self_attn.q.weight" {
+            let at = data.len() / 2;
+            data[at] ^= 1;
+        }
+    });
+    let changed = Model::open(other.path(), &Overrides::default()).unwrap();
+    let found = changed.digest_weights(&plain).unwrap();
+    assert_ne!(found, digest);
+    for ds in [
+        changed.digest_weights(&pinned).unwrap_err(),
+        preflight_reload(&pinned, &demo(), other.path()).unwrap_err(),
+    ] {
+        let text = format!("{:?}", ds[0]);
+        assert!(ds[0].code.id == "T0041" && text.contains(&digest) && text.contains(&found), "{text}");
+    }
+    assert!(preflight_reload(&plain, &demo(), other.path()).is_ok());
+    let words = other.path().join("text_encoder.safetensors");
+    let mut bytes = std::fs::read(&words).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&words, bytes).unwrap();
+    assert_ne!(changed.digest_weights(&plain).unwrap(), found, "the text encoder counts");
 }
 
 /// Loads the weights of a rank into a backend and fingerprints them, without an engine.
@@ -516,6 +592,20 @@ fn measure_fingerprint_cost() {
         }
         let witness = begun.elapsed();
         let (mut cpu, _) = load_rank(&plan, Rank(0));
+        let begun = Instant::now();
+        let digest = Model::open_for_plan(&demo(), &plan).unwrap().digest_weights(&plan).unwrap();
+        let content = begun.elapsed();
+        let ones = vec![1.0_f32; bytes as usize / 4];
+        let ones: Vec<u8> = ones.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let begun = Instant::now();
+        for part in ones.chunks(16 << 10) {
+            assert_eq!(first_nonfinite(part, DType::F32), None);
+        }
+        let scan = begun.elapsed();
+        println!(
+            "{mesh} {strategy:?}: load {load:?}, of which the scan for NaN {scan:?}; digest {} of all weights {content:?}",
+            &digest[..8]
+        );
         let mut rounds: Vec<u64> = (0..9)
             .map(|_| {
                 let begun = thread_cpu_ns();

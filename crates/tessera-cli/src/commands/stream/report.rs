@@ -60,6 +60,9 @@ fn render_text(r: &StreamReport) -> String {
     if let Some(golden) = &r.golden {
         out += &format!("golden {golden}\n");
     }
+    if let Some(weights) = &r.weights {
+        out += &format!("weights {weights}\n");
+    }
     if let Some(o) = &r.overlap {
         let ms = |ns: u64| ns as f64 / 1e6;
         let score = match o.stage0_ns {
@@ -91,6 +94,7 @@ fn render_json(r: &StreamReport) -> String {
         "frames": r.frames,
         "fps": r.fps,
         "golden": r.golden,
+        "weights": r.weights,
         "machine": r.machine,
         "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
             "chunks": o.chunks,
