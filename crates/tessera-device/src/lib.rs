@@ -108,6 +108,14 @@ pub trait Observer: Send {
     fn on_issuing(&mut self, _op: usize) -> Result<(), String> {
         Ok(())
     }
+    /// Called after [`Observer::on_issuing`] of a program's last collective by a backend that
+    /// launches a program as a whole, before it launches anything.
+    ///
+    /// # Errors
+    /// The reason why the program must not be launched, as for [`Observer::on_issuing`].
+    fn on_all_issuing(&mut self) -> Result<(), String> {
+        Ok(())
+    }
     /// Called after a collective was issued, with the index of its op in the program.
     fn on_issued(&mut self, op: usize);
     /// Called when the host begins to wait for a collective that was issued earlier, with the index

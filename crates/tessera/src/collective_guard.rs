@@ -173,15 +173,20 @@ impl<'a> CollectiveGuard<'a> {
         if let Some(flight) = self.flight {
             flight.rewrite_line(self.phase_line.0, self.phase_line.1, &self.phase_entry(monotonic_ns()));
         }
+        self.check_all_issued("ended")?;
+        Ok(*self.trace_hash.finalize().as_bytes())
+    }
+
+    fn check_all_issued(&self, ended: &str) -> Result<(), String> {
         match self.next_planned().filter(|_| self.armed) {
             Some(line) => Err(format!(
-                "@{} ended after {} of {} collectives; the plan's next collective is `{line}`, and its members are waiting \
+                "@{} {ended} after {} of {} collectives; the plan's next collective is `{line}`, and its members are waiting \
                  for this rank",
                 self.sequence.phase,
                 self.issued_count,
                 self.sequence.sealed.len()
             )),
-            None => Ok(*self.trace_hash.finalize().as_bytes()),
+            None => Ok(()),
         }
     }
 
@@ -269,6 +274,10 @@ impl Observer for CollectiveGuard<'_> {
         refusal.map_or(Ok(()), Err)
     }
 
+    fn on_all_issuing(&mut self) -> Result<(), String> {
+        self.check_all_issued("would end")
+    }
+
     fn on_issued(&mut self, op: usize) {
         if let Some(own) = self.sequence.program.get(&op) {
             self.trace_hash.update(own.text.as_bytes());
@@ -309,6 +318,20 @@ mod tests {
         let lines: Vec<String> = ops.iter().enumerate().map(|(i, op)| format!("  %v{i} = {op}\n")).collect();
         let text = format!("{HEAD}{}  output \"z\", %y\n}}\n", lines.concat());
         parse_all(&text, "p").unwrap_or_else(|d| panic!("{d:#?}")).remove(0)
+    }
+
+    #[test]
+    fn a_program_without_the_plans_last_collective_is_refused_before_its_launch() {
+        let (sealed, own) = (program(&[SUM, GATHER]), program(&[SUM]));
+        let mut sequence = CollectiveSequence::new("p", &own.mesh, Rank(0), &sealed, &own);
+        let mut at = CallPosition::default();
+        let progress = |_: u32| {};
+        let mut guard = CollectiveGuard::begin_phase(&mut sequence, &mut at, true, None, &progress);
+        for (op, _) in own.collective_ops() {
+            guard.on_issuing(op).unwrap();
+        }
+        let why = guard.on_all_issuing().unwrap_err();
+        assert!(why.contains("would end after 1 of 2 collectives"), "{why}");
     }
 
     /// Runs a modified program against a sealed one; returns the result of the guard and the number

@@ -71,8 +71,10 @@ impl CudaBackend {
         for (i, _) in self.programs[program].program.collective_ops() {
             observer.on_issuing(i).map_err(Fault::Refused)?;
         }
+        observer.on_all_issuing().map_err(Fault::Refused)?;
         self.has_unfinished_run = true;
         self.place_slots().map_err(broken)?;
+        self.exchange_offsets(program).map_err(broken)?;
         self.groups.reset_progress();
         Ok(())
     }
