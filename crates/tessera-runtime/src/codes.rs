@@ -282,4 +282,12 @@ prints the reason on its own terminal.";
 digest differs from the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
 bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
 cause is faulty memory, or a program in between that re-encodes messages.";
+
+    T0785: "a rank was about to capture what its plan does not declare",
+    "A captured graph is launched as a whole, so all members of its collectives must capture the same ops or none. The plan \
+states the graph of every program (`graph(\"denoise.fill3\")` in its header, or none), and the verifier proves the plan \
+with it. Before a launch each rank compares the graph that its backend captures or replays, by name and number of ops, with \
+the plan. They differ, so the rank stopped before it launched anything.\n\n\
+The message names the program and both graphs. The backend or a setting of this rank alone decides what to capture; that \
+decision belongs into the mapping (`[runtime] capture`), from which every rank receives it.";
 }

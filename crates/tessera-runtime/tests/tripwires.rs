@@ -268,7 +268,9 @@ fn each_tripwire_fires_at_its_site_and_not_when_it_is_disabled() {
     }
     // The codes below have their own tests. Some are raised outside of the state machines: by an
     // engine's guard, by peer authentication, by the frame encoder and decoder.
-    fired.extend(["T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757"]);
+    fired.extend([
+        "T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757", "T0785",
+    ]);
     for t in TRIPWIRES {
         assert!(fired.contains(t.code.id), "{} has no test", t.code.id);
     }

@@ -100,7 +100,6 @@ pub fn open_cuda(
         peer_timeout: collective_timeout,
         setup_timeout: SETUP_TIMEOUT,
         host_id: host_id(),
-        use_graphs: true,
         masked_features: masked_features()?,
     };
     CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)

@@ -95,6 +95,9 @@ impl Engine for DrillEngine {
         if self.fires_now(DrillFault::MutatedWeight) {
             self.mutate_weight();
         }
+        if self.fires_now(DrillFault::UndeclaredCapture) {
+            self.inner.inject_undeclared_graph();
+        }
         for fault in [
             DrillFault::ConditionalCollective,
             DrillFault::AdHocBroadcast,
