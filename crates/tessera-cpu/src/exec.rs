@@ -23,7 +23,7 @@ use tessera_device::{
     AbortFn, AuditResult, Backend, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher, MeshRank,
     Observer, ProgramHandle, T0801, WeightSource,
 };
-use tessera_ir::{Op, OpView, Program, Slots, ValueId, WeightLoad};
+use tessera_ir::{CapturedGraph, Op, OpView, Program, Slots, ValueId, WeightLoad};
 
 use dispatch::Kernel;
 use memory::{BackendMemory, ValueLocation, WeightData};
@@ -86,6 +86,8 @@ struct OutputValue {
 #[derive(Debug)]
 struct PreparedProgram {
     program: Arc<Program>,
+    /// The graph that a device would replay; its ops are executed one by one.
+    graph: Option<CapturedGraph>,
     /// View of each op.
     views: Vec<OpView>,
     /// Kernel of each compute op.
@@ -152,6 +154,17 @@ impl Backend for CpuBackend {
         let prepared = self.prepare_program(program, slots, weights)?;
         self.programs.push(Arc::new(prepared));
         Ok(ProgramHandle(self.programs.len() - 1))
+    }
+
+    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph> {
+        self.programs[program.0].graph.clone()
+    }
+
+    fn rename_graphs(&mut self, name: &str) {
+        for p in self.programs.iter_mut().filter_map(Arc::get_mut) {
+            let ops = p.graph.as_ref().map_or(0, |g| g.ops);
+            p.graph = Some(CapturedGraph { name: name.to_string(), ops });
+        }
     }
 
     fn fingerprints(&self) -> Vec<Fingerprint> {

@@ -34,7 +34,7 @@ use nccl_collectives::NcclCollectives;
 use p2p_collectives::{FLAGS_BYTES, IpcHandle, IpcMapping, PeerMemory, WRITE_TEST_OFFSET};
 use signals::HostSignals;
 
-pub(crate) use copy_plan::{CollectiveKind, GroupCollective};
+pub(crate) use copy_plan::{CollectiveKind, GroupCollective, NO_OFFSET};
 #[cfg(test)]
 pub(crate) use kernel_launch::COLLECTIVE_TABLE;
 pub(crate) use kernel_launch::Synchronization;

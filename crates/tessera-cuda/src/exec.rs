@@ -1,5 +1,5 @@
-//! Executes role programs on one GPU. Each program is captured once as a CUDA graph over planned
-//! memory and then replayed.
+//! Executes role programs on one GPU. A program that declares a graph is captured once as a CUDA
+//! graph over planned memory and then replayed; any other is launched op by op.
 //!
 //! A program has one area of device memory for the inputs and scalars of a call; a copy at the head
 //! of its graph fills the area. Kernels read call scalars from the area, so one graph serves every
@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_device::{CommRoute, MeshRank, T0801};
-use tessera_ir::{Op, OpView, Program, Type};
+use tessera_ir::{CapturedGraph, Op, OpView, Program, Type};
 
 use crate::attention_cudnn::CudnnAttention;
 use crate::attention_sm90::AttentionSm90;
@@ -70,9 +70,6 @@ pub struct CudaOptions {
     /// Identifies this host: ranks share the number exactly when they run on the same host. Ranks
     /// of one host use peer-to-peer memory where their GPUs support it.
     pub host_id: u64,
-    /// Whether programs are captured as graphs. Otherwise they are launched op by op, which is
-    /// slower but easier to inspect.
-    pub use_graphs: bool,
     /// Features of the GPU that kernels must not use. All ranks must mask the same ones, because
     /// other kernels may give other bits.
     pub masked_features: FeatureMask,
@@ -203,6 +200,8 @@ struct PreparedProgram {
     staged_bytes: usize,
     /// Pinned host memory that outputs are copied to.
     host_outputs: PinnedMemory,
+    /// The graph that the program declares, and that the backend captures.
+    declared_graph: Option<CapturedGraph>,
     graph: Option<GraphExec>,
     /// The same program captured with timestamp events, after the first trace.
     traced_graph: Option<TracedGraph>,

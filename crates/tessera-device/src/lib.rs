@@ -26,7 +26,7 @@ pub use timing_model::TimingModel;
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_ir::{Program, Slots, Type};
+use tessera_ir::{CapturedGraph, Program, Slots, Type};
 use tessera_mesh::{Coord, Mesh, Rank};
 
 /// A rank and its mesh: the position at which a backend runs.
@@ -88,6 +88,19 @@ pub trait WeightSource {
     }
 }
 
+/// Returns the graph into which a program declares to be captured.
+///
+/// # Errors
+/// T0801 if it is captured only in part or into several graphs, which no backend supports.
+pub fn declared_graph(p: &Program) -> Result<Option<CapturedGraph>, Diagnostic> {
+    p.captured_graph().map_err(|why| {
+        Diagnostic::error(
+            &T0801,
+            format!("@{} of {}: {why}; a backend captures whole programs", p.name, p.role),
+        )
+    })
+}
+
 /// Handle of a program that a backend has loaded; only this backend accepts the handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ProgramHandle(pub usize);
@@ -115,6 +128,24 @@ pub trait Observer: Send {
     /// The reason why the collective must not be issued. The backend then ends the program with
     /// [`Fault::Refused`] and sends nothing for this collective.
     fn on_issuing(&mut self, _op: usize) -> Result<(), String> {
+        Ok(())
+    }
+    /// Called after [`Observer::on_issuing`] of a program's last collective by a backend that
+    /// launches a program as a whole, before it launches anything.
+    ///
+    /// # Errors
+    /// The reason why the program must not be launched, as for [`Observer::on_issuing`].
+    fn on_all_issuing(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+    /// Called once per run before anything is launched, with the graph that the backend captures or
+    /// replays; `None` if it launches every op by itself. A backend that cannot capture executes the
+    /// ops of the graph one by one and reports the graph that it was told.
+    ///
+    /// # Errors
+    /// The reason why the program must not be launched like that, as for
+    /// [`Observer::on_issuing`].
+    fn on_launching(&mut self, _graph: Option<&CapturedGraph>) -> Result<(), String> {
         Ok(())
     }
     /// Called after a collective was issued, with the index of its op in the program.
@@ -150,6 +181,14 @@ pub trait Backend {
     fn setup_count(&self) -> u64 {
         0
     }
+
+    /// Returns the graph into which the backend captures a loaded program; `None` if it launches
+    /// every op by itself.
+    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph>;
+
+    /// Captures every program from now on into a graph of this name, whatever the program declares.
+    /// For drills only.
+    fn rename_graphs(&mut self, _name: &str) {}
 
     /// Makes every later run begin with work that never ends. Returns `false` if the backend does
     /// not support that. For drills only.

@@ -14,7 +14,7 @@ use tessera_device::{
     AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, Observer, ProgramHandle, T0801, WeightSource,
 };
 use tessera_filetests::{BackendFactory, BackendUnderTest, ConformanceReport, Tolerance, run_conformance};
-use tessera_ir::{Program, Slots};
+use tessera_ir::{CapturedGraph, Program, Slots};
 use tessera_mesh::Mesh;
 
 #[test]
@@ -88,6 +88,10 @@ impl Backend for FaultyBackend {
             *last *= 1.0 + 1e-4;
         }
         Ok(())
+    }
+
+    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph> {
+        self.inner.captured_graph(program)
     }
 
     fn fingerprints(&self) -> Vec<Fingerprint> {

@@ -12,6 +12,9 @@ use crate::attr::Attr;
 /// is assumed to be a mistake.
 pub(crate) const MAX_ELEMENTS: u64 = 1 << 40;
 
+/// The token policy that allows tokens of 8 bits.
+pub(crate) const QUANTIZED_TOKENS: &str = "fp8_e4m3";
+
 /// A kind of attribute.
 pub trait AttrKind {
     /// Type of the attribute in a view.
@@ -67,6 +70,10 @@ attr_kinds! {
     Flag: bool, "true or false", |a| if let Attr::Bool(b) = a { Some(*b) } else { None };
     /// A name that is not empty.
     Name: String, "a name", |a| parse_text(a).filter(|s| !s.is_empty()).map(str::to_string);
+    /// The numerics policy of the tokens that a route of experts sends.
+    TokenPolicy: String, "a numerics policy: f32, bf16 or fp8_e4m3", |a| {
+        parse_text(a).filter(|s| ["f32", "bf16", QUANTIZED_TOKENS].contains(s)).map(str::to_string)
+    };
     /// Rows `[from, to]`, the end excluded.
     RowRange: Range<u64>, "[from, to] with 0 ≤ from ≤ to", parse_range;
     /// A floating-point dtype to which a cast converts.

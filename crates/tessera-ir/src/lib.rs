@@ -43,7 +43,7 @@ pub use op_table::{
 pub use op_view::{Gate, PeerPosition};
 pub use parse::{is_fragment, parse, parse_all, parse_fragment};
 pub use print::{canonical_text, print, program_digest};
-pub use program::{Buffer, Dialect, Op, Program, Value};
+pub use program::{Buffer, CapturedGraph, Dialect, Op, Program, Value};
 pub use stream_kind::StreamKind;
 pub use types::{DType, Type};
 pub use view_reader::ViewError;

@@ -122,6 +122,13 @@ impl Op {
         required.map(|a| a.name).find(|name| !self.attrs.contains_key(*name))
     }
 
+    /// Returns whether the op supplies a value before the program starts and therefore runs on no
+    /// stream.
+    #[must_use]
+    pub fn is_source(&self) -> bool {
+        matches!(self.opcode, Opcode::Input | Opcode::Call | Opcode::Weight)
+    }
+
     /// Returns the name of the captured graph that contains the op.
     #[must_use]
     pub fn graph_name(&self) -> Option<&str> {

@@ -6,19 +6,19 @@
 
 use crate::attr::{format_attr, quote_string};
 use crate::parse::qualified_name;
-use crate::{Dialect, Op, Opcode, Program, ValueId};
+use crate::{CapturedGraph, Dialect, Op, Opcode, Program, ValueId};
 
 /// Returns the text of a program. [`crate::parse`] restores an equal program from it.
 #[must_use]
 pub fn print(p: &Program) -> String {
-    Printer { p, name: &|v| p.value(v).name.clone() }.format_program()
+    Printer::new(p, &|v| p.value(v).name.clone()).format_program()
 }
 
 /// Returns the text with renumbered values, which is equal for programs that differ only in value
 /// names.
 #[must_use]
 pub fn canonical_text(p: &Program) -> String {
-    Printer { p, name: &|v| v.0.to_string() }.format_program()
+    Printer::new(p, &|v| v.0.to_string()).format_program()
 }
 
 /// Returns the BLAKE3 digest of the canonical text.
@@ -30,16 +30,27 @@ pub fn program_digest(p: &Program) -> [u8; 32] {
 struct Printer<'a> {
     p: &'a Program,
     name: &'a dyn Fn(ValueId) -> String,
+    /// The graph that captures the whole program, which the header states instead of every op.
+    graph: Option<CapturedGraph>,
 }
 
-impl Printer<'_> {
+impl<'a> Printer<'a> {
+    fn new(p: &'a Program, name: &'a dyn Fn(ValueId) -> String) -> Printer<'a> {
+        let is_role = p.dialect == Dialect::Role;
+        Printer { p, name, graph: p.captured_graph().ok().flatten().filter(|_| is_role) }
+    }
+
     fn format_program(&self) -> String {
         let p = self.p;
         let mut out = format!("program @{}", p.name);
         if p.dialect == Dialect::Role {
             out += &format!(" role({}) mesh({})", p.role, p.mesh);
         }
-        out += &format!(" streams({}) {{\n", p.streams.join(", "));
+        out += &format!(" streams({})", p.streams.join(", "));
+        if let Some(graph) = &self.graph {
+            out += &format!(" graph({})", quote_string(&graph.name));
+        }
+        out += " {\n";
         for b in &p.buffers {
             out += &format!("  buffer @{} : {}\n", b.name, b.ty.display_on(&p.mesh));
         }
@@ -71,9 +82,10 @@ impl Printer<'_> {
         if !operands.is_empty() {
             out += &format!(" {}", operands.join(", "));
         }
-        if !op.attrs.is_empty() {
-            let attrs: Vec<String> =
-                op.attrs.iter().map(|(k, v)| format!("{k} = {}", format_attr(v))).collect();
+        let in_header = |k: &str| k == "graph" && self.graph.is_some() && !op.is_source();
+        let stated = op.attrs.iter().filter(|(k, _)| !in_header(k));
+        let attrs: Vec<String> = stated.map(|(k, v)| format!("{k} = {}", format_attr(v))).collect();
+        if !attrs.is_empty() {
             out += &format!(" {{{}}}", attrs.join(", "));
         }
         let types: Vec<String> = op

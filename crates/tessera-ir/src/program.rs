@@ -4,7 +4,7 @@ use tessera_base::Span;
 use tessera_mesh::Mesh;
 
 use crate::Type;
-use crate::attr::Attrs;
+use crate::attr::{Attr, Attrs};
 use crate::ids::{BufferId, StreamId, ValueId};
 use crate::op_table::Opcode;
 
@@ -72,6 +72,21 @@ pub enum Dialect {
     Logical,
     /// `ttile`: one role, local shapes, explicit collectives.
     Role,
+}
+
+/// A graph into which a whole program is captured.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CapturedGraph {
+    /// Name of the graph, which is equal on all members of its collectives.
+    pub name: String,
+    /// Number of captured ops: every op of the program except its sources.
+    pub ops: usize,
+}
+
+impl std::fmt::Display for CapturedGraph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "graph {} of {} ops", self.name, self.ops)
+    }
 }
 
 /// The program of one phase: either logical or for one role.
@@ -144,6 +159,35 @@ impl Program {
             }
         }
         readers
+    }
+
+    /// Marks every op as captured into one graph. Sources (inputs, call scalars, weights) belong to
+    /// no graph, because they exist before the program starts.
+    pub fn capture_into(&mut self, graph: &str) {
+        for op in self.ops.iter_mut().filter(|o| !o.is_source()) {
+            op.attrs.insert("graph".to_string(), Attr::Str(graph.to_string()));
+        }
+    }
+
+    /// Returns the graph into which the whole program is captured; `None` if every op is launched by
+    /// itself.
+    ///
+    /// # Errors
+    /// Returns the reason if only a part of the program is captured, or several graphs are.
+    pub fn captured_graph(&self) -> Result<Option<CapturedGraph>, String> {
+        let mut graphs = self.ops.iter().filter(|o| !o.is_source()).map(Op::graph_name);
+        let Some(first) = graphs.next() else { return Ok(None) };
+        match graphs.find(|g| *g != first) {
+            Some(other) => Err(format!(
+                "one op is captured into {} and another into {}",
+                first.unwrap_or("no graph"),
+                other.unwrap_or("no graph")
+            )),
+            None => Ok(first.map(|name| CapturedGraph {
+                name: name.to_string(),
+                ops: self.ops.iter().filter(|o| !o.is_source()).count(),
+            })),
+        }
     }
 
     /// Returns the index of the op that waits for an issued collective.

@@ -26,8 +26,8 @@ use crate::roles::{TpClass, group_roles, uneven_shards};
 use crate::stages::StageCosts;
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
 use crate::{
-    DtypePolicy, LogicalModel, Mapping, Numerics, Strategy, Transport, memory, op_order, precision,
-    row_chunks,
+    CapturePolicy, DtypePolicy, LogicalModel, Mapping, Numerics, Strategy, Transport, memory, op_order,
+    precision, row_chunks,
 };
 
 /// The role of the leader outside the mesh.
@@ -82,7 +82,7 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
         mesh: world,
         rank_map,
         roles,
-        phases: collect_phases(&logical, of_role, mapping.transport),
+        phases: collect_phases(&sources, of_role, mapping),
         calls: logical.calls.clone(),
         mapping: mapping.to_toml(),
     })
@@ -150,16 +150,24 @@ fn lower_tp_classes<'a>(
 }
 
 /// Regroups the programs of each role by phase, and assigns their transport and slots.
-fn collect_phases(logical: &LogicalModel, of_role: Vec<Vec<Program>>, transport: Transport) -> Vec<Phase> {
+fn collect_phases(
+    sources: &[ProgramAnalysis<'_>],
+    of_role: Vec<Vec<Program>>,
+    mapping: &Mapping,
+) -> Vec<Phase> {
     let mut of_role: Vec<std::vec::IntoIter<Program>> = of_role.into_iter().map(Vec::into_iter).collect();
-    logical
-        .phases
+    sources
         .iter()
-        .map(|l| {
+        .map(|phase| {
+            let name = &phase.program.name;
             let mut programs: Vec<Program> = of_role.iter_mut().filter_map(Iterator::next).collect();
-            programs.iter_mut().for_each(|p| set_transport(p, transport));
+            programs.iter_mut().for_each(|p| set_transport(p, mapping.transport));
+            // The leader encodes and decodes on a CPU, which captures nothing.
+            if mapping.capture == CapturePolicy::Programs && !phase.is_leader_phase {
+                programs.iter_mut().for_each(|p| p.capture_into(name));
+            }
             let slots: Vec<Slots> = programs.iter().map(memory::assign_slots).collect();
-            Phase { name: l.name.clone(), programs, slots }
+            Phase { name: name.clone(), programs, slots }
         })
         .collect()
 }

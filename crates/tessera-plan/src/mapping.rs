@@ -81,6 +81,18 @@ named_enum! {
     }
 }
 
+named_enum! {
+    /// Which programs a GPU captures as graphs. A CPU executes their ops one by one.
+    #[derive(Default)]
+    pub enum CapturePolicy {
+        /// Every program of the mesh, with its collectives, is one graph.
+        #[default]
+        Programs = "programs",
+        /// No program is captured: every op is launched by itself.
+        None = "none",
+    }
+}
+
 /// The contents of a `mapping.toml`: the placement of a model on ranks, its numerics, and the queue
 /// depths.
 #[derive(Debug, Clone, PartialEq)]
@@ -97,6 +109,8 @@ pub struct Mapping {
     pub dtype: DtypePolicy,
     /// How GPU collectives move data: peer-to-peer kernels, NCCL or the faster of them.
     pub transport: Transport,
+    /// Which programs are captured as graphs on all ranks.
+    pub capture: CapturePolicy,
     /// Number of row chunks of a call under megatron, so that the all-reduce of one chunk overlaps
     /// the compute of another; 1 leaves rows whole.
     pub overlap_chunks: u32,
@@ -125,6 +139,7 @@ impl Default for Mapping {
             numerics: Numerics::Standard,
             dtype: DtypePolicy::F32,
             transport: Transport::Best,
+            capture: CapturePolicy::Programs,
             overlap_chunks: 1,
             blocks: Vec::new(),
             devices: Vec::new(),
@@ -159,6 +174,8 @@ impl Mapping {
         out.dtype = numerics.read_named("dtype", &DtypePolicy::ALL, DtypePolicy::name, out.dtype);
         let mut collectives = root.read_table("collectives");
         out.transport = collectives.read_named("transport", &Transport::ALL, Transport::name, out.transport);
+        let mut runtime = root.read_table("runtime");
+        out.capture = runtime.read_named("capture", &CapturePolicy::ALL, CapturePolicy::name, out.capture);
         out.overlap_chunks = u32::try_from(overlap.read_count("chunks", Some(1))).unwrap_or(u32::MAX);
         for (i, n) in stages.read_numbers("blocks", &[]).into_iter().enumerate() {
             // With this bound every sum of 65,536 entries fits 64 bits.
@@ -194,7 +211,7 @@ impl Mapping {
         let mut weights = root.read_optional_table("weights");
         out.weights = weights.as_mut().map(|weights| read_weights_digest(file, weights));
         let mut ds: Diagnostics =
-            [root, mesh, strategy, numerics, overlap, collectives, stages, devices, queues]
+            [root, mesh, strategy, numerics, overlap, collectives, runtime, stages, devices, queues]
                 .into_iter()
                 .chain(weights)
                 .flat_map(ConfigReader::finish)
@@ -210,7 +227,8 @@ impl Mapping {
     }
 
     /// Returns the canonical text: every key in a fixed order, except keys at their defaults: a
-    /// topology of `mesh`, a dtype of f32, unchunked rows, the best transport and any weights.
+    /// topology of `mesh`, a dtype of f32, unchunked rows, the best transport, captured programs and any
+    /// weights.
     /// [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn to_toml(&self) -> String {
@@ -229,6 +247,10 @@ impl Mapping {
             Transport::Best => String::new(),
             other => format!("[collectives]\ntransport = \"{}\"\n\n", other.name()),
         };
+        let runtime = match self.capture {
+            CapturePolicy::Programs => String::new(),
+            other => format!("[runtime]\ncapture = \"{}\"\n\n", other.name()),
+        };
         let overlap = match self.overlap_chunks {
             1 => String::new(),
             n => format!("[overlap]\nchunks = {n}\n\n"),
@@ -236,7 +258,7 @@ impl Mapping {
         let weights =
             self.weights.as_ref().map_or(String::new(), |w| format!("\n[weights]\ndigest = \"{w}\"\n"));
         format!(
-            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{collectives}\
+            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{collectives}{runtime}\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n{weights}",
             size(Axis::Tp),
             size(Axis::Ep),
@@ -335,6 +357,10 @@ mod tests {
         assert_eq!(Mapping::parse("m", &pp1.to_toml()).unwrap(), pp1);
         let nccl = Mapping { transport: Transport::Nccl, ..m.clone() };
         assert_eq!(Mapping::parse("m", &nccl.to_toml()).unwrap(), nccl);
+        let eager = Mapping { capture: CapturePolicy::None, ..m.clone() };
+        assert!(eager.to_toml().contains("\n\n[runtime]\ncapture = \"none\"\n\n[stages]\n"));
+        assert_eq!(Mapping::parse("m", &eager.to_toml()).unwrap(), eager);
+        assert!(!m.to_toml().contains("[runtime]"));
         let bf16 = Mapping { dtype: DtypePolicy::Bf16, ..m };
         assert!(bf16.to_toml().contains("policy = \"standard\"\ndtype = \"bf16\"\n"), "{}", bf16.to_toml());
         assert_eq!(Mapping::parse("m", &bf16.to_toml()).unwrap(), bf16);

@@ -75,26 +75,66 @@ pub(crate) fn moe_route(v: &views::MoeRoute, x: &Tensor, g: &Tensor, experts: &T
     if top_k > n {
         return Err(format!("invalid routing: top_k {top_k} of {n} experts, capacity_factor {factor}"));
     }
-    let capacity = (factor * (tokens * top_k) as f64 / n as f64).ceil() as usize;
-    let mut load = vec![0usize; n];
+    // An expert receives a token at most once, so no expert needs more rows than there are tokens.
+    let capacity = ((factor * (tokens * top_k) as f64 / n as f64).ceil() as usize).min(tokens);
+    let routes = assign_tokens(g, top_k, capacity);
+    let apply_expert = |row: &[f64], e: usize, o: usize| -> f64 {
+        row.iter().zip(&experts.data()[(e * d_out + o) * d..][..d]).map(|(a, b)| a * b).sum()
+    };
     let mut y = Tensor::full(&[tokens, d_out], 0.0);
-    for t in 0..tokens {
+    let mut add = |r: &Route, o: usize, value: f64| {
+        y.data_mut()[r.token * d_out + o] += g.row(r.token)[r.expert] * value;
+    };
+    let outputs = |r: &Route| (0..d_out).map(|o| (*r, o)).collect::<Vec<_>>();
+    if v.pack_fused {
+        for (r, o) in routes.iter().flat_map(outputs) {
+            add(&r, o, apply_expert(x.row(r.token), r.expert, o));
+        }
+        return Ok(y);
+    }
+    // Unfused: pack the rows of every expert, multiply whole experts, and combine.
+    let mut packed = vec![0.0; n * capacity * d];
+    for r in &routes {
+        packed[(r.expert * capacity + r.row) * d..][..d].copy_from_slice(x.row(r.token));
+    }
+    let multiplied: Vec<f64> = (0..n * capacity * d_out)
+        .map(|i| {
+            let (row, o) = (i / d_out, i % d_out);
+            apply_expert(&packed[row * d..][..d], row / capacity, o)
+        })
+        .collect();
+    for (r, o) in routes.iter().flat_map(outputs) {
+        add(&r, o, multiplied[(r.expert * capacity + r.row) * d_out + o]);
+    }
+    Ok(y)
+}
+
+/// A token that an expert accepts, in the given row of the expert's input.
+#[derive(Clone, Copy)]
+struct Route {
+    token: usize,
+    expert: usize,
+    row: usize,
+}
+
+/// Assigns each token to the `top_k` experts with the largest weights in `g`, `[tokens, experts]`.
+/// An expert drops the tokens beyond its capacity.
+fn assign_tokens(g: &Tensor, top_k: usize, capacity: usize) -> Vec<Route> {
+    let (tokens, n) = (g.shape()[0], g.shape()[1]);
+    let mut load = vec![0usize; n];
+    let mut routes = Vec::new();
+    for token in 0..tokens {
         let mut order: Vec<usize> = (0..n).collect();
         // The sort is stable: of equal weights the lower expert comes first.
-        order.sort_by(|a, b| g.row(t)[*b].total_cmp(&g.row(t)[*a]));
-        for e in order.into_iter().take(top_k) {
-            if load[e] == capacity {
-                continue;
-            }
-            load[e] += 1;
-            for o in 0..d_out {
-                let row = &experts.data()[(e * d_out + o) * d..][..d];
-                let sum: f64 = x.row(t).iter().zip(row).map(|(a, b)| a * b).sum();
-                y.data_mut()[t * d_out + o] += g.row(t)[e] * sum;
+        order.sort_by(|a, b| g.row(token)[*b].total_cmp(&g.row(token)[*a]));
+        for expert in order.into_iter().take(top_k) {
+            if load[expert] < capacity {
+                routes.push(Route { token, expert, row: load[expert] });
+                load[expert] += 1;
             }
         }
     }
-    Ok(y)
+    routes
 }
 
 #[cfg(test)]
@@ -166,11 +206,41 @@ mod tests {
     }
 
     #[test]
+    fn fused_and_unfused_packing_give_the_same_bits() {
+        for (seed, tokens, experts, capacity, top_k) in
+            [(1, 7, 3, "0.7", 2), (2, 5, 5, "1e30", 5), (3, 9, 2, "0.3", 1)]
+        {
+            let mut rng = tessera_base::random::Rng::new(seed, [0, 0]);
+            let mut draw =
+                |shape: &[usize]| Tensor::from_fn(shape, |_| f64::from(rng.next_u32()) / f64::from(u32::MAX));
+            let given =
+                [("x", draw(&[tokens, 3])), ("g", draw(&[tokens, experts])), ("w", draw(&[experts, 2, 3]))];
+            let route = |name: &str, fused: bool| {
+                format!(
+                    "%{name} = toperator.moe_route %x, %g, @w {{a2a_axis = \"ep\", capacity_factor = {capacity}, \
+                     pack_fused = {fused}, top_k = {top_k}}} output \"{name}\", %{name}\n"
+                )
+            };
+            let out = run(
+                &format!(
+                    "buffer @w : f32[{experts}, 2, 3] %x = input : f32[{tokens}, 3] %g = input : f32[{tokens}, {experts}]
+                     %w = input : f32[{experts}, 2, 3] cache.write @w, %w {}{}",
+                    route("fused", true),
+                    route("plain", false)
+                ),
+                &given,
+            );
+            assert_eq!(out["fused"], out["plain"], "seed {seed}");
+            assert!(out["plain"].data().iter().any(|y| *y != 0.0));
+        }
+    }
+
+    #[test]
     fn fp8_quantization_is_rejected() {
         let text = "program @p {
           buffer @w : f32[2, 1, 1] %x = input : f32[3, 1] %g = input : f32[3, 2]
           %y = toperator.moe_route %x, %g, @w
-                 {a2a_axis = \"ep\", capacity_factor = 1, policy = \"wire\", quantize_fp8 = true}
+                 {a2a_axis = \"ep\", capacity_factor = 1, policy = \"fp8_e4m3\", quantize_fp8 = true}
         }";
         let program = tessera_ir::parse(text, "t").expect("well formed");
         let call = CallInputs::default()

@@ -311,4 +311,12 @@ The host of this rank shows no such GPU, or the names of two of its ranks mean t
 GPU.\n\n\
 The message names the rank and the GPU, and lists the GPUs that the host shows. A GPU that CUDA_VISIBLE_DEVICES hides is not \
 shown. `tessera plan --launch-table` prints the GPU of every rank on this host.";
+
+    T0785: "a rank was about to capture what its plan does not declare",
+    "A captured graph is launched as a whole, so all members of its collectives must capture the same ops or none. The plan \
+states the graph of every program (`graph(\"denoise.fill3\")` in its header, or none), and the verifier proves the plan \
+with it. Before a launch each rank compares the graph that its backend captures or replays, by name and number of ops, with \
+the plan. They differ, so the rank stopped before it launched anything.\n\n\
+The message names the program and both graphs. The backend or a setting of this rank alone decides what to capture; that \
+decision belongs into the mapping (`[runtime] capture`), from which every rank receives it.";
 }

@@ -114,8 +114,10 @@ faults! {
     PrivateReload "private-reload",
     /// A rank's set of programs lacks one program.
     ProgramSet "program-set",
-    /// One rank alone announces that it has captured a program.
+    /// One rank alone captures a program into another graph than the plan's.
     CapturedOnOne "captured-on-one",
+    /// From the armed call on, a rank captures its programs into a graph that the plan does not declare.
+    UndeclaredCapture "undeclared-capture",
     /// One rank announces that its backend is the reference kernels of the CPU.
     EffectiveBackend "effective-backend",
     /// The normalisations of one rank add another epsilon.

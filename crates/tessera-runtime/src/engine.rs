@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tessera_base::{Code, Diagnostic};
 
 pub use crate::codes::T0737;
-use crate::codes::{T0745, T0747, T0751, T0754, T0771};
+use crate::codes::{T0745, T0747, T0751, T0754, T0771, T0785};
 use crate::kv_cache::{CacheState, Transition};
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
@@ -79,7 +79,9 @@ impl EngineFault {
     pub fn failure_class(&self) -> FailureClass {
         match self.kind {
             EngineFaultKind::Stalled => FailureClass::Stall,
-            _ if [&T0737, &T0747, &T0751, &T0754].iter().any(|c| c.id == self.code) => FailureClass::Drift,
+            _ if [&T0737, &T0747, &T0751, &T0754, &T0785].iter().any(|c| c.id == self.code) => {
+                FailureClass::Drift
+            }
             _ => FailureClass::Engine,
         }
     }

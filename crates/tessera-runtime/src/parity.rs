@@ -76,7 +76,7 @@ pub static KEYS: &[ParityKeySpec] = &[
     at_init("GPU libraries", "Libraries select kernels by their version"),
     at_init("backend", "Another backend orders sums and collectives differently"),
     at_init("build", "Version and digest of the file that holds the code: fields and ops have one meaning per build"),
-    at_init("captured programs", "A program captured on one rank alone replays operations that its peers do not run"),
+    at_init("captured programs", "The graph of each program, as the backend captures it: a program captured on one rank alone replays operations that its peers do not run"),
     at_init("drill", "Every rank announces an armed fault"),
     at_init("environment:", "Variables that select algorithms, such as `NCCL_ALGO`, change the order of sums; [the list](environment.md)"),
     ParityKeySpec { key: "groups", class: ParityClass::AtInit, why: "Groups created in another order, or another list of peers, pair up the wrong members", code: &T0757 },

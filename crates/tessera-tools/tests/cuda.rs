@@ -47,7 +47,6 @@ fn options(device: u32) -> CudaOptions {
         // Ranks are threads of one process here and do not exchange memory handles, so they
         // communicate through NCCL.
         host_id: 0,
-        use_graphs: true,
         masked_features: masked_features().unwrap(),
     }
 }
@@ -160,7 +159,9 @@ impl Observer for NoopObserver {
 #[test]
 fn a_trace_covers_every_op_and_does_not_change_runs() {
     let Some((found, _)) = find_gpus(1) else { return };
-    let program = Arc::new(parse_all(NORM_PROGRAM, "trace").unwrap().remove(0));
+    let mut program = parse_all(NORM_PROGRAM, "trace").unwrap().remove(0);
+    program.capture_into("trace");
+    let program = Arc::new(program);
     let values = program.values.len();
     let slots =
         Slots { slot_bytes: vec![1 << 20; values], value_slots: (0..values as u32).map(Some).collect() };

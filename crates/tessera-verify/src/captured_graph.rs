@@ -36,7 +36,7 @@ pub(crate) fn captured_graphs(p: &Program) -> Vec<CapturedGraph> {
     let mut out: Vec<CapturedGraph> = Vec::new();
     let mut lane = p.streams.len() as u32;
     let mut open = false;
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !display::is_source(o)) {
+    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !o.is_source()) {
         let Some(name) = op.graph_name() else {
             open = false;
             continue;

@@ -1,7 +1,7 @@
 //! Names ops, values and ranks in diagnostics.
 
 use tessera_base::{Code, Diagnostic};
-use tessera_ir::{Op, Opcode, Program, ValueId};
+use tessera_ir::{Op, Program, ValueId};
 use tessera_mesh::Rank;
 
 /// Creates an error at an op of a program.
@@ -38,7 +38,7 @@ pub(crate) fn describe_op(p: &Program, op: usize) -> String {
     let result = o.results.first().and_then(|r| p.values.get(r.0 as usize));
     let left = result.map_or(String::new(), |v| format!("%{} = ", v.name));
     let name = o.name.as_ref().map_or(String::new(), |n| format!(" \"{n}\""));
-    if is_source(o) {
+    if o.is_source() {
         return format!("{left}{}{name}", o.opcode.name());
     }
     let issue = if o.issue { "issue " } else { "" };
@@ -69,10 +69,4 @@ pub(crate) fn list_ranks(members: &[Rank]) -> String {
         _ if members.len() > SHOWN => format!("ranks {}, … ({} ranks)", names.join(", "), members.len()),
         _ => format!("ranks {}", names.join(", ")),
     }
-}
-
-/// Returns whether the op supplies a value before the program starts and therefore runs on no
-/// stream.
-pub(crate) fn is_source(op: &Op) -> bool {
-    matches!(op.opcode, Opcode::Input | Opcode::Call | Opcode::Weight)
 }

@@ -49,7 +49,7 @@ impl HappensBefore {
         let mut next_run = runs.iter().peekable();
         let mut open: Option<(&captured_graph::CapturedGraph, usize, Vec<usize>)> = None;
         for (i, op) in p.ops.iter().enumerate() {
-            if display::is_source(op) {
+            if op.is_source() {
                 continue;
             }
             if let Some((run, launch, _)) = &open
@@ -127,7 +127,7 @@ fn assign_lanes(p: &Program, runs: &[captured_graph::CapturedGraph]) -> (Vec<u32
     for run in runs {
         let launch = p.ops[run.start].stream.0;
         for (i, op) in p.ops.iter().enumerate().take(run.end).skip(run.start) {
-            if op.stream.0 != launch && !display::is_source(op) {
+            if op.stream.0 != launch && !op.is_source() {
                 lane[i] = run.lane_of(op.stream.0);
                 count = count.max(lane[i] as usize + 1);
             }

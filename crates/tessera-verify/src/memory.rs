@@ -65,7 +65,7 @@ pub fn check_slots(p: &Program, slots: &Slots) -> Diagnostics {
         let v = ValueId(i as u32);
         let op = &p.ops[def];
         let Some(slot) = slots.value_slots[i] else {
-            if !display::is_source(op) && op.opcode != Opcode::CacheRead {
+            if !op.is_source() && op.opcode != Opcode::CacheRead {
                 out.push(display::error_at_op(
                     &T0325,
                     p,
@@ -93,7 +93,7 @@ pub fn check_slots(p: &Program, slots: &Slots) -> Diagnostics {
         }
         let ticket = op.operands.first().filter(|_| op.opcode == Opcode::Wait);
         let start = match ticket {
-            _ if display::is_source(op) => 0,
+            _ if op.is_source() => 0,
             Some(t) => definitions[t.0 as usize].unwrap_or(def),
             None => def,
         };

@@ -52,7 +52,7 @@ fn check_types(p: &Program, i: usize, definitions: &[Option<usize>]) -> Option<D
     let op = &p.ops[i];
     let written = || op.results.iter().map(|r| p.type_of(*r));
     // Types are taken as annotated only for values that come from outside the program.
-    let given = display::is_source(op) || matches!(op.opcode, Opcode::Recv | Opcode::Wait);
+    let given = op.is_source() || matches!(op.opcode, Opcode::Recv | Opcode::Wait);
     let declared: Vec<Type> = written().filter(|_| given).cloned().collect();
     let derived = match infer_types(p, op, &declared, definitions) {
         Ok(t) => t,
@@ -147,7 +147,7 @@ fn check_batches(p: &Program) -> Diagnostics {
     let mut first: std::collections::BTreeMap<i64, usize> = std::collections::BTreeMap::new();
     let mut open: Option<i64> = None;
     let mut between: Option<usize> = None;
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !display::is_source(o)) {
+    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !o.is_source()) {
         let Some(n) = op.batch_number() else {
             if open.take().is_some() {
                 between = Some(i);
@@ -207,7 +207,7 @@ fn check_partials(p: &Program, i: usize) -> Option<Diagnostic> {
             return escape(*v, axis, r, &format!("is read as `{key}`"));
         }
     }
-    let source = display::is_source(op) || matches!(op.opcode, Opcode::CacheRead);
+    let source = op.is_source() || matches!(op.opcode, Opcode::CacheRead);
     let made = op.results.iter().find(|r| source && partial(r).is_some());
     made.and_then(|v| partial(v).and_then(|(axis, r)| escape(*v, axis, r, "comes from outside the program")))
 }

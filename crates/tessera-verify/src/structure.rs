@@ -208,7 +208,7 @@ fn check_op(p: &Program, op: &Op) -> Result<(), String> {
     if takes_buffer != op.buffer.is_some() {
         return Err(format!("{name} {} a buffer", if takes_buffer { "needs" } else { "does not take" }));
     }
-    let takes_name = display::is_source(op) || op.opcode == Opcode::Output;
+    let takes_name = op.is_source() || op.opcode == Opcode::Output;
     match &op.name {
         Some(n) if takes_name && !n.is_empty() => {}
         None if !takes_name => {}

@@ -4,14 +4,16 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use tessera_base::Code;
 use tessera_device::CommRoute;
 use tessera_device::Observer;
-use tessera_ir::{Op, OpView, Program};
+use tessera_ir::{CapturedGraph, Op, OpView, Program};
 use tessera_mesh::{Mesh, Rank};
 use tessera_report::flight::{
     CollectiveProgress, FlightCollective, FlightEntry, FlightPhase, PlanMatch, write_ranks,
 };
 use tessera_runtime::engine::ReadyCall;
+use tessera_runtime::tripwire::{T0751, T0785};
 use tessera_verify::collective_lines;
 
 use crate::clock::monotonic_ns;
@@ -22,6 +24,8 @@ use crate::flight::FlightRecord;
 #[derive(Debug)]
 pub(crate) struct CollectiveSequence {
     phase: String,
+    /// The graph into which the plan captures the program.
+    graph: Option<CapturedGraph>,
     /// Op index and canonical text of each collective of the sealed program, in order.
     sealed: Vec<(usize, String)>,
     /// Collectives of the program that actually runs, by op index. Outside drills it is the sealed
@@ -47,6 +51,8 @@ impl CollectiveSequence {
         sealed: &Program,
         run: &Program,
     ) -> CollectiveSequence {
+        // The verifier refuses a program that is captured in part.
+        let graph = sealed.captured_graph().ok().flatten();
         let mut lines: BTreeMap<usize, String> = collective_lines(run).into_iter().collect();
         let sealed = collective_lines(sealed);
         let own = run.collective_ops().map(|(i, op)| {
@@ -59,7 +65,7 @@ impl CollectiveSequence {
             };
             (i, ProgramCollective { text: line, blocks_host: !op.issue, entry })
         });
-        CollectiveSequence { phase: phase.to_string(), program: own.collect(), sealed }
+        CollectiveSequence { phase: phase.to_string(), graph, program: own.collect(), sealed }
     }
 }
 
@@ -107,12 +113,23 @@ impl CallPosition {
     }
 }
 
+/// The checks of a guard that are enabled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ArmedGuards {
+    /// Whether a collective outside the plan is refused (T0751).
+    pub(crate) collectives: bool,
+    /// Whether a capture outside the plan is refused (T0785).
+    pub(crate) captures: bool,
+}
+
 /// Compares the collectives of one run of a phase with the sealed plan before they are issued, and
 /// writes them to the flight record.
 pub(crate) struct CollectiveGuard<'a> {
     sequence: &'a mut CollectiveSequence,
     position: CallPosition,
-    armed: bool,
+    armed: ArmedGuards,
+    /// Whether the guard refused what the backend was about to capture.
+    refused_capture: bool,
     flight: Option<&'a Arc<FlightRecord>>,
     progress: &'a (dyn Fn(u32) + Sync),
     trace_hash: blake3::Hasher,
@@ -140,7 +157,7 @@ impl<'a> CollectiveGuard<'a> {
     pub(crate) fn begin_phase(
         sequence: &'a mut CollectiveSequence,
         position: &mut CallPosition,
-        armed: bool,
+        armed: ArmedGuards,
         flight: Option<&'a Arc<FlightRecord>>,
         progress: &'a (dyn Fn(u32) + Sync),
     ) -> CollectiveGuard<'a> {
@@ -149,6 +166,7 @@ impl<'a> CollectiveGuard<'a> {
             position: *position,
             sequence,
             armed,
+            refused_capture: false,
             flight,
             progress,
             trace_hash: hash,
@@ -173,15 +191,25 @@ impl<'a> CollectiveGuard<'a> {
         if let Some(flight) = self.flight {
             flight.rewrite_line(self.phase_line.0, self.phase_line.1, &self.phase_entry(monotonic_ns()));
         }
-        match self.next_planned().filter(|_| self.armed) {
+        self.check_all_issued("ended")?;
+        Ok(*self.trace_hash.finalize().as_bytes())
+    }
+
+    /// Returns the code of the guard's refusal: T0785 for a capture, T0751 for a collective.
+    pub(crate) fn refusal_code(&self) -> &'static Code {
+        if self.refused_capture { &T0785 } else { &T0751 }
+    }
+
+    fn check_all_issued(&self, ended: &str) -> Result<(), String> {
+        match self.next_planned().filter(|_| self.armed.collectives) {
             Some(line) => Err(format!(
-                "@{} ended after {} of {} collectives; the plan's next collective is `{line}`, and its members are waiting \
+                "@{} {ended} after {} of {} collectives; the plan's next collective is `{line}`, and its members are waiting \
                  for this rank",
                 self.sequence.phase,
                 self.issued_count,
                 self.sequence.sealed.len()
             )),
-            None => Ok(*self.trace_hash.finalize().as_bytes()),
+            None => Ok(()),
         }
     }
 
@@ -238,7 +266,7 @@ impl Observer for CollectiveGuard<'_> {
             }
             _ => PlanMatch::No,
         };
-        let refusal = (fit == PlanMatch::No && self.armed).then(|| {
+        let refusal = (fit == PlanMatch::No && self.armed.collectives).then(|| {
             let holds = planned.map_or("holds no further collective".to_string(), |(_, l)| format!("holds `{l}`"));
             format!(
                 "@{} #{} of {planned_count}: the plan {holds}, but this rank was about to issue `{issued_text}`; nothing was sent",
@@ -267,6 +295,25 @@ impl Observer for CollectiveGuard<'_> {
         }
         self.issued_count += 1;
         refusal.map_or(Ok(()), Err)
+    }
+
+    fn on_all_issuing(&mut self) -> Result<(), String> {
+        self.check_all_issued("would end")
+    }
+
+    fn on_launching(&mut self, graph: Option<&CapturedGraph>) -> Result<(), String> {
+        if !self.armed.captures || graph == self.sequence.graph.as_ref() {
+            return Ok(());
+        }
+        self.refused_capture = true;
+        let describe =
+            |g: Option<&CapturedGraph>, eager: &str| g.map_or(eager.to_string(), ToString::to_string);
+        Err(format!(
+            "@{}: the plan captures {}, but this rank was about to launch {}; nothing was launched",
+            self.sequence.phase,
+            describe(self.sequence.graph.as_ref(), "nothing"),
+            describe(graph, "every op by itself")
+        ))
     }
 
     fn on_issued(&mut self, op: usize) {
@@ -305,10 +352,72 @@ mod tests {
     const OTHER: &str = "ttile.collective.all_reduce %z {axis = \"tp\", reduction = \"sum\"}";
     const GATHER: &str = "ttile.collective.broadcast %x {axis = \"pp\", root = 0}";
 
+    const ALL_ARMED: ArmedGuards = ArmedGuards { collectives: true, captures: true };
+
     fn program(ops: &[&str]) -> Program {
         let lines: Vec<String> = ops.iter().enumerate().map(|(i, op)| format!("  %v{i} = {op}\n")).collect();
         let text = format!("{HEAD}{}  output \"z\", %y\n}}\n", lines.concat());
         parse_all(&text, "p").unwrap_or_else(|d| panic!("{d:#?}")).remove(0)
+    }
+
+    // proves: X-19
+    #[test]
+    fn a_graph_that_the_plan_does_not_declare_is_refused_before_its_launch() {
+        let eager = program(&[SUM]);
+        let mut captured = eager.clone();
+        captured.capture_into("p");
+        let graph = captured.captured_graph().unwrap().unwrap();
+        let other = CapturedGraph { name: "q".to_string(), ..graph.clone() };
+        let fewer = CapturedGraph { ops: graph.ops - 1, ..graph.clone() };
+        for (sealed, observed, expected) in [
+            (&eager, None, None),
+            (&captured, Some(&graph), None),
+            (
+                &eager,
+                Some(&graph),
+                Some("the plan captures nothing, but this rank was about to launch graph p of 2 ops"),
+            ),
+            (
+                &captured,
+                None,
+                Some(
+                    "the plan captures graph p of 2 ops, but this rank was about to launch every op by itself",
+                ),
+            ),
+            (&captured, Some(&other), Some("about to launch graph q of 2 ops")),
+            (&captured, Some(&fewer), Some("about to launch graph p of 1 ops")),
+        ] {
+            let mut sequence = CollectiveSequence::new("p", &eager.mesh, Rank(0), sealed, sealed);
+            let mut at = CallPosition::default();
+            let progress = |_: u32| {};
+            let mut begin = |armed| {
+                let mut guard = CollectiveGuard::begin_phase(&mut sequence, &mut at, armed, None, &progress);
+                (guard.on_launching(observed), guard.refusal_code().id)
+            };
+            let (result, code) = begin(ALL_ARMED);
+            match expected {
+                None => assert_eq!((result, code), (Ok(()), "T0751")),
+                Some(text) => {
+                    let why = result.unwrap_err();
+                    assert!(why.contains(text) && code == "T0785", "{why}");
+                }
+            }
+            assert!(begin(ArmedGuards { captures: false, ..ALL_ARMED }).0.is_ok());
+        }
+    }
+
+    #[test]
+    fn a_program_without_the_plans_last_collective_is_refused_before_its_launch() {
+        let (sealed, own) = (program(&[SUM, GATHER]), program(&[SUM]));
+        let mut sequence = CollectiveSequence::new("p", &own.mesh, Rank(0), &sealed, &own);
+        let mut at = CallPosition::default();
+        let progress = |_: u32| {};
+        let mut guard = CollectiveGuard::begin_phase(&mut sequence, &mut at, ALL_ARMED, None, &progress);
+        for (op, _) in own.collective_ops() {
+            guard.on_issuing(op).unwrap();
+        }
+        let why = guard.on_all_issuing().unwrap_err();
+        assert!(why.contains("would end after 1 of 2 collectives"), "{why}");
     }
 
     /// Runs a modified program against a sealed one; returns the result of the guard and the number
@@ -318,7 +427,13 @@ mod tests {
         let mut sequence = CollectiveSequence::new("p", &own.mesh, Rank(0), &sealed, &own);
         let mut at = CallPosition::default();
         let progress = |_: u32| {};
-        let mut guard = CollectiveGuard::begin_phase(&mut sequence, &mut at, armed, None, &progress);
+        let mut guard = CollectiveGuard::begin_phase(
+            &mut sequence,
+            &mut at,
+            ArmedGuards { collectives: armed, captures: armed },
+            None,
+            &progress,
+        );
         let mut through = 0;
         for (op, _) in own.collective_ops() {
             if let Err(why) = guard.on_issuing(op) {

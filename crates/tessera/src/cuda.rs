@@ -72,8 +72,7 @@ impl GpuRankConfig {
     ) -> Result<CudaBackend, Diagnostic> {
         let gpus = GpuDiscovery::discover();
         let device = self.find_device(&gpus, sealed, rank)?;
-        let options = CudaOptions { use_graphs: false, ..backend_options(device, timeout)? };
-        CudaBackend::open(&gpus.libraries, placement, Vec::new(), options)
+        CudaBackend::open(&gpus.libraries, placement, Vec::new(), backend_options(device, timeout)?)
     }
 
     /// Returns the index of the GPU that the plan's rank map gives a rank.
@@ -122,7 +121,6 @@ fn backend_options(device: u32, collective_timeout: Duration) -> Result<CudaOpti
         peer_timeout: collective_timeout,
         setup_timeout: SETUP_TIMEOUT,
         host_id: host_id(),
-        use_graphs: true,
         masked_features: masked_features()?,
     })
 }

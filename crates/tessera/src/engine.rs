@@ -10,7 +10,7 @@ use tessera_base::Diagnostic;
 use tessera_device::{
     AbortFn, Backend, CallData, Fault, MeshRank, ProgramHandle, Scalar, WeightSource, describe_slice,
 };
-use tessera_ir::{DType, Opcode, Program};
+use tessera_ir::{CapturedGraph, DType, Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::engine::{
     AbortHandle, Engine, EngineFault, EngineFaultKind, PhaseReport, ProgramCount, ReadyCall, RehashResult,
@@ -22,7 +22,7 @@ use tessera_runtime::wire::{Dtype, PhaseCall, ScalarArg, ShardFingerprint, Tenso
 use tessera_runtime::{Digest, Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
-use crate::collective_guard::{CallPosition, CollectiveGuard, CollectiveSequence};
+use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
 use crate::plan::LEADER_PHASES;
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
@@ -142,8 +142,8 @@ pub struct MeshEngine {
     latents_shape: Option<Vec<u64>>,
     flight_record: Option<Arc<FlightRecord>>,
     delay: Option<ForwardDelay>,
-    /// Whether the engine rejects a collective outside the plan before it is issued.
-    guard_armed: bool,
+    /// Whether the engine rejects a collective or a capture outside the plan before it is launched.
+    guards: ArmedGuards,
     position: CallPosition,
     program_count: ProgramCount,
     /// Names of the programs that have run.
@@ -263,7 +263,7 @@ impl MeshEngine {
             output_at_ns: 0,
             flight_record: None,
             delay: None,
-            guard_armed: true,
+            guards: ArmedGuards { collectives: true, captures: true },
             position: CallPosition::default(),
         })
     }
@@ -278,10 +278,22 @@ impl MeshEngine {
         self.delay = delay;
     }
 
-    /// Arms or disarms the rejection of collectives that the plan does not contain. The default is
-    /// armed.
-    pub fn arm_guard(&mut self, armed: bool) {
-        self.guard_armed = armed;
+    /// Arms or disarms the rejection of collectives (T0751) and of captured graphs (T0785) that the
+    /// plan does not contain. The default is armed.
+    pub fn arm_guards(&mut self, collectives: bool, captures: bool) {
+        self.guards = ArmedGuards { collectives, captures };
+    }
+
+    /// Makes the backend capture every program into a graph that no plan declares (a fault for
+    /// drills).
+    pub(crate) fn inject_undeclared_graph(&mut self) {
+        self.backend.rename_graphs("undeclared");
+    }
+
+    /// Returns the name and the graph of each program, as this rank's backend captures it.
+    pub(crate) fn captured_programs(&self) -> Vec<(&str, Option<CapturedGraph>)> {
+        let graph = |phase: &LoadedPhase| self.backend.captured_graph(phase.loaded);
+        self.phases.iter().map(|(name, phase)| (name.as_str(), graph(phase))).collect()
     }
 
     /// Enables weight reloads: the engine opens new weights with `open`.
@@ -322,11 +334,6 @@ impl MeshEngine {
             .iter()
             .filter_map(|(name, slice)| self.backend.fingerprint_buffer(name, slice));
         fingerprints.map(to_shard_fingerprint).collect()
-    }
-
-    /// Returns the names of the programs that this rank has loaded, in ascending order.
-    pub(crate) fn program_names(&self) -> impl Iterator<Item = &str> {
-        self.phases.keys().map(String::as_str)
     }
 
     /// Returns the bytes of weights, buffers and temporaries.
@@ -377,13 +384,13 @@ impl Engine for MeshEngine {
         let mut guard = CollectiveGuard::begin_phase(
             &mut phase.sequence,
             &mut self.position,
-            self.guard_armed,
+            self.guards,
             flight,
             progress,
         );
         let (start, before) = (Instant::now(), self.backend.compensated_sums());
         self.backend.run(phase.loaded, &data, &mut guard).map_err(|f| match f {
-            Fault::Refused(text) => EngineFault::from_tripwire(&T0751, text),
+            Fault::Refused(text) => EngineFault::from_tripwire(guard.refusal_code(), text),
             Fault::Failed(text) => EngineFault::local_failure(text),
             Fault::Stalled(text) => {
                 EngineFault { kind: EngineFaultKind::Stalled, ..EngineFault::local_failure(text) }

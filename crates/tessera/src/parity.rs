@@ -2,9 +2,13 @@
 //! loaded, not what was requested.
 
 use tessera_cpu::kernels::vector_unit;
+use tessera_ir::CapturedGraph;
+use tessera_mesh::Rank;
 use tessera_runtime::{Digest, Parity};
+use tessera_verify::SealedPlan;
 
 use crate::communicators;
+use crate::engine::mesh_phases;
 use crate::plan::Plan;
 use crate::synthetic_delays::SyntheticDelays;
 
@@ -12,27 +16,26 @@ use crate::synthetic_delays::SyntheticDelays;
 const NOT_APPLICABLE: &str = "none";
 
 /// Returns all facts except those that the lockstep state machines add themselves. `programs` names
-/// the programs that this rank has loaded; a leader outside the mesh names the programs that it
-/// expects of the other ranks. `gpus` states whether the mesh runs on GPUs. `threads` is `None` if
+/// the programs that this rank has loaded, each with the graph into which its backend captures it; a
+/// leader gives the programs that the plan declares ([`declared_programs`]). `gpus` states whether the mesh runs on GPUs. `threads` is `None` if
 /// no CPU kernels run calls.
-pub(crate) fn rank_parity<'a>(
+pub(crate) fn rank_parity(
     plan: &Plan,
     weights: [u8; 32],
     delays: &SyntheticDelays,
-    programs: impl IntoIterator<Item = &'a str>,
+    programs: &[(&str, Option<CapturedGraph>)],
     (gpus, threads): (bool, Option<usize>),
 ) -> Parity {
     let parity = Parity::default()
         .with_known_key("backend", if gpus { "cuda" } else { "cpu" })
-        // The CPU backend runs a program op by op.
-        .with_known_key("captured programs", if gpus { "every program" } else { NOT_APPLICABLE })
+        .with_known_key("captured programs", describe_captures(programs))
         .with_known_key("drill", NOT_APPLICABLE)
         .with_known_key("groups", describe_groups(plan))
         .with_known_key(
             "numerics",
             format!("{} in {}, sums in f32", plan.mapping.numerics.name(), plan.mapping.dtype.name()),
         )
-        .with_known_key("program set", describe_program_set(programs))
+        .with_known_key("program set", describe_program_set(programs.iter().map(|(name, _)| *name)))
         .with_known_key("synthetic delays", delays.announced_text())
         .with_known_key("topology", plan.mapping.topology.name())
         .with_known_key("weights", Digest(weights).to_string())
@@ -58,6 +61,33 @@ fn describe_program_set<'a>(programs: impl IntoIterator<Item = &'a str>) -> Stri
     let mut names: Vec<&str> = programs.into_iter().collect();
     names.sort_unstable();
     format!("{} programs, {}", names.len(), hash_texts(names))
+}
+
+/// Returns the programs of the mesh with the graphs that a plan declares for them. All roles of a
+/// phase share the name of the graph.
+pub(crate) fn declared_programs(plan: &SealedPlan) -> Vec<(&str, Option<CapturedGraph>)> {
+    let ranks: Vec<Rank> = plan.mesh().iter().filter(|r| plan.mesh().contains(*r)).collect();
+    let graph = |phase: &str| {
+        let mut programs = ranks.iter().filter_map(|r| plan.rank_program(phase, *r));
+        programs.find_map(|p| p.captured_graph().ok().flatten())
+    };
+    mesh_phases(plan).map(|phase| (phase, graph(phase))).collect()
+}
+
+/// Describes which programs are captured into which graphs. The number of ops differs between roles,
+/// so every rank compares its own with the plan at each launch, and it is no part of this value.
+fn describe_captures(programs: &[(&str, Option<CapturedGraph>)]) -> String {
+    let mut pairs: Vec<(&str, &str)> =
+        programs.iter().filter_map(|(name, g)| Some((*name, g.as_ref()?.name.as_str()))).collect();
+    if pairs.is_empty() {
+        return NOT_APPLICABLE.to_string();
+    }
+    pairs.sort_unstable();
+    let renamed = pairs.iter().filter(|(name, graph)| name != graph).count();
+    let of_others =
+        if renamed == 0 { String::new() } else { format!(", {renamed} into graphs of other names") };
+    let texts = pairs.iter().flat_map(|(name, graph)| [*name, *graph]).collect();
+    format!("{} programs{of_others}, {}", pairs.len(), hash_texts(texts))
 }
 
 /// Describes the world, the mesh, and every group and pair that exchanges data, in the order in

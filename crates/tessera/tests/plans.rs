@@ -7,8 +7,10 @@ use std::path::{Path, PathBuf};
 
 use tessera::summary::PlanSummary;
 use tessera::{Model, Overrides, Plan, plan};
+use tessera_ir::{Attr, Program};
 use tessera_mesh::Rank;
-use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
+use tessera_plan::{CapturePolicy, DtypePolicy, Mapping, Numerics, Strategy, Topology};
+use tessera_verify::DeviceLimits;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
@@ -45,6 +47,50 @@ fn every_mesh_and_strategy_seals() {
     plan_mapping(&model("wan-even", false), &mapping("pp=3", Strategy::Ulysses));
     let invariant = Mapping { numerics: Numerics::MeshInvariant, ..mapping("tp=4", Strategy::Megatron) };
     plan_mapping(&model("wan-even", false), &invariant);
+}
+
+// proves: X-19
+#[test]
+fn a_plan_states_what_is_captured_and_the_verifier_proves_it() {
+    let m = model("wan-odd", false);
+    let bundle = |capture| {
+        let mut map = Mapping { capture, ..mapping("tp=2,pp=2", Strategy::Ulysses) };
+        tessera_plan::lower(&plan::logical_model(&m.video), &mut map).unwrap()
+    };
+    let seal = |b| tessera_verify::seal(b, &DeviceLimits::default());
+    let captured = bundle(CapturePolicy::Programs);
+    for phase in &captured.phases {
+        for p in &phase.programs {
+            let graph = p.captured_graph().unwrap().map(|g| g.name);
+            let is_leader_phase = ["encode", "decode"].contains(&phase.name.as_str());
+            assert_eq!(graph, (!is_leader_phase).then(|| phase.name.clone()), "@{} of {}", p.name, p.role);
+            let text = tessera_ir::print(p);
+            assert_eq!(text.matches("graph").count(), usize::from(!is_leader_phase), "{text}");
+            assert_eq!(tessera_ir::parse(&text, "p").unwrap().captured_graph(), p.captured_graph());
+        }
+    }
+    let eager = bundle(CapturePolicy::None);
+    assert!(eager.phases.iter().flat_map(|p| &p.programs).all(|p| p.captured_graph() == Ok(None)));
+    let digests = [&captured, &eager].map(|b| seal(b.clone()).unwrap().digest_hex());
+    assert_ne!(digests[0], digests[1]);
+
+    // One role of one phase that departs from the others is refused by name.
+    let at = captured.phases.iter().position(|p| p.name == "denoise.fill3").unwrap();
+    let refused = |change: &dyn Fn(&mut Program)| {
+        let mut b = captured.clone();
+        change(&mut b.phases[at].programs[1]);
+        seal(b).unwrap_err().into_iter().map(|d| d.code.id).collect::<Vec<_>>()
+    };
+    let uncapture = |p: &mut Program| p.ops.iter_mut().for_each(|o| drop(o.attrs.remove("graph")));
+    assert!(refused(&uncapture).contains(&"T0334"), "{:?}", refused(&uncapture));
+    assert!(refused(&|p| p.capture_into("own")).contains(&"T0334"));
+    let split = |p: &mut Program| {
+        let issue = p.ops.iter().position(|o| o.issue).unwrap();
+        for op in p.ops[..=issue].iter_mut().filter(|o| !o.is_source()) {
+            op.attrs.insert("graph".to_string(), Attr::Str("first".to_string()));
+        }
+    };
+    assert!(refused(&split).contains(&"T0335"), "{:?}", refused(&split));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_device::WeightSource;
+use tessera_device::{WeightSource, declared_graph};
 use tessera_ir::{DType, Op, OpView, Program, Slots, ValueId};
 
 use super::memory::ValueLocation;
@@ -43,7 +43,15 @@ impl CpuBackend {
             views.push(view);
             kernels.push(kernel);
         }
-        Ok(PreparedProgram { program: Arc::clone(program), views, kernels, locations, issue_ops, buffers })
+        Ok(PreparedProgram {
+            graph: declared_graph(program)?,
+            program: Arc::clone(program),
+            views,
+            kernels,
+            locations,
+            issue_ops,
+            buffers,
+        })
     }
 
     fn grow_slots(&mut self, slot_bytes: &[u64]) {

@@ -23,6 +23,7 @@ impl CpuBackend {
             check_input(p, op, call)?;
         }
         self.outputs.values_mut().for_each(|o| o.written = false);
+        observer.on_launching(prepared.graph.as_ref()).map_err(Fault::Refused)?;
         let mut pending = PendingCollectives::new();
         for i in 0..p.ops.len() {
             observer.on_progress(i as u32);

@@ -9,6 +9,9 @@ use std::ops::Range;
 use tessera_ir::{DType, Transport};
 use tessera_mesh::Reduction;
 
+/// Offset of an operand or a result that a member does not have in its exchange memory.
+pub(crate) const NO_OFFSET: u64 = u64::MAX;
+
 /// A collective of a group, from the view of one member.
 #[derive(Debug, Clone)]
 pub(crate) struct GroupCollective {
@@ -21,7 +24,7 @@ pub(crate) struct GroupCollective {
     /// Device address of this member's result; unused if the member receives nothing.
     pub(crate) result: u64,
     /// Offset of every member's operand in its exchange memory. Only reductions need it, because
-    /// they read the operands of peers.
+    /// they read the operands of peers. [`NO_OFFSET`] for a member without one.
     pub(crate) peer_operand_offsets: Vec<u64>,
     /// Offset of every member's result in its exchange memory.
     pub(crate) peer_result_offsets: Vec<u64>,

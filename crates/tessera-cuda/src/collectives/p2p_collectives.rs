@@ -5,7 +5,7 @@
 use cudarc::driver::sys;
 use tessera_mesh::Reduction;
 
-use super::copy_plan::{CollectiveKind, CopyRect, GroupCollective};
+use super::copy_plan::{CollectiveKind, CopyRect, GroupCollective, NO_OFFSET};
 use super::kernel_launch::{
     CollectiveKernels, KernelRect, LaunchHead, MAX_MEMBERS, OPENED_FLAG_OFFSET, ReduceLaunch,
 };
@@ -246,6 +246,11 @@ impl PeerMemory {
         let Some(offset) = offsets.get(member) else {
             return cuda_failure(format!("{} offsets, none for member {member}", offsets.len()));
         };
+        if *offset == NO_OFFSET {
+            return cuda_failure(format!(
+                "member {member} has no {bytes} bytes of it in its exchange memory"
+            ));
+        }
         match offset.checked_add(bytes as u64) {
             Some(end) if end <= self.bytes[member] => Ok(self.bases[member] + offset),
             _ => cuda_failure(format!(

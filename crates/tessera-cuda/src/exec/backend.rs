@@ -9,7 +9,7 @@ use tessera_device::{
     AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, FingerprintHasher, Observer, ProgramHandle,
     WeightSource,
 };
-use tessera_ir::{DType, Program, Slots};
+use tessera_ir::{CapturedGraph, DType, Program, Slots};
 
 use super::{CudaBackend, OneTimeCounts, cuda_error, weights};
 use crate::device_memory::{copy_to_host, widen_bf16};
@@ -45,6 +45,17 @@ impl Backend for CudaBackend {
             slot_allocations: allocated,
         } = self.one_time_counts();
         [compiled, timed, captured, allocated].map(u64::from).iter().sum()
+    }
+
+    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph> {
+        self.programs[program.0].declared_graph.clone()
+    }
+
+    fn rename_graphs(&mut self, name: &str) {
+        for p in &mut self.programs {
+            let ops = p.declared_graph.as_ref().map_or(0, |g| g.ops);
+            p.declared_graph = Some(CapturedGraph { name: name.to_string(), ops });
+        }
     }
 
     fn inject_hang(&mut self) -> bool {

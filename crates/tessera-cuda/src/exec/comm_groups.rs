@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code, reason = "collectives on the memory of the backend")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
@@ -18,7 +18,7 @@ use tessera_mesh::{Axis, AxisLayout};
 use super::{CommunicatorMember, CudaBackend, CudaOptions, PreparedProgram, ValueLocation};
 use crate::collectives::{
     CollectiveGroup, CollectiveKind, DeviceProgress, GroupAborter, GroupCollective, GroupConfig, GroupFault,
-    GroupTransport, SplitDim, Synchronization, Targets,
+    GroupTransport, NO_OFFSET, SplitDim, Synchronization, Targets,
 };
 use crate::compile::Compiler;
 use crate::device_memory::DeviceMemory;
@@ -30,6 +30,8 @@ use crate::libraries::Libraries;
 #[derive(Debug)]
 pub(super) struct CommGroups {
     routed_groups: Vec<RoutedGroup>,
+    /// Programs of which the members know each other's offsets.
+    exchanged_programs: BTreeSet<usize>,
     placement: MeshRank,
 }
 
@@ -52,8 +54,25 @@ pub(super) const PAGE_BYTES: usize = 2 << 20;
 /// Longest time that an abort thread waits for NCCL to abort one communicator.
 const NCCL_ABORT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Offset entry of a member without an operand or a result.
-const NO_OFFSET: u64 = u64::MAX;
+impl RoutedGroup {
+    /// Exchanges the offsets of the operand and the result of each given op of a program.
+    fn exchange_offsets(&mut self, program: usize, wanted: &[(usize, u64, u64)]) -> CudaResult<()> {
+        // Tables of unequal lengths cannot be exchanged, so the members compare the lengths first.
+        let counts: Vec<u64> =
+            self.group.exchange_table(&[wanted.len() as u64])?.into_iter().flatten().collect();
+        if counts.iter().any(|n| *n != wanted.len() as u64) {
+            return cuda_failure(format!("the members run programs with {counts:?} collectives"));
+        }
+        let own_offsets: Vec<u64> = wanted.iter().flat_map(|(_, a, b)| [*a, *b]).collect();
+        let all = self.group.exchange_table(&own_offsets)?;
+        for (k, (op, ..)) in wanted.iter().enumerate() {
+            let member_offsets =
+                |at: usize| all.iter().map(|w| w.get(2 * k + at).copied().unwrap_or(NO_OFFSET)).collect();
+            self.peer_offsets.insert((program, *op), (member_offsets(0), member_offsets(1)));
+        }
+        Ok(())
+    }
+}
 
 impl CommGroups {
     /// Connects to the members of each communicator, one communicator after another.
@@ -86,7 +105,7 @@ impl CommGroups {
             .map_err(|why| CudaError(format!("communicator {}: {why}", e.route)))?;
             out.push(RoutedGroup { route: e.route, group, peer_offsets: BTreeMap::new() });
         }
-        Ok(CommGroups { routed_groups: out, placement: mesh_rank })
+        Ok(CommGroups { routed_groups: out, exchanged_programs: BTreeSet::new(), placement: mesh_rank })
     }
 
     /// Returns one line per communicator: `tp: peer-to-peer memory`, or `tp: NCCL, because` and the
@@ -170,42 +189,57 @@ impl CommGroups {
 }
 
 impl CudaBackend {
-    /// Shares the exchange memory with the other members of every communicator, and exchanges the
-    /// offsets of operands and results.
-    pub(super) fn share_memory(&mut self, memory: &DeviceMemory, offsets: &[u64]) -> CudaResult<()> {
+    /// Shares the exchange memory with the other members of every communicator.
+    pub(super) fn share_memory(&mut self, memory: &DeviceMemory) -> CudaResult<()> {
         let CudaBackend { groups, programs, placement, .. } = self;
-        let mut wanted: Vec<Vec<(usize, usize, u64, u64)>> = vec![Vec::new(); groups.routed_groups.len()];
-        for (program, prepared) in programs.iter().enumerate() {
-            let p = &prepared.program;
-            let slot = |v: Option<ValueId>| match v.map(|v| prepared.locations[v.0 as usize]) {
-                Some(ValueLocation::Slot(s)) => offsets[s],
-                _ => NO_OFFSET,
-            };
+        groups.exchanged_programs.clear();
+        for PreparedProgram { program: p, views, .. } in programs {
             for (i, op) in p.collective_ops() {
-                let Some(lane) =
-                    groups.routed_groups.iter().position(|e| Some(e.route) == CommRoute::from_op(op))
-                else {
-                    return cuda_failure(format!("no communicator for {} of @{}", op.opcode.name(), p.name));
-                };
-                let (operand, result) = (slot(op.operands.first().copied()), slot(p.collective_result(op)));
-                wanted[lane].push((program, i, operand, result));
-                let m = build_collective(placement, p, i, &prepared.views[i])?;
-                groups.routed_groups[lane].group.reserve_staging(&m);
+                // A collective that no communicator of the plan can run reserves nothing: its
+                // program fails before the launch.
+                if let Ok(lane) = groups.group_index(op)
+                    && let Ok(m) = build_collective(placement, p, i, &views[i])
+                {
+                    groups.routed_groups[lane].group.reserve_staging(&m);
+                }
             }
         }
-        for (lane, wanted) in groups.routed_groups.iter_mut().zip(wanted) {
+        for lane in &mut groups.routed_groups {
             lane.group.share_memory(memory)?;
             if lane.route.peer.is_some() {
                 lane.group.connect_nccl()?;
             }
-            let own_offsets: Vec<u64> = wanted.iter().flat_map(|(_, _, a, b)| [*a, *b]).collect();
-            let all = lane.group.exchange_table(&own_offsets)?;
             lane.peer_offsets.clear();
-            for (k, (program, op, ..)) in wanted.iter().enumerate() {
-                let member_offsets =
-                    |at: usize| all.iter().map(|w| w.get(2 * k + at).copied().unwrap_or(NO_OFFSET)).collect();
-                lane.peer_offsets.insert((*program, *op), (member_offsets(0), member_offsets(1)));
-            }
+        }
+        Ok(())
+    }
+
+    /// Exchanges the offsets of a program's operands and results with the members of every
+    /// communicator that the program uses, once for each placement of the slots. Every member runs the same phase, so
+    /// every member exchanges in the same order. The observer has accepted the program's
+    /// collectives before; a program that differs nevertheless fails here, and not by a wrong
+    /// address.
+    pub(super) fn exchange_offsets(&mut self, program: usize) -> CudaResult<()> {
+        let prepared = &self.programs[program];
+        let Some(slots) = self.slot_memory.as_ref() else { return cuda_failure("no memory for temporaries") };
+        if !self.groups.exchanged_programs.insert(program) {
+            return Ok(());
+        }
+        let p = &prepared.program;
+        let offset_of = |v: Option<ValueId>| match v.map(|v| prepared.locations[v.0 as usize]) {
+            Some(ValueLocation::Slot(s)) => slots.slot_offsets[s],
+            _ => NO_OFFSET,
+        };
+        let mut wanted: Vec<Vec<(usize, u64, u64)>> = vec![Vec::new(); self.groups.routed_groups.len()];
+        for (i, op) in p.collective_ops() {
+            let (operand, result) =
+                (offset_of(op.operands.first().copied()), offset_of(p.collective_result(op)));
+            wanted[self.groups.group_index(op)?].push((i, operand, result));
+        }
+        let lanes = self.groups.routed_groups.iter_mut().zip(wanted);
+        for (lane, wanted) in lanes.filter(|(_, wanted)| !wanted.is_empty()) {
+            lane.exchange_offsets(program, &wanted)
+                .map_err(|e| CudaError(format!("@{} over {}: {}", p.name, lane.route, e.0)))?;
         }
         Ok(())
     }

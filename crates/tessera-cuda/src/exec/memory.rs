@@ -23,7 +23,7 @@ impl CudaBackend {
         self.one_time_counts.slot_allocations += 1;
         self.gemms.set_frozen(true);
         self.attentions.set_frozen(true);
-        if let Err(e) = self.share_memory(&memory, &offsets) {
+        if let Err(e) = self.share_memory(&memory) {
             // Peers may have mapped the memory already, and freeing it would wait for work that
             // never completes.
             std::mem::forget(memory);

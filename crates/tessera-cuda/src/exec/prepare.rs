@@ -5,7 +5,7 @@ use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_device::WeightSource;
+use tessera_device::{WeightSource, declared_graph};
 use tessera_ir::{DType, Op, OpView, Program, Slots, StreamKind, ValueId, views};
 
 use super::launch::StepWork;
@@ -72,6 +72,7 @@ impl CudaBackend {
             staged: PinnedMemory::new(staged_bytes).map_err(broken)?,
             staged_bytes,
             host_outputs: PinnedMemory::new(layout.output_bytes).map_err(broken)?,
+            declared_graph: declared_graph(p)?,
             graph: None,
             traced_graph: None,
             has_run: false,

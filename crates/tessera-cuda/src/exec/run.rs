@@ -33,8 +33,9 @@ impl CudaBackend {
         // NCCL connects on first use, which must not happen inside a capture: the first run is
         // eager.
         let first = self.programs[program].graph.is_none();
-        let eager = !self.options.use_graphs
-            || (first && self.groups.has_lazy_connections() && !self.programs[program].has_run);
+        let captures = self.programs[program].declared_graph.is_some();
+        let eager =
+            !captures || (first && self.groups.has_lazy_connections() && !self.programs[program].has_run);
         if eager {
             self.enqueue_program(program, &mut |_, _, _| Ok(())).map_err(to_fault)?;
         } else {
@@ -49,7 +50,7 @@ impl CudaBackend {
         }
         self.programs[program].has_run = true;
         self.finish_run(program, observer)?;
-        if eager && self.options.use_graphs {
+        if eager && captures {
             // All connections exist now. Capturing here keeps the next run free of captures.
             self.groups.reset_progress();
             self.capture_run_graph(program).map_err(to_fault)?;
@@ -71,8 +72,12 @@ impl CudaBackend {
         for (i, _) in self.programs[program].program.collective_ops() {
             observer.on_issuing(i).map_err(Fault::Refused)?;
         }
+        observer.on_all_issuing().map_err(Fault::Refused)?;
+        let graph = self.programs[program].declared_graph.as_ref();
+        observer.on_launching(graph).map_err(Fault::Refused)?;
         self.has_unfinished_run = true;
         self.place_slots().map_err(broken)?;
+        self.exchange_offsets(program).map_err(broken)?;
         self.groups.reset_progress();
         Ok(())
     }

@@ -116,7 +116,15 @@ fn rank_main<B: Backend>(
         let mut source = ReferenceWeights { evaluator: weights };
         let mut loaded = Vec::new();
         for p in &work.programs {
-            loaded.push(backend.load(p, &dedicated_slots(p), &mut source)?);
+            // Programs of plans are captured, so those of the suite are too.
+            let mut captured = Program::clone(p);
+            captured.capture_into(&p.name);
+            let handle = backend.load(&Arc::new(captured), &dedicated_slots(p), &mut source)?;
+            if backend.captured_graph(handle).is_none_or(|g| g.name != p.name) {
+                let what = format!("@{}: the backend does not report the graph of the program", p.name);
+                return Err(Diagnostic::error(&T0802, what));
+            }
+            loaded.push(handle);
         }
         // The suite drops its end of the channel if another rank could not load or the time is up.
         let _ = event_sender.send(RankEvent::Loaded(Ok(backend.abort_fn())));

@@ -10,6 +10,13 @@ use crate::codes::{T0201, T0203, T0204, T0211};
 use crate::rules::check_type;
 use crate::{Buffer, Dialect, Program, StreamKind};
 
+/// What the header of a program states besides the fields of the program.
+struct HeaderSpans {
+    mesh: Option<Span>,
+    /// The graph that captures the whole program.
+    graph: Option<(String, Span)>,
+}
+
 impl Parser<'_> {
     pub(super) fn parse_program(&mut self) -> ParseResult<Program> {
         if !self.eat_word("program") {
@@ -26,7 +33,7 @@ impl Parser<'_> {
             values: Vec::new(),
             ops: Vec::new(),
         };
-        let mesh_span = self.parse_header(&mut p)?;
+        let HeaderSpans { mesh: mesh_span, graph } = self.parse_header(&mut p)?;
         if let (Dialect::Logical, Some(span)) = (p.dialect, mesh_span) {
             return Err(self.error_at(
                 &T0201,
@@ -39,18 +46,26 @@ impl Parser<'_> {
             p.streams.push(StreamKind::Compute.name().to_string());
         }
         self.parse_body(&mut p);
+        if let Some((graph, span)) = graph {
+            let is_stated = p.ops.iter().any(|o| !o.is_source() && o.graph_name().is_some());
+            if is_stated || p.dialect == Dialect::Logical {
+                let m = "`graph(…)` captures the whole program of a role, whose ops then name no graph";
+                return Err(self.error_at(&T0204, m, "here", span));
+            }
+            p.capture_into(&graph);
+        }
         Ok(p)
     }
 
-    /// Parses role, mesh and streams up to `{`, and returns the span of the mesh.
-    fn parse_header(&mut self, p: &mut Program) -> ParseResult<Option<Span>> {
-        let mut mesh_span = None;
+    /// Parses role, mesh, streams and graph up to `{`.
+    fn parse_header(&mut self, p: &mut Program) -> ParseResult<HeaderSpans> {
+        let mut spans = HeaderSpans { mesh: None, graph: None };
         while !self.eat_punct('{') {
             let start = self.next_span();
-            let part = self.expect_word("role(…), mesh(…), streams(…) or `{`")?;
-            if !matches!(part.as_str(), "role" | "mesh" | "streams") {
+            let part = self.expect_word("role(…), mesh(…), streams(…), graph(…) or `{`")?;
+            if !matches!(part.as_str(), "role" | "mesh" | "streams" | "graph") {
                 self.position -= 1;
-                return self.expected_error("role(…), mesh(…), streams(…) or `{`");
+                return self.expected_error("role(…), mesh(…), streams(…), graph(…) or `{`");
             }
             self.expect_punct('(')?;
             match part.as_str() {
@@ -60,7 +75,15 @@ impl Parser<'_> {
                 }
                 "mesh" => {
                     p.mesh = self.parse_mesh()?;
-                    mesh_span = Some(self.span_since(start));
+                    spans.mesh = Some(self.span_since(start));
+                }
+                "graph" => {
+                    let Some(TokenKind::Str(name)) = self.peek().cloned() else {
+                        return self.expected_error("the name of a graph, in quotes");
+                    };
+                    self.position += 1;
+                    self.expect_punct(')')?;
+                    spans.graph = Some((name, self.span_since(start)));
                 }
                 _ => {
                     p.streams = self.parse_list(')', |s| s.expect_word("the name of a stream"))?;
@@ -73,7 +96,7 @@ impl Parser<'_> {
                 }
             }
         }
-        Ok(mesh_span)
+        Ok(spans)
     }
 
     /// Parses a role name up to `)`. The name may contain coordinates, as in `stage0@tp1`.

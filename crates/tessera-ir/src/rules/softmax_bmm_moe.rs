@@ -7,7 +7,8 @@
 use tessera_mesh::{AxisLayout, Shard};
 
 use super::{RuleContext, RuleResult, rule_error};
-use crate::attr_kind::{AttrKind, Flag};
+use crate::attr::Attr;
+use crate::attr_kind::{AttrKind, Flag, QUANTIZED_TOKENS};
 use crate::codes::{T0203, T0210, T0213, T0214, T0215};
 use crate::{Attrs, Dialect, Type, views};
 
@@ -164,11 +165,12 @@ struct BmmDims {
 }
 
 /// Returns why 8-bit tokens need a numerics policy, if the attributes of an op request them without
-/// naming one.
+/// the one that allows them.
 pub(crate) fn quantize_without_policy(attrs: &Attrs) -> Option<&'static str> {
     let quantized = attrs.get("quantize_fp8").and_then(Flag::parse) == Some(true);
-    (quantized && !attrs.contains_key("policy")).then_some(
-        "`quantize_fp8 = true` needs `policy`: 8-bit tokens change the numbers, so a numerics policy \
+    let allowed = attrs.get("policy") == Some(&Attr::Str(QUANTIZED_TOKENS.to_string()));
+    (quantized && !allowed).then_some(
+        "`quantize_fp8 = true` needs `policy = \"fp8_e4m3\"`: 8-bit tokens change the numbers, so a numerics policy \
 must allow them by name",
     )
 }

@@ -95,6 +95,9 @@ impl Engine for DrillEngine {
         if self.fires_now(DrillFault::MutatedWeight) {
             self.mutate_weight("", 0.125);
         }
+        if self.fires_now(DrillFault::UndeclaredCapture) {
+            self.inner.inject_undeclared_graph();
+        }
         // Every call computes with the weights of a feed-forward layer. Those of cross-attention are
         // unused until the prompt changes.
         if self.fires_now(DrillFault::NanLatent) {

@@ -111,8 +111,9 @@ impl FaultInjector {
         };
         let changes = [
             (DrillFault::ArmedAlone, None),
+            // The changed program is what the backend reports.
+            (DrillFault::CapturedOnOne, None),
             (DrillFault::ProgramSet, Some(("program set", format!("{}, less one", value("program set"))))),
-            (DrillFault::CapturedOnOne, Some(("captured programs", "denoise.fill3".to_string()))),
             (DrillFault::EffectiveBackend, Some(("backend", "cpu, reference kernels".to_string()))),
             (DrillFault::GroupOrder, Some(("groups", format!("{}, made in reverse", value("groups"))))),
         ];

@@ -16,7 +16,7 @@ use tessera_runtime::engine::{Engine, T0737};
 use tessera_runtime::flight::{FlightEvent, FlightSink};
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
 use tessera_runtime::program_index::ProgramIndex;
-use tessera_runtime::tripwire::T0751;
+use tessera_runtime::tripwire::{T0751, T0785};
 use tessera_runtime::wire::Progress;
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, T0770, Tripwires};
@@ -233,11 +233,11 @@ impl RankContext {
             let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), weights));
             engine.set_flight_record(flight);
             engine.set_delay(delay);
-            engine.arm_guard(tripwires.is_armed(&T0751));
+            engine.arm_guards(tripwires.is_armed(&T0751), tripwires.is_armed(&T0785));
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
             let threads = gpus.is_none().then_some(threads);
             let placement = (gpus.is_some(), threads);
-            let parity = rank_parity(&plan, weights_digest, &delays, engine.program_names(), placement);
+            let parity = rank_parity(&plan, weights_digest, &delays, &engine.captured_programs(), placement);
             let parity =
                 device.into_iter().fold(parity, |parity, (key, value)| parity.with_known_key(key, value));
             let parity = add_peers_to_groups(parity, &plan, peers);

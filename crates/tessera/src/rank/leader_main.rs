@@ -11,11 +11,10 @@ use tessera_runtime::{Failure, FailureClass};
 
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
 use crate::communicators::EndpointSources;
-use crate::engine::mesh_phases;
 use crate::faults::DrillMediaPipeline;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
 use crate::model::Model;
-use crate::parity::{add_peers_to_groups, rank_parity};
+use crate::parity::{add_peers_to_groups, declared_programs, rank_parity};
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
 use crate::run_settings::ranks_without_latents;
@@ -77,7 +76,7 @@ fn build_leader_parts(
             .open_weights()?
             .sample_digest(),
         &orders.delays,
-        mesh_phases(&context.plan.sealed),
+        &declared_programs(&context.plan.sealed),
         (orders.gpus.is_some(), orders.cpu_threads().filter(|_| ranks.contains(&Rank(0)))),
     );
     let config = LeaderConfig {
