@@ -35,7 +35,7 @@ impl From<&Thresholds> for BringupGoals {
     fn from(t: &Thresholds) -> BringupGoals {
         BringupGoals {
             min_overlap_ratio: t.min_overlap,
-            min_overlap_score: tessera_report::overlap::OVERLAP_GATE,
+            min_overlap_score: t.min_overlap_score,
             max_bubble: t.max_bubble,
             min_cache_hit: t.min_hits,
         }
@@ -282,22 +282,23 @@ fn check_cache_residency(plan: &Plan, goals: &BringupGoals) -> ItemAnswer {
 
 fn check_overlap(run: &CheckedRun, goals: &BringupGoals) -> ItemAnswer {
     let (mut lines, mut standing) = (Vec::new(), ItemStatus::NotApplicable);
-    let mut add_measurement = |passes: bool, text: String| {
+    let mut add_measurement = |passes: Option<bool>, text: String| {
         standing = match (standing, passes) {
-            (ItemStatus::Fail, _) | (_, false) => ItemStatus::Fail,
+            (ItemStatus::Fail, _) | (_, Some(false)) => ItemStatus::Fail,
+            (ItemStatus::Unanswered, _) | (_, None) => ItemStatus::Unanswered,
             _ => ItemStatus::Pass,
         };
         lines.push(text);
     };
     if let Some(ratio) = overlap_ratio(&run.flights) {
         let text = format!("overlap ratio {ratio:.2} (goal {:.2})", goals.min_overlap_ratio);
-        add_measurement(ratio >= goals.min_overlap_ratio, text);
+        add_measurement(Some(ratio >= goals.min_overlap_ratio), text);
     }
     if let Some(o) =
         OverlapStats::from_chunks(&run.record.chunks).filter(|_| run.plan.sealed.mesh().outside_count() > 0)
     {
-        let text = format!("OverlapScore {:.2} (goal {:.2})", o.score, goals.min_overlap_score);
-        add_measurement(o.score >= goals.min_overlap_score, text);
+        let text = format!("{} (goal {:.2})", o.describe_score(), goals.min_overlap_score);
+        add_measurement(o.passes_gate(goals.min_overlap_score), text);
     }
     if run.plan.sealed.mesh().axis_size(Axis::Pp) > 1
         && let Some((rank, share)) = largest_bubble(&run.flights)
@@ -307,7 +308,7 @@ fn check_overlap(run: &CheckedRun, goals: &BringupGoals) -> ItemAnswer {
             share * 100.0,
             goals.max_bubble * 100.0
         );
-        add_measurement(share < goals.max_bubble, text);
+        add_measurement(Some(share < goals.max_bubble), text);
     }
     match lines.is_empty() {
         true if run.plan.sealed.mesh().world_size() == 1 => (
