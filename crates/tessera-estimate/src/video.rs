@@ -11,7 +11,7 @@ use tessera_cost::MachineModel;
 use tessera_cost::intervals::Interval;
 use tessera_cost::program_cost::ProgramEstimate;
 use tessera_mesh::MemoryTier;
-use tessera_plan::search::Objective;
+use tessera_plan::search::{Objective, error_bar};
 use tessera_plan::video::{
     self, DecodePlacement, MappingQuery, MediaCosts, RankedMapping, VideoPins, VideoSearchResult,
 };
@@ -364,6 +364,13 @@ fn fill_report(
     sheet.rank_table = rank_table::mesh_table(&machine.cluster, &best.mapping.mesh);
     sheet.timeline = intervals_to_timeline(&best.call.intervals_of_all_ranks(), |b| b.track.clone());
     sheet.page.timelines.extend(block_drawing(best));
+    sheet.page.accuracy_notes.extend(stream_error_bar(query, best).1);
+}
+
+/// Returns the error bar of a stream's estimate and the reasons why it is wider than the profile's.
+fn stream_error_bar(query: &VideoQuery<'_>, best: &RankedMapping) -> (f64, Vec<String>) {
+    let cluster = &query.machine.cluster;
+    error_bar(&query.machine, "stream", best.devices > cluster.domain_size)
 }
 
 fn headline_numbers(query: &VideoQuery<'_>, best: &RankedMapping) -> Vec<HeadlineNumber> {
@@ -375,7 +382,7 @@ fn headline_numbers(query: &VideoQuery<'_>, best: &RankedMapping) -> Vec<Headlin
         let (value, unit) = s.split_once(' ').unwrap_or((&s, ""));
         (value.to_string(), unit.to_string())
     };
-    let error = machine.profile.error_share;
+    let (error, _) = stream_error_bar(query, best);
     let (period, unit) = split(best.period.ns);
     let (latency, latency_unit) = split(best.latency_ns);
     vec![

@@ -16,10 +16,20 @@ Compare config.json with the file that the publisher of the model provides.";
     T0411: "stream settings contradict each other",
     "stream.toml defines how a model is streamed. The picture size must be a multiple of the patch size, the \
 cache window a multiple of the chunk size and at least one chunk, and the channels of the decoder must match the model. \
-The recompute regime needs a window of exactly two chunks. The window may not be longer than the model's RoPE table \
-(rope_max_seq_len in config.json), which defines the positions. A tensor of more than 2^40 elements, a call of more than \
+The recompute regime needs a window of exactly two chunks. The window, the rows and the columns of tokens may each not \
+be longer than the model's RoPE table (rope_max_seq_len in config.json), which defines the positions. Steps must decrease, \
+and a warped step must be an integer, because it is a row of the noise schedule. A final step 0 is dropped for a model that \
+predicts the flow, since σ = 0 does not move its input, and rejected for one that predicts x0, which would run once more. A tensor of more than 2^40 elements, a call of more than \
 2^60 operations, more than 64 chunks in the window or more than 100 steps are treated as typos. The message shows the \
 numbers.";
+
+    T0412: "the first denoising step is not pure noise",
+    "A step's input is (1 − σ) · latents + σ · noise, and the latents before a chunk's first step are those of the chunk \
+before it. With σ below 1 a part of them would stay in the new chunk: a ghost of the previous picture, and zeros in the \
+first chunk and after a cut. The first entry of schedule.steps must therefore have σ = 1, which 1000 has under every \
+shift.\n\n\
+Schedules such as 700, 500, 400, 200 belong to video-to-video, which starts from the latents of an input video. Tessera \
+streams take no input video.";
 
     T0420: "prompt is empty",
     "A prompt needs at least one word; an empty one would condition the model on padding alone. For the demo \

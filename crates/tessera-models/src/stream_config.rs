@@ -5,7 +5,8 @@ use tessera_base::config::{ConfigReader, parse_toml};
 use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::WanConfig;
-use crate::codes::T0411;
+use crate::codes::{T0411, T0412};
+use crate::schedule::denoising_steps;
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
 
 /// The quantity that the model predicts.
@@ -63,7 +64,8 @@ pub struct StreamConfig {
     pub recompute: bool,
     /// Weight of past frames' keys in the recompute regime; 1 has no effect.
     pub bias: f64,
-    /// Denoising timesteps as configured, before `shift` warps them if `warp` is set.
+    /// Denoising timesteps as configured, before `shift` warps them if `warp` is set; the first one
+    /// has σ = 1. A final 0 in the file is not among them: at σ = 0 the flow does not move x.
     pub steps: Vec<f64>,
     /// Shift s > 0 of the noise schedule: σ = s·u / (1 + (s − 1)·u) over u from 1 to 0.001.
     pub shift: f64,
@@ -90,7 +92,7 @@ impl StreamConfig {
         let (mut schedule, mut words, mut decoder) =
             (root.read_table("schedule"), root.read_table("text"), root.read_table("decoder"));
         let stride = latent.read_numbers("stride", &[4.0, 8.0, 8.0]);
-        let config = StreamConfig {
+        let mut config = StreamConfig {
             width: video.read_count("width", None),
             height: video.read_count("height", None),
             fps: video.read_number("fps", Some(16.0)),
@@ -124,10 +126,23 @@ impl StreamConfig {
             .into_iter()
             .flat_map(ConfigReader::finish)
             .collect();
+        let steps = std::mem::take(&mut config.steps);
+        config.set_steps(steps);
         if ds.is_empty() {
             ds = config.find_contradictions(file, model);
         }
         if ds.is_empty() { Ok(config) } else { Err(ds) }
+    }
+
+    /// Sets the denoising timesteps, without a final 0 if the model predicts the flow.
+    ///
+    /// Schedules that end with 0 are common in published servers. A model that predicts x0 would
+    /// run there and change the result, so [`Self::find_contradictions`] rejects its 0.
+    pub fn set_steps(&mut self, mut steps: Vec<f64>) {
+        if self.prediction == PredictionTarget::Flow && steps.last() == Some(&0.0) {
+            steps.pop();
+        }
+        self.steps = steps;
     }
 
     /// Renders the settings as `stream.toml` with every key, in a fixed order.
@@ -194,6 +209,15 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
                 self.window_frames, model.rope_frames
             ));
         }
+        let [_, rows, cols] = self.token_grid(model);
+        for (extent, what) in [(rows, "rows"), (cols, "columns")] {
+            if extent > model.rope_frames {
+                refuse(format!(
+                    "{extent} {what} of tokens are more than the {} positions of the model's RoPE table",
+                    model.rope_frames
+                ));
+            }
+        }
         if !(self.bias > 0.0 && self.bias <= 1.0) {
             refuse(format!("cache.bias {} must be in (0, 1]", self.bias));
         }
@@ -204,8 +228,17 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
             refuse(format!("schedule.steps has {} entries, the limit is {STEPS_MAX}", self.steps.len()));
         }
         let falling = self.steps.windows(2).all(|p| p[0] > p[1]);
-        if self.steps.is_empty() || !falling || self.steps.iter().any(|t| !(*t > 0.0 && *t <= 1000.0)) {
+        let in_range = self.steps.iter().all(|t| *t > 0.0 && *t <= 1000.0);
+        if self.steps.is_empty() || !falling || !in_range {
             refuse(format!("schedule.steps {:?} must decrease from at most 1000 to above 0", self.steps));
+        }
+        if let Some(t) = self.steps.iter().find(|t| self.warp && t.fract() != 0.0) {
+            refuse(format!(
+                "step {t} of schedule.steps lies between rows {} and {} of the noise schedule; a warped step \
+                 is one row",
+                1000.0 - t.ceil(),
+                1000.0 - t.floor()
+            ));
         }
         if self.decoder == PixelDecoder::SpaceTimeDepth && model.channels != 3 * st * sh * sw {
             refuse(format!(
@@ -217,7 +250,28 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
         if let Some(message) = self.describe_excess(model) {
             refuse(message);
         }
+        if ds.is_empty() {
+            ds.extend(self.find_partial_noise(file));
+        }
         ds
+    }
+
+    /// Rejects a schedule whose first step mixes something else than noise into its input.
+    fn find_partial_noise(&self, file: &str) -> Option<Diagnostic> {
+        let first = denoising_steps(self).first().copied().filter(|s| !(s.sigma >= 1.0))?;
+        Some(
+            Diagnostic::error(
+                &T0412,
+                format!(
+                    "the first step {} has σ {}: its input would hold {} of the previous chunk's latents",
+                    self.steps[0],
+                    first.sigma,
+                    1.0 - first.sigma
+                ),
+            )
+            .with_label(file, "schedule.steps")
+            .with_hint("begin the steps with 1000, which is pure noise"),
+        )
     }
 
     /// Describes the first tensor, or the cost of a call, that exceeds the limits.
@@ -298,12 +352,17 @@ mod tests {
         let large = "[video]\nwidth = 4294967280\nheight = 4294967280\n";
         let many = format!("{small}[cache]\nwindow_frames = 195\n");
         let long = format!("{small}[cache]\nwindow_frames = 12\n");
+        let with_schedule = |keys: &str| format!("{small}[schedule]\n{keys}\n");
         let stride = format!("{small}[latent]\nstride = [4, 8, 1e18]\n");
         let wide = "[video]\nwidth = 131072\nheight = 65536\n";
         for (rope, ffn, stream, says) in [
             (1024, 8, large, "more than"),
             (1024, 8, many.as_str(), "65 chunks"),
             (11, 8, long.as_str(), "RoPE table of 11"),
+            (10, 8, "[video]\nwidth = 192\nheight = 16\n", "12 columns of tokens are more than the 10"),
+            (10, 8, "[video]\nwidth = 16\nheight = 176\n", "11 rows of tokens are more than the 10"),
+            (1024, 8, &with_schedule("steps = [1000, 666.5]"), "between rows 333 and 334"),
+            (1024, 8, &with_schedule("steps = [1000, 0]\nprediction = \"x0\""), "above 0"),
             (1024, 8, stride.as_str(), "65536"),
             (1024, 8, &format!("{small}[schedule]\nsteps = [{}]\n", steps.join(",")), "101 entries"),
             (1024, 4_000_000_000, wide, "more than"),
@@ -313,6 +372,35 @@ mod tests {
             assert!(found.iter().any(|(id, m)| *id == "T0411" && m.contains(says)), "{says}: {found:?}");
         }
         assert!(refused(12, 8, &long).is_empty());
+        assert!(refused(10, 8, "[video]\nwidth = 160\nheight = 160\n").is_empty());
+        assert!(refused(1024, 8, &with_schedule("steps = [1000, 666.5]\nwarp = false")).is_empty());
+    }
+
+    #[test]
+    fn a_first_step_that_would_mix_in_the_previous_chunk_is_refused() {
+        let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
+        let parse_schedule = |keys: &str| {
+            let text = format!("[video]\nwidth = 16\nheight = 16\n[schedule]\n{keys}\n");
+            StreamConfig::parse("s", &text, &wan)
+        };
+        for (keys, sigma) in [
+            ("steps = [700, 500, 400, 200]\nshift = 8.0\nwarp = false", "0.700"),
+            ("steps = [999, 500]", "0.999"),
+            ("steps = [999.5]\nwarp = false", "0.999"),
+        ] {
+            let ds = parse_schedule(keys).unwrap_err();
+            assert_eq!(ds.iter().map(|d| d.code.id).collect::<Vec<_>>(), ["T0412"], "{keys}");
+            assert!(ds[0].message.contains(&format!("σ {sigma}")), "{}", ds[0].message);
+        }
+        assert_eq!(parse_schedule("steps = [1000]\nwarp = false").unwrap().steps, [1000.0]);
+    }
+
+    #[test]
+    fn a_final_step_of_zero_takes_no_forward() {
+        let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
+        let text = |steps| format!("[video]\nwidth = 16\nheight = 16\n[schedule]\nsteps = {steps}\n");
+        let parse = |steps| StreamConfig::parse("s", &text(steps), &wan).unwrap();
+        assert_eq!(parse("[1000, 750, 500, 250, 0]"), parse("[1000, 750, 500, 250]"));
     }
 
     #[test]

@@ -28,7 +28,8 @@ pub struct WanConfig {
     pub patch: [u64; 2],
     /// Epsilon of every norm.
     pub eps: f64,
-    /// Latent frames in the RoPE table: the longest possible cache window.
+    /// Positions in the RoPE table of each axis: the limit of the cache window in frames, and of the
+    /// rows and columns of tokens.
     pub rope_frames: u64,
 }
 

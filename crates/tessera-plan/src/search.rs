@@ -41,6 +41,7 @@ use tessera_mesh::{LinkClass, MemoryTier};
 pub use crate::codes::T1200;
 
 pub use enumerate::{estimate_candidate, search};
+pub use rank_candidate::error_bar;
 pub use reasons::Reason;
 pub use space::{Pins, SearchSpace};
 pub use why::{Neighbour, TermComparison, WhyAnswer, WhyVerdict, explain_pins};

@@ -83,6 +83,19 @@ fn recipe_b_has_nine_groups_of_eight() {
     );
 }
 
+/// The number of racks follows from the devices of a rack, not from `--devices`.
+#[test]
+fn fewer_devices_do_not_change_the_racks_that_a_recipe_needs() {
+    for (name, expected) in [("sr-moe", "1 rack has"), ("C", "2 racks have")] {
+        let r = recipe::find_recipe(name).unwrap();
+        for devices in [1, 71] {
+            let ds = r.check(&work(&r), &rack(3), Some(devices), false);
+            let notes = &only_diagnostic(&ds, "T1220").notes;
+            assert_eq!(notes[0], format!("{expected} room for the recipe as printed"), "{devices} devices");
+        }
+    }
+}
+
 #[test]
 fn a_hundred_and_forty_four_ranks_do_not_fit_seventy_two_devices() {
     for name in ["C", "throughput-training"] {

@@ -513,7 +513,11 @@ fn move_context_first(actions: &mut [Action]) {
     }
 }
 
-/// Sets the failure's rank to the sender unless the failure names a rank.
+/// Sets the failure's rank to the sender unless the failure names a rank, or is a wait in vain, which
+/// is no fault of the rank that waited.
 fn with_default_rank(failure: Failure, rank: u32) -> Failure {
+    if failure.class == FailureClass::Stall {
+        return failure;
+    }
     Failure { rank: failure.rank.or(Some(rank)), ..failure }
 }

@@ -219,7 +219,8 @@ impl MeshLeader {
                 format_ms(quiet_ns),
                 format_ms(patience_ns)
             );
-            self.end_run(self.relay_failure(FailureClass::Stall, Some(0), &T0743, text));
+            // As in a worker: a suspended leader reads the reason before it sees the socket close.
+            self.report_fault(self.relay_failure(FailureClass::Stall, Some(0), &T0743, text));
         }
     }
 

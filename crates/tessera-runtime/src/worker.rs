@@ -170,14 +170,16 @@ impl Worker {
             Event::EngineFailed(failure) => self.report_fault(failure, false),
             Event::CallEnded(Ok(report)) => self.finish_call(report),
             Event::CallEnded(Err(fault)) => {
+                // A rank that waited in vain is not at fault: only the leader sees all ranks.
+                let stalled = fault.kind == EngineFaultKind::Stalled;
                 let failure = Failure {
                     class: fault.failure_class(),
-                    rank: Some(self.config.rank),
+                    rank: (!stalled).then_some(self.config.rank),
                     site: CheckSite::Worker,
                     code: fault.code,
                     text: fault.text,
                 };
-                self.report_fault(failure, fault.kind == EngineFaultKind::Aborted);
+                self.report_fault(failure, stalled || fault.kind == EngineFaultKind::Aborted);
             }
             Event::UpstreamGone(how) if self.is_armed(&T0742) => {
                 let (above, who) = self.upstream_name();
@@ -230,7 +232,10 @@ impl Worker {
                 format_ms(quiet_ns),
                 format_ms(patience_ns)
             );
-            return self.end_run(self.local_failure(FailureClass::Stall, Some(above), &T0743, text));
+            // A process that was suspended reads this report first when it continues. Without it,
+            // the closed socket would look like the death of this rank.
+            return self
+                .report_fault(self.local_failure(FailureClass::Stall, Some(above), &T0743, text), false);
         }
         if let Some(r) = &self.running
             && now.saturating_sub(r.last_progress_ns) > r.deadline_ns

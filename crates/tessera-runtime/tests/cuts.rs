@@ -230,17 +230,31 @@ fn a_call_is_recorded_with_its_instants_in_order() {
 
 #[test]
 fn nothing_grows_over_ten_thousand_chunks() {
+    let short = run_chunks(1_000);
+    let net = run_chunks(10_000);
+    assert_eq!(net.delivered.len(), 10_000);
+    assert_eq!(net.records.last().map(|r| r.plan.cache_epoch), Some(99));
+    assert!(net.max_undelivered <= 2);
+    // All that the state machines hold, as text. Longer runs have longer numbers and nothing else.
+    let state_bytes = |net: &Net| {
+        let ranks: usize = net.ranks.values().map(|r| format!("{:?}", r.machine).len()).sum();
+        format!("{:?}", net.leader).len() + ranks
+    };
+    let (before, after) = (state_bytes(&short), state_bytes(&net));
+    assert!(after < before + before / 20, "{before} bytes after 1,000 chunks, {after} after 10,000");
+}
+
+/// Streams this many chunks on two ranks, with a cut every hundred chunks.
+fn run_chunks(chunks: u32) -> Net {
     let mut net = Net::new(2, CacheRegime::Resident, 0);
     net.requests.push_back(Request { request: FIRST, text: Some(prompt_tensor(1)) });
-    net.requests.extend((1..10_000).map(|k| {
+    net.requests.extend((1..chunks).map(|k| {
         let cut = if k % 100 == 0 { SceneCut::Ordered } else { SceneCut::None };
         Request { request: ChunkRequest { cut, ..NEXT }, text: None }
     }));
     net.keep_trace = false;
     net.run_clean();
-    assert_eq!(net.delivered.len(), 10_000);
-    assert_eq!(net.records.last().map(|r| r.plan.cache_epoch), Some(99));
-    assert!(net.max_undelivered <= 2);
+    net
 }
 
 #[test]

@@ -288,6 +288,9 @@ fn every_rank_detects_a_stopped_leader() {
             let f = rank.outcome.clone().flatten().expect("a failure");
             assert_eq!((f.class, f.rank, f.code.as_str()), (FailureClass::Stall, Some(0), "T0743"), "{f}");
         }
+        // A leader that continues reads the reason before it sees its peers' sockets close.
+        let names_leader = |m: &Message| matches!(m, Message::Fault(f) if f.failure.rank == Some(0));
+        assert!(net.trace.iter().any(|(way, m)| *way == Hop::From(1) && names_leader(m)), "no report");
     }
 }
 

@@ -163,7 +163,6 @@ fn cases() -> Vec<TripwireCase> {
         case("T0721", Lead, None, |n| {
             n.requests[0] = Request { request: NEXT, text: Some(prompt_tensor(1)) }
         }),
-        case("T0732", Lead, None, |_| {}),
         case("T0736", Lead, Some(2), |n| {
             n.requests[2] = Request { request: ChunkRequest { cut: SceneCut::Ordered, ..NEXT }, text: None };
             n.tamper = tamper_done(2, 4, |d| d.cache_epoch -= 1);
@@ -252,7 +251,6 @@ fn cases() -> Vec<TripwireCase> {
             m => vec![m],
         });
     }));
-    all.retain(|c| (c.code, c.site) != ("T0732", Lead));
     all
 }
 

@@ -57,8 +57,13 @@ impl CollectiveSequence {
         let sealed = collective_lines(sealed);
         let own = run.collective_ops().map(|(i, op)| {
             // The collectives of an ill-formed program have no canonical text, so they match no
-            // plan.
-            let line = lines.remove(&i).unwrap_or_else(|| format!("{} (unreadable)", op.opcode.name()));
+            // plan. They keep the form of a line, so that reports show their group and type.
+            let line = lines.remove(&i).unwrap_or_else(|| {
+                let group = op.comm_group().map_or("no group".to_string(), |g| g.to_string());
+                let ty = op.operands.first().map(|v| run.type_of(*v));
+                let ty = ty.map_or(String::new(), |t| format!("{}{:?}", t.dtype.name(), t.shape));
+                format!("{group} {} {ty} {{unreadable}}", op.opcode.name())
+            });
             let entry = FlightCollective {
                 phase: phase.to_string(),
                 ..describe_collective(mesh, rank, i, op, &line)

@@ -52,7 +52,7 @@ pub use rank::rank_main;
 pub use shards::preflight_reload;
 pub use tessera_mesh::Mesh;
 pub use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Transport};
-pub use tessera_report::overlap::OverlapStats;
+pub use tessera_report::overlap::{OVERLAP_GATE, OverlapStats};
 pub use tessera_runtime::director::SceneCut;
 pub use tessera_runtime::driver::{StopHandle, StreamRequest, exit_process, exit_without_handlers};
 pub use tessera_runtime::{Failure, FailureClass};

@@ -60,7 +60,7 @@ impl Model {
             video.stream.recompute = recompute;
         }
         if let Some(steps) = &overrides.steps {
-            video.stream.steps.clone_from(steps);
+            video.stream.set_steps(steps.clone());
         }
         let ds = video.stream.find_contradictions("command line", &video.wan);
         if !ds.is_empty() {

@@ -61,7 +61,7 @@ pub fn search(q: &SearchQuery) -> SearchOutcome {
         ));
     }
     let leaves_domain = best.first().is_some_and(|b| b.estimate.link_bytes.contains_key(&LinkClass::Network));
-    notes.extend(error_bar(q, leaves_domain).1);
+    notes.extend(error_bar(&q.machine, q.job.name(), leaves_domain).1);
     SearchOutcome {
         used_devices: devices,
         idle_devices: available_devices(q) - devices.min(available_devices(q)),

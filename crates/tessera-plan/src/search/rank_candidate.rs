@@ -2,12 +2,13 @@
 //! rejected.
 
 use tessera_base::Bytes;
+use tessera_cost::MachineModel;
 use tessera_mesh::{LinkClass, MemoryTier};
 
 use super::budget::MemoryTotals;
 use super::constraints::format_bytes;
 use super::estimate::{Estimator, LayoutCost, PipelineCost};
-use super::{Candidate, RankedCandidate, Reason, SearchQuery, StageAssignment, StepEstimate};
+use super::{Candidate, RankedCandidate, Reason, StageAssignment, StepEstimate};
 
 impl Estimator<'_> {
     /// Returns a candidate with its full estimate, or every constraint that it violates.
@@ -39,7 +40,12 @@ impl Estimator<'_> {
             mfu: self.mfu(c, sum.step_ns),
             budget: sum.memory.to_budget(),
             link_bytes: LinkClass::ALL.into_iter().zip(sum.link_bytes).filter(|(_, b)| *b > 0.0).collect(),
-            error_share: error_bar(self.q, sum.link_bytes[LinkClass::Network as usize] > 0.0).0,
+            error_share: error_bar(
+                &self.q.machine,
+                self.q.job.name(),
+                sum.link_bytes[LinkClass::Network as usize] > 0.0,
+            )
+            .0,
         };
         let gates = self.evaluate_gates(c, &node, &pipe, &sum);
         Ok(RankedCandidate {
@@ -72,17 +78,19 @@ impl Estimator<'_> {
 /// Returns the half-width of the error bar and the reasons why it is wider than the profile's: it
 /// doubles for a workload that no measurement validates, and doubles again on a cluster that was
 /// not measured or over links that leave a domain.
-pub(super) fn error_bar(q: &SearchQuery, leaves_domain: bool) -> (f64, Vec<String>) {
-    let (profile, cluster) = (&q.machine.profile, &q.machine.cluster);
+///
+/// `job` is a name of the cost model's jobs, such as `stream` for a call of a video model.
+#[must_use]
+pub fn error_bar(machine: &MachineModel, job: &str, leaves_domain: bool) -> (f64, Vec<String>) {
+    let (profile, cluster) = (&machine.profile, &machine.cluster);
     if profile.error_share == 0.0 {
         return (0.0, vec![format!("the profile {} is a lower bound: it has no error bar", profile.name)]);
     }
     let (mut error, mut notes) = (profile.error_share, Vec::new());
-    if !profile.is_validated_for(q.job.name()) {
+    if !profile.is_validated_for(job) {
         error *= 2.0;
         notes.push(format!(
-            "no measurement validates {} under the profile {}: the error bar is doubled",
-            q.job.name(),
+            "no measurement validates {job} under the profile {}: the error bar is doubled",
             profile.name
         ));
     }

@@ -209,7 +209,7 @@ impl Recipe {
         let devices = devices.unwrap_or(u32::MAX).min(cluster.device_count());
         if self.rank_count() > u64::from(devices) {
             let [tp, ep, pp, dp] = self.axes;
-            let racks = self.rank_count().div_ceil(u64::from((devices / cluster.racks.max(1)).max(1)));
+            let racks = self.rank_count().div_ceil(u64::from(cluster.devices_per_rack().max(1)));
             ds.push(
                 Diagnostic::error(
                     &T1220,
@@ -220,7 +220,10 @@ impl Recipe {
                 )
                 .with_label(recipe_label.clone(), format!("{} ranks", self.rank_count()))
                 .with_label(format!("cluster {}", cluster.name), format!("{devices} devices"))
-                .with_note(format!("{racks} racks have room for the recipe as printed"))
+                .with_note(format!(
+                    "{racks} {} room for the recipe as printed",
+                    if racks == 1 { "rack has" } else { "racks have" }
+                ))
                 .with_hint(describe_meshes(
                     &self.axes,
                     &neighbour_meshes(devices, self.axes, work.heads, experts, strict),

@@ -80,6 +80,8 @@ thresholds! {
     pipeline {
         /// Maximum share of the step that a stage waits for others.
         max_bubble: Share,
+        /// Minimum OverlapScore of a run whose leader is outside of the mesh.
+        min_overlap_score: Share,
     }
     cache {
         /// Minimum share of KV reads that hit a hot tier.

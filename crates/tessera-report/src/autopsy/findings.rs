@@ -204,7 +204,8 @@ pub(super) fn silence_finding(case: &Investigation<'_>, v: &RankView<'_>) -> Fin
             if case.state == AutopsyRunState::Running { "now" } else { "the last event of the run" }
         )),
     }
-    let died = was_reported(case, rank, "a rank died");
+    let stalled = was_reported(case, rank, "a rank stalled");
+    let died = !stalled && was_reported(case, rank, "a rank died");
     match process_vitals(case, rank) {
         Some(ProcessVitals::Stopped) => {
             evidence.push(format!("its process{} is stopped (SIGSTOP or a debugger)", format_pid(case, v)))
@@ -215,7 +216,7 @@ pub(super) fn silence_finding(case: &Investigation<'_>, v: &RankView<'_>) -> Fin
     }
     if let Some(end) = process_end(case, rank) {
         match (end.signal, end.status) {
-            (Some(9), _) if !died && was_reported(case, rank, "a rank stalled") => {
+            (Some(9), _) if stalled => {
                 evidence.push("it did not respond and was killed (signal 9) when the run ended".to_string());
             }
             (Some(n), _) => evidence.push(format!("its process was killed by signal {n}{}", signal_name(n))),

@@ -4,6 +4,9 @@ use super::findings::{format_pid, process_end, process_vitals, was_reported};
 use super::phrases::format_ranks;
 use super::{AutopsyRunState, Finding, FindingClass, Investigation, ProcessVitals};
 
+/// Codes of a rank that issued other collectives than its plan or its peers.
+const DIVERGENCE_CODES: [&str; 2] = ["T0747", "T0751"];
+
 /// Returns the kind of problem and the recommended next step.
 pub(super) fn triage_and_next_step(case: &Investigation<'_>, findings: &[Finding]) -> (&'static str, String) {
     let Some(f) = findings.first() else {
@@ -19,16 +22,24 @@ pub(super) fn triage_and_next_step(case: &Investigation<'_>, findings: &[Finding
     let ranks = format_ranks(&f.ranks);
     let dead = f.ranks.iter().any(|r| is_dead(case, *r));
     match f.class {
+        // The peers wait in a collective that this rank never joins, or joins with another call.
         FindingClass::Diverged => (
-            "drift",
+            "hang",
             format!(
                 "compare the program of {ranks} with the plan: look for a branch that only it takes, a wrong group handle, or an additional collective (tessera explain T0751)"
+            ),
+        ),
+        FindingClass::Drifted if DIVERGENCE_CODES.contains(&leading_code(f, "T0744").as_str()) => (
+            "hang",
+            format!(
+                "compare the program of {ranks} with the plan: it issued other collectives (tessera explain {})",
+                leading_code(f, "T0751")
             ),
         ),
         FindingClass::Drifted => (
             "drift",
             format!(
-                "compare inputs, weights and state of {ranks} with another rank at the named call; a run with the same seed reproduces it (tessera explain {})",
+                "a Franken-model: all collectives matched, and one rank computed something else; compare inputs, weights and state of {ranks} with another rank at the named call; a run with the same seed reproduces it (tessera explain {})",
                 leading_code(f, "T0744")
             ),
         ),
@@ -99,13 +110,13 @@ fn leading_code(f: &Finding, otherwise: &str) -> String {
 /// Returns whether a rank died before the others ended, according to a rank, the launcher or the
 /// system.
 fn is_dead(case: &Investigation<'_>, rank: u32) -> bool {
-    if was_reported(case, rank, "a rank died") {
-        return true;
+    // The launcher kills unresponsive ranks when the run ends, so their kill is not a cause, and
+    // ranks that only saw its socket close report a death.
+    if was_reported(case, rank, "a rank stalled") {
+        return false;
     }
-    // The launcher kills unresponsive ranks when the run ends, so their kill is not a cause.
-    let stalled = was_reported(case, rank, "a rank stalled");
     let killed = process_end(case, rank).is_some_and(|e| e.signal.is_some());
     let alone =
         case.state == AutopsyRunState::Running && process_vitals(case, rank) == Some(ProcessVitals::Gone);
-    !stalled && (killed || alone)
+    killed || alone || was_reported(case, rank, "a rank died")
 }

@@ -5,25 +5,28 @@ use tessera_base::Nanoseconds;
 
 use super::layout::{render_note, render_section, render_table};
 use crate::markup::format_plural;
-use crate::overlap::{OVERLAP_GATE, OverlapStats};
+use crate::overlap::{OVERLAP_GATE, OverlapStats, SCORED_CHUNKS_MIN};
 use crate::record::RunRecord;
 
 /// Renders a table of medians and a verdict; renders nothing if no chunk of the record counts.
 pub(super) fn render_pipeline_section(record: &RunRecord) -> Markup {
     let Some(o) = OverlapStats::from_chunks(&record.chunks) else { return Markup::default() };
-    let (class, verdict) = match (o.stage0_ns, o.passes_gate()) {
+    let (class, verdict) = match (o.stage0_ns, o.passes_gate(OVERLAP_GATE)) {
         (0, _) => ("", "the leader has no work to hide"),
-        (_, true) => ("good", "overlapped"),
-        (_, false) => ("bad", "not overlapped"),
+        (_, Some(true)) => ("good", "overlapped"),
+        (_, Some(false)) => ("bad", "not overlapped"),
+        (_, None) => ("", "too few chunks for a score"),
     };
+    let score = o.score.map_or("withheld".to_string(), |s| format!("{s:.2}"));
     let note = html! {
         "Medians over " (format_plural(u64::from(o.chunks), "chunk"))
-        ", without the first chunk of each scene. Stage 0 is the leader’s own work for a chunk, stage 1 the \
-         generator. OverlapScore is max(0, stage 0 + stage 1 − period) / min(stage 0, stage 1)."
+        ", without the last chunk of each scene. Stage 0 is the leader’s own work for a chunk, stage 1 the \
+         generator, and the period ends with the next chunk’s commit. OverlapScore is max(0, stage 0 + stage 1 − \
+         period) / min(stage 0, stage 1); it needs " (SCORED_CHUNKS_MIN) " chunks."
     };
     let verdict = html! { span class=(class) { (verdict) } (format_args!(", gate {OVERLAP_GATE:.2}")) };
     let rows = html! {
-        (render_row("OverlapScore", format_args!("{:.2}", o.score), verdict))
+        (render_row("OverlapScore", score, verdict))
         (render_row("period", Nanoseconds(o.period_ns).to_string(), "from one commit to the next"))
         (render_row("stage 0", Nanoseconds(o.stage0_ns).to_string(), "context, decode, write"))
         (render_row("stage 1", Nanoseconds(o.stage1_ns).to_string(), "from commit to the last rank’s done"))
@@ -48,7 +51,7 @@ mod tests {
 
     #[test]
     fn the_section_gives_a_verdict_or_is_absent() {
-        let mut record = sample(3);
+        let mut record = sample(7);
         let page = |record: &RunRecord| render_pipeline_section(record).into_string();
         assert_eq!(page(&record), "");
         for (period_ns, expected) in

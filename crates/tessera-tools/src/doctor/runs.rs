@@ -10,6 +10,7 @@ use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_cost::MachineModel;
 use tessera_estimate::codes::T0051;
 use tessera_estimate::{VideoQuery, load_machine, read_planned_machine, search_with_pins};
+use tessera_ir::{DType, Op, Program};
 use tessera_plan::search::mitigation::{FailureMode, SymptomThresholds, Symptoms};
 use tessera_plan::video::{self, RankedMapping, VideoPins};
 use tessera_plan::{Mapping, Numerics, Strategy};
@@ -120,7 +121,7 @@ pub fn examine_plan(
         }
     }
     let (signs, dominant) = if patient.runs.is_empty() {
-        (estimated_signs(&ward, before.as_ref(), &mut out), None)
+        (estimated_signs(plan, &ward, before.as_ref(), &mut out), None)
     } else {
         recorded_signs(patient, &ward, &mut out)
     };
@@ -186,6 +187,7 @@ impl DoctorReport {
 
 /// Returns the signs in a plan's estimate.
 fn estimated_signs(
+    plan: &Plan,
     ward: &MitigationPricer<'_>,
     before: Option<&RankedMapping>,
     out: &mut DoctorReport,
@@ -198,7 +200,7 @@ fn estimated_signs(
     ward.add_memory_observation(peak, out);
     out.not_recorded
         .push("results that differ between reruns: only runs show them; name run folders".to_string());
-    add_fp8_observation(out);
+    add_fp8_observation(plan, out);
     Symptoms {
         a2a_share: share,
         peak_bytes: peak,
@@ -237,7 +239,7 @@ fn recorded_signs(
     ward.add_memory_observation(planned, out);
     out.not_recorded.push("peak bytes of the processes: runs do not record them; the allocations of the sealed plan are used instead".to_string());
     let drifted = count_drifted(&patient.runs, out);
-    add_fp8_observation(out);
+    add_fp8_observation(&patient.plan, out);
     let signs = Symptoms {
         a2a_share: open.as_ref().map(|o| o.share),
         peak_bytes: planned,
@@ -248,8 +250,33 @@ fn recorded_signs(
     (signs, open.map(|o| o.op))
 }
 
-fn add_fp8_observation(out: &mut DoctorReport) {
-    out.add_observation("fp8", "no program of a sealed plan computes or communicates in fp8".to_string());
+/// Counts what the plan's programs compute and send in e4m3.
+fn add_fp8_observation(plan: &Plan, out: &mut DoctorReport) {
+    let (mut matmuls, mut messages, mut programs) = (0usize, 0usize, 0usize);
+    for phase in plan.sealed.phase_names() {
+        let of_rank = |rank| plan.sealed.rank_program(phase, rank).map(|p| count_e4m3_ops(p));
+        let busiest = plan.sealed.mesh().iter().filter_map(of_rank).max().unwrap_or_default();
+        programs += usize::from(busiest != (0, 0));
+        (matmuls, messages) = (matmuls + busiest.0, messages + busiest.1);
+    }
+    let text = match programs {
+        0 => "no program of the plan computes or communicates in fp8".to_string(),
+        _ => format!(
+            "{programs} programs of the plan compute in fp8: {matmuls} ops read e4m3, {messages} of them collectives"
+        ),
+    };
+    out.add_observation("fp8", text);
+    if programs > 0 {
+        out.not_recorded
+            .push("infinities and NaN under fp8: give their number with --overflows N".to_string());
+    }
+}
+
+/// Returns the number of ops with an e4m3 operand, and how many of them are collectives.
+fn count_e4m3_ops(p: &Program) -> (usize, usize) {
+    let reads_e4m3 = |op: &&Op| op.operands.iter().any(|v| p.type_of(*v).dtype == DType::E4m3);
+    let ops = p.ops.iter().filter(reads_e4m3);
+    (ops.clone().count(), ops.filter(|op| op.opcode.is_collective()).count())
 }
 
 /// Counts the runs that ended by drift, and the complete runs of one request whose golden hash

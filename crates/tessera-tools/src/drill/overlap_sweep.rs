@@ -55,8 +55,11 @@ fn measure_stream(stages: StageTimes, regime: CacheRegime, depth: u32) -> Result
         all.sort_unstable();
         all.get(all.len() / 2).copied().unwrap_or(0)
     };
-    let mut scores: Vec<f64> =
-        steady.iter().map(|t| overlap_score(t.stage0_ns, t.stage1_ns, t.period_ns)).collect();
+    // A chunk's record holds the period that ends with its commit, in which the chunk before ran.
+    let mut scores: Vec<f64> = steady
+        .windows(2)
+        .map(|pair| overlap_score(pair[0].stage0_ns, pair[0].stage1_ns, pair[1].period_ns))
+        .collect();
     scores.sort_by(f64::total_cmp);
     let (period_ns, latency_ns) = (median(&|t| t.period_ns), median(&|t| t.latency_ns));
     Ok(StreamMedians {
@@ -225,6 +228,20 @@ mod tests {
             3,
             "depth 1, and two depths without growth"
         );
+    }
+
+    #[test]
+    fn jitter_does_not_hide_that_the_stages_overlap() {
+        let stages = StageTimes {
+            context_ns: 1,
+            delivery_ns: 3 * LATENT_NS / 2,
+            generate_ns: GENERATE_NS,
+            jitter_percent: 40,
+        };
+        let two = measure_stream(stages, CacheRegime::Resident, 2).unwrap();
+        assert!(two.score > 0.95, "{two:?}");
+        let one = measure_stream(stages, CacheRegime::Resident, 1).unwrap();
+        assert!(one.score < 0.05, "{one:?}");
     }
 
     #[test]

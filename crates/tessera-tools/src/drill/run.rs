@@ -320,7 +320,7 @@ impl DrillRunner {
                 std::fs::read(options.out.join(RECORD_FILE)).ok().and_then(|b| RunRecord::parse(&b).ok());
             let chunks = record.map(|r| r.chunks).unwrap_or_default();
             let overlap = OverlapStats::from_chunks(&chunks);
-            let score = overlap.as_ref().map_or(f64::NAN, |o| o.score);
+            let score = overlap.as_ref().and_then(|o| o.score).unwrap_or(f64::NAN);
             let (what, passes) = match depth {
                 1 => (format!("depth 1 stays below {OVERLAP_GATE:.2} on processes"), score < OVERLAP_GATE),
                 _ => (format!("depth 2 reaches {OVERLAP_GATE:.2} on processes"), score >= OVERLAP_GATE),

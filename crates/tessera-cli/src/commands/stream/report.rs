@@ -1,5 +1,6 @@
 //! Prints how a stream ended: the files of its run folder, its speed, and its failure.
 
+use tessera::OVERLAP_GATE;
 use tessera::stream_options::StreamReport;
 
 use crate::output::{CliResult, OutputFormat, format_pairs, write_stdout};
@@ -67,7 +68,7 @@ fn render_text(r: &StreamReport) -> String {
         let ms = |ns: u64| ns as f64 / 1e6;
         let score = match o.stage0_ns {
             0 => "nothing to overlap".to_string(),
-            _ => format!("OverlapScore {:.2}", o.score),
+            _ => o.describe_score(),
         };
         out += &format!(
             "period {:.1} ms: leader {:.1} ms, generator {:.1} ms, mesh idle {:.1} ms; {score}\n",
@@ -99,7 +100,7 @@ fn render_json(r: &StreamReport) -> String {
         "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
             "chunks": o.chunks,
             "overlap_score": o.score,
-            "passes": o.passes_gate(),
+            "passes": o.passes_gate(OVERLAP_GATE),
             "period_ns": o.period_ns,
             "stage0_ns": o.stage0_ns,
             "stage1_ns": o.stage1_ns,
