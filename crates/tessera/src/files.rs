@@ -3,9 +3,12 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use tessera_base::{Code, Diagnostic};
+
+use tessera_runtime::tripwire::T0765;
 
 use crate::codes::{T0013, T0014};
 
@@ -79,6 +82,26 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Diagnostic> {
         let _ = std::fs::remove_file(&staging);
         write_error(path, &e)
     })
+}
+
+/// Checks that `path` still names the open `file`. Writes to a file that was removed succeed, so
+/// only this comparison finds the loss.
+///
+/// # Errors
+/// T0765.
+pub(crate) fn check_in_place(file: &File, path: &Path) -> Result<(), Diagnostic> {
+    let open = file.metadata().map_err(|e| write_error(path, &e))?;
+    match std::fs::metadata(path) {
+        Ok(found) if (found.dev(), found.ino()) == (open.dev(), open.ino()) => Ok(()),
+        Ok(_) => Err(lost_output(path, "another file has this name now")),
+        Err(e) => Err(lost_output(path, &e.to_string())),
+    }
+}
+
+/// Builds the T0765 diagnostic for an output file that is not in its place.
+pub(crate) fn lost_output(path: &Path, why: &str) -> Diagnostic {
+    Diagnostic::error(&T0765, format!("{} was removed or replaced during the run: {why}", path.display()))
+        .with_hint("find the program that removed it, and stream again with another --out")
 }
 
 /// Reads a text file and reports an error under `code`.

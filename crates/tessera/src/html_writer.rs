@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
+use tessera_base::Diagnostic;
 use tessera_ir::{op_workload, print};
 use tessera_mesh::Rank;
 use tessera_report::apng::png_frame;
@@ -29,10 +30,17 @@ const SHEET_FRAMES: u64 = 24;
 /// beginning, as the chunk numbers on it show.
 const MAX_DECODED_FRAMES: u64 = 1200;
 
-/// Writes trace.json and report.html. The record is the authoritative output, so a file that cannot
-/// be written is skipped. The trace nests `ops` in the phases. Waiting times come from the flight
+/// Writes trace.json and report.html; if one cannot be written, the other is written still. The trace nests `ops` in the phases. Waiting times come from the flight
 /// records, as far back as those reach.
-pub(crate) fn write_reports(plan: &Plan, record: &RunRecord, out: &Path, ops: Vec<TimelineSpan>) {
+///
+/// # Errors
+/// T0014 for the first file that cannot be written.
+pub(crate) fn write_reports(
+    plan: &Plan,
+    record: &RunRecord,
+    out: &Path,
+    ops: Vec<TimelineSpan>,
+) -> Result<(), Diagnostic> {
     let mut record_with_waits = record.clone();
     add_collective_waits(&mut record_with_waits, &read_flight_records(out, plan.sealed.mesh().world_size()));
     let record = &record_with_waits;
@@ -41,7 +49,7 @@ pub(crate) fn write_reports(plan: &Plan, record: &RunRecord, out: &Path, ops: Ve
         timeline.spans.extend(ops);
         timeline.sort_and_name();
     }
-    let _ = write_file(&out.join("trace.json"), trace_json(&timeline).as_bytes());
+    let trace = write_file(&out.join("trace.json"), trace_json(&timeline).as_bytes());
     let path = out.join(CLIP_FILE);
     let bytes = std::fs::metadata(&path).map_or(0, |m| m.len());
     let inline = bytes <= MAX_INLINE_CLIP_BYTES as u64;
@@ -57,7 +65,7 @@ pub(crate) fn write_reports(plan: &Plan, record: &RunRecord, out: &Path, ops: Ve
         plan: Some(&view),
         trace_href: Some("trace.json"),
     });
-    let _ = write_file(&out.join("report.html"), html.as_bytes());
+    trace.and(write_file(&out.join("report.html"), html.as_bytes()))
 }
 
 /// Returns the frame indices of the contact sheet, evenly spaced over the first frames of a clip

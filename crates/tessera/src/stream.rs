@@ -77,8 +77,9 @@ pub fn run(
     on_event(StreamEvent::Exited);
     let (failure, interrupted) = match launched {
         Ok(report) => {
-            flight::write_exits(&options.out, &report.exits);
-            (report.failure, report.interrupted)
+            let unwritten = flight::write_exits(&options.out, &report.exits).err();
+            let unwritten = unwritten.map(|d| Failure::from_diagnostic(FailureClass::Output, None, &d));
+            (report.failure.or(unwritten), report.interrupted)
         }
         Err(ds) => {
             let d =
