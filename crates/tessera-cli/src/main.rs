@@ -8,6 +8,7 @@
 //! run failure.
 
 #![forbid(unsafe_code)]
+#![warn(clippy::print_stderr, clippy::print_stdout)]
 
 mod codes;
 mod commands;

@@ -5,11 +5,11 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::Instant;
 
 mod support;
-use support::{TIMEOUT, both_outputs, tessera_command, wait_for_end};
+use support::{TIMEOUT, both_outputs, repo_root, tessera_command, wait_for_end};
 
 fn path_text(p: &Path) -> &str {
     p.to_str().unwrap()
@@ -27,6 +27,20 @@ fn assert_no_panic(o: &Output) {
     assert!(o.status.code() != Some(101) && !text.contains("panicked"), "{text}");
     // A signal would be an abort.
     assert!(o.status.code().is_some(), "{:?} {text}", o.status);
+}
+
+/// Runs a shell line in which `$T` is the binary and `$M` the demo model.
+fn run_in_shell(dir: &Path, line: &str) -> (Option<i32>, String) {
+    let child = Command::new("bash")
+        .args(["-c", line])
+        .env("T", env!("CARGO_BIN_EXE_tessera"))
+        .env("M", repo_root().join("models/demo"))
+        .current_dir(dir)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    end_without_panic(child)
 }
 
 /// Starts a stream, and waits until its record has a chunk.
@@ -74,4 +88,44 @@ fn a_report_that_cannot_be_written_fails_the_run() {
         assert!(status == Some(17) && text.contains("T0014") && text.contains(file), "{status:?} {text}");
         assert!(fs::metadata(out.join("clip.png")).unwrap().len() > 0);
     }
+}
+
+#[test]
+fn a_broken_terminal_changes_no_exit_status() {
+    let dir = tempfile::tempdir().unwrap();
+    let stream = "$T stream $M --chunks 2 --out";
+    for (n, (line, status)) in [
+        (format!("{stream} a 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"), 0),
+        (format!("{stream} b 2>/dev/full"), 0),
+        (format!("{stream} c 2>&-"), 0),
+        (format!("{stream} d >&- 2>&- <&-"), 0),
+        // A message without a reader keeps the status of its cause.
+        ("$T stream no/such 2>/dev/full".to_string(), 2),
+        ("$T check no/such 2>&-".to_string(), 1),
+        ("$T explain nonsense-nonsense 2>/dev/full".to_string(), 2),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (found, text) = run_in_shell(dir.path(), &line);
+        assert_eq!(found, Some(status), "{line}: {text}");
+        if let Some(out) = ["a", "b", "c", "d"].get(n) {
+            assert!(dir.path().join(out).join("report.html").is_file(), "{line}");
+        }
+    }
+}
+
+#[test]
+fn a_broken_standard_output_does_not_hide_the_failure() {
+    let dir = tempfile::tempdir().unwrap();
+    for format in ["text", "json"] {
+        let line = format!(
+            "$T stream $M --chunks 10000 -q --format {format} --out {format} >/dev/full & P=$!
+             until [ -s {format}/clip.png ]; do sleep 0.05; done; rm {format}/clip.png; wait $P"
+        );
+        let (status, text) = run_in_shell(dir.path(), &line);
+        assert!(status == Some(17) && text.contains("T0765") && text.contains("T0033"), "{status:?} {text}");
+    }
+    let (status, text) = run_in_shell(dir.path(), "$T stream $M --chunks 1 -q --out ok >/dev/full");
+    assert!(status == Some(1) && text.contains("T0033"), "{status:?} {text}");
 }

@@ -24,6 +24,7 @@ use tessera_verify::SealedPlan;
 
 use crate::clock::monotonic_ns;
 use crate::files::{write_error, write_file};
+use crate::terminal::print_stderr_line;
 
 /// Name of the folder in a run directory that holds the flight records.
 pub const FLIGHT_DIR: &str = "flight";
@@ -59,7 +60,7 @@ impl FlightRecord {
                 Some(FlightRecord { file, path, rank: rank.0, next_line: next, disabled: off })
             }
             Err(e) => {
-                eprintln!("tessera rank {rank}: no flight record: {}: {e}", path.display());
+                print_stderr_line(&format!("tessera rank {rank}: no flight record: {}: {e}", path.display()));
                 None
             }
         }
@@ -86,7 +87,8 @@ impl FlightRecord {
         let failed = self.file.write_all_at(&encode_line(line, at_ns, entry), line_offset(line)).err();
         if let Some(e) = failed.filter(|_| !self.disabled.swap(true, Ordering::Relaxed)) {
             let path = self.path.display();
-            eprintln!("tessera rank {}: the flight record stops here: {path}: {e}", self.rank);
+            let rank = self.rank;
+            print_stderr_line(&format!("tessera rank {rank}: the flight record stops here: {path}: {e}"));
         }
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use tessera::Plan;
 use tessera::check::{DeviceLimits, check_file};
 use tessera::codes::T0026;
+use tessera::terminal::print_stderr_line;
 use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics};
 use tessera_tools::charts::{check_chart, is_chart};
 use tessera_tools::drawings::DrawingDir;
@@ -73,7 +74,7 @@ pub fn run(args: &Args) -> CliResult {
         print_diagnostics(&outcome.diagnostics, args.format, &*outcome.source);
         if let Some(drawings) = &mut drawings {
             for file in drawings.write_drawings(&outcome.diagnostics, &*outcome.source)? {
-                eprintln!("wrote {}", file.display());
+                print_stderr_line(&format!("wrote {}", file.display()));
             }
         }
         if outcome.diagnostics.iter().any(Diagnostic::is_error) {

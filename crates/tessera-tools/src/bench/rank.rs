@@ -2,6 +2,7 @@
 //! picture size.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -103,7 +104,8 @@ pub fn rank_main(rank: u32, config_json: &str) -> Result<(), Diagnostics> {
 }
 
 fn print_line(line: &str) {
-    println!("{line}");
+    // A parent that is gone reads no result, and this process may end too.
+    let _ = writeln!(std::io::stdout(), "{line}");
 }
 
 /// The backend of one rank and, for each picture size, the denoising forward to time.

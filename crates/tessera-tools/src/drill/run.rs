@@ -448,7 +448,7 @@ pub fn run_launcher(case: &Path, rank: Vec<String>) -> Result<(), Diagnostics> {
             StreamEvent::Chunk(_) if !pid_line.is_empty() => {
                 // The drill reads this line and then kills this process. A failed print means that
                 // the drill has exited, and this process may end too.
-                println!("{}", std::mem::take(&mut pid_line));
+                let _ = writeln!(std::io::stdout(), "{}", std::mem::take(&mut pid_line));
             }
             _ => {}
         })?;
