@@ -1,7 +1,6 @@
 //! Writes the trace and the HTML report of a finished run from its record.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
@@ -18,7 +17,7 @@ use tessera_report::perfetto::trace_json;
 use tessera_report::record::RunRecord;
 use tessera_report::timeline::{Timeline, TimelineSpan};
 
-use crate::files::write_file;
+use crate::files::{open_regular_file, read_file, write_file};
 use crate::media_pipeline::CLIP_FILE;
 use crate::plan::Plan;
 use crate::run_dir::read_flight_records;
@@ -54,7 +53,8 @@ pub(crate) fn write_reports(
     let bytes = std::fs::metadata(&path).map_or(0, |m| m.len());
     let inline = bytes <= MAX_INLINE_CLIP_BYTES as u64;
     let frames = decode_contact_sheet(record, &path);
-    let apng = if inline && !frames.is_empty() { std::fs::read(&path).ok() } else { None };
+    let apng =
+        if inline && !frames.is_empty() { read_file(&path, MAX_INLINE_CLIP_BYTES as u64).ok() } else { None };
     // A clip that should be inlined but cannot be read is left out of the report.
     let has_clip = !frames.is_empty() && (apng.is_some() || !inline);
     let view = build_plan_view(plan);
@@ -80,7 +80,7 @@ fn decode_contact_sheet(record: &RunRecord, clip: &Path) -> Vec<SheetFrame> {
     let wanted = contact_sheet_indices(record.frame_count());
     let last = wanted.last().copied().unwrap_or(0);
     let mut out: Vec<SheetFrame> = Vec::new();
-    let Ok(file) = File::open(clip) else { return out };
+    let Ok(file) = open_regular_file(clip) else { return out };
     let Ok(mut reader) = png::Decoder::new(BufReader::new(file)).read_info() else { return out };
     let (w, h) = (reader.info().width, reader.info().height);
     let Some(size) = reader.output_buffer_size() else { return out };

@@ -43,7 +43,8 @@ pub(crate) fn write_run_dir_with(
     options: &StreamOptions,
     start: RunStart,
 ) -> Result<(), Diagnostic> {
-    let mut folder = StagedFolder::create(&options.out)?;
+    options.check_out()?;
+    let mut folder = StagedFolder::create_over(&options.out)?;
     folder.write(RECORD_FILE, RecordLine::Start(start).to_json().as_bytes())?;
     plan.write_into(&mut folder, "plan/")?;
     folder.commit()

@@ -13,7 +13,6 @@ use tessera_runtime::{Failure, FailureClass, Limits};
 
 use crate::codes::{T0015, T0016, T0018};
 use crate::cuda::{self, GpuRankConfig};
-use crate::files::refuse_existing;
 use crate::gpus::GpuDiscovery;
 use crate::media_pipeline::new_clip_stream;
 use crate::model::Model;
@@ -164,7 +163,7 @@ pub(crate) fn check_stream(
                 .with_hint("use --cache resident"),
         );
     }
-    ds.extend(refuse_existing(&options.out).err());
+    ds.extend(options.check_out().err());
     let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;
     match model.open_text_encoder() {
         Ok(words) => {

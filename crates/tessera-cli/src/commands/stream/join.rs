@@ -68,7 +68,7 @@ impl JoinArgs {
     /// # Errors
     /// T0034.
     pub fn options_from_env(&self) -> Result<JoinOptions, CliError> {
-        self.options_from(&|name| std::env::var(name).ok()).map_err(|d| CliError::usage(*d))
+        self.options_from(&read_variable).map_err(|d| CliError::usage(*d))
     }
 
     fn options_from(&self, env: &dyn Fn(&str) -> Option<String>) -> Result<JoinOptions, Box<Diagnostic>> {
@@ -134,6 +134,12 @@ impl JoinArgs {
             timeout: Duration::from_secs(self.join_timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT_S)),
         })
     }
+}
+
+/// Returns a variable of the environment. Bytes that are not UTF-8 are replaced, so that the value is
+/// rejected and not taken as missing.
+pub fn read_variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 /// Runs this process as one rank of a stream whose other ranks are started externally.
