@@ -8,6 +8,7 @@
 //! run failure.
 
 #![forbid(unsafe_code)]
+#![warn(clippy::print_stderr, clippy::print_stdout)]
 
 mod codes;
 mod commands;
@@ -19,9 +20,11 @@ mod progress;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use tessera_base::DiagnosticFormat;
 
 use commands::{autopsy, bench, bringup, check, doctor, drill, explain, measure, plan, stream};
-use output::CliResult;
+use output::{CliError, CliResult};
+use parse::invalid_argument;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -68,6 +71,16 @@ enum CliCommand {
 
 fn main() -> ExitCode {
     handle_file_size_signal();
+    if let Some(argument) = std::env::args_os().find(|argument| argument.to_str().is_none()) {
+        let argument = argument.to_string_lossy();
+        return CliError::usage(invalid_argument(
+            "the argument",
+            &argument,
+            "it is not UTF-8, and plans and records hold paths as text",
+            "models/demo",
+        ))
+        .print(DiagnosticFormat::Text);
+    }
     let (format, outcome): (_, CliResult) = match Cli::parse().command {
         CliCommand::Plan(args) => (args.format.into(), plan::run(&args)),
         CliCommand::Check(args) => (args.format, check::run(&args)),

@@ -4,6 +4,7 @@ use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::ValueEnum;
+use tessera::terminal::{escape_controls, print_stderr, print_stderr_line};
 use tessera_base::{Code, Diagnostic, DiagnosticFormat, Diagnostics, Registry, render_all};
 
 use crate::codes::T0033;
@@ -97,8 +98,10 @@ pub fn print_diagnostics(
     }
     let text = render_all(ds, format, source);
     if format != DiagnosticFormat::Text {
-        // If standard output fails here, there is no other channel for the report.
-        let _ = write_stdout(&text);
+        if let Err(d) = write_stdout(&text) {
+            // The report is lost there, so standard error gets it.
+            print_stderr(&(text + &render_all(&[d], DiagnosticFormat::Text, &|_| None)));
+        }
         return;
     }
     // Errors come before warnings in the list of codes.
@@ -111,13 +114,13 @@ pub fn print_diagnostics(
         [first, ..] => format!("tessera explain {first} (also {})", codes[1..].join(", ")),
         [] => return,
     };
-    eprintln!("{text}more: {more}");
+    print_stderr_line(&format!("{text}more: {more}"));
 }
 
-/// Writes to standard output. A closed pipe, as in `tessera explain | head`, is not an error.
+/// Writes to standard output, with control characters escaped. A closed pipe, as in `tessera explain | head`, is not an error.
 pub fn write_stdout(text: &str) -> Result<(), Diagnostic> {
     let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    match stdout.write_all(escape_controls(text).as_bytes()).and_then(|()| stdout.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
             Err(Diagnostic::error(&T0033, format!("standard output cannot be written: {e}")))
         }

@@ -8,6 +8,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tessera::StopHandle;
 use tessera::stream_options::{ChunkProgress, StreamEvent};
+use tessera::terminal::print_stderr_line;
 
 /// Number of progress lines of a short stream whose standard error is not a terminal.
 const MAX_LINES: u32 = 10;
@@ -55,10 +56,10 @@ impl Progress {
     pub fn show_event(&self, event: &StreamEvent) {
         match (self, event) {
             (Progress::Silent, _) | (_, StreamEvent::Exited) => {}
-            (Progress::Lines(_), StreamEvent::Started { pids }) => eprintln!("{}", started_line(pids)),
+            (Progress::Lines(_), StreamEvent::Started { pids }) => print_stderr_line(&started_line(pids)),
             (Progress::Lines(each), StreamEvent::Chunk(c)) => {
                 if (c.chunk + 1).is_multiple_of(*each) || c.chunk + 1 == c.chunks {
-                    eprintln!("chunk {}/{}  {}", c.chunk + 1, c.chunks, chunk_line(c));
+                    print_stderr_line(&format!("chunk {}/{}  {}", c.chunk + 1, c.chunks, chunk_line(c)));
                 }
             }
             (Progress::Bar(bar), StreamEvent::Started { pids }) => {
@@ -75,8 +76,8 @@ impl Progress {
     /// Prints a line that the bar must not overwrite.
     pub fn print_line(&self, text: &str) {
         match self {
-            Progress::Bar(bar) => bar.suspend(|| eprintln!("{text}")),
-            _ => eprintln!("{text}"),
+            Progress::Bar(bar) => bar.suspend(|| print_stderr_line(text)),
+            _ => print_stderr_line(text),
         }
     }
 

@@ -5,6 +5,7 @@
 //! This crate runs nothing and names no backend. It uses `tessera` for models, plans and folders.
 
 #![forbid(unsafe_code)]
+#![warn(clippy::print_stderr, clippy::print_stdout)]
 
 mod advice;
 mod attention_program;

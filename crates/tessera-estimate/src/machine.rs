@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use tessera::files::read_text_file;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cost::{MachineModel, Profile};
 use tessera_mesh::{Cluster, catalog};
@@ -65,7 +66,7 @@ pub fn load_thresholds(path: Option<&Path>) -> Result<Thresholds, Diagnostics> {
         None => Ok(Thresholds::default()),
         Some(path) => {
             let name = path.display().to_string();
-            let text = std::fs::read_to_string(path).map_err(|e| vec![unreadable_file(&name, &e)])?;
+            let text = read_text_file(path).map_err(|e| vec![unreadable_file(&name, &e)])?;
             Thresholds::parse(&name, &text)
         }
     }
@@ -78,7 +79,7 @@ fn read_if_file(name: &str) -> Result<Option<String>, Diagnostics> {
     if !name.ends_with(".toml") && !path.is_file() {
         return Ok(None);
     }
-    std::fs::read_to_string(path).map(Some).map_err(|e| vec![unreadable_file(name, &e)])
+    read_text_file(path).map(Some).map_err(|e| vec![unreadable_file(name, &e)])
 }
 
 fn unreadable_file(name: &str, why: &std::io::Error) -> Diagnostic {

@@ -45,6 +45,12 @@ const STEPS_MAX: usize = 100;
 /// Maximum operations of a forward, so that sums of costs fit 64 bits.
 const OPERATIONS_MAX: u128 = 1 << 60;
 
+/// Maximum frame rate. A larger one is a typo.
+const FPS_MAX: f64 = 1000.0;
+
+/// Maximum shift of the noise schedule. Above it, all steps would have the same noise level.
+const SHIFT_MAX: f64 = 1000.0;
+
 /// The settings of a stream. Source: `stream.toml` in the model's folder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StreamConfig {
@@ -221,8 +227,12 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
         if !(self.bias > 0.0 && self.bias <= 1.0) {
             refuse(format!("cache.bias {} must be in (0, 1]", self.bias));
         }
-        if self.fps <= 0.0 || self.shift <= 0.0 {
-            refuse(format!("fps {} and shift {} must be positive", self.fps, self.shift));
+        let in_range = |x: f64, max: f64| x > 0.0 && x <= max;
+        if !in_range(self.fps, FPS_MAX) || !in_range(self.shift, SHIFT_MAX) {
+            refuse(format!(
+                "fps {} must be positive and at most {FPS_MAX}, and shift {} positive and at most {SHIFT_MAX}",
+                self.fps, self.shift
+            ));
         }
         if self.steps.len() > STEPS_MAX {
             refuse(format!("schedule.steps has {} entries, the limit is {STEPS_MAX}", self.steps.len()));

@@ -40,6 +40,12 @@ pub(crate) const ELEMENTS_MAX: u64 = 1 << 40;
 /// Maximum pixels of a patch or of a latent stride along one dim.
 pub(crate) const STRIDE_MAX: f64 = 65_536.0;
 
+/// Maximum elements of an encoded prompt, which the leader holds in memory and sends to the ranks.
+const TEXT_ELEMENTS_MAX: u64 = 1 << 28;
+
+/// Maximum epsilon of a norm. A larger one would replace the variance that it only protects.
+const EPS_MAX: f64 = 1.0;
+
 /// Maximum number of transformer blocks.
 const LAYERS_MAX: u64 = 1024;
 
@@ -161,20 +167,25 @@ impl WanConfig {
         if !self.freq_dim.is_multiple_of(2) {
             refuse(format!("freq_dim {} must be even", self.freq_dim));
         }
-        if self.eps <= 0.0 {
-            refuse(format!("eps {} must be positive", self.eps));
+        if !(self.eps > 0.0 && self.eps <= EPS_MAX) {
+            refuse(format!("eps {} must be positive and at most {EPS_MAX}", self.eps));
+        }
+        if self.text_len.checked_mul(self.text_dim).is_none_or(|n| n > TEXT_ELEMENTS_MAX) {
+            refuse(format!(
+                "an encoded prompt of text_len {} · text_dim {} has more than {TEXT_ELEMENTS_MAX} elements",
+                self.text_len, self.text_dim
+            ));
         }
         if self.layers > LAYERS_MAX {
             refuse(format!("{} blocks exceed the limit of {LAYERS_MAX}", self.layers));
         }
         let (d, [rows, cols]) = (self.dim, self.patch);
-        let tensors: [(&str, &[u64]); 7] = [
+        let tensors: [(&str, &[u64]); 6] = [
             ("the feed-forward weight, ffn_dim · dim", &[self.ffn_dim, d]),
             ("the time projection, 6 · dim · dim", &[6, d, d]),
             ("the time embedding, freq_dim · dim", &[self.freq_dim, d]),
             ("the patch embedding, patch · channels · dim", &[rows, cols, self.channels, d]),
             ("the text, text_len · dim", &[self.text_len, d]),
-            ("the text, text_len · text_dim", &[self.text_len, self.text_dim]),
             ("the text embedding, text_dim · dim", &[self.text_dim, d]),
         ];
         for (what, extents) in tensors {
@@ -311,6 +322,8 @@ mod tests {
         assert!(with("").is_ok());
         for extra in [
             ",\"text_len\":4294967295",
+            ",\"text_len\":1000000000",
+            ",\"eps\":1e308",
             ",\"text_dim\":4294967295,\"text_len\":512",
             ",\"in_dim\":4294967295,\"out_dim\":4294967295,\"patch_size\":[1,65536,65536]",
             ",\"patch_size\":[1,1e18,2]",

@@ -283,6 +283,13 @@ digest differs from the digest of what the leader sent. The call was not committ
 bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
 cause is faulty memory, or a program in between that re-encodes messages.";
 
+    T0765: "an output file of the run was removed or replaced",
+    "The leader keeps the clip and the record of a run open and writes to them. Before it counts a chunk as delivered, and once \
+more at the end, it compares each open file with the file of that name in the output folder. A file was deleted, moved or \
+replaced, or the whole folder was, so further output would go to a file that nobody can open.\n\nThe message names the file. Find \
+the program that cleans up this folder, and start the run again with --out in another place. Files that are still in the folder \
+are complete up to the last chunk that the record lists.";
+
     T0770: "a weight of a rank is not finite",
     "While a rank loads its weights, it checks every element in the form in which it computes with it. An element of \
 this shard is NaN or infinite, so no call was run: every value that depends on the element would be NaN, and the frames \

@@ -96,6 +96,8 @@ faults! {
     StoppedRank "stopped-rank",
     /// An engine call does not return and ignores its abort.
     StuckInLibrary "stuck-in-library",
+    /// The run directory is removed, and an empty one takes its place.
+    OutputFolderRemoved "output-folder-removed",
     /// A rank's device, or its engine thread on a CPU, spins without end inside a phase.
     StuckKernel "stuck-kernel",
     /// One bit of an input is flipped.

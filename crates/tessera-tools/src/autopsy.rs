@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use tessera::clock::monotonic_ns;
-use tessera::files::{write_error, write_file};
+use tessera::files::{read_file, write_error, write_file};
 use tessera::flight::{EXITS_FILE, FLIGHT_DIR, MAX_FLIGHT_BYTES, process_vitals};
 use tessera::plan::Plan;
 use tessera::record::RECORD_FILE;
@@ -131,8 +131,7 @@ fn rank_files(folder: &Path) -> (Vec<PathBuf>, Vec<String>) {
 }
 
 fn read_limited(path: &Path, max_bytes: u64) -> Option<Vec<u8>> {
-    let length = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?.len();
-    if length > max_bytes { None } else { std::fs::read(path).ok() }
+    read_file(path, max_bytes).ok()
 }
 
 /// Estimates the current time on the records' wall clock, from a process that still runs on this

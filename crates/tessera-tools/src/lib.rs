@@ -5,6 +5,7 @@
 //! [`trace`], which `check` uses. The run time ([`tessera`]) knows none of them.
 
 #![forbid(unsafe_code)]
+#![warn(clippy::print_stderr, clippy::print_stdout)]
 
 pub mod autopsy;
 pub mod bench;

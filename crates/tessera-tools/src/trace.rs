@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use tessera::files::{MAX_TEXT_BYTES, read_file};
 use tessera_base::{Diagnostic, Diagnostics, Span};
 use tessera_verify::{GroupId, Traces, check_traces};
 
@@ -123,7 +124,7 @@ pub fn is_trace(path: &Path) -> bool {
 /// question mark, so that byte positions stay valid.
 #[must_use]
 pub fn read_lossy(file: &str) -> Option<String> {
-    let bytes = std::fs::read(file).ok()?;
+    let bytes = read_file(Path::new(file), MAX_TEXT_BYTES).ok()?;
     String::from_utf8(bytes).map_or_else(
         |e| {
             let mut out = String::with_capacity(e.as_bytes().len());

@@ -40,7 +40,7 @@ system refused to create or map an arena, or a rank received an arena that does 
 plan. The usual cause is a memory limit of the container.";
 
     T0018: "stream options contradict each other",
-    "The options request something impossible: no chunks at all, a chunk that is both cut and flushed, or a change at a chunk that the stream never \
+    "The options request something impossible: no chunks at all, a chunk that is both cut and flushed, more chunks than a simulation can hold, or a change at a chunk that the stream never \
 reaches. Chunks are counted from 0; a change at chunk N takes effect when chunk N begins.";
 
     T0019: "a rank of an in-process run failed",

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use tessera_base::Diagnostic;
 use tessera_mesh::Rank;
 use tessera_report::autopsy::{ProcessEnd, ProcessVitals};
 use tessera_report::flight::{
@@ -22,6 +23,8 @@ use tessera_runtime::flight::{self, FlightSink};
 use tessera_verify::SealedPlan;
 
 use crate::clock::monotonic_ns;
+use crate::files::{write_error, write_file};
+use crate::terminal::print_stderr_line;
 
 /// Name of the folder in a run directory that holds the flight records.
 pub const FLIGHT_DIR: &str = "flight";
@@ -57,7 +60,7 @@ impl FlightRecord {
                 Some(FlightRecord { file, path, rank: rank.0, next_line: next, disabled: off })
             }
             Err(e) => {
-                eprintln!("tessera rank {rank}: no flight record: {}: {e}", path.display());
+                print_stderr_line(&format!("tessera rank {rank}: no flight record: {}: {e}", path.display()));
                 None
             }
         }
@@ -84,7 +87,8 @@ impl FlightRecord {
         let failed = self.file.write_all_at(&encode_line(line, at_ns, entry), line_offset(line)).err();
         if let Some(e) = failed.filter(|_| !self.disabled.swap(true, Ordering::Relaxed)) {
             let path = self.path.display();
-            eprintln!("tessera rank {}: the flight record stops here: {path}: {e}", self.rank);
+            let rank = self.rank;
+            print_stderr_line(&format!("tessera rank {rank}: the flight record stops here: {path}: {e}"));
         }
     }
 }
@@ -203,15 +207,22 @@ pub fn process_vitals(header: &FlightHeader) -> Option<ProcessVitals> {
     })
 }
 
-/// Writes the exit status of each process. Only an autopsy reads the file, so a write error is
-/// ignored.
-pub(crate) fn write_exits(out: &Path, exits: &[RankExit]) {
+/// Writes the exit status of each process.
+///
+/// # Errors
+/// T0014.
+pub(crate) fn write_exits(out: &Path, exits: &[RankExit]) -> Result<(), Diagnostic> {
     let line = |e: &RankExit| {
         let end = ProcessEnd { rank: e.rank, status: e.status, signal: e.signal };
         serde_json::to_string(&end).unwrap_or_default() + "\n"
     };
     let text: String = exits.iter().map(line).collect();
-    let _ = std::fs::write(out.join(FLIGHT_DIR).join(EXITS_FILE), text);
+    let folder = out.join(FLIGHT_DIR);
+    // The folder is missing if every rank failed before it could open its flight record.
+    match std::fs::create_dir(&folder) {
+        Err(e) if e.kind() != ErrorKind::AlreadyExists => Err(write_error(&folder, &e)),
+        _ => write_file(&folder.join(EXITS_FILE), text.as_bytes()),
+    }
 }
 
 /// Maximum length of a flight record file; longer files are not read.

@@ -1,10 +1,10 @@
 //! Writes the trace and the HTML report of a finished run from its record.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
+use tessera_base::Diagnostic;
 use tessera_ir::{op_workload, print};
 use tessera_mesh::Rank;
 use tessera_report::apng::png_frame;
@@ -17,7 +17,7 @@ use tessera_report::perfetto::trace_json;
 use tessera_report::record::RunRecord;
 use tessera_report::timeline::{Timeline, TimelineSpan};
 
-use crate::files::write_file;
+use crate::files::{open_regular_file, read_file, write_file};
 use crate::media_pipeline::CLIP_FILE;
 use crate::plan::Plan;
 use crate::run_dir::read_flight_records;
@@ -29,10 +29,17 @@ const SHEET_FRAMES: u64 = 24;
 /// beginning, as the chunk numbers on it show.
 const MAX_DECODED_FRAMES: u64 = 1200;
 
-/// Writes trace.json and report.html. The record is the authoritative output, so a file that cannot
-/// be written is skipped. The trace nests `ops` in the phases. Waiting times come from the flight
+/// Writes trace.json and report.html; if one cannot be written, the other is written still. The trace nests `ops` in the phases. Waiting times come from the flight
 /// records, as far back as those reach.
-pub(crate) fn write_reports(plan: &Plan, record: &RunRecord, out: &Path, ops: Vec<TimelineSpan>) {
+///
+/// # Errors
+/// T0014 for the first file that cannot be written.
+pub(crate) fn write_reports(
+    plan: &Plan,
+    record: &RunRecord,
+    out: &Path,
+    ops: Vec<TimelineSpan>,
+) -> Result<(), Diagnostic> {
     let mut record_with_waits = record.clone();
     add_collective_waits(&mut record_with_waits, &read_flight_records(out, plan.sealed.mesh().world_size()));
     let record = &record_with_waits;
@@ -41,12 +48,13 @@ pub(crate) fn write_reports(plan: &Plan, record: &RunRecord, out: &Path, ops: Ve
         timeline.spans.extend(ops);
         timeline.sort_and_name();
     }
-    let _ = write_file(&out.join("trace.json"), trace_json(&timeline).as_bytes());
+    let trace = write_file(&out.join("trace.json"), trace_json(&timeline).as_bytes());
     let path = out.join(CLIP_FILE);
     let bytes = std::fs::metadata(&path).map_or(0, |m| m.len());
     let inline = bytes <= MAX_INLINE_CLIP_BYTES as u64;
     let frames = decode_contact_sheet(record, &path);
-    let apng = if inline && !frames.is_empty() { std::fs::read(&path).ok() } else { None };
+    let apng =
+        if inline && !frames.is_empty() { read_file(&path, MAX_INLINE_CLIP_BYTES as u64).ok() } else { None };
     // A clip that should be inlined but cannot be read is left out of the report.
     let has_clip = !frames.is_empty() && (apng.is_some() || !inline);
     let view = build_plan_view(plan);
@@ -57,7 +65,7 @@ pub(crate) fn write_reports(plan: &Plan, record: &RunRecord, out: &Path, ops: Ve
         plan: Some(&view),
         trace_href: Some("trace.json"),
     });
-    let _ = write_file(&out.join("report.html"), html.as_bytes());
+    trace.and(write_file(&out.join("report.html"), html.as_bytes()))
 }
 
 /// Returns the frame indices of the contact sheet, evenly spaced over the first frames of a clip
@@ -72,7 +80,7 @@ fn decode_contact_sheet(record: &RunRecord, clip: &Path) -> Vec<SheetFrame> {
     let wanted = contact_sheet_indices(record.frame_count());
     let last = wanted.last().copied().unwrap_or(0);
     let mut out: Vec<SheetFrame> = Vec::new();
-    let Ok(file) = File::open(clip) else { return out };
+    let Ok(file) = open_regular_file(clip) else { return out };
     let Ok(mut reader) = png::Decoder::new(BufReader::new(file)).read_info() else { return out };
     let (w, h) = (reader.info().width, reader.info().height);
     let Some(size) = reader.output_buffer_size() else { return out };

@@ -23,6 +23,7 @@ use tessera_runtime::{Failure, FailureClass};
 use crate::codes::{T0034, T0035};
 use crate::communicators::{self, EndpointSources};
 use crate::cuda::{self, GpuRankConfig};
+use crate::files::read_file;
 use crate::gpu_placement::position_on_host;
 use crate::model::Model;
 use crate::plan::Plan;
@@ -354,7 +355,7 @@ fn read_credential_file(path: &Path, what: &str, private: bool) -> Result<Vec<u8
         return Err(refuse(format!("mode {:04o}: every user of this host can access it", mode & 0o7777))
             .with_hint(format!("chmod 600 {}", path.display())));
     }
-    std::fs::read(path).map_err(io)
+    read_file(path, MAX_CREDENTIAL_BYTES).map_err(io)
 }
 
 fn path_text(path: &Path) -> String {

@@ -10,6 +10,7 @@
 //! measure and diagnose (`tessera-tools`). `ARCHITECTURE.md` lists the order of its modules.
 
 #![forbid(unsafe_code)]
+#![warn(clippy::print_stderr, clippy::print_stdout)]
 
 pub mod check;
 pub mod clock;
@@ -44,6 +45,7 @@ pub mod stream;
 pub mod stream_options;
 pub mod summary;
 pub mod synthetic_delays;
+pub mod terminal;
 
 pub use codes::CODES;
 pub use model::{Model, Overrides, Weights};

@@ -23,7 +23,7 @@ use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0016;
-use crate::files::{write_error, write_file};
+use crate::files::{check_in_place, lost_output, write_error, write_file};
 use crate::plan::Plan;
 use crate::rank_config::RankConfig;
 use crate::record::{MediaInterval, RecordWriter};
@@ -31,6 +31,8 @@ use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
 
 /// Name of the clip file in a run directory.
 pub(crate) const CLIP_FILE: &str = "clip.png";
+/// Name of the file with the latents of a model without a decoder.
+pub(crate) const LATENTS_FILE: &str = "latents.f32";
 
 /// The media pipeline of a run: codec, output files and record.
 pub(crate) struct RunMediaPipeline {
@@ -39,6 +41,8 @@ pub(crate) struct RunMediaPipeline {
     /// Number of requested chunks; the output is complete if the record has settled as many
     /// requests.
     chunks: u32,
+    /// Whether removed output files end the run; only a self-test turns this off.
+    checks_output: bool,
     record: Arc<Mutex<RecordWriter>>,
 }
 
@@ -53,8 +57,18 @@ impl RunMediaPipeline {
             codec: MediaCodec::load(plan, words, orders.delays.media)?,
             writer: FrameWriter::create(&plan.video, &orders.out, orders.png)?,
             chunks: orders.chunks,
+            checks_output: orders.checks_output(),
             record,
         })
+    }
+
+    /// Checks that the output files of the run are in its directory.
+    fn check_output(&self, record: &RecordWriter) -> Result<(), Diagnostic> {
+        if !self.checks_output {
+            return Ok(());
+        }
+        check_in_place(&self.writer.file, &self.writer.path)?;
+        record.check_in_place()
     }
 }
 
@@ -88,6 +102,7 @@ impl MediaPipeline for RunMediaPipeline {
         self.codec.end_interval("write", written);
         let mut record = lock_record(&self.record);
         record.record_media_laps(chunk, self.codec.take_intervals());
+        self.check_output(&record)?;
         record.record_delivery(chunk, frames, latents.data())?;
         Ok(frames)
     }
@@ -97,6 +112,8 @@ impl MediaPipeline for RunMediaPipeline {
         // The record is closed before the run counts as finished: a record that cannot be closed is
         // a failed output.
         let mut record = lock_record(&self.record);
+        self.check_output(&record)?;
+        self.writer.check_frames()?;
         let complete = record.settled_requests() == self.chunks;
         record.write_end(None, complete)
     }
@@ -296,7 +313,7 @@ impl FrameWriter {
                 let (stream, header) = new_clip_stream(video)?;
                 (CLIP_FILE, Some(stream), header)
             }
-            PixelDecoder::None => ("latents.f32", None, Vec::new()),
+            PixelDecoder::None => (LATENTS_FILE, None, Vec::new()),
         };
         let path = dir.join(name);
         let file = File::create(&path).map_err(|e| write_error(&path, &e))?;
@@ -331,8 +348,10 @@ impl FrameWriter {
             let rgb: Vec<u8> =
                 values.iter().map(|v| ((v.clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8).collect();
             if self.png {
-                let path = self.dir.join("frames").join(format!("{:06}.png", self.frames_written));
-                write_file(&path, &png_frame(&rgb, self.size.0, self.size.1)?)?;
+                write_file(
+                    &self.frame_path(self.frames_written),
+                    &png_frame(&rgb, self.size.0, self.size.1)?,
+                )?;
             }
             if let Some(clip) = &mut self.clip {
                 let bytes = clip.encode_frame(&rgb)?;
@@ -359,6 +378,18 @@ impl FrameWriter {
 
     fn write_latents(&mut self, bytes: &[u8]) -> Result<(), Diagnostic> {
         self.append_bytes(bytes)
+    }
+
+    /// Checks that every frame that was written as a PNG is still there.
+    fn check_frames(&self) -> Result<(), Diagnostic> {
+        let written = if self.png { self.frames_written } else { 0 };
+        let mut paths = (0..written).map(|n| self.frame_path(n));
+        let lost = paths.find_map(|path| Some((path.symlink_metadata().err()?, path)));
+        lost.map_or(Ok(()), |(why, path)| Err(lost_output(&path, &why.to_string())))
+    }
+
+    fn frame_path(&self, frame: u32) -> PathBuf {
+        self.dir.join("frames").join(format!("{frame:06}.png"))
     }
 
     fn sync(&mut self) -> Result<(), Diagnostic> {

@@ -12,6 +12,7 @@ use tessera_plan::Mapping;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
 use crate::codes::{T0010, T0016, T0041};
+use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
 
 /// Name of the file with the weights of a text encoder.
@@ -47,7 +48,7 @@ impl Model {
         require_folder(dir).map_err(|d| vec![d])?;
         let read = |file: &str| {
             let path = dir.join(file);
-            std::fs::read_to_string(&path)
+            read_text_file(&path)
                 .map(|text| (path.display().to_string(), text))
                 .map_err(|e| Diagnostic::error(&T0010, format!("{} cannot be read: {e}", path.display())))
         };
@@ -173,7 +174,7 @@ impl Model {
             ]);
         }
         let vocab = self.dir.join("vocab.txt");
-        let words = std::fs::read_to_string(&vocab).map_err(|e| {
+        let words = read_text_file(&vocab).map_err(|e| {
             vec![Diagnostic::error(&T0010, format!("{} cannot be read: {e}", vocab.display()))]
         })?;
         let set = self.open_text_encoder_weights()?;

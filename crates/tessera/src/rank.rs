@@ -15,6 +15,7 @@ use tessera_runtime::{Failure, FailureClass};
 use crate::codes::T0012;
 use crate::plan::Plan;
 use crate::rank_config::RankConfig;
+use crate::terminal::{print_stderr, print_stderr_line};
 use context::report_refusal;
 
 pub(crate) use context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup};
@@ -33,7 +34,7 @@ pub fn rank_main(on_joined: impl FnOnce()) -> i32 {
     let orders: RankConfig = match serde_json::from_slice(&joined.welcome.payload) {
         Ok(o) => o,
         Err(e) => {
-            eprintln!("tessera rank: the launcher's configuration cannot be parsed: {e}");
+            print_stderr_line(&format!("tessera rank: the launcher's configuration cannot be parsed: {e}"));
             return FailureClass::Parity.exit_code();
         }
     };
@@ -52,7 +53,7 @@ pub fn rank_main(on_joined: impl FnOnce()) -> i32 {
         // The launcher prints the cause once. The leader prints it only if the launcher is gone.
         Ok(Some(f)) => {
             if rank.0 == 0 && f.class == FailureClass::LauncherGone {
-                eprintln!("tessera: {}: {} ({})", f.class.as_str(), f.text, f.code);
+                print_stderr_line(&format!("tessera: {}: {} ({})", f.class.as_str(), f.text, f.code));
             }
             exit_process(f.class.exit_code())
         }
@@ -61,7 +62,7 @@ pub fn rank_main(on_joined: impl FnOnce()) -> i32 {
 }
 
 fn print_diagnostics(ds: &[Diagnostic]) -> i32 {
-    eprint!("{}", render_all(ds, DiagnosticFormat::Text, &|_| None));
+    print_stderr(&render_all(ds, DiagnosticFormat::Text, &|_| None));
     FailureClass::Preflight.exit_code()
 }
 

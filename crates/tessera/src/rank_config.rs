@@ -7,6 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_runtime::Digest;
 use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::StreamRequest;
+use tessera_runtime::tripwire::T0765;
 use tessera_runtime::wire::Reload;
 
 use crate::codes::T0010;
@@ -99,6 +100,12 @@ impl RankConfig {
         self.gpus.is_none().then_some(self.threads)
     }
 
+    /// Returns whether this run checks that its output files stay in place; only a self-test does
+    /// not.
+    pub(crate) fn checks_output(&self) -> bool {
+        checks_output(self.drill.as_ref())
+    }
+
     /// Returns the settings of a request. Requests count from 0, like the chunks on the command
     /// line.
     pub(crate) fn chunk_settings(&self, request: u64) -> ChunkSettings {
@@ -128,6 +135,11 @@ impl RankConfig {
         let found = self.weights.iter().find(|(c, ..)| *c == chunk);
         found.map(|(_, source, weights)| Reload { source: source.clone(), weights: *weights })
     }
+}
+
+/// Returns whether the tripwire of lost output files is armed under a drill.
+pub(crate) fn checks_output(drill: Option<&DrillConfig>) -> bool {
+    drill.is_none_or(|d| d.disabled_tripwires.is_armed(&T0765))
 }
 
 /// Returns the value in force at a chunk: the last one set at or before it.

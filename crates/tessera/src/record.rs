@@ -18,7 +18,7 @@ use tessera_runtime::wire::CallMeta;
 use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
-use crate::files::write_error;
+use crate::files::{check_in_place, write_error};
 
 /// Name of the record file in a run directory.
 pub const RECORD_FILE: &str = "record.jsonl";
@@ -315,6 +315,11 @@ impl RecordWriter {
         let (name, stream) = (name.into(), "decode".into());
         let phase = PhaseRecord { name, stream, start_ns, end_ns, ..PhaseRecord::default() };
         self.media_phases.entry(chunk).or_default().push(phase);
+    }
+
+    /// Checks that the record is still in the run directory.
+    pub(crate) fn check_in_place(&self) -> Result<(), Diagnostic> {
+        check_in_place(&self.file, &self.path)
     }
 
     /// Records that a chunk is on disk as `frames` frames.

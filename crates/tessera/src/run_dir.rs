@@ -8,6 +8,7 @@ use tessera_base::Diagnostic;
 use tessera_report::flight::FlightLog;
 use tessera_report::record::{RecordReader, RunRecord};
 
+use crate::files::{open_regular_file, read_file};
 use crate::flight::{FLIGHT_DIR, MAX_FLIGHT_BYTES};
 use crate::plan::Plan;
 use crate::record::RECORD_FILE;
@@ -47,8 +48,7 @@ pub fn open_run_dir(folder: &Path) -> Result<RunDir, String> {
 pub fn read_flight_records(folder: &Path, ranks: u32) -> Vec<FlightLog> {
     let read = |rank: u32| {
         let path = folder.join(FLIGHT_DIR).join(format!("rank-{rank}.jsonl"));
-        let length = std::fs::metadata(&path).ok()?.len();
-        let bytes = (length <= MAX_FLIGHT_BYTES).then(|| std::fs::read(&path).ok())??;
+        let bytes = read_file(&path, MAX_FLIGHT_BYTES).ok()?;
         FlightLog::parse(&path.display().to_string(), &bytes).ok()
     };
     (0..ranks).filter_map(read).collect()
@@ -58,9 +58,7 @@ pub fn read_flight_records(folder: &Path, ranks: u32) -> Vec<FlightLog> {
 /// long run only the first and the last chunks are kept, so that reading takes no more memory than
 /// running.
 pub fn read_record(path: &Path) -> Option<Result<RunRecord, Diagnostic>> {
-    // Reading a named pipe would never end.
-    std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?;
-    let mut file = BufReader::new(std::fs::File::open(path).ok()?);
+    let mut file = BufReader::new(open_regular_file(path).ok()?);
     let mut reader = RecordReader::new(KEPT_CHUNKS);
     let mut line = Vec::new();
     loop {

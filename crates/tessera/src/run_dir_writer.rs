@@ -7,16 +7,18 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tessera_base::Diagnostic;
 use tessera_report::overlap::OverlapStats;
 use tessera_report::record::{
-    RankRole, RecordLine, RunEnd, RunRecord, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
+    RankRole, RecordLine, RunDevice, RunEnd, RunRecord, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
 };
 use tessera_report::timeline::TimelineSpan;
-use tessera_runtime::Failure;
+use tessera_runtime::tripwire::T0765;
+use tessera_runtime::{Failure, FailureClass};
 
 use crate::clock::format_utc;
-use crate::files::StagedFolder;
+use crate::files::{StagedFolder, lost_output, write_error};
 use crate::html_writer;
+use crate::media_pipeline::{CLIP_FILE, LATENTS_FILE};
 use crate::plan::Plan;
-use crate::rank_config::RankConfig;
+use crate::rank_config::{RankConfig, checks_output};
 use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
 use crate::run_dir::read_record;
 use crate::stream_options::{StreamOptions, StreamReport};
@@ -43,7 +45,8 @@ pub(crate) fn write_run_dir_with(
     options: &StreamOptions,
     start: RunStart,
 ) -> Result<(), Diagnostic> {
-    let mut folder = StagedFolder::create(&options.out)?;
+    options.check_out()?;
+    let mut folder = StagedFolder::create_over(&options.out)?;
     folder.write(RECORD_FILE, RecordLine::Start(start).to_json().as_bytes())?;
     plan.write_into(&mut folder, "plan/")?;
     folder.commit()
@@ -89,7 +92,8 @@ pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptio
     }
 }
 
-/// Closes the record if the leader could not, and writes the report and the trace.
+/// Closes the record if the leader could not, and writes the report and the trace. If the run has
+/// not failed, the first output file that is missing or cannot be written is its failure.
 pub(crate) fn close_run(
     plan: &Plan,
     options: &StreamOptions,
@@ -108,17 +112,25 @@ pub(crate) fn close_run_with_ops(
     ops: Vec<TimelineSpan>,
 ) -> StreamReport {
     let path = options.out.join(RECORD_FILE);
-    let mut record = read_record(&path).and_then(Result::ok);
+    let (mut record, mut written) = match read_record(&path) {
+        Some(Ok(record)) => (Some(record), Ok(())),
+        Some(Err(d)) => (None, Err(d)),
+        None => (None, Err(lost_output(&path, "no such file"))),
+    };
     if let Some(record) = &mut record
         && record.end.is_none()
     {
         let end = missing_end_line(record, failure.as_ref());
-        append_line(&path, record.truncated, &RecordLine::End(end.clone()));
+        written = append_line(&path, record.truncated, &RecordLine::End(end.clone()));
         record.end = Some(end);
     }
     if let Some(record) = &record {
-        html_writer::write_reports(plan, record, &options.out, ops);
+        written = written
+            .and(html_writer::write_reports(plan, record, &options.out, ops))
+            .and(check_frames_file(record, options));
     }
+    let written = written.err().filter(|d| d.code != &T0765 || checks_output(options.drill.as_ref()));
+    let failure = failure.or_else(|| Some(Failure::from_diagnostic(FailureClass::Output, None, &written?)));
     let events = record.as_ref().map_or(&[][..], |r| &r.events);
     let dropped = events.iter().filter(|e| e.event == DROPPED_EVENT).count() as u32;
     let overlap = record.as_ref().and_then(|r| OverlapStats::from_chunks(&r.chunks));
@@ -168,13 +180,22 @@ fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
     }
 }
 
-/// Appends a line, on a new line after a truncated one. A write error is ignored, because the
-/// terminal shows the failure anyway.
-fn append_line(path: &Path, truncated: bool, line: &RecordLine) {
+/// Checks that a run that delivered chunks has a file with their frames or latents.
+fn check_frames_file(record: &RunRecord, options: &StreamOptions) -> Result<(), Diagnostic> {
+    let files = [CLIP_FILE, LATENTS_FILE].map(|name| options.out.join(name));
+    let computes = record.start.device != RunDevice::Sim;
+    if !computes || record.chunk_count() == 0 || files.iter().any(|f| f.is_file()) {
+        return Ok(());
+    }
+    Err(lost_output(&files[usize::from(record.frame_count() == 0)], "no such file"))
+}
+
+/// Appends a line, on a new line after a truncated one.
+fn append_line(path: &Path, truncated: bool, line: &RecordLine) -> Result<(), Diagnostic> {
     let text = if truncated { format!("\n{}", line.to_json()) } else { line.to_json() };
     let write = || -> std::io::Result<()> {
         let mut file = std::fs::OpenOptions::new().append(true).open(path)?;
         std::io::Write::write_all(&mut file, text.as_bytes())
     };
-    let _ = write();
+    write().map_err(|e| write_error(path, &e))
 }

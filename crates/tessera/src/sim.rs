@@ -32,7 +32,6 @@ use tessera_runtime::sim::{ExternalEvent, Sim, SimConfig, SimOutcome};
 use tessera_runtime::{Digest, Failure, FailureClass, Parity, Tripwires};
 
 use crate::engine::build_program_index;
-use crate::files::refuse_existing;
 use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank_config::RankConfig;
@@ -41,12 +40,14 @@ use crate::run_dir_writer::{close_run_with_ops, start_line, write_run_dir_with};
 use crate::run_settings::{build_id, ranks_without_latents, run_limits, stream_spec};
 use crate::stream_options::{StreamEvent, StreamOptions, StreamReport};
 
-use crate::codes::{T0016, T0040};
+use crate::codes::{T0016, T0018, T0040};
 use world::SimWorld;
 
 /// Latency of one control message between two processes, in nanoseconds. Messages within a process
 /// take no time.
 pub const HOP_LATENCY_NS: u64 = 50_000;
+/// Maximum number of chunks of a simulated stream.
+const MAX_SIMULATED_CHUNKS: u32 = 1_000_000;
 /// Simulated time between two checks for an interrupt, in nanoseconds.
 const INTERRUPT_POLL_NS: u64 = 1_000_000_000;
 
@@ -124,7 +125,17 @@ fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnost
                 .with_hint("use --cache resident, or give the decode and encode times with --min-decode-ms"),
         );
     }
-    ds.extend(refuse_existing(&options.out).err());
+    if options.chunks > MAX_SIMULATED_CHUNKS {
+        ds.push(
+            Diagnostic::error(&T0018, format!("a simulated stream of {} chunks", options.chunks))
+                .with_label(
+                    "limit",
+                    format!("{MAX_SIMULATED_CHUNKS} chunks, because all requests are held in memory"),
+                )
+                .with_hint("give fewer --chunks"),
+        );
+    }
+    ds.extend(options.check_out().err());
     ds.extend(stream_spec(plan).check_settings());
     if ds.is_empty() { Ok(()) } else { Err(ds) }
 }

@@ -13,7 +13,6 @@ use tessera_runtime::{Failure, FailureClass, Limits};
 
 use crate::codes::{T0015, T0016, T0018};
 use crate::cuda::{self, GpuRankConfig};
-use crate::files::refuse_existing;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::media_pipeline::new_clip_stream;
@@ -85,8 +84,9 @@ pub fn run(
     on_event(StreamEvent::Exited);
     let (failure, interrupted) = match launched {
         Ok(report) => {
-            flight::write_exits(&options.out, &report.exits);
-            (report.failure, report.interrupted)
+            let unwritten = flight::write_exits(&options.out, &report.exits).err();
+            let unwritten = unwritten.map(|d| Failure::from_diagnostic(FailureClass::Output, None, &d));
+            (report.failure.or(unwritten), report.interrupted)
         }
         Err(ds) => {
             let d =
@@ -171,7 +171,7 @@ pub(crate) fn check_stream(
                 .with_hint("use --cache resident"),
         );
     }
-    ds.extend(refuse_existing(&options.out).err());
+    ds.extend(options.check_out().err());
     let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;
     match model.open_text_encoder() {
         Ok(words) => {

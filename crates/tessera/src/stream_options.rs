@@ -9,6 +9,7 @@ use tessera_runtime::Failure;
 
 use crate::codes::T0018;
 use crate::faults::DrillConfig;
+use crate::files::refuse_existing;
 use crate::synthetic_delays::SyntheticDelays;
 
 /// What a stream generates and how it runs. A change at a chunk takes effect when that chunk
@@ -31,8 +32,10 @@ pub struct StreamOptions {
     pub flushes_at: Vec<u32>,
     /// Weight folders that every rank loads before a chunk; that chunk opens a scene.
     pub weights_at: Vec<(u32, PathBuf)>,
-    /// Run directory; it must not exist.
+    /// Run directory; it must not exist, unless it is reserved.
     pub out: PathBuf,
+    /// Whether `out` is an empty folder of a [`ReservedFolder`](crate::files::ReservedFolder).
+    pub out_is_reserved: bool,
     /// Whether to write every frame as a PNG too.
     pub png: bool,
     /// Whether to run more ranks than cores.
@@ -48,6 +51,11 @@ pub struct StreamOptions {
 }
 
 impl StreamOptions {
+    /// Returns T0013 if the run directory is taken.
+    pub(crate) fn check_out(&self) -> Result<(), Diagnostic> {
+        if self.out_is_reserved { Ok(()) } else { refuse_existing(&self.out) }
+    }
+
     /// Checks the options independently of plan and model (T0018).
     pub(crate) fn check(&self) -> Diagnostics {
         let mut ds = Vec::new();

@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use tessera::terminal::print_stderr_line;
 use tessera_tools::autopsy::{draw_findings, examine_run};
 
 use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, write_stdout};
@@ -51,7 +52,7 @@ pub fn run(args: &Args) -> CliResult {
     }
     if let Some(folder) = &args.svg {
         for file in draw_findings(&found, folder)? {
-            eprintln!("wrote {}", file.display());
+            print_stderr_line(&format!("wrote {}", file.display()));
         }
     }
     Ok(if found.has_problem() { EXIT_DIAGNOSTICS } else { 0 })

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Subcommand;
 use tessera::gpus::GpuDiscovery;
+use tessera::terminal::print_stderr;
 use tessera::{DtypePolicy, Mapping, Strategy, Transport};
 use tessera_tools::bench::{
     BenchConfig, BenchPoint, BenchRanks, ErrorRow, FORWARDS_PER_STEP, FRAMES_PER_STEP, MachineModel,
@@ -399,7 +400,7 @@ pub fn run_rank(rank: u32, config: &str) -> u8 {
     match rank_main(rank, config) {
         Ok(()) => 0,
         Err(ds) => {
-            eprint!("{}", render_all(&ds, DiagnosticFormat::Text, &|_| None));
+            print_stderr(&render_all(&ds, DiagnosticFormat::Text, &|_| None));
             1
         }
     }

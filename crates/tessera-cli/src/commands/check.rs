@@ -1,10 +1,12 @@
 //! `tessera check`: verifies plan folders, program files, and traces of collectives.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tessera::Plan;
 use tessera::check::{DeviceLimits, check_file};
 use tessera::codes::T0026;
+use tessera::files::read_text_file;
+use tessera::terminal::print_stderr_line;
 use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics};
 use tessera_tools::charts::{check_chart, is_chart};
 use tessera_tools::drawings::DrawingDir;
@@ -73,7 +75,7 @@ pub fn run(args: &Args) -> CliResult {
         print_diagnostics(&outcome.diagnostics, args.format, &*outcome.source);
         if let Some(drawings) = &mut drawings {
             for file in drawings.write_drawings(&outcome.diagnostics, &*outcome.source)? {
-                eprintln!("wrote {}", file.display());
+                print_stderr_line(&format!("wrote {}", file.display()));
             }
         }
         if outcome.diagnostics.iter().any(Diagnostic::is_error) {
@@ -153,7 +155,7 @@ enum VerifiedSummary {
 fn check_input(input: &CheckInput, limits: &DeviceLimits) -> CheckOutcome {
     match input {
         CheckInput::Plan(folder) => {
-            let source = Box::new(|at: &str| std::fs::read_to_string(at).ok());
+            let source = Box::new(|at: &str| read_text_file(Path::new(at)).ok());
             match Plan::read_with_limits(folder, limits) {
                 Ok(plan) => {
                     let verified = Some(VerifiedSummary::Digest(plan.sealed.digest_hex()));

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use tessera::files::refuse_existing;
 use tessera::stream_options::RunDevice;
+use tessera::terminal::print_stderr_line;
 use tessera_base::Diagnostic;
 use tessera_tools::codes::T0049;
 use tessera_tools::measure::{MeasureOptions, MeasuredMachine, STEP_NAMES, measure_machine};
@@ -66,7 +67,7 @@ pub fn run(args: &Args) -> CliResult {
     let mut step = 0;
     let mut on_step = |name: &str| {
         step += 1;
-        eprintln!("measuring {name} ({step} of {})", STEP_NAMES.len());
+        print_stderr_line(&format!("measuring {name} ({step} of {})", STEP_NAMES.len()));
     };
     let measured = measure_machine(MeasureOptions { ranks: args.ranks, quick: args.quick }, &mut on_step)?;
     measured.write(&args.out)?;

@@ -6,6 +6,7 @@ mod report;
 use std::path::{Path, PathBuf};
 
 use tessera::codes::T0040;
+use tessera::files::ReservedFolder;
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
@@ -18,7 +19,7 @@ use crate::flags::{AppliesTo, flag_set, named_values};
 use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
 use crate::progress::run_watched;
-use join::JoinArgs;
+use join::{JoinArgs, read_variable};
 use report::print_report;
 
 const EXAMPLES: &str = "\
@@ -202,6 +203,12 @@ pub fn run(args: &Args) -> CliResult {
         }
     };
     let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
+    // Joined ranks that share a disk must find the same name, so they reserve none.
+    let reserved = match &args.out {
+        None if !is_joining(args) => Some(ReservedFolder::create(Path::new("out"), &plan.model)?),
+        _ => None,
+    };
+    let free_dir = || first_free_dir(Path::new("out"), &plan.model);
     let options = StreamOptions {
         chunks: args.chunks,
         prompt: args.prompt.clone(),
@@ -211,7 +218,11 @@ pub fn run(args: &Args) -> CliResult {
         cuts_at: args.cut_at.clone(),
         flushes_at: args.flush_at.clone(),
         weights_at: changes.weights,
-        out: args.out.clone().unwrap_or_else(|| first_free_dir(Path::new("out"), &plan.model)),
+        out: match &reserved {
+            Some(folder) => folder.path().to_path_buf(),
+            None => args.out.clone().unwrap_or_else(free_dir),
+        },
+        out_is_reserved: reserved.is_some(),
         png: args.png,
         oversubscribe: args.oversubscribe,
         delays,
@@ -237,7 +248,7 @@ pub fn run(args: &Args) -> CliResult {
 /// MASTER_ADDR alone may be left over from another program; RANK or WORLD_SIZE concerns this
 /// process.
 fn is_joining(args: &Args) -> bool {
-    let is_set = |name| std::env::var(name).is_ok_and(|value| !value.trim().is_empty());
+    let is_set = |name| read_variable(name).is_some_and(|value| !value.trim().is_empty());
     is_set("RANK") || is_set("WORLD_SIZE") || !args.join.given_flags(&[AppliesTo::JoinedRanks]).is_empty()
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use tessera::files::read_text_file;
 use tessera::{DtypePolicy, Mapping, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology, Transport};
 use tessera_base::Diagnostic;
 
@@ -311,7 +312,7 @@ pub fn parse_steps(text: &str) -> Result<Vec<f64>, Diagnostic> {
 
 fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
     let name = file.display().to_string();
-    match std::fs::read_to_string(file) {
+    match read_text_file(file) {
         Ok(text) => Ok(Mapping::parse(&name, &text)?),
         Err(e) => Err(CliError::usage(
             Diagnostic::error(&T0030, format!("--mapping {name} cannot be read: {e}"))

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use tessera::files::read_text_file;
 use tessera_base::{Diagnostic, Diagnostics, closest_name, format_choices};
 use tessera_ir::analytic_model::AnalyticModel;
 use tessera_models::{LanguageModel, zoo};
@@ -130,7 +131,7 @@ fn find_zoo_model(name: &str) -> Result<LanguageModel, Diagnostics> {
 
 fn load_config(path: &Path) -> Result<LanguageModel, Diagnostics> {
     let name = path.display().to_string();
-    let text = std::fs::read_to_string(path).map_err(|e| {
+    let text = read_text_file(path).map_err(|e| {
         vec![
             Diagnostic::error(&T0047, format!("{name} cannot be read: {e}"))
                 .with_label(name.clone(), "this file"),

@@ -2,10 +2,12 @@
 //! picture size.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
 use tessera::Weights;
+use tessera::files::read_text_file;
 use tessera::gpus::GpuDiscovery;
 use tessera::{Model, cuda};
 use tessera_base::{Diagnostic, Diagnostics};
@@ -103,7 +105,8 @@ pub fn rank_main(rank: u32, config_json: &str) -> Result<(), Diagnostics> {
 }
 
 fn print_line(line: &str) {
-    println!("{line}");
+    // A parent that is gone reads no result, and this process may end too.
+    let _ = writeln!(std::io::stdout(), "{line}");
 }
 
 /// The backend of one rank and, for each picture size, the denoising forward to time.
@@ -302,7 +305,7 @@ fn case_buffer(
 
 fn read_case_sigma(model: &Model) -> Result<f32, Diagnostics> {
     let file = model.dir.join("case.json");
-    let text = std::fs::read_to_string(&file).map_err(|e| bench_error(format!("{}: {e}", file.display())))?;
+    let text = read_text_file(&file).map_err(|e| bench_error(format!("{}: {e}", file.display())))?;
     let case: serde_json::Value =
         serde_json::from_str(&text).map_err(|e| bench_error(format!("{}: {e}", file.display())))?;
     let sigma = case.get("sigma").and_then(serde_json::Value::as_f64);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tessera::clock::monotonic_ns;
 use tessera::faults::{DrillConfig, fired_at_ns};
-use tessera::files::write_error;
+use tessera::files::{MAX_TEXT_BYTES, read_file, write_error};
 use tessera::plan::Plan;
 use tessera::record::RECORD_FILE;
 use tessera::stream;
@@ -426,7 +426,8 @@ struct LauncherConfig {
 /// # Errors
 /// The reason why the stream cannot start, or its failure.
 pub fn run_launcher(case: &Path, rank: Vec<String>) -> Result<(), Diagnostics> {
-    let read = std::fs::read(case).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
+    let read =
+        read_file(case, MAX_TEXT_BYTES).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
     let case: LauncherConfig =
         serde_json::from_slice(&read).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
     let (model, plan) = build_plan(&case.model, (Topology::Mesh, Strategy::Ulysses, false, 2))?;
@@ -448,7 +449,7 @@ pub fn run_launcher(case: &Path, rank: Vec<String>) -> Result<(), Diagnostics> {
             StreamEvent::Chunk(_) if !pid_line.is_empty() => {
                 // The drill reads this line and then kills this process. A failed print means that
                 // the drill has exited, and this process may end too.
-                println!("{}", std::mem::take(&mut pid_line));
+                let _ = writeln!(std::io::stdout(), "{}", std::mem::take(&mut pid_line));
             }
             _ => {}
         })?;

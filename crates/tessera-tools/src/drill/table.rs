@@ -193,6 +193,7 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::StoppedRank, "a rank is stopped by SIGSTOP", "T0743", Leader, SHUTDOWN),
         stream_drill(DrillFault::StuckInLibrary, "an engine hangs and ignores its abort", "T0743", Leader, SHUTDOWN),
         stream_drill(DrillFault::StuckKernel, "a kernel never ends", "T0743", Leader, SHUTDOWN),
+        stream_drill(DrillFault::OutputFolderRemoved, "the output folder is removed during the run", "T0765", Leader, SHUTDOWN).armed_at(0, 4),
         stream_drill(DrillFault::PerturbedInput, "one bit of an input differs on one rank", "T0759", Leader, SAME).armed_at(1, 2),
         stream_drill(DrillFault::MutatedWeight, "a weight changes in the memory of one rank", "T0754", Worker, SAME),
         Drill { strategy: Strategy::Megatron, ..stream_drill(DrillFault::WrongShard, "a rank loads the shards of another rank", "T0754", Init, SAME) },

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Result};
 use std::path::Path;
 
+use tessera::files::open_regular_file;
 use tessera_base::Span;
 
 use super::MAX_LINE_BYTES;
@@ -27,7 +28,7 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 impl LineReader {
     pub(super) fn open(path: &Path) -> Result<LineReader> {
-        let file = BufReader::with_capacity(1 << 17, File::open(path)?);
+        let file = BufReader::with_capacity(1 << 17, open_regular_file(path)?);
         Ok(LineReader { file, buffer: Vec::new(), offset: 0 })
     }
 

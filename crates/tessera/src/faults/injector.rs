@@ -79,6 +79,17 @@ impl FaultInjector {
         let _ = made.and_then(|mut file| file.write_all(monotonic_ns().to_string().as_bytes()));
     }
 
+    /// Removes the run directory at the delivery of the armed call if that is the fault.
+    pub(super) fn remove_output_folder(&self, chunk: u32) {
+        let is_armed_call = self.armed_fault().call == u64::from(chunk) + 2;
+        if is_armed_call && self.has_fault(DrillFault::OutputFolderRemoved) {
+            // An empty folder takes its place, because the time of the fault is written there. If
+            // either step fails, the drill finds that no fault fired.
+            let _ = std::fs::remove_dir_all(&self.out).and_then(|()| std::fs::create_dir(&self.out));
+            self.mark_fired();
+        }
+    }
+
     /// Returns the leader's limits, with an unbounded queue if that is the fault.
     pub(crate) fn leader_limits(&self, limits: Limits) -> Limits {
         if !self.has_fault(DrillFault::UnboundedOutput) {

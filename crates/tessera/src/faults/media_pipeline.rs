@@ -1,4 +1,4 @@
-//! A media pipeline that injects the armed fault.
+//! A media pipeline that injects the armed fault: in the text embedding, or in the output folder.
 
 use tessera_base::Diagnostic;
 use tessera_runtime::drill::DrillFault;
@@ -7,7 +7,7 @@ use tessera_runtime::wire::{Dtype, Tensor};
 
 use super::injector::FaultInjector;
 
-/// The leader's media pipeline with a fault in the text embedding.
+/// The leader's media pipeline with an injected fault.
 pub(crate) struct DrillMediaPipeline {
     inner: Box<dyn MediaPipeline>,
     injector: FaultInjector,
@@ -45,6 +45,7 @@ impl MediaPipeline for DrillMediaPipeline {
     }
 
     fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
+        self.injector.remove_output_folder(chunk);
         self.inner.deliver_chunk(chunk, latents)
     }
 

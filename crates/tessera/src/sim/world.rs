@@ -166,6 +166,8 @@ impl<'a> SimWorld<'a> {
             let wrote = self.record.write_event("failed", &f.text);
             self.note_error(wrote);
         }
+        let in_place = self.record.check_in_place();
+        failure = failure.or_else(|| Some(to_failure(&in_place.err()?)));
         let complete = self.record.settled_requests() == chunks;
         if let Err(d) = self.record.write_end(failure.as_ref(), complete) {
             failure.get_or_insert_with(|| to_failure(&d));

@@ -12,6 +12,7 @@ use signal_hook::iterator::{Handle, Signals};
 use tessera::codes::T0034;
 use tessera::join::{JoinEvent, JoinOptions, JoinReport, TlsFiles};
 use tessera::stream_options::{RunDevice, StreamEvent, StreamOptions};
+use tessera::terminal::{print_stderr, print_stderr_line};
 use tessera::{Model, Plan, StopHandle};
 use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
 
@@ -67,7 +68,7 @@ impl JoinArgs {
     /// # Errors
     /// T0034.
     pub fn options_from_env(&self) -> Result<JoinOptions, CliError> {
-        self.options_from(&|name| std::env::var(name).ok()).map_err(|d| CliError::usage(*d))
+        self.options_from(&read_variable).map_err(|d| CliError::usage(*d))
     }
 
     fn options_from(&self, env: &dyn Fn(&str) -> Option<String>) -> Result<JoinOptions, Box<Diagnostic>> {
@@ -135,6 +136,12 @@ impl JoinArgs {
     }
 }
 
+/// Returns a variable of the environment. Bytes that are not UTF-8 are replaced, so that the value is
+/// rejected and not taken as missing.
+pub fn read_variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
 /// Runs this process as one rank of a stream whose other ranks are started externally.
 pub fn run(
     plan: Plan,
@@ -162,7 +169,7 @@ pub fn run(
     // notices the closed connection.
     let mut listener = if is_leader { handle_signals(&interrupt, &progress, first_message) } else { None };
     let report = tessera::join::run(plan, model, options, join_options, &interrupt, &mut |e| match e {
-        JoinEvent::Note(d) => eprint!("{}", render_all(&[d], DiagnosticFormat::Text, &|_| None)),
+        JoinEvent::Note(d) => print_stderr(&render_all(&[d], DiagnosticFormat::Text, &|_| None)),
         JoinEvent::Connected(addresses) => {
             all_joined.store(true, Ordering::Relaxed);
             if !is_leader {
@@ -191,11 +198,11 @@ pub fn run(
         JoinReport::Leader(report) => print_report(&report, format, report.failure.is_some()),
         JoinReport::Rank(None) => Ok(0),
         JoinReport::Interrupted => {
-            eprintln!("rank {}: rank 0 received a second stop request", join_options.rank);
+            print_stderr_line(&format!("rank {}: rank 0 received a second stop request", join_options.rank));
             tessera::exit_process(EXIT_INTERRUPTED.into())
         }
         JoinReport::Rank(Some(failure)) => {
-            eprintln!("rank {}:", join_options.rank);
+            print_stderr_line(&format!("rank {}:", join_options.rank));
             print_failure(&failure);
             // The exit handlers of GPU libraries would wait for work that never ends.
             let leave = if options.device == RunDevice::Cuda {
@@ -216,7 +223,9 @@ fn leave_first_stop_to_leader(rank: u32) -> Option<Handle> {
     let listen = move || {
         let mut signals = signals.forever();
         if signals.next().is_some() {
-            eprintln!("rank {rank}: waiting for rank 0 to stop all ranks; interrupt again to exit at once");
+            print_stderr_line(&format!(
+                "rank {rank}: waiting for rank 0 to stop all ranks; interrupt again to exit at once"
+            ));
         }
         if signals.next().is_some() {
             tessera::exit_process(EXIT_INTERRUPTED.into());

@@ -2,8 +2,9 @@
 
 use tessera::OVERLAP_GATE;
 use tessera::stream_options::StreamReport;
+use tessera::terminal::print_stderr_line;
 
-use crate::output::{CliResult, OutputFormat, format_pairs, write_stdout};
+use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_pairs, write_stdout};
 
 /// Prints the result of a run. `failure_printed` suppresses the failure, for callers that have
 /// already printed it.
@@ -12,9 +13,15 @@ pub fn print_report(report: &StreamReport, format: OutputFormat, failure_printed
         OutputFormat::Json => render_json(report),
         OutputFormat::Text => render_text(report),
     };
-    write_stdout(&text)?;
-    if let Some(f) = report.failure.as_ref().filter(|_| format == OutputFormat::Text && !failure_printed) {
+    let written = write_stdout(&text);
+    let on_stderr = format == OutputFormat::Text && !failure_printed || written.is_err();
+    if let Some(f) = report.failure.as_ref().filter(|_| on_stderr) {
         print_failure(f);
+    }
+    // A standard output that cannot be written must not hide how the run ended.
+    if let Err(d) = written {
+        let status = if report.exit_code == 0 { EXIT_DIAGNOSTICS } else { report.exit_code };
+        return Err(CliError::with_status(vec![d], status));
     }
     Ok(report.exit_code)
 }
@@ -22,13 +29,13 @@ pub fn print_report(report: &StreamReport, format: OutputFormat, failure_printed
 /// Prints code, class, rank and text of a failure to standard error.
 pub fn print_failure(f: &tessera::Failure) {
     let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
-    eprintln!(
+    print_stderr_line(&format!(
         "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
         f.code,
         f.class.as_str(),
         f.text.replace("; ", "\n  "),
         f.code
-    );
+    ));
 }
 
 /// The files that a run folder may contain, with the most useful ones first.
