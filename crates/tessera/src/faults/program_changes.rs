@@ -66,10 +66,12 @@ fn insert_broadcast(p: &mut Program) {
     p.values.push(Value { name: "announcement".to_string(), ty });
     let axis = like.mesh_axis().map_or("world", Axis::name);
     let attrs = [("axis".to_string(), Attr::Str(axis.to_string())), ("root".to_string(), Attr::Int(0))];
+    // The broadcast is captured with the program: a program captured in part would not load.
+    let graph = like.attrs.get("graph").map(|name| ("graph".to_string(), name.clone()));
     let op = Op {
         opcode: Opcode::Broadcast,
         issue: true,
-        attrs: attrs.into_iter().collect(),
+        attrs: attrs.into_iter().chain(graph).collect(),
         results: vec![ticket],
         after: Vec::new(),
         ..like
