@@ -1,7 +1,5 @@
 //! The flow-matching schedule: timesteps and sigmas of the denoising steps.
 
-use crate::StreamConfig;
-
 /// Timestep and noise level of one denoising step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SigmaStep {
@@ -11,17 +9,17 @@ pub struct SigmaStep {
     pub sigma: f32,
 }
 
-/// Computes the denoising steps of a stream.
+/// Computes the denoising steps of a stream from the `steps`, `shift` and `warp` of its settings.
 ///
 /// The table is σ = s·u / (1 + (s − 1)·u) over u = 1, 0.999 … 0.001, with timestep 1000·σ. A warped
 /// step t takes row 1000 − t of the table; an unwarped step keeps its timestep and takes the σ of
 /// the nearest row. Source: the model family's own scheduler.
 #[must_use]
-pub fn denoising_steps(config: &StreamConfig) -> Vec<SigmaStep> {
+pub(crate) fn compute_sigma_steps(steps: &[f64], shift: f64, warp: bool) -> Vec<SigmaStep> {
     let table: Vec<f64> = (0..1000)
         .map(|i| {
             let u = 1.0 - f64::from(i) / 1000.0;
-            config.shift * u / (1.0 + (config.shift - 1.0) * u)
+            shift * u / (1.0 + (shift - 1.0) * u)
         })
         .collect();
     let nearest = |t: f64| {
@@ -31,12 +29,11 @@ pub fn denoising_steps(config: &StreamConfig) -> Vec<SigmaStep> {
             .min_by(|a, b| (1000.0 * a - t).abs().total_cmp(&(1000.0 * b - t).abs()))
             .unwrap_or(1.0)
     };
-    config
-        .steps
+    steps
         .iter()
         .map(|t| {
             let row = (1000.0 - t).round() as usize;
-            let (timestep, sigma) = if config.warp {
+            let (timestep, sigma) = if warp {
                 let sigma = table[row.min(999)];
                 (1000.0 * sigma, sigma)
             } else {
@@ -50,12 +47,13 @@ pub fn denoising_steps(config: &StreamConfig) -> Vec<SigmaStep> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::WanConfig;
+    use crate::{StreamConfig, WanConfig};
 
     fn parse_steps(text: &str) -> Vec<SigmaStep> {
         let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
         let stream = format!("[video]\nwidth = 16\nheight = 16\n[schedule]\n{text}\n");
-        denoising_steps(&StreamConfig::parse("s", &stream, &wan).unwrap())
+        let s = StreamConfig::parse("s", &stream, &wan).unwrap();
+        compute_sigma_steps(&s.steps, s.shift, s.warp)
     }
 
     #[test]

@@ -6,7 +6,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::WanConfig;
 use crate::codes::{T0411, T0412};
-use crate::schedule::denoising_steps;
+use crate::schedule::{SigmaStep, compute_sigma_steps};
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
 
 /// The quantity that the model predicts.
@@ -234,22 +234,7 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
                 self.fps, self.shift
             ));
         }
-        if self.steps.len() > STEPS_MAX {
-            refuse(format!("schedule.steps has {} entries, the limit is {STEPS_MAX}", self.steps.len()));
-        }
-        let falling = self.steps.windows(2).all(|p| p[0] > p[1]);
-        let in_range = self.steps.iter().all(|t| *t > 0.0 && *t <= 1000.0);
-        if self.steps.is_empty() || !falling || !in_range {
-            refuse(format!("schedule.steps {:?} must decrease from at most 1000 to above 0", self.steps));
-        }
-        if let Some(t) = self.steps.iter().find(|t| self.warp && t.fract() != 0.0) {
-            refuse(format!(
-                "step {t} of schedule.steps lies between rows {} and {} of the noise schedule; a warped step \
-                 is one row",
-                1000.0 - t.ceil(),
-                1000.0 - t.floor()
-            ));
-        }
+        self.describe_bad_steps().into_iter().for_each(&mut refuse);
         if self.decoder == PixelDecoder::SpaceTimeDepth && model.channels != 3 * st * sh * sw {
             refuse(format!(
                 "a {st}×{sh}×{sw} decoder has {} channels, the model {}",
@@ -264,6 +249,28 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
             ds.extend(self.find_partial_noise(file));
         }
         ds
+    }
+
+    /// Describes what is wrong with the denoising steps, apart from the noise of the first.
+    fn describe_bad_steps(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        if self.steps.len() > STEPS_MAX {
+            found.push(format!("schedule.steps has {} entries, the limit is {STEPS_MAX}", self.steps.len()));
+        }
+        let falling = self.steps.windows(2).all(|p| p[0] > p[1]);
+        let in_range = self.steps.iter().all(|t| *t > 0.0 && *t <= 1000.0);
+        if self.steps.is_empty() || !falling || !in_range {
+            found.push(format!("schedule.steps {:?} must decrease from at most 1000 to above 0", self.steps));
+        }
+        if let Some(t) = self.steps.iter().find(|t| self.warp && t.fract() != 0.0) {
+            found.push(format!(
+                "step {t} of schedule.steps lies between rows {} and {} of the noise schedule; a warped step \
+                 is one row",
+                1000.0 - t.ceil(),
+                1000.0 - t.floor()
+            ));
+        }
+        found
     }
 
     /// Rejects a schedule whose first step mixes something else than noise into its input.
@@ -331,6 +338,12 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
     pub fn frames_per_chunk(&self) -> u64 {
         self.chunk_frames * self.stride[0]
     }
+}
+
+/// Computes the denoising steps of a stream.
+#[must_use]
+pub fn denoising_steps(config: &StreamConfig) -> Vec<SigmaStep> {
+    compute_sigma_steps(&config.steps, config.shift, config.warp)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tessera::plan::Plan;
 use tessera::run_dir::{self, RunDir};
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
-use tessera_ir::{Attr, Op, Opcode, Program};
+use tessera_ir::{OpView, Opcode, Program};
 use tessera_mesh::Axis;
 use tessera_plan::search::thresholds::Thresholds;
 use tessera_report::flight::{FlightEntry, FlightLog, overlap_ratio};
@@ -258,16 +258,16 @@ fn sealed_programs(plan: &Plan) -> impl Iterator<Item = &Program> {
 /// Checks that every exchange of experts packs its rows in one kernel. Rows that travel as e4m3 need
 /// an error bound, which runs do not record.
 fn check_expert_exchange<'a>(programs: impl Iterator<Item = &'a Program>) -> ItemAnswer {
-    let is_set = |op: &Op, name: &str| op.attrs.get(name) == Some(&Attr::Bool(true));
     let (mut exchanges, mut quantized) = (0usize, 0usize);
     for p in programs {
-        for op in p.ops.iter().filter(|o| o.opcode == Opcode::MoeRoute) {
-            if !is_set(op, "pack_fused") {
+        for op in &p.ops {
+            let Ok(OpView::MoeRoute(route)) = op.view() else { continue };
+            if !route.pack_fused {
                 let text = format!("@{} packs its rows in kernels of their own: set pack_fused", p.name);
                 return (ItemStatus::Fail, text);
             }
             exchanges += 1;
-            quantized += usize::from(is_set(op, "quantize_fp8"));
+            quantized += usize::from(route.quantize_fp8);
         }
     }
     match (exchanges, quantized) {
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn the_exchange_of_experts_is_judged_by_the_plans_programs() {
+    fn the_exchange_of_experts_follows_from_the_plans_programs() {
         assert_eq!(check_expert_exchange(std::iter::empty()).0, ItemStatus::NotApplicable);
         assert_eq!(check_route(""), ItemStatus::Fail);
         assert_eq!(check_route(", pack_fused = true"), ItemStatus::Pass);
