@@ -5,10 +5,13 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 mod support;
 use support::{TIMEOUT, both_outputs, repo_root, tessera_command, to_text, wait_for_end};
@@ -52,7 +55,7 @@ fn start_stream(out: &Path, chunks: &str, more: &[&str]) -> Child {
     let begun = Instant::now();
     while !fs::read_to_string(out.join("record.jsonl")).is_ok_and(|r| r.lines().count() > 1) {
         assert!(begun.elapsed() < TIMEOUT, "no chunk");
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(5));
     }
     child
 }
@@ -243,4 +246,63 @@ fn names_that_are_not_plain_text_are_refused_or_escaped() {
     assert_no_panic(&o);
     let text = to_text(&o.stdout);
     assert!(o.status.success() && !text.contains('\u{1b}') && text.contains("a\\u{1b}[2Jb"), "{text}");
+}
+
+/// Starts one of two joined ranks with a secret.
+fn start_joined_rank(dir: &Path, rank: &str, port: u16) -> Child {
+    let args = ["stream", "models/demo", "--mesh", "tp=2", "--oversubscribe", "--chunks", "2", "-q"];
+    let (secret, out) = (dir.join("secret"), dir.join(format!("run-{rank}")));
+    let files = ["--secret", path_text(&secret), "--out", path_text(&out)];
+    let mut command = tessera_command(&[&args[..], &files].concat());
+    let place =
+        [("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("LOCAL_WORLD_SIZE", "2")];
+    command.envs(place).env("MASTER_PORT", port.to_string()).spawn().unwrap()
+}
+
+#[test]
+fn strangers_do_not_keep_joined_ranks_from_streaming() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("secret"), [7; 32]).unwrap();
+    fs::set_permissions(dir.path().join("secret"), fs::Permissions::from_mode(0o600)).unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let first = start_joined_rank(dir.path(), "0", port);
+    let begun = Instant::now();
+    let connect = || loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(e) => assert!(begun.elapsed() < TIMEOUT, "{e}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let idle: Vec<TcpStream> = (0..500).map(|_| connect()).collect();
+    for _ in 0..300 {
+        let mut stranger = connect();
+        // Rank 0 answers bytes that are no handshake by closing, and this end is gone by then.
+        let _ = stranger.write_all(&[0xa5; 4096]);
+    }
+    let second = start_joined_rank(dir.path(), "1", port);
+    for rank in [first, second] {
+        let (status, text) = end_without_panic(rank);
+        assert_eq!(status, Some(0), "{text}");
+        assert!(text.lines().count() < 60, "{text}");
+    }
+    drop(idle);
+    assert!(dir.path().join("run-0/report.html").is_file());
+}
+
+#[test]
+fn a_full_disk_ends_a_run_with_its_code() {
+    let dir = tempfile::tempdir().unwrap();
+    // A limit of the file size acts like a full disk; the binary turns the signal into an error.
+    let line = "ulimit -f 300; $T stream $M --chunks 400 -q --png --out run";
+    let (status, text) = run_in_shell(dir.path(), line);
+    assert!(status == Some(17) && text.contains("T0014"), "{status:?} {text}");
+    assert!(dir.path().join("run/clip.png").is_file());
+    // A disk of its own, where this system lets a test mount one.
+    let line = "mkdir small && mount -t tmpfs -o size=600k none small && \
+                { $T stream $M --chunks 400 -q --out small/run; echo status $?; }";
+    let mounted = run_in_shell(dir.path(), &format!("unshare -rm bash -c '{line}' || echo no mount"));
+    if !mounted.1.contains("no mount") {
+        assert!(mounted.1.contains("status 17") && mounted.1.contains("T0014"), "{}", mounted.1);
+    }
 }
