@@ -280,7 +280,7 @@ fn invalid_prompts_and_changes_are_rejected() {
     stream(&["--prompt", "red", "--chunks", "0"], 1, &["T0018"]);
     stream(&["--prompt", "red", "--cut-at", "3", "--flush-at", "3"], 1, &["T0018", "both cut and flushed"]);
     stream(&["--prompt", "red", "--flush-at", "9"], 1, &["T0018", "chunk 9"]);
-    stream(&["--prompt", "red", "--weights-at", "3:no/such"], 2, &["T0010", "no/such"]);
+    stream(&["--prompt", "red", "--weights-at", "3:no/such"], 1, &["T0010", "no/such"]);
     // Weights of other shapes.
     stream(&["--prompt", "red", "--weights-at", "3:models/demo"], 1, &["T05"]);
     stream(

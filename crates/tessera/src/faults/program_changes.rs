@@ -67,7 +67,7 @@ fn insert_broadcast(p: &mut Program) {
     let axis = like.mesh_axis().map_or("world", Axis::name);
     let attrs = [("axis".to_string(), Attr::Str(axis.to_string())), ("root".to_string(), Attr::Int(0))];
     // The broadcast is captured with the program: a program captured in part would not load.
-    let graph = like.attrs.get("graph").map(|name| ("graph".to_string(), name.clone()));
+    let graph = like.graph_name().map(|name| ("graph".to_string(), Attr::Str(name.to_string())));
     let op = Op {
         opcode: Opcode::Broadcast,
         issue: true,
