@@ -41,6 +41,7 @@ pub mod stream;
 pub mod stream_options;
 pub mod summary;
 pub mod synthetic_delays;
+pub mod wire_dump;
 
 pub use codes::CODES;
 pub use model::{Model, Overrides, Weights};

@@ -100,6 +100,11 @@ pub struct Args {
     #[arg(long)]
     pub png: bool,
 
+    /// Also write the messages that each rank sends, as wire/rank-N.bin in the run folder; `tessera
+    /// wire dump` decodes them
+    #[arg(long)]
+    pub wire_dump: bool,
+
     /// Allow more ranks than CPU cores
     #[arg(long)]
     pub oversubscribe: bool,
@@ -190,6 +195,13 @@ pub fn run(args: &Args) -> CliResult {
 fn stream_plan(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
     args.simulated.check_device(args.device)?;
+    if args.wire_dump && args.device == RunDevice::Sim {
+        return Err(CliError::usage(
+            Diagnostic::error(&T0040, "--wire-dump requires ranks that send messages")
+                .with_label("--device sim", "all ranks are simulated in one process")
+                .with_hint("leave out --wire-dump, or run on another device"),
+        ));
+    }
     let (model, plan) = match &args.plan {
         None => args.mapping.open_and_plan(args.model.as_deref(), None)?,
         Some(folder) => {
@@ -214,6 +226,7 @@ fn stream_plan(args: &Args) -> CliResult {
         weights_at: changes.weights,
         out: args.out.clone().unwrap_or_else(|| first_free_dir(Path::new("out"), &plan.model)),
         png: args.png,
+        wire_dump: args.wire_dump,
         oversubscribe: args.oversubscribe,
         delays,
         device: args.device,
