@@ -9,4 +9,6 @@ pub mod drill;
 pub mod explain;
 pub mod measure;
 pub mod plan;
+pub mod record;
 pub mod stream;
+pub mod wire;

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tessera_base::DiagnosticFormat;
 
-use commands::{autopsy, bench, bringup, check, doctor, drill, explain, measure, plan, stream};
+use commands::{autopsy, bench, bringup, check, doctor, drill, explain, measure, plan, record, stream, wire};
 use output::{CliError, CliResult};
 use parse::invalid_argument;
 
@@ -55,6 +55,8 @@ enum CliCommand {
     Measure(measure::Args),
     Autopsy(autopsy::Args),
     Bringup(bringup::Args),
+    Record(record::Args),
+    Wire(wire::Args),
     Bench(Box<bench::Args>),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
@@ -88,6 +90,8 @@ fn main() -> ExitCode {
         CliCommand::Measure(args) => (args.format.into(), measure::run(&args)),
         CliCommand::Drill(args) => (args.format.into(), drill::run(&args)),
         CliCommand::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
+        CliCommand::Record(args) => (args.format().into(), record::run(&args)),
+        CliCommand::Wire(args) => (args.format().into(), wire::run(&args)),
         CliCommand::Bringup(args) => (args.format.into(), bringup::run(&args)),
         CliCommand::Explain(args) => (args.format.into(), explain::run(&args)),
         CliCommand::Stream(args) => (args.format.into(), stream::run(&args)),

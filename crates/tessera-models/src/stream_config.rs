@@ -275,7 +275,7 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
 
     /// Rejects a schedule whose first step mixes something else than noise into its input.
     fn find_partial_noise(&self, file: &str) -> Option<Diagnostic> {
-        let first = denoising_steps(self).first().copied().filter(|s| !(s.sigma >= 1.0))?;
+        let first = denoising_steps(self).first().copied().filter(|s| s.sigma < 1.0)?;
         Some(
             Diagnostic::error(
                 &T0412,

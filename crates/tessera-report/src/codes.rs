@@ -40,4 +40,14 @@ and charts with `dateFormat x` and bars of the form `name :id, start, 12ms`, whe
 `tessera plan` writes this form as timeline.mmd, and Mermaid draws it to scale. A chart may also have a title, an axisFormat \
 and sections. Dates, `after` and other Mermaid keywords are rejected, because a bar in the wrong \
 place would change every ratio that is computed from the chart.";
+
+    T0907: "a line of the record has a key that its schema lacks",
+    "Every key of record.jsonl belongs to the schema whose number the first line gives, so that a program that reads \
+the file finds a misspelt key at once and not as a value that is always absent. The message names the line and the path of each \
+unknown key.\n\nAnother version of tessera or another program wrote the line. Read the record with the version that its first line names.";
+
+    T0908: "the lines of the record contradict each other",
+    "The end line counts other chunks or frames than the chunk lines, the chunk lines are not in ascending order, or \
+a line follows the end line. Then lines were lost, added or exchanged after the run wrote them. As a warning, the code means that \
+there is no end line: the run is in progress, or it died.\n\nCopy the folder of the run again, or use `tessera autopsy` on a run that died.";
 }

@@ -20,7 +20,7 @@ use maud::{Markup, html};
 use tessera_base::Nanoseconds;
 
 use crate::markup::{format_count, format_or_dash, format_plural, format_shell_command};
-use crate::record::{FailureCause, RunDevice, RunEnd, RunRecord, RunStatus};
+use crate::record::{FailureCause, RunDevice, RunEnd, RunEvent, RunRecord, RunStatus};
 use crate::stats::{self, ChunkTimeStats};
 use crate::timeline::Timeline;
 use layout::{
@@ -97,7 +97,7 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
         (pipeline::render_pipeline_section(record))
         (render_settings(record))
         @if let Some(plan) = page.plan { (plan::render_plan_section(plan)) }
-        (render_list_section("Events", &record.events, |_| render_events(record)))
+        (render_list_section("Events", &shown_events(record), |events| render_events(record, events)))
         (render_reproduction(record))
     };
     let footer = html! {
@@ -252,9 +252,15 @@ fn render_settings(r: &RunRecord) -> Markup {
     render_section("Run details", &render_facts(known))
 }
 
-fn render_events(r: &RunRecord) -> Markup {
-    let mut events: Vec<_> = r.events.iter().collect();
+/// Returns the events in order of time, without the start-up reports, which `tessera record startup`
+/// prints.
+fn shown_events(r: &RunRecord) -> Vec<&RunEvent> {
+    let mut events: Vec<_> = r.events.iter().filter(|e| e.startup.is_none()).collect();
     events.sort_by_key(|e| e.at_ns);
+    events
+}
+
+fn render_events(r: &RunRecord, events: &[&RunEvent]) -> Markup {
     let omitted = events.len().saturating_sub(MAX_EVENTS);
     let omitted_from = if omitted > 0 { MAX_EVENTS / 2 } else { events.len() };
     let rows = html! {

@@ -20,6 +20,7 @@ pub mod mermaid;
 pub mod overlap;
 pub mod perfetto;
 pub mod record;
+pub mod record_check;
 mod stats;
 mod svg;
 pub mod timeline;

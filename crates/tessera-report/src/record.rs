@@ -168,6 +168,10 @@ pub struct ChunkRecord {
     pub seed: u64,
     /// Whether a hard cut precedes the chunk.
     pub cut: bool,
+    /// Latent frames that left the full window of the KV caches for this chunk; 0 after a cut, which
+    /// clears the caches, and in the recompute regime.
+    #[serde(default)]
+    pub evicted_frames: u32,
     /// Digest of the chunk's latents, hex.
     pub latents_digest: String,
     /// Number of pixel frames to which the chunk's latents decode.
@@ -293,6 +297,23 @@ pub struct RunEvent {
     pub event: String,
     /// What happened, in words, such as `chunk 3 begins epoch 1`.
     pub detail: String,
+    /// The start-up report of a rank, for an event `startup`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub startup: Option<RankStartup>,
+}
+
+/// What a rank reported once it was loaded, before the first call: its effective settings.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankStartup {
+    /// Rank that made the report.
+    pub rank: u32,
+    /// Role in the plan, such as `stage0`; empty if the plan gives the rank no role.
+    pub role: String,
+    /// Key and effective value of each compared property, such as the backend and the watchdogs, in
+    /// ascending order of key.
+    pub keys: Vec<(String, String)>,
+    /// Codes of the armed tripwires.
+    pub tripwires: Vec<String>,
 }
 
 /// The end line of a record: how the run ended and what it delivered.
@@ -575,8 +596,12 @@ mod tests {
 
     #[test]
     fn fields_keep_their_order() {
-        let event =
-            RecordLine::Event(RunEvent { at_ns: 5, event: "cut".into(), detail: "a \"hard\" one\n".into() });
+        let event = RecordLine::Event(RunEvent {
+            at_ns: 5,
+            event: "cut".into(),
+            detail: "a \"hard\" one\n".into(),
+            startup: None,
+        });
         assert_eq!(
             event.to_json(),
             "{\"kind\":\"event\",\"at_ns\":5,\"event\":\"cut\",\"detail\":\"a \\\"hard\\\" one\\n\"}\n"

@@ -108,7 +108,7 @@ impl Timeline {
                 }));
             }
         }
-        t.marks.extend(record.events.iter().map(|e| TimelineMark {
+        t.marks.extend(record.events.iter().filter(|e| e.startup.is_none()).map(|e| TimelineMark {
             at_ns: e.at_ns,
             label: e.event.clone(),
             detail: e.detail.clone(),
@@ -264,6 +264,7 @@ pub(crate) mod tests {
                         prompt: "a kite".into(),
                         seed: 7,
                         cut: i == 2,
+                        evicted_frames: 0,
                         latents_digest: "00ff".into(),
                         frames: 12,
                         start_ns: t,
@@ -297,6 +298,7 @@ pub(crate) mod tests {
                 at_ns: 2 * ms,
                 event: "prompt".into(),
                 detail: "now </script> \"x\"".into(),
+                startup: None,
             }],
             end: Some(RunEnd {
                 status: RunStatus::Complete,

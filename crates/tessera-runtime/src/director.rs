@@ -113,6 +113,8 @@ pub struct CallPlan {
     pub meta: Option<CallMeta>,
     /// Whether the chunk is the first of its scene.
     pub opens_scene: bool,
+    /// Latent frames that the call evicts from a full window. A cut clears the caches instead.
+    pub evicted_frames: u32,
 }
 
 /// Plans the calls of a stream one after the other, ahead of their execution.
@@ -143,7 +145,9 @@ impl Director {
         let mut draft =
             CallDraft { cache: self.cache.clone(), phases: Vec::new(), programs, found: Vec::new() };
         let cut = request.cut.is_cut();
+        let cached: u32 = if cut { 0 } else { draft.cache.cached_frames() };
         draft.cache.begin_call(cut).map_err(|d| vec![d])?;
+        let evicted_frames = cached.saturating_sub(draft.cache.cached_frames());
         let chunk = draft.cache.next_chunk();
         let opens_scene = draft.cache.stage() == CacheStage::Empty;
         // A cut also clears the text keys and values, as does a RESET without a chunk.
@@ -178,7 +182,7 @@ impl Director {
             ..neutral_meta(phases, programs, &cache)?
         };
         self.cache = cache;
-        Ok(CallPlan { chunk, opens_scene, ..self.plan_call(CallAction::Infer, Some(meta)) })
+        Ok(CallPlan { chunk, opens_scene, evicted_frames, ..self.plan_call(CallAction::Infer, Some(meta)) })
     }
 
     /// Plans the warm-up call, which runs every program of the plan once. The cache state does not
@@ -198,7 +202,7 @@ impl Director {
     /// Returns a call in the current cache state.
     fn plan_call(&self, action: CallAction, meta: Option<CallMeta>) -> CallPlan {
         let (chunk, cache_epoch) = (self.cache.next_chunk(), self.cache.epoch());
-        CallPlan { action, chunk, cache_epoch, meta, opens_scene: false }
+        CallPlan { action, chunk, cache_epoch, meta, opens_scene: false, evicted_frames: 0 }
     }
 
     /// Returns the cache state after the last planned call.
@@ -380,17 +384,23 @@ mod tests {
         assert_eq!(programs(&first), [&["text"][..], &pass, &pass, &["clean.fill0", "emit"]].concat());
         assert_eq!(first.meta.as_ref().map(|m| m.expected_generator_calls), Some(3));
         d.plan_chunk(&NEXT, &index).expect("planned");
+        let mut evicted = Vec::new();
         for chunk in 2..6u32 {
             let plan = d.plan_chunk(&NEXT, &index).expect("planned");
             assert_eq!(
                 programs(&plan),
                 ["renoise", "denoise.fill6", "renoise", "denoise.fill6", "clean.fill6", "emit"]
             );
+            evicted.push(plan.evicted_frames);
             let meta = plan.meta.expect("a chunk");
             assert_eq!((plan.chunk, meta.start_frame), (chunk, chunk * 3));
             assert_eq!(meta.phases[1].int_arg("row"), Some(i64::from(chunk * 3 % 9 * 10)));
             assert_eq!(meta.phases[2].int_arg("draw"), Some(1));
         }
+        assert_eq!(evicted, [0, 3, 3, 3], "the window holds three chunks");
+        let cut = ChunkRequest { cut: SceneCut::Ordered, ..FIRST };
+        let cut = d.plan_chunk(&cut, &index).expect("planned");
+        assert_eq!(cut.evicted_frames, 0, "a cut clears the caches instead");
     }
 
     #[test]

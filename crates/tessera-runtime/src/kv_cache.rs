@@ -324,6 +324,13 @@ impl CacheState {
             .collect()
     }
 
+    /// Returns the latent frames that are cached between calls; a due evict is not applied yet. It
+    /// is 0 in the recompute regime.
+    #[must_use]
+    pub fn cached_frames(&self) -> u32 {
+        self.cached_chunks().len() as u32 * self.spec.chunk_frames
+    }
+
     /// Returns the stage, which determines the transitions that are legal next.
     #[must_use]
     pub fn stage(&self) -> CacheStage {

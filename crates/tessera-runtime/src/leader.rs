@@ -152,6 +152,15 @@ pub enum RecordEntry {
     Progress(Progress),
     /// A remark for the reader of the record.
     Note(String),
+    /// A rank is loaded; the table holds its effective settings, as it announced them.
+    Startup {
+        /// Rank that announced the settings.
+        rank: u32,
+        /// Every compared key of the rank with its value.
+        settings: Parity,
+        /// Codes of the tripwires that are armed on the rank.
+        tripwires: Vec<&'static str>,
+    },
     /// A request or a finished chunk is dropped because of a hard cut.
     Dropped {
         /// Number of the request, counted from 0 in order of arrival.

@@ -113,6 +113,19 @@ impl Limits {
         found
     }
 
+    /// Returns every bound with its name, in one line.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let Limits { d_in, d_out, max_outstanding, hello_ns, ready_ns, done_floor_ns, done_factor, .. } =
+            self;
+        let Limits { heartbeat_ns, stale_ns, blame_ns, media_ns, unwind_ns, reap_ns, .. } = self;
+        format!(
+            "d_in={d_in} d_out={d_out} max_outstanding={max_outstanding} hello_ns={hello_ns} ready_ns={ready_ns} \
+             done_floor_ns={done_floor_ns} done_factor={done_factor} heartbeat_ns={heartbeat_ns} stale_ns={stale_ns} \
+             blame_ns={blame_ns} media_ns={media_ns} unwind_ns={unwind_ns} reap_ns={reap_ns}"
+        )
+    }
+
     /// Returns the limit that the leader's silence towards its launcher exceeds, in nanoseconds. A
     /// running leader sends one message per heartbeat interval; until its first message it may be
     /// loading.

@@ -8,7 +8,7 @@ use tessera_base::Code;
 use crate::Digest;
 use crate::codes::{T0740, T0757, T0775};
 use crate::program_index::ProgramIndex;
-use crate::tripwire::Tripwires;
+use crate::tripwire::{TRIPWIRES, Tripwires};
 use crate::wire::{ENVELOPE_FIELDS, WIRE_VERSION};
 
 /// When a key is compared.
@@ -96,6 +96,7 @@ pub static KEYS: &[ParityKeySpec] = &[
     best_effort("kernels", "Instruction sets of the CPU kernels; they are bit-identical but differ in speed"),
     best_effort("other environment:", "Variables of GPU libraries whose effect is unknown explain a difference"),
     best_effort("threads", "Explains a slow rank; results do not depend on the thread count"),
+    best_effort("watchdogs", "Explains a rank that waits longer, or gives up sooner, than its peers"),
 ];
 
 /// Returns the rows of the complete table, including the envelope's fields, for a reference page:
@@ -179,6 +180,13 @@ impl Parity {
     #[must_use]
     pub fn keys(&self) -> &[ParityKey] {
         &self.keys
+    }
+
+    /// Returns the codes of the tripwires that this table does not announce as disabled.
+    pub(crate) fn armed_tripwires(&self) -> Vec<&'static str> {
+        let off = self.get("tripwires off").map_or("", |k| k.value.as_str());
+        let off: BTreeSet<&str> = off.split(", ").collect();
+        TRIPWIRES.iter().map(|t| t.code.id).filter(|id| !off.contains(id)).collect()
     }
 
     fn get(&self, name: &str) -> Option<&ParityKey> {

@@ -15,8 +15,8 @@ pub use envelope_fields::{ENVELOPE_FIELDS, EnvelopeField, envelope_reference};
 pub(crate) use frame::with_unlisted_bytes;
 pub use frame::{FrameHeader, decode, decode_body, decode_header, encode};
 pub use message::{
-    CallContext, CallObservation, Commit, Done, FaultReport, Heartbeat, HelloAck, Init, Message, MessageKind,
-    Progress, Ready, Refused, SenderRole, ShardFingerprint, Welcome,
+    CallContext, CallObservation, Commit, Done, DuplicatePolicy, FaultReport, Heartbeat, HelloAck, Init,
+    Message, MessageKind, Progress, Ready, Refused, SenderRole, ShardFingerprint, Welcome,
 };
 pub use tensor::{Dtype, Tensor, TensorSpec, Tensors};
 

@@ -287,7 +287,9 @@ impl Worker {
         self.actions.push(Action::Send(Message::HelloAck(HelloAck {
             build: c.build.clone(),
             plan: c.plan,
-            parity: identity_keys(&c.build, c.plan, &c.programs, &c.tripwires).merge(&c.parity),
+            parity: identity_keys(&c.build, c.plan, &c.programs, &c.tripwires)
+                .with_known_key("watchdogs", c.limits.describe())
+                .merge(&c.parity),
             fingerprints: fingerprints.clone(),
         })));
     }

@@ -10,7 +10,7 @@ use support::{Bug, LeaderPlacement, context_tensor, leader_config, prompt_tensor
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::kv_cache::{CacheRegime, Transition};
 use tessera_runtime::leader::Leader;
-use tessera_runtime::wire::{CallAction, Commit, Message, PhaseCall, Tensor};
+use tessera_runtime::wire::{CallAction, Commit, DuplicatePolicy, Message, PhaseCall, Tensor};
 use tessera_runtime::worker::{Action, Event, Worker, WorkerConfig};
 use tessera_runtime::{Digest, Failure, FailureClass, Limits, ParityClass};
 
@@ -201,8 +201,30 @@ fn every_single_doubled_message_is_refused_or_harmless_and_nothing_runs_twice() 
     for (shape, regime) in all_placements() {
         for n in 0..clean_message_count(shape, regime, 2, 3) {
             let mut net = Net::with_placement(shape, 2, regime, 3);
-            net.tamper = Box::new(move |_, at, m| if at == n { vec![m.clone(), m] } else { vec![m] });
+            let doubled = Rc::new(Cell::new(None));
+            let kind = Rc::clone(&doubled);
+            net.tamper = Box::new(move |_, at, m| {
+                if at != n {
+                    return vec![m];
+                }
+                kind.set(Some(m.kind()));
+                vec![m.clone(), m]
+            });
             let failure = net.run(30);
+            let kind = doubled.get().expect("the message was sent");
+            match (kind.duplicate_policy(), &failure) {
+                // The second of two shutdowns, or answers to one, may arrive after the end.
+                (_, None) => {}
+                (DuplicatePolicy::Refused(codes), Some(f)) => {
+                    assert!(codes.iter().any(|c| c.id == f.code), "{shape:?} {regime:?} {kind:?}: {f}");
+                }
+                (DuplicatePolicy::Harmless, Some(f)) => panic!("a second {kind:?} ended the run: {f}"),
+            }
+            let at_shutdown =
+                n + 8 * u64::from(net.ranks.len() as u32) > clean_message_count(shape, regime, 2, 3);
+            if matches!(kind.duplicate_policy(), DuplicatePolicy::Refused(_)) && !at_shutdown {
+                assert!(failure.is_some(), "{shape:?} {regime:?}: a second {kind:?} was dropped silently");
+            }
             for rank in net.ranks.values() {
                 assert!(rank.runs.values().all(|runs| *runs == 1));
             }

@@ -360,6 +360,35 @@ fn an_oversized_meta_is_never_sent() {
 }
 
 #[test]
+fn every_rank_reports_its_effective_settings_at_its_start() {
+    for placement in [LeaderPlacement::InMesh, LeaderPlacement::Outside] {
+        let mut config = leader_config(placement, 3, CacheRegime::Resident);
+        config.tripwires = Tripwires::disabling(["T0744"]);
+        let mut net = Net::with_configs(placement, config, CacheRegime::Resident, 2, |r| {
+            let mut w = worker_config(placement, r, CacheRegime::Resident);
+            w.tripwires = Tripwires::disabling(["T0744"]);
+            w.limits.stale_ns += u64::from(r == 2);
+            w
+        });
+        assert!(net.run(10).is_none());
+        let ranks: Vec<u32> = net.startups.keys().copied().collect();
+        assert!(ranks.contains(&0) && ranks.contains(&2), "{ranks:?}");
+        for (rank, (settings, armed)) in &net.startups {
+            let value = |key: &str| settings.keys().iter().find(|k| k.key == key).unwrap().value.clone();
+            let stale_ns = 3_000_000_000 + u64::from(*rank == 2);
+            assert!(value("watchdogs").contains(&format!(" stale_ns={stale_ns} ")), "{settings:?}");
+            assert_eq!(value("tripwires off"), "T0744");
+            assert!(armed.contains(&"T0743") && !armed.contains(&"T0744"), "{armed:?}");
+        }
+        assert!(
+            net.notes.iter().any(|n| n.contains("`watchdogs`")),
+            "a difference is noted: {:?}",
+            net.notes
+        );
+    }
+}
+
+#[test]
 fn every_differing_key_is_shown_with_all_its_values_and_ranks() {
     for off in ["", "T0740"] {
         let off = Tripwires::disabling([off]);

@@ -4,6 +4,7 @@
 //! produce twelve frames of video. The coordinator starts a process for each rank, starts each step
 //! on all ranks at once, and reports the time of the slowest rank.
 
+mod device_timer;
 mod forward_trace;
 mod rank;
 mod synthetic_weights;
@@ -22,6 +23,7 @@ use tessera::gpus::GpuDiscovery;
 use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
 
 use crate::codes::T0061;
+pub use device_timer::{SynchronisedTime, UnsynchronisedTimer};
 pub use forward_trace::{RankForward, TracedForward, machine_for, write_timeline};
 pub use rank::rank_main;
 pub use synthetic_weights::SyntheticWeights;

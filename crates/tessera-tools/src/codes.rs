@@ -91,4 +91,10 @@ nothing for three minutes. Its last output follows; the other ranks were stopped
 usual cause is too little free memory on a GPU that other processes use: `tessera doctor` lists \
 the GPUs, nvidia-smi shows the processes on them. The same code rejects a --size that is given \
 twice or is not a whole number of tokens, before a process starts.";
+
+    T0062: "file of captured messages cannot be read",
+    "A file of captured messages holds one frame after the other: a header of 28 bytes, the meta, and the tensors that \
+    the meta lists. This file cannot be opened, or it ends inside a frame. The process that wrote it may have been killed; the frames \
+    before are complete, and the message gives the offset of the frame that is cut short.\n\n`tessera stream --wire-dump` writes such a \
+    file for each rank, into the folder wire of the run.";
 }

@@ -17,8 +17,10 @@ pub mod drawings;
 pub mod drill;
 pub mod measure;
 pub mod trace;
+pub mod wire_dump;
 
 pub use codes::CODES;
+pub use tessera_report::record_check;
 
 use tessera_base::Registry;
 

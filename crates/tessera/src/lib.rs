@@ -46,6 +46,7 @@ pub mod stream_options;
 pub mod summary;
 pub mod synthetic_delays;
 pub mod terminal;
+pub mod wire_dump;
 
 pub use codes::CODES;
 pub use model::{Model, Overrides, Weights};

@@ -49,6 +49,8 @@ pub(crate) struct RankConfig {
     pub(crate) weights: Vec<(u32, String, Digest)>,
     /// Whether to write every frame as a PNG.
     pub(crate) png: bool,
+    /// Whether each rank writes the messages that it sends to a file.
+    pub(crate) wire_dump: bool,
     /// Synthetic times of decode, encode and generator; a stage without one takes its real time.
     pub(crate) delays: SyntheticDelays,
     /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
@@ -89,6 +91,7 @@ impl RankConfig {
             flushes: options.flushes_at.clone(),
             weights,
             png: options.png,
+            wire_dump: options.wire_dump,
             delays: options.delays,
             gpus: None,
             drill: options.drill.clone(),

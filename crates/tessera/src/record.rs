@@ -11,20 +11,19 @@ use std::time::Instant;
 
 use tessera_base::Diagnostic;
 use tessera_report::record::{
-    ChunkRecord, FailureCause, PhaseRecord, PipelineTimes, RankChunk, RecordLine, RunEnd, RunEvent, RunStatus,
+    ChunkRecord, FailureCause, PhaseRecord, PipelineTimes, RankChunk, RankStartup, RecordLine, RunEnd,
+    RunEvent, RunStatus,
 };
+pub(crate) use tessera_report::record_check::DROPPED_EVENT;
 use tessera_runtime::leader::{CallRecord, RecordEntry};
 use tessera_runtime::wire::CallMeta;
-use tessera_runtime::{Failure, FailureClass};
+use tessera_runtime::{Failure, FailureClass, Parity};
 use tessera_verify::SealedPlan;
 
 use crate::files::{check_in_place, write_error};
 
 /// Name of the record file in a run directory.
 pub const RECORD_FILE: &str = "record.jsonl";
-
-/// Name of the event for a request that was dropped for a cut.
-pub(crate) const DROPPED_EVENT: &str = "dropped";
 
 /// Appends lines to a run's record.
 #[derive(Debug)]
@@ -50,6 +49,8 @@ pub(crate) struct RecordWriter {
     shared_device_intervals: Option<Vec<(u64, u64)>>,
     /// Number of collectives of each phase on each rank, from the seal.
     collective_counts: BTreeMap<(String, u32), u32>,
+    /// Role of each rank, from the seal.
+    roles: BTreeMap<u32, String>,
     /// Whether the end line is written; nothing follows it.
     ended: bool,
 }
@@ -101,6 +102,7 @@ impl RecordWriter {
             previous_call: None,
             shared_device_intervals: None,
             collective_counts: BTreeMap::new(),
+            roles: BTreeMap::new(),
             ended: false,
         })
     }
@@ -123,8 +125,11 @@ impl RecordWriter {
         self.clock = RecordClock::Simulated(now_ns);
     }
 
-    /// Takes the number of collectives of each phase and rank from the seal.
-    pub(crate) fn set_collective_counts(&mut self, plan: &SealedPlan) {
+    /// Takes the role of each rank and its number of collectives in each phase from the seal.
+    pub(crate) fn set_plan(&mut self, plan: &SealedPlan) {
+        for role in plan.roles() {
+            self.roles.extend(role.ranks.iter().map(|r| (r.0, role.role.clone())));
+        }
         for phase in plan.phase_names() {
             for rank in plan.mesh().iter() {
                 let n = plan
@@ -158,7 +163,26 @@ impl RecordWriter {
 
     pub(crate) fn write_event(&mut self, event: &str, detail: &str) -> Result<(), Diagnostic> {
         let at_ns = self.now_ns();
-        self.write_line(&RecordLine::Event(RunEvent { at_ns, event: event.into(), detail: detail.into() }))
+        self.write_line(&RecordLine::Event(RunEvent {
+            at_ns,
+            event: event.into(),
+            detail: detail.into(),
+            startup: None,
+        }))
+    }
+
+    fn write_startup(&mut self, rank: u32, settings: &Parity, tripwires: &[&str]) -> Result<(), Diagnostic> {
+        let role = self.roles.get(&rank).cloned().unwrap_or_default();
+        let keys: Vec<_> = settings.keys().iter().map(|k| (k.key.clone(), k.value.clone())).collect();
+        let armed = tripwires.len();
+        let detail = format!("rank {rank}, role {role}: {} settings, {armed} armed tripwires", keys.len());
+        let tripwires = tripwires.iter().map(ToString::to_string).collect();
+        self.write_line(&RecordLine::Event(RunEvent {
+            at_ns: self.now_ns(),
+            event: "startup".into(),
+            detail,
+            startup: Some(RankStartup { rank, role, keys, tripwires }),
+        }))
     }
 
     /// Records an entry of the leader. A call and a delivered chunk have more to record than their
@@ -167,6 +191,9 @@ impl RecordWriter {
         match entry {
             RecordEntry::Call(_) | RecordEntry::Progress(_) => Ok(()),
             RecordEntry::Note(note) => self.write_event("note", note),
+            RecordEntry::Startup { rank, settings, tripwires } => {
+                self.write_startup(*rank, settings, tripwires)
+            }
             RecordEntry::Failed(f) => self.write_event("failed", &f.text),
             RecordEntry::Dropped { request, epoch, why, .. } => {
                 self.dropped += 1;
@@ -239,6 +266,7 @@ impl RecordWriter {
             prompt: settings.prompt.clone(),
             seed: settings.seed,
             cut: settings.cut,
+            evicted_frames: call.plan.evicted_frames,
             latents_digest: output,
             frames: 0,
             start_ns,

@@ -38,6 +38,8 @@ pub struct StreamOptions {
     pub out_is_reserved: bool,
     /// Whether to write every frame as a PNG too.
     pub png: bool,
+    /// Whether every rank writes the messages that it sends to a file.
+    pub wire_dump: bool,
     /// Whether to run more ranks than cores.
     pub oversubscribe: bool,
     /// Synthetic delays, for measuring overlap.

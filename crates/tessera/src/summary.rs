@@ -1,8 +1,11 @@
 //! The summary of a plan as plain numbers, for the CLI table, the JSON output and the report.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
-use tessera_ir::op_workload;
-use tessera_mesh::Rank;
+use tessera_ir::{Opcode, Program, ValueId, op_workload};
+use tessera_mesh::{Axis, Rank};
+use tessera_plan::{Mapping, Strategy};
 
 use crate::plan::Plan;
 
@@ -39,6 +42,9 @@ pub struct PlanSummary {
     pub fps: f64,
     /// Number of pixel frames per chunk.
     pub frames_per_chunk: u64,
+    /// Collectives over tp that a denoising forward needs per transformer block, counted from the
+    /// strategy alone; `None` if rows are split into chunks, which multiplies some of them.
+    pub analytic_block_sync_points: Option<u64>,
     /// Number of transformer blocks on each stage.
     pub blocks_per_stage: Vec<u64>,
     /// Role, device and memory of each rank, in rank order.
@@ -83,6 +89,9 @@ pub struct PhaseSummary {
     pub flops: u64,
     /// Collectives by op and axis, in order of first appearance.
     pub collectives: Vec<CollectiveSummary>,
+    /// Number of collectives over tp in each transformer block of the phase, for the rank that issues
+    /// the most: the points at which the ranks of a tp group wait for each other.
+    pub block_sync_points: Vec<u64>,
 }
 
 /// The collectives of one op and scope in one phase.
@@ -138,6 +147,7 @@ impl PlanSummary {
             picture: [stream.width, stream.height],
             fps: stream.fps,
             frames_per_chunk: stream.frames_per_chunk(),
+            analytic_block_sync_points: analytic_block_sync_points(&plan.mapping),
             blocks_per_stage: plan.mapping.blocks.clone(),
             ranks: sealed.mesh().iter().map(|r| summarize_rank(plan, r)).collect(),
             phases,
@@ -151,6 +161,18 @@ impl PlanSummary {
         let steady = |c: &&CallSummary| !c.name.contains(".text") && !c.name.contains(".rebase");
         self.calls.iter().rev().find(steady).or(self.calls.last())
     }
+}
+
+/// Counts the collectives over tp of one block from the structure of a block: `ulysses` exchanges
+/// query, key, value and output; `megatron` sums the outputs of three row-parallel matmuls and the
+/// two norms over heads that span the ranks.
+fn analytic_block_sync_points(mapping: &Mapping) -> Option<u64> {
+    let count = match (mapping.mesh.axis_size(Axis::Tp), mapping.strategy) {
+        (0 | 1, _) => 0,
+        (_, Strategy::Ulysses) => 4,
+        (_, Strategy::Megatron) => 5,
+    };
+    (mapping.overlap_chunks <= 1).then_some(count)
 }
 
 fn summarize_rank(plan: &Plan, rank: Rank) -> RankSummary {
@@ -174,12 +196,22 @@ fn summarize_rank(plan: &Plan, rank: Rank) -> RankSummary {
 
 /// Summarizes a phase role by role, because all ranks of a role run the same program.
 fn summarize_phase(plan: &Plan, name: &str) -> PhaseSummary {
-    let mut out = PhaseSummary { name: name.to_string(), flops: 0, collectives: Vec::new() };
+    let mut out = PhaseSummary {
+        name: name.to_string(),
+        flops: 0,
+        collectives: Vec::new(),
+        block_sync_points: Vec::new(),
+    };
     for role in plan.sealed.roles() {
         let Some(program) = role.ranks.first().and_then(|r| plan.sealed.rank_program(name, *r)) else {
             continue;
         };
         out.flops = out.flops.max(program.ops.iter().map(|op| op_workload(program, op).flops.0).sum());
+        let counts = count_block_sync_points(program);
+        out.block_sync_points.resize(out.block_sync_points.len().max(counts.len()), 0);
+        for (most, count) in out.block_sync_points.iter_mut().zip(counts) {
+            *most = count.max(*most);
+        }
         let mut role_collectives: Vec<CollectiveSummary> = Vec::new();
         for (_, op) in program.collective_ops() {
             let name = op.opcode.name().trim_start_matches("collective.").to_string();
@@ -198,6 +230,50 @@ fn summarize_phase(plan: &Plan, name: &str) -> PhaseSummary {
         }
     }
     out
+}
+
+/// The part of the model that a value belongs to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum ModelPart {
+    /// Before the blocks, or in common with all of them.
+    #[default]
+    Entry,
+    /// The block of this index.
+    Block(u64),
+    /// After the blocks.
+    Exit,
+}
+
+/// Counts the collectives over tp in each block. A value belongs to the last block whose weights it
+/// depends on, and to no block once it meets the weights of the exit.
+fn count_block_sync_points(program: &Program) -> Vec<u64> {
+    let mut parts: BTreeMap<ValueId, (ModelPart, bool)> = BTreeMap::new();
+    let mut counts = Vec::new();
+    for op in &program.ops {
+        let used: Vec<(ModelPart, bool)> =
+            op.used_values().map(|v| parts.get(&v).copied().unwrap_or_default()).collect();
+        let own = op.name.as_deref().filter(|_| op.opcode == Opcode::Weight);
+        let block = own.and_then(|n| n.strip_prefix("blocks.")?.split('.').next()?.parse().ok());
+        let is_weight = own.is_some() || (!used.is_empty() && used.iter().all(|(_, weight)| *weight));
+        let latest = used.iter().map(|(part, _)| *part).max().unwrap_or_default();
+        let meets_exit = used.iter().any(|(part, weight)| *weight && *part == ModelPart::Entry)
+            && used.iter().any(|(part, weight)| !*weight && *part != ModelPart::Entry);
+        let part = match block {
+            Some(block) => ModelPart::Block(block),
+            None if meets_exit => ModelPart::Exit,
+            None => latest,
+        };
+        if let ModelPart::Block(block) = part
+            && op.opcode.is_collective()
+            && op.comm_group().is_some_and(|g| g.to_string().starts_with("tp"))
+        {
+            let block = usize::try_from(block).unwrap_or(usize::MAX);
+            counts.resize(counts.len().max(block.saturating_add(1)), 0);
+            counts[block] += 1;
+        }
+        parts.extend(op.results.iter().map(|v| (*v, (part, is_weight))));
+    }
+    counts
 }
 
 fn find_or_insert(list: &mut Vec<CollectiveSummary>, op: String, axis: String) -> usize {

@@ -101,6 +101,11 @@ pub struct Args {
     #[arg(long)]
     pub png: bool,
 
+    /// Also write the messages that each rank sends, as wire/rank-N.bin in the run folder; `tessera
+    /// wire dump` decodes them
+    #[arg(long)]
+    pub wire_dump: bool,
+
     /// Allow more ranks than CPU cores
     #[arg(long)]
     pub oversubscribe: bool,
@@ -187,6 +192,13 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 pub fn run(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
     args.simulated.check_device(args.device)?;
+    if args.wire_dump && args.device == RunDevice::Sim {
+        return Err(CliError::usage(
+            Diagnostic::error(&T0040, "--wire-dump requires ranks that send messages")
+                .with_label("--device sim", "all ranks are simulated in one process")
+                .with_hint("leave out --wire-dump, or run on another device"),
+        ));
+    }
     let (model, plan) = match &args.plan {
         None => {
             let planned = args.mapping.open_and_plan(args.model.as_deref(), None);
@@ -224,6 +236,7 @@ pub fn run(args: &Args) -> CliResult {
         },
         out_is_reserved: reserved.is_some(),
         png: args.png,
+        wire_dump: args.wire_dump,
         oversubscribe: args.oversubscribe,
         delays,
         device: args.device,

@@ -14,7 +14,9 @@ use crate::{Failure, FailureClass, Parity};
 impl Leader {
     pub(super) fn own_parity(&self) -> Parity {
         let c = &self.config;
-        identity_keys(&c.build, c.plan, &c.programs, &c.tripwires).merge(&c.parity)
+        identity_keys(&c.build, c.plan, &c.programs, &c.tripwires)
+            .with_known_key("watchdogs", c.limits.describe())
+            .merge(&c.parity)
     }
 
     pub(super) fn handle_hello(&mut self, rank: u32, ack: HelloAck) {
@@ -35,11 +37,16 @@ impl Leader {
         let hellos = std::mem::take(&mut self.hellos);
         let mut tables = BTreeMap::new();
         let mut fingerprints = BTreeMap::new();
+        // A leader outside the mesh sends no hello to itself.
+        if !hellos.contains_key(&0) {
+            self.add_startup_entry(0, self.own_parity());
+        }
         for (rank, ack) in hellos {
             let table = ack
                 .parity
                 .with_known_key("build", ack.build)
                 .with_known_key("plan digest", format!("{:?}", ack.plan));
+            self.add_startup_entry(rank, table.clone());
             tables.insert(rank, table);
             fingerprints.insert(rank, ack.fingerprints);
         }
@@ -67,6 +74,11 @@ impl Leader {
         if self.shards_agree(&fingerprints, (FailureClass::Parity, CheckSite::Init)) {
             self.stage = LeaderStage::Running;
         }
+    }
+
+    fn add_startup_entry(&mut self, rank: u32, settings: Parity) {
+        let tripwires = settings.armed_tripwires();
+        self.add_entry(RecordEntry::Startup { rank, settings, tripwires });
     }
 
     /// Checks that the ranks' weights do not contradict each other; otherwise the run fails.

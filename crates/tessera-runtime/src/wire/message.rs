@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use tessera_base::Code;
+
 use super::{Envelope, Tensors};
+use crate::codes::{T0707, T0730, T0733, T0746, T0755};
 use crate::{Digest, Failure, Parity};
 
 macro_rules! messages {
@@ -106,6 +109,47 @@ impl MessageKind {
             32..48 => SenderRole::Worker,
             48 => SenderRole::AnyRank,
             _ => SenderRole::Leader,
+        }
+    }
+}
+
+/// What happens to a message that arrives a second time. There is no window of reordering: every
+/// link is an ordered stream, so only a faulty sender repeats a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DuplicatePolicy {
+    /// The second one ends the run with one of these codes; the first one has its effect once.
+    Refused(&'static [&'static Code]),
+    /// The second one has no effect of its own: it repeats a state, or the end of the run.
+    Harmless,
+}
+
+impl MessageKind {
+    /// Returns what happens to a second message of this kind that equals the first.
+    #[must_use]
+    pub fn duplicate_policy(self) -> DuplicatePolicy {
+        use DuplicatePolicy::{Harmless, Refused};
+        static ENVELOPE: [&Code; 4] = [&T0730, &T0733, &T0755, &T0707];
+        static COMMIT: [&Code; 3] = [&T0746, &T0755, &T0707];
+        static OTHER: [&Code; 2] = [&T0707, &T0755];
+        match self {
+            // A repeated warm-up contradicts its action as well as its id. A mesh leader refuses
+            // whatever it would have to relay out of turn with T0755.
+            MessageKind::Envelope => Refused(&ENVELOPE),
+            MessageKind::Commit => Refused(&COMMIT),
+            MessageKind::Welcome
+            | MessageKind::Init
+            | MessageKind::Context
+            | MessageKind::HelloAck
+            | MessageKind::Ready
+            | MessageKind::Done => Refused(&OTHER),
+            MessageKind::Stop
+            | MessageKind::Abort
+            | MessageKind::Refused
+            | MessageKind::Fault
+            | MessageKind::Heartbeat
+            | MessageKind::Progress
+            | MessageKind::Finished
+            | MessageKind::Failed => Harmless,
         }
     }
 }

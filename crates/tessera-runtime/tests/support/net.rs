@@ -77,6 +77,8 @@ pub struct Net {
     pub dropped: Vec<(u64, Option<u32>, u32)>,
     pub lost: Vec<(u64, Vec<u32>, Vec<u32>)>,
     pub notes: Vec<String>,
+    /// Settings and armed tripwires of each rank's start-up report.
+    pub startups: BTreeMap<u32, (Parity, Vec<&'static str>)>,
     pub scenes: Vec<(u32, bool)>,
     pub trace: Vec<(Hop, Message)>,
     pub max_undelivered: usize,
@@ -189,6 +191,7 @@ impl Net {
             dropped: Vec::new(),
             lost: Vec::new(),
             notes: Vec::new(),
+            startups: BTreeMap::new(),
             scenes: Vec::new(),
             trace: Vec::new(),
             max_undelivered: 0,
@@ -408,6 +411,9 @@ impl Net {
             RecordEntry::Call(record) if record.request.is_some() => self.records.push(*record),
             RecordEntry::Call(record) => self.controls.push(*record),
             RecordEntry::Note(note) => self.notes.push(note),
+            RecordEntry::Startup { rank, settings, tripwires } => {
+                self.startups.insert(rank, (settings, tripwires));
+            }
             RecordEntry::Progress(_) | RecordEntry::Failed(_) => {}
         }
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tessera::Weights;
+use tessera::clock::monotonic_ns;
 use tessera::files::read_text_file;
 use tessera::gpus::GpuDiscovery;
 use tessera::{Model, cuda};
@@ -17,6 +18,7 @@ use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::denoising_steps;
 
+use super::device_timer::UnsynchronisedTimer;
 use super::synthetic_weights::{SyntheticWeights, global_normals};
 use super::{
     BenchConfig, BenchPoint, COLLECTIVE_TIMEOUT, FORWARDS_PER_STEP, RankReport, TracedSpan, bench_error,
@@ -163,13 +165,15 @@ impl BenchForwards {
     /// Runs one step and returns its milliseconds.
     fn time_step(&mut self, size_index: usize) -> Result<f64, Diagnostics> {
         let call = self.forwards[size_index].call_data();
-        let began = Instant::now();
-        for _ in 0..FORWARDS_PER_STEP {
-            self.backend
-                .run(self.forwards[size_index].program, &call, &mut NoopObserver)
-                .map_err(|f| fault_error(&f))?;
-        }
-        Ok(began.elapsed().as_secs_f64() * 1e3)
+        // A run ends when the GPU has finished it.
+        let time = UnsynchronisedTimer::start(monotonic_ns).synchronise(|| {
+            (0..FORWARDS_PER_STEP).try_for_each(|_| {
+                self.backend
+                    .run(self.forwards[size_index].program, &call, &mut NoopObserver)
+                    .map_err(|f| fault_error(&f))
+            })
+        })?;
+        Ok(time.elapsed_ns() as f64 / 1e6)
     }
 
     /// Runs `count` forwards of one size and returns the ops, stream, begin and end of each span.

@@ -1,7 +1,7 @@
 //! What a rank derives from its plan and its configuration before it runs, and the engine that it
 //! builds from them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +36,7 @@ use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::run_settings::{build_id, run_limits, stream_spec};
 use crate::shards::weight_opener;
 use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
+use crate::wire_dump::{dump_path, dump_sent_messages};
 
 /// Maximum wait inside one collective. The lockstep detects stalls from progress and learned
 /// limits; this timeout only ends a wait that no process monitors any more.
@@ -85,6 +86,8 @@ pub(crate) struct RankContext {
     pub(super) peers: Option<Digest>,
     /// GPU configuration, if the mesh runs on GPUs.
     pub(super) gpus: Option<GpuRankConfig>,
+    /// File for the messages that this rank sends, if they are written at all.
+    pub(super) wire_dump: Option<PathBuf>,
     /// Fault injector of this rank; `None` outside of drills.
     pub(super) fault_injector: Option<FaultInjector>,
 }
@@ -103,6 +106,7 @@ impl RankContext {
             flight: None,
             peers: None,
             gpus: None,
+            wire_dump: None,
             fault_injector: None,
             plan,
         }
@@ -116,6 +120,7 @@ impl RankContext {
     /// Applies the GPU configuration and the drill of a rank.
     pub(super) fn apply_config(&mut self, orders: &RankConfig, rank: Rank) {
         self.gpus.clone_from(&orders.gpus);
+        self.wire_dump = orders.wire_dump.then(|| dump_path(&orders.out, rank.0));
         let Some(arming) = &orders.drill else { return };
         let hand = FaultInjector::new(arming, rank, &orders.out);
         let Limits { d_in, d_out, max_outstanding, .. } = self.limits;
@@ -128,8 +133,16 @@ impl RankContext {
         self.fault_injector.iter().fold(parity, |parity, hand| hand.announced_parity(parity))
     }
 
-    pub(super) fn build_interceptor(&self) -> Option<Interceptor> {
-        self.fault_injector.as_ref().and_then(FaultInjector::build_interceptor)
+    /// Returns the interceptor of a drill and of a wire dump, if there is one.
+    ///
+    /// # Errors
+    /// T0014 if the file of the dump cannot be created.
+    pub(super) fn build_interceptor(&self, rank: Rank) -> Result<Option<Interceptor>, Diagnostic> {
+        let injector = self.fault_injector.as_ref().and_then(FaultInjector::build_interceptor);
+        match &self.wire_dump {
+            None => Ok(injector),
+            Some(path) => dump_sent_messages(path.clone(), rank.0, injector).map(Some),
+        }
     }
 
     /// Opens the flight record of this process.

@@ -67,7 +67,7 @@ fn build_leader_parts(
     record: &Arc<Mutex<RecordWriter>>,
     on_event: Option<LeaderEventHandler>,
 ) -> Result<LeaderParts, Diagnostics> {
-    lock_record(record).set_collective_counts(&context.plan.sealed);
+    lock_record(record).set_plan(&context.plan.sealed);
     let ranks: Vec<Rank> = context.plan.mesh_ranks().collect();
     let parity = rank_parity(
         &context.plan,
@@ -117,7 +117,7 @@ fn build_leader_parts(
         record: entry_recorder(orders, record, on_event),
         stop: None,
         flight: context.flight_sink(),
-        interceptor: context.build_interceptor(),
+        interceptor: context.build_interceptor(Rank(0)).map_err(|d| vec![d])?,
     })
 }
 

@@ -5,7 +5,7 @@ use tessera_mesh::Rank;
 use tessera_runtime::Failure;
 use tessera_runtime::driver::{ControlTopology, MeshLeaderParts, WorkerParts, run_mesh_leader, run_worker};
 
-use super::context::RankSetup;
+use super::context::{RankSetup, report_refusal};
 use crate::rank_config::RankConfig;
 
 /// Runs a rank other than the leader.
@@ -17,9 +17,17 @@ pub(crate) fn run_follower(
     let RankSetup { joined, communicators: lanes, context: mut common, .. } = arrive()?;
     common.apply_config(orders, rank);
     common.begin_flight(orders, joined.welcome.session, rank);
+    let tap = match common.build_interceptor(rank) {
+        Ok(tap) => tap,
+        Err(d) => {
+            let mut joined = joined;
+            let outcome = report_refusal(&mut joined, vec![d]).map(Some);
+            common.end_flight(&outcome);
+            return outcome;
+        }
+    };
     let engine = common.engine_factory(rank, &orders.model, orders.threads, lanes);
-    let (config, flight, tap) =
-        (common.worker_config(rank), common.flight_sink(), common.build_interceptor());
+    let (config, flight) = (common.worker_config(rank), common.flight_sink());
     // If the leader is outside the mesh, the first mesh rank relays its messages to the others.
     let outcome = if common.topology == ControlTopology::ExternalLeader
         && common.plan.mesh_ranks().next() == Some(rank)

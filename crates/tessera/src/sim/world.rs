@@ -120,7 +120,7 @@ impl<'a> SimWorld<'a> {
                 names.insert(id, ProgramNames::from_program(program));
             }
         }
-        record.set_collective_counts(sealed);
+        record.set_plan(sealed);
         let facts = build_program_index(sealed);
         let mut inputs: Vec<InputSpec> = Vec::new();
         for phase in mesh_phases(sealed) {

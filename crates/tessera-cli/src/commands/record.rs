@@ -1,0 +1,146 @@
+//! `tessera record`: checks the record of a run, and computes its gates.
+
+use std::path::{Path, PathBuf};
+
+use tessera::record::RECORD_FILE;
+use tessera::run_dir::read_flight_records;
+use tessera_base::Diagnostic;
+use tessera_tools::codes::T0036;
+use tessera_tools::record_check::{GateVerdict, check_record, run_gates};
+
+use crate::output::{
+    CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_pairs, format_table, print_diagnostics,
+    write_stdout,
+};
+
+const EXAMPLES: &str = "\
+Examples:
+  tessera record check out/demo-1                every line of record.jsonl against the schema
+  tessera record startup out/demo-1              role, effective settings, watchdogs and armed tripwires of each rank
+  tessera record gates out/demo-1                the gates of the manual's pages, with value and limit
+  tessera record gates out/demo-1 --format json  for scripts
+
+The gates need record.jsonl, and flight/ for refusals and collectives. A gate that the run cannot answer is `not measured`; such
+a gate fails nothing.
+
+Exit status: 0 the record is valid or every measured gate passes, 1 it is not or one fails, 2 the folder holds no record.";
+
+/// Check the record of a run against its schema, or compute its gates
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Action {
+    /// Validate every line of the record against the schema, and the lines against each other
+    Check(RunArgs),
+    /// Print what each rank reported at its start: effective settings, watchdogs, armed tripwires
+    Startup(RunArgs),
+    /// Compute the gates of the manual and compare each with its limit
+    Gates(RunArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct RunArgs {
+    /// Run folder
+    #[arg(value_name = "RUN")]
+    dir: PathBuf,
+
+    /// Format of the result and of diagnostics
+    #[arg(long, value_enum, default_value_t)]
+    format: OutputFormat,
+}
+
+impl Args {
+    /// Returns the format of the result and of diagnostics.
+    pub fn format(&self) -> OutputFormat {
+        match &self.action {
+            Action::Check(run) | Action::Startup(run) | Action::Gates(run) => run.format,
+        }
+    }
+}
+
+/// Checks a record or computes its gates.
+pub fn run(args: &Args) -> CliResult {
+    match &args.action {
+        Action::Check(run) => check(run),
+        Action::Startup(run) => print_startups(run),
+        Action::Gates(run) => compute_gates(run),
+    }
+}
+
+fn read_file(dir: &Path) -> Result<Vec<u8>, CliError> {
+    let path = dir.join(RECORD_FILE);
+    // Reading a named pipe would never end.
+    let is_file = std::fs::metadata(&path).is_ok_and(|m| m.is_file());
+    let bytes = if is_file { std::fs::read(&path).map_err(|e| e.to_string()) } else { Err("no file".into()) };
+    bytes.map_err(|why| {
+        CliError::usage(
+            Diagnostic::error(&T0036, format!("{} holds no {RECORD_FILE}", dir.display()))
+                .with_label(path.display().to_string(), why)
+                .with_hint("name the folder that `tessera stream --out` wrote"),
+        )
+    })
+}
+
+fn check(args: &RunArgs) -> CliResult {
+    let (record, found) = check_record(&read_file(&args.dir)?);
+    print_diagnostics(&found, args.format.into(), &|_| None);
+    let valid = !found.iter().any(Diagnostic::is_error);
+    let (chunks, events) = record.map_or((0, 0), |r| (r.chunk_count(), r.events.len()));
+    write_stdout(&match args.format {
+        OutputFormat::Json => {
+            format!("{}\n", serde_json::json!({"valid": valid, "chunks": chunks, "events": events}))
+        }
+        OutputFormat::Text => {
+            let verdict = if valid { "valid" } else { "invalid" };
+            format!("{}: {verdict}, {chunks} chunks, {events} events\n", args.dir.display())
+        }
+    })?;
+    Ok(if valid { 0 } else { EXIT_DIAGNOSTICS })
+}
+
+fn print_startups(args: &RunArgs) -> CliResult {
+    let (record, found) = check_record(&read_file(&args.dir)?);
+    let Some(record) = record else { return Err(found.into()) };
+    let mut out = String::new();
+    for s in record.events.iter().filter_map(|e| e.startup.as_ref()) {
+        match args.format {
+            OutputFormat::Json => out += &format!("{}\n", serde_json::to_value(s).unwrap_or_default()),
+            OutputFormat::Text => {
+                out += &format!("rank {}, role {}\n", s.rank, s.role);
+                let tripwires = ("tripwires armed".to_string(), s.tripwires.join(" "));
+                out += &format_pairs(s.keys.iter().cloned().chain([tripwires]));
+            }
+        }
+    }
+    write_stdout(&out)?;
+    Ok(0)
+}
+
+fn compute_gates(args: &RunArgs) -> CliResult {
+    let (record, found) = check_record(&read_file(&args.dir)?);
+    let Some(record) = record.filter(|_| !found.iter().any(Diagnostic::is_error)) else {
+        return Err(found.into());
+    };
+    let last_rank = record.start.ranks.iter().map(|r| r.rank).max().unwrap_or(0);
+    let gates = run_gates(&record, &read_flight_records(&args.dir, last_rank + 1));
+    write_stdout(&match args.format {
+        OutputFormat::Json => {
+            let gates = gates.iter().map(|g| {
+                let verdict = g.verdict.as_str();
+                serde_json::json!({"gate": g.name, "value": g.value, "limit": g.limit, "verdict": verdict})
+            });
+            format!("{}\n", serde_json::json!({"gates": gates.collect::<Vec<_>>()}))
+        }
+        OutputFormat::Text => format_table(
+            gates.iter().map(|g| [g.verdict.as_str(), g.name, &g.value, g.limit].map(String::from)),
+            [false; 4],
+        ),
+    })?;
+    let fails = gates.iter().any(|g| g.verdict == GateVerdict::Fail);
+    Ok(if fails { EXIT_DIAGNOSTICS } else { 0 })
+}

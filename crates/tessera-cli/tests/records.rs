@@ -1,0 +1,148 @@
+//! Tests of `tessera record` and `tessera wire` on the run of a real stream.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+mod support;
+
+use std::fs;
+use std::process::Output;
+
+use support::{tessera_command, to_text};
+
+fn run(args: &[&str]) -> Output {
+    tessera_command(args).output().unwrap()
+}
+
+fn json_lines(o: &Output) -> Vec<serde_json::Value> {
+    to_text(&o.stdout).lines().map(|l| serde_json::from_str(l).unwrap()).collect()
+}
+
+#[test]
+fn the_record_and_the_messages_of_a_run_can_be_checked_afterwards() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let out = out.to_str().unwrap();
+    let o = run(&[
+        "stream",
+        "fixtures/wan-odd",
+        "--mesh",
+        "tp=2",
+        "--chunks",
+        "4",
+        "--cut-at",
+        "3",
+        "--wire-dump",
+        "--prompt",
+        "a red square",
+        "--out",
+        out,
+        "--quiet",
+        "--oversubscribe",
+    ]);
+    assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
+
+    let check = run(&["record", "check", out, "--format", "json"]);
+    assert_eq!(check.status.code(), Some(0), "{}{}", to_text(&check.stdout), to_text(&check.stderr));
+    let check = &json_lines(&check)[0];
+    assert_eq!((check["valid"].as_bool(), check["chunks"].as_u64()), (Some(true), Some(4)));
+
+    let startups = json_lines(&run(&["record", "startup", out, "--format", "json"]));
+    assert_eq!(startups.len(), 2);
+    for (rank, s) in startups.iter().enumerate() {
+        assert_eq!(s["rank"].as_u64(), Some(rank as u64));
+        assert_eq!(s["role"], format!("stage0@tp{rank}"));
+        let keys: Vec<&str> = s["keys"].as_array().unwrap().iter().map(|k| k[0].as_str().unwrap()).collect();
+        for key in ["backend", "kernels", "numerics", "threads", "tripwires off", "watchdogs"] {
+            assert!(keys.contains(&key), "rank {rank} does not report {key}: {keys:?}");
+        }
+        assert!(s["tripwires"].as_array().unwrap().iter().any(|t| t == "T0743"));
+    }
+
+    let gates = run(&["record", "gates", out, "--format", "json"]);
+    let gates = &json_lines(&gates)[0]["gates"];
+    let verdict = |name: &str| {
+        let gate = gates.as_array().unwrap().iter().find(|g| g["gate"] == name);
+        gate.unwrap()["verdict"].as_str().unwrap().to_string()
+    };
+    for name in ["call ids", "cache epochs", "requests", "collectives that the plan lacks"] {
+        assert_eq!(verdict(name), "pass", "{gates}");
+    }
+    assert_eq!(verdict("refusal of a bad envelope"), "not measured");
+    assert_ne!(verdict("decision to commit, p50"), "not measured");
+
+    let dump = run(&["wire", "dump", &format!("{out}/wire/rank-0.bin"), "--format", "json"]);
+    assert_eq!(dump.status.code(), Some(0), "{}", to_text(&dump.stderr));
+    let frames = json_lines(&dump);
+    let mut at = 0;
+    for frame in &frames {
+        let range = |v: &serde_json::Value| (v[0].as_u64().unwrap(), v[1].as_u64().unwrap());
+        let (header, meta) = (range(&frame["header"]["bytes"]), range(&frame["meta"]["bytes"]));
+        assert_eq!((header.0, header.1), (at, meta.0), "the parts follow one another");
+        at = meta.1;
+        for tensor in frame["tensors"].as_array().unwrap() {
+            let bytes = range(&tensor["bytes"]);
+            assert_eq!(bytes.0, at);
+            at = bytes.1;
+        }
+    }
+    assert_eq!(at, fs::metadata(format!("{out}/wire/rank-0.bin")).unwrap().len());
+    let envelopes: Vec<_> = frames.iter().filter(|f| f["header"]["kind"] == "Envelope").collect();
+    let payloads: Vec<&str> = envelopes.iter().map(|f| f["meta"]["payload"].as_str().unwrap()).collect();
+    assert!(payloads.contains(&"meta"), "{payloads:?}");
+    let last = envelopes.last().unwrap();
+    assert_eq!(last["meta"]["fields"]["header"]["action"], "Shutdown");
+    assert_eq!(
+        (last["meta"]["payload"].as_str(), last["tensors"].as_array().unwrap().len()),
+        (Some("none"), 0)
+    );
+
+    // A record that someone changed is invalid, and so is a file that ends inside a frame.
+    let record = format!("{out}/record.jsonl");
+    let text = fs::read_to_string(&record).unwrap();
+    let lines = text.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+    let evicted: Vec<u64> = lines.filter_map(|l| l["evicted_frames"].as_u64()).collect();
+    assert_eq!(evicted, [0, 0, 3, 0], "the window holds two chunks, and the cut clears it");
+    fs::write(&record, text.replacen("\"call_id\":", "\"call_number\":", 1)).unwrap();
+    let check = run(&["record", "check", out]);
+    assert_eq!(check.status.code(), Some(1));
+    assert!(to_text(&check.stderr).contains("T0902"), "{}", to_text(&check.stderr));
+    let mut bytes = fs::read(format!("{out}/wire/rank-0.bin")).unwrap();
+    bytes.pop();
+    let cut = format!("{out}/cut.bin");
+    fs::write(&cut, bytes).unwrap();
+    let o = run(&["wire", "dump", &cut]);
+    assert_eq!(o.status.code(), Some(1));
+    assert!(to_text(&o.stderr).contains("T0062"), "{}", to_text(&o.stderr));
+    assert_eq!(run(&["wire", "dump", "no-such-file"]).status.code(), Some(2));
+    assert_eq!(run(&["record", "check", "no-such-folder"]).status.code(), Some(2));
+}
+
+#[test]
+fn a_plan_lists_the_sync_points_of_each_block_beside_the_analytic_count() {
+    for (mesh, strategy, count) in
+        [("tp=2", "ulysses", 4), ("tp=2", "megatron", 5), ("tp=2,pp=2", "megatron", 5)]
+    {
+        let o = run(&["plan", "models/demo", "--mesh", mesh, "--strategy", strategy, "--format", "json"]);
+        assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
+        let plan = &json_lines(&o)[0];
+        assert_eq!(plan["analytic_block_sync_points"], count);
+        let blocks: u64 =
+            plan["blocks_per_stage"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum();
+        let denoise: Vec<_> = plan["phases"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|p| p["name"].as_str().unwrap().starts_with("denoise"))
+            .collect();
+        assert!(!denoise.is_empty());
+        for phase in denoise {
+            let listed = vec![count; usize::try_from(blocks).unwrap()];
+            assert_eq!(
+                phase["block_sync_points"],
+                serde_json::json!(listed),
+                "{mesh} {strategy} {}",
+                phase["name"]
+            );
+        }
+    }
+}
