@@ -75,7 +75,11 @@ fn a_run_whose_output_disappears_fails_and_names_the_file() {
     // A frame is missed at the end. What was written stays usable.
     let out = dir.path().join("frames-lost");
     let child = start_stream(&out, "12", &["--png"]);
-    fs::remove_file(out.join("frames/000003.png")).unwrap();
+    let begun = Instant::now();
+    while fs::remove_file(out.join("frames/000003.png")).is_err() {
+        assert!(begun.elapsed() < TIMEOUT, "no frame");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let (status, text) = end_without_panic(child);
     assert!(status == Some(17) && text.contains("T0765") && text.contains("000003.png"), "{text}");
     assert!(fs::read_to_string(out.join("record.jsonl")).unwrap().contains("\"failed\""));

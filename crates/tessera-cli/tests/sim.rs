@@ -31,7 +31,8 @@ fn a_plan_for_a_rack_runs_from_its_folder_alone() {
     assert!(planned.status.success(), "{}", both_outputs(&planned));
     // The model folder is absent where the plan runs.
     let seal = dir.path().join("plan/seal.json");
-    let text = std::fs::read_to_string(&seal).unwrap().replace(model.to_str().unwrap(), "/nowhere");
+    let text =
+        std::fs::read_to_string(&seal).unwrap().replace(model.to_str().unwrap(), "/nowhere/wan2.1-14b");
     std::fs::write(&seal, text).unwrap();
     let args =
         ["stream", "--plan", "plan", "--device", "sim", "--chunks", "3", "--out", "run", "--format", "json"];

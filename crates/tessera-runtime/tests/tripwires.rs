@@ -272,7 +272,7 @@ fn each_tripwire_fires_at_its_site_and_not_when_it_is_disabled() {
     fired.extend([
         "T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757", "T0775",
     ]);
-    fired.extend(["T0770", "T0771", "T0785"]);
+    fired.extend(["T0765", "T0770", "T0771", "T0785"]);
     for t in TRIPWIRES {
         assert!(fired.contains(t.code.id), "{} has no test", t.code.id);
     }

@@ -420,7 +420,7 @@ mod tests {
         assert_eq!(check_route(""), ItemStatus::Fail);
         assert_eq!(check_route(", pack_fused = true"), ItemStatus::Pass);
         assert_eq!(
-            check_route(", pack_fused = true, policy = \"fp8_wire\", quantize_fp8 = true"),
+            check_route(", pack_fused = true, policy = \"fp8_e4m3\", quantize_fp8 = true"),
             ItemStatus::Unanswered
         );
     }

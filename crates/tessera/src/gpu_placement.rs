@@ -119,6 +119,7 @@ mod tests {
         RankMap::new(mesh, devices.iter().map(ToString::to_string).collect()).unwrap()
     }
 
+    // proves: D-22
     #[test]
     fn a_rank_keeps_its_gpu_when_the_system_lists_gpus_in_another_order() {
         let mesh: Mesh = "tp=2".parse().unwrap();
@@ -139,6 +140,7 @@ mod tests {
         assert_eq!(find_gpu(&[a, b], (&mesh, &logical), 1, Rank(1)).unwrap(), 0);
     }
 
+    // proves: D-22
     #[test]
     fn an_absent_gpu_and_a_shared_one_are_refused_by_name() {
         let mesh: Mesh = "tp=2".parse().unwrap();

@@ -2,7 +2,7 @@
 //! loaded, not what was requested.
 
 use tessera_cpu::kernels::vector_unit;
-use tessera_ir::CapturedGraph;
+use tessera_ir::{CapturedGraph, Op};
 use tessera_mesh::Rank;
 use tessera_runtime::{Digest, Parity};
 use tessera_verify::SealedPlan;
@@ -17,8 +17,8 @@ const NOT_APPLICABLE: &str = "none";
 
 /// Returns all facts except those that the lockstep state machines add themselves. `programs` names
 /// the programs that this rank has loaded, each with the graph into which its backend captures it; a
-/// leader gives the programs that the plan declares ([`declared_programs`]). `gpus` states whether the mesh runs on GPUs. `threads` is `None` if
-/// no CPU kernels run calls.
+/// leader gives the programs that the plan declares ([`declared_programs`]). `gpus` states whether the
+/// mesh runs on GPUs. `threads` is `None` if no CPU kernels run calls.
 pub(crate) fn rank_parity(
     plan: &Plan,
     weights: [u8; 32],
@@ -72,6 +72,21 @@ pub(crate) fn declared_programs(plan: &SealedPlan) -> Vec<(&str, Option<Captured
         programs.find_map(|p| p.captured_graph().ok().flatten())
     };
     mesh_phases(plan).map(|phase| (phase, graph(phase))).collect()
+}
+
+/// Gives each program that launches nothing on this rank the graph that the plan declares for it on
+/// other ranks: a stage without work in a phase has nothing to capture and differs from no peer.
+pub(crate) fn count_idle_programs<'a>(
+    plan: &SealedPlan,
+    rank: Rank,
+    mut programs: Vec<(&'a str, Option<CapturedGraph>)>,
+) -> Vec<(&'a str, Option<CapturedGraph>)> {
+    let is_idle = |name: &str| plan.rank_program(name, rank).is_some_and(|p| p.ops.iter().all(Op::is_source));
+    let declared = declared_programs(plan);
+    for (name, graph) in programs.iter_mut().filter(|(name, _)| is_idle(name)) {
+        *graph = declared.iter().find(|(phase, _)| phase == name).and_then(|(_, graph)| graph.clone());
+    }
+    programs
 }
 
 /// Describes which programs are captured into which graphs. The number of ops differs between roles,

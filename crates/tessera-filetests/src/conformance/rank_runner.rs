@@ -119,8 +119,9 @@ fn rank_main<B: Backend>(
             // Programs of plans are captured, so those of the suite are too.
             let mut captured = Program::clone(p);
             captured.capture_into(&p.name);
+            let declared = captured.captured_graph().ok().flatten();
             let handle = backend.load(&Arc::new(captured), &dedicated_slots(p), &mut source)?;
-            if backend.captured_graph(handle).is_none_or(|g| g.name != p.name) {
+            if backend.captured_graph(handle) != declared {
                 let what = format!("@{}: the backend does not report the graph of the program", p.name);
                 return Err(Diagnostic::error(&T0802, what));
             }

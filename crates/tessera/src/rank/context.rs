@@ -30,7 +30,7 @@ use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
 use crate::kernel_probe::{plan_probes, probe_placement, run_probes};
 use crate::model::Model;
-use crate::parity::{add_peers_to_groups, rank_parity};
+use crate::parity::{add_peers_to_groups, count_idle_programs, rank_parity};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::run_settings::{build_id, run_limits, stream_spec};
@@ -250,7 +250,8 @@ impl RankContext {
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
             let threads = gpus.is_none().then_some(threads);
             let placement = (gpus.is_some(), threads);
-            let parity = rank_parity(&plan, weights_digest, &delays, &engine.captured_programs(), placement);
+            let captured = count_idle_programs(&plan.sealed, rank, engine.captured_programs());
+            let parity = rank_parity(&plan, weights_digest, &delays, &captured, placement);
             let parity =
                 device.into_iter().fold(parity, |parity, (key, value)| parity.with_known_key(key, value));
             let parity = add_peers_to_groups(parity, &plan, peers);

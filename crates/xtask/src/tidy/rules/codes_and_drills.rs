@@ -63,7 +63,10 @@ pub(super) fn read_codes(tree: &Tree) -> BTreeMap<String, CodeRow> {
     let mut codes = BTreeMap::new();
     for (path, place) in CODE_FILES {
         for line in tree.file_text(path).unwrap_or_default().lines() {
-            if let Some((_, id)) = line.trim().strip_prefix("id: ").and_then(|id| find_ids(id).next()) {
+            // A definition in `codes!` begins with its id: `T0301: "title",`.
+            if let Some((0, id)) = find_ids(line.trim()).next()
+                && line.trim()[id.len()..].starts_with(": ")
+            {
                 codes.insert(id.to_string(), CodeRow { places: place.to_string(), page: None });
             }
         }
@@ -95,6 +98,10 @@ pub(super) fn check(library: &Library, tree: &Tree, found: &mut Vec<Problem>) {
     for drill in library.drills.iter().filter(|d| library.rules_of_drill(&d.id).next().is_none()) {
         let page = format!("docs/manual/{}.md", drill.page);
         found.push(Problem::new(&page, 0, format!("name the drill `{}` as the proof of a rule", drill.id)));
+    }
+    if library.codes.is_empty() && tree.contains(CODE_FILES[0].0) {
+        let message = "no code was found here: adapt `read_codes` to the form of the definitions".to_string();
+        found.push(Problem::new(CODE_FILES[0].0, 0, message));
     }
     for code in library.codes.keys().filter(|c| pages_of(c, tree).next().is_none()) {
         let message =
