@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use tessera::files;
 use tessera::record::RECORD_FILE;
 use tessera::run_dir::read_flight_records;
 use tessera_base::Diagnostic;
@@ -72,22 +73,19 @@ pub fn run(args: &Args) -> CliResult {
     }
 }
 
-fn read_file(dir: &Path) -> Result<Vec<u8>, CliError> {
+fn read_record_file(dir: &Path) -> Result<Vec<u8>, CliError> {
     let path = dir.join(RECORD_FILE);
-    // Reading a named pipe would never end.
-    let is_file = std::fs::metadata(&path).is_ok_and(|m| m.is_file());
-    let bytes = if is_file { std::fs::read(&path).map_err(|e| e.to_string()) } else { Err("no file".into()) };
-    bytes.map_err(|why| {
+    files::read_file(&path, u64::MAX).map_err(|why| {
         CliError::usage(
             Diagnostic::error(&T0036, format!("{} holds no {RECORD_FILE}", dir.display()))
-                .with_label(path.display().to_string(), why)
+                .with_label(path.display().to_string(), why.to_string())
                 .with_hint("name the folder that `tessera stream --out` wrote"),
         )
     })
 }
 
 fn check(args: &RunArgs) -> CliResult {
-    let (record, found) = check_record(&read_file(&args.dir)?);
+    let (record, found) = check_record(&read_record_file(&args.dir)?);
     print_diagnostics(&found, args.format.into(), &|_| None);
     let valid = !found.iter().any(Diagnostic::is_error);
     let (chunks, events) = record.map_or((0, 0), |r| (r.chunk_count(), r.events.len()));
@@ -104,7 +102,7 @@ fn check(args: &RunArgs) -> CliResult {
 }
 
 fn print_startups(args: &RunArgs) -> CliResult {
-    let (record, found) = check_record(&read_file(&args.dir)?);
+    let (record, found) = check_record(&read_record_file(&args.dir)?);
     let Some(record) = record else { return Err(found.into()) };
     let mut out = String::new();
     for s in record.events.iter().filter_map(|e| e.startup.as_ref()) {
@@ -122,7 +120,7 @@ fn print_startups(args: &RunArgs) -> CliResult {
 }
 
 fn compute_gates(args: &RunArgs) -> CliResult {
-    let (record, found) = check_record(&read_file(&args.dir)?);
+    let (record, found) = check_record(&read_record_file(&args.dir)?);
     let Some(record) = record.filter(|_| !found.iter().any(Diagnostic::is_error)) else {
         return Err(found.into());
     };

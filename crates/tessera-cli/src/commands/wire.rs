@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use tessera::files;
 use tessera_base::Diagnostic;
 use tessera_tools::codes::T0062;
 use tessera_tools::wire_dump::decode_frames;
@@ -49,12 +50,10 @@ impl Args {
 /// Prints the frames of a file.
 pub fn run(args: &Args) -> CliResult {
     let Action::Dump { file, format } = &args.action;
-    let is_file = std::fs::metadata(file).is_ok_and(|m| m.is_file());
-    let bytes = if is_file { std::fs::read(file).map_err(|e| e.to_string()) } else { Err("no file".into()) };
-    let bytes = bytes.map_err(|why| {
+    let bytes = files::read_file(file, u64::MAX).map_err(|why| {
         CliError::usage(
             Diagnostic::error(&T0062, format!("{} cannot be read", file.display()))
-                .with_label(file.display().to_string(), why)
+                .with_label(file.display().to_string(), why.to_string())
                 .with_hint(
                     "name a file that `tessera stream --wire-dump` wrote, such as RUN/wire/rank-0.bin",
                 ),
