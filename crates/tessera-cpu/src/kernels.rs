@@ -11,6 +11,7 @@ mod norm;
 mod pixels;
 mod rope;
 
+pub use crate::simd::silu;
 pub use attention::*;
 pub use bmm::*;
 pub use elementwise::*;
@@ -98,7 +99,7 @@ mod tests {
         keep(rows * 2, &mut |o| row_square_sum(&pool, o, &[&x, &y], d, 2));
         keep(rows * d, &mut |o| add(&pool, o, &x, &y));
         keep(rows * d, &mut |o| bias_act(&pool, o, &x, &m[..d], Some(Activation::GeluTanh)));
-        keep(rows * d, &mut |o| silu(&pool, o, &x));
+        keep(rows * d, &mut |o| map_elements(&pool, o, &x, silu));
         let key = DrawKey { seed: 9, chunk: 1, draw: 2 };
         keep(rows * d, &mut |o| renoise(&pool, o, &x, 0.3, key, 7));
         keep(rows * d, &mut |o| to_x0(&pool, o, &x, &y, 0.7));

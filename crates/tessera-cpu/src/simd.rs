@@ -7,7 +7,8 @@
 mod math;
 mod tile;
 
-pub(crate) use math::{exp, gelu_tanh, silu, sum_lanes};
+pub use math::silu;
+pub(crate) use math::{exp, gelu_tanh, sum_lanes};
 pub(crate) use tile::{
     AccumulatorTile, BLOCK, LhsOperand, OutputTile, PANEL, RhsPanel, TILE_ROWS, multiply_tile, pack_panel,
 };
@@ -97,18 +98,18 @@ pub(crate) fn with_level<R>(level: Level, f: impl FnOnce() -> R) -> R {
 /// The loops inside must fix their own order of additions (see [`sum_lanes`]); the compiler never
 /// reorders float arithmetic, so all versions give the same bits.
 macro_rules! vectorized {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident$(<$f:ident: $bound:path>)?($($arg:ident: $ty:ty),* $(,)?) $body:block) => {
         $(#[$meta])*
         #[allow(unsafe_code, clippy::too_many_arguments)]
-        $vis fn $name($($arg: $ty),*) {
+        $vis fn $name$(<$f: $bound>)?($($arg: $ty),*) {
             #[inline(always)]
-            fn body($($arg: $ty),*) $body
+            fn body$(<$f: $bound>)?($($arg: $ty),*) $body
             /// # Safety
             ///
             /// The processor must have the features of `Level::Avx512`.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            fn avx512($($arg: $ty),*) {
+            fn avx512$(<$f: $bound>)?($($arg: $ty),*) {
                 body($($arg),*)
             }
             /// # Safety
@@ -116,7 +117,7 @@ macro_rules! vectorized {
             /// The processor must have the features of `Level::Avx2`.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
-            fn avx2($($arg: $ty),*) {
+            fn avx2$(<$f: $bound>)?($($arg: $ty),*) {
                 body($($arg),*)
             }
             match $crate::simd::level() {

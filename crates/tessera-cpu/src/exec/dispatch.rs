@@ -11,8 +11,9 @@ use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
 use crate::kernels::{
     FrameIndexing, KeyBias, MatmulWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, add, attention,
-    bias_act, bmm, depth_to_space_time, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
-    rms_scale, rope, row_square_sum, silu, softmax, space_time_to_depth, time_embed, to_x0,
+    bias_act, bmm, depth_to_space_time, gate_residual, layer_norm, map_elements, matmul, norm_modulate,
+    renoise, rms_norm, rms_scale, rope, row_square_sum, silu, softmax, space_time_to_depth, time_embed,
+    to_x0,
 };
 
 impl CpuBackend {
@@ -142,7 +143,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
             bind_values(v, [v.x, v.bias], |r, v, [x, bias]| bias_act(r.pool, r.out, x, bias, v.act))
         }
         C::Add(v) => bind_values(v, [v.x, v.y], |r, _, [x, y]| add(r.pool, r.out, x, y)),
-        C::Silu(v) => bind_values(v, [v.x], |r, _, [x]| silu(r.pool, r.out, x)),
+        C::Silu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, silu)),
         C::Cast(_) | C::Quantize(_) => return Err("another dtype (this backend computes in f32)"),
         C::LayerNorm(v) => bind_values(v, [v.x, v.w, v.b], |r, v, [x, w, b]| {
             layer_norm(r.pool, r.out, x, w, b, v.eps as f32);

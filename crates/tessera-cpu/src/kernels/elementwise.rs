@@ -4,7 +4,7 @@ use tessera_base::random::{DrawKey, fill_normals_inline};
 use tessera_ir::Activation;
 
 use crate::Pool;
-use crate::simd::{gelu_tanh, silu as silu_of, vectorized};
+use crate::simd::{gelu_tanh, silu, vectorized};
 
 /// Number of elements of one block of work.
 const BLOCK_ELEMENTS: usize = 4096;
@@ -24,10 +24,10 @@ pub fn bias_act(pool: &Pool, out: &mut [f32], x: &[f32], b: &[f32], act: Option<
     pool.for_each_block(out, 16 * d, 12 * x.len(), |i, o| bias_act_rows(o, &x[i * 16 * d..], b, act));
 }
 
-/// Computes `out = x · sigmoid(x)`.
-pub fn silu(pool: &Pool, out: &mut [f32], x: &[f32]) {
+/// Computes `out = f(x)` per element.
+pub fn map_elements(pool: &Pool, out: &mut [f32], x: &[f32], f: impl Fn(f32) -> f32 + Sync) {
     assert_eq!(out.len(), x.len());
-    pool.for_each_block(out, BLOCK_ELEMENTS, 12 * x.len(), |i, o| silu_block(o, &x[i * BLOCK_ELEMENTS..]));
+    pool.for_each_block(out, BLOCK_ELEMENTS, 12 * x.len(), |i, o| map_block(o, &x[i * BLOCK_ELEMENTS..], &f));
 }
 
 /// Computes `out = (1 − σ) · x0 + σ · noise`, where element i of `out` uses element `first_element
@@ -82,7 +82,7 @@ vectorized! {
             let sums = o.iter_mut().zip(x).zip(b);
             match act {
                 None => sums.for_each(|((o, x), b)| *o = x + b),
-                Some(Activation::Silu) => sums.for_each(|((o, x), b)| *o = silu_of(x + b)),
+                Some(Activation::Silu) => sums.for_each(|((o, x), b)| *o = silu(x + b)),
                 Some(Activation::GeluTanh) => sums.for_each(|((o, x), b)| *o = gelu_tanh(x + b)),
             }
         }
@@ -90,9 +90,9 @@ vectorized! {
 }
 
 vectorized! {
-    fn silu_block(out: &mut [f32], x: &[f32]) {
+    fn map_block<F: Fn(f32) -> f32>(out: &mut [f32], x: &[f32], f: &F) {
         for (o, x) in out.iter_mut().zip(x) {
-            *o = silu_of(*x);
+            *o = f(*x);
         }
     }
 }

@@ -29,7 +29,7 @@ pub(crate) fn exp(x: f32) -> f32 {
 
 /// Returns x · sigmoid(x).
 #[inline(always)]
-pub(crate) fn silu(x: f32) -> f32 {
+pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 

@@ -83,7 +83,7 @@ impl CudaBackend {
         }
         let (dtype, extents) = (shape.result_dtype(), (shape.rows * shape.out_columns, shape.out_columns));
         let addresses = (operands.out, left_bias, operands.out);
-        self.enqueue_launch(&bias_act_launch(dtype, extents, addresses, left_act), stream)
+        self.enqueue_launch(&bias_act_launch(dtype, extents, addresses, left_act.into()), stream)
     }
 
     fn enqueue_attention(&mut self, work: &AttentionWork, stream: &CudaStream) -> CudaResult<()> {

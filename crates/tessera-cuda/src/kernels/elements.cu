@@ -15,7 +15,8 @@ extern "C" __global__ void cast_bf16_f32(const bf16 *x, float *out, i64 n) {
     cast_element(x, out, n);
 }
 
-// `act` selects the activation: 0 is none, 1 is SiLU, 2 is GELU.
+// `act` selects the function of each element: 0 is the identity, 1 is SiLU, 2 is GELU. A new number
+// is the argument of PointwiseFunction where the op is dispatched.
 __device__ __forceinline__ float activate(float x, int act) {
     return act == 1 ? silu(x) : (act == 2 ? gelu_tanh(x) : x);
 }

@@ -2,7 +2,7 @@
 //! names every op, apart from the kinds of collectives. An op is supported if and only if something
 //! is built for it here.
 
-use tessera_ir::{ComputeOp, OpByKind, OpView, SinkOp, SourceOp, views};
+use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp, views};
 
 use super::copies::copy_whole;
 use super::elementwise as kernels;
@@ -153,8 +153,8 @@ fn build_compute(
         C::RowSquareSum(v) => kernels::build_row_square_sum(s, v, out),
         C::Quantize(v) => kernels::build_quantize(s, v, results),
         C::Add(v) => kernels::build_add(s, v, out),
-        C::Silu(v) => kernels::build_silu(s, v, out),
-        C::BiasAct(v) => kernels::build_bias_act(s, v, out),
+        C::Silu(v) => kernels::build_pointwise(s, v.x, None, Some(Activation::Silu).into(), out),
+        C::BiasAct(v) => kernels::build_pointwise(s, v.x, Some(v.bias), v.act.into(), out),
         C::Cast(v) => kernels::build_cast(s, v, out),
         C::Softmax(v) => kernels::build_softmax(s, v, out),
         C::Bmm(v) => f32_only().and_then(|()| kernels::build_bmm(s, v, out)),

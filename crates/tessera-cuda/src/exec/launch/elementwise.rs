@@ -25,6 +25,19 @@ const SMALL_GEMM_THREADS: u32 = 256;
 
 type Built = CudaResult<KernelLaunch>;
 
+/// A function of one element, by its number in `activate` of elements.cu.
+pub(super) struct PointwiseFunction(pub(super) i32);
+
+impl From<Option<Activation>> for PointwiseFunction {
+    fn from(act: Option<Activation>) -> PointwiseFunction {
+        PointwiseFunction(match act {
+            None => 0,
+            Some(Activation::Silu) => 1,
+            Some(Activation::GeluTanh) => 2,
+        })
+    }
+}
+
 pub(super) fn build_row_square_sum(s: &LaunchSite<'_>, v: &views::RowSquareSum, out: ValueId) -> Built {
     refuse_segments(v.segments)?;
     let ty = s.p.type_of(v.x);
@@ -51,25 +64,17 @@ pub(super) fn build_add(s: &LaunchSite<'_>, v: &views::Add, out: ValueId) -> Bui
     Ok(KernelLaunch::elements(kernel_for_dtype(s.p.type_of(v.x).dtype, ADD_F32, ADD_BF16), n, args))
 }
 
-pub(super) fn build_silu(s: &LaunchSite<'_>, v: &views::Silu, out: ValueId) -> Built {
-    build_activation(s, v.x, None, Some(Activation::Silu), out)
-}
-
-pub(super) fn build_bias_act(s: &LaunchSite<'_>, v: &views::BiasAct, out: ValueId) -> Built {
-    build_activation(s, v.x, Some(v.bias), v.act, out)
-}
-
-/// Builds an activation, after a bias if there is one.
-fn build_activation(
+/// Builds a function of each element, after a bias if there is one.
+pub(super) fn build_pointwise(
     s: &LaunchSite<'_>,
     x: ValueId,
     bias: Option<ValueId>,
-    act: Option<Activation>,
+    function: PointwiseFunction,
     out: ValueId,
 ) -> Built {
     let ty = s.p.type_of(x);
     let addresses = (s.at(x)?, s.at_optional(bias)?, s.at(out)?);
-    Ok(bias_act_launch(ty.dtype, (ty.element_count(), last_extent(ty)), addresses, act))
+    Ok(bias_act_launch(ty.dtype, (ty.element_count(), last_extent(ty)), addresses, function))
 }
 
 pub(super) fn build_time_embed(s: &LaunchSite<'_>, v: &views::TimeEmbed, out: ValueId) -> Built {
@@ -230,7 +235,7 @@ pub(super) fn build_small_gemm(s: &LaunchSite<'_>, v: &views::Matmul, out: Value
         rows: shape.rows as i32,
         k: shape.inner as i32,
         m: shape.out_columns as i32,
-        act: activation_code(v.act),
+        act: PointwiseFunction::from(v.act).0,
     };
     let blocks = shape.out_columns.div_ceil(SMALL_GEMM_COLUMNS);
     Ok(KernelLaunch::blocks(SMALL_GEMM, (blocks, SMALL_GEMM_THREADS, 0), args))
@@ -241,20 +246,11 @@ pub(super) fn bias_act_launch(
     dtype: DType,
     (n, columns): (u64, u64),
     (x, bias, out): (u64, u64, u64),
-    act: Option<Activation>,
+    function: PointwiseFunction,
 ) -> KernelLaunch {
-    let (columns, act) = (columns as i32, activation_code(act));
+    let (columns, act) = (columns as i32, function.0);
     let args = BiasAct { x: x.into(), b: bias.into(), out: out.into(), columns, act, n: n as i64 };
     KernelLaunch::elements(kernel_for_dtype(dtype, BIAS_ACT_F32, BIAS_ACT_BF16), n, args)
-}
-
-/// Returns the kernels' code of an activation; 0 for none.
-fn activation_code(act: Option<Activation>) -> i32 {
-    match act {
-        None => 0,
-        Some(Activation::Silu) => 1,
-        Some(Activation::GeluTanh) => 2,
-    }
 }
 
 /// Selects the f32 or the bf16 kernel.
