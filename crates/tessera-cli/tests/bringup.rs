@@ -61,6 +61,35 @@ fn no_item_passes_before_all_earlier_items() {
 }
 
 #[test]
+fn kernels_are_frozen_only_if_every_run_probed_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    for name in ["a", "b"] {
+        run_stream(&at(name), &["--mesh", "tp=2"]);
+    }
+    let kernels = |runs: &[&Path]| checklist_items(runs).swap_remove(1);
+    let (status, detail) = kernels(&[&at("a"), &at("b")]);
+    assert_eq!(status, "pass", "{detail}");
+    assert!(detail.contains("kernels probed") && !detail.starts_with("0 "), "{detail}");
+
+    // A kernel of one rank computes other bits in the second run.
+    let path = at("b").join("record.jsonl");
+    let record = std::fs::read_to_string(&path).unwrap();
+    let (before, rest) = record.split_once("[\"kernel:").unwrap();
+    let (key, rest) = rest.split_once("\",\"").unwrap();
+    let (_, after) = rest.split_once('"').unwrap();
+    std::fs::write(&path, format!("{before}[\"kernel:{key}\",\"other bits\"{after}")).unwrap();
+    let (status, detail) = kernels(&[&at("a"), &at("b")]);
+    assert_eq!(status, "fail", "{detail}");
+    assert!(detail.contains(key) && detail.contains("other bits"), "{detail}");
+
+    // A record without probes answers nothing.
+    let unprobed = record.replace("[\"kernel:", "[\"other:");
+    std::fs::write(&path, unprobed).unwrap();
+    assert_eq!(kernels(&[&at("a"), &at("b")]).0, "open");
+}
+
+#[test]
 fn a_folder_without_a_run_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let (status, said) = run_for_text(&["bringup", dir.path().to_str().unwrap()]);

@@ -589,6 +589,47 @@ fn fourteen_billion_on_eight_devices_shard_tokens() {
 }
 
 #[test]
+fn the_estimate_is_of_the_plan_that_is_sealed() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, options, error) in [
+        ("bf16", &[][..], "± 40 %"),
+        ("f32", &["--dtype", "f32"][..], "± 40 %"),
+        ("fp8", &["--dtype", "fp8"], "± 40 %"),
+    ] {
+        let out = dir.path().join(name);
+        let rack = ["plan", "models/wan2.1-14b", "--cluster", "gb200-nvl72", "--devices", "8"];
+        let rest = ["--pin", "tp=8,pp=1,strategy=ulysses", "--out", path_text(&out)];
+        let page = run_with_status(0, &[&rack[..], &rest, options].concat());
+        let device = if name == "f32" { "" } else { " --device cuda" };
+        let run = format!("run it: tessera stream --plan {}{device}, or", path_text(&out));
+        assert_contains(&page, &[&format!("torch-2.11 at {name}"), error, &run]);
+
+        let text = fs::read_to_string(out.join("estimate.json")).unwrap();
+        let estimate: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(estimate["best"][0]["dtype"], name);
+        let uses = |v: &Value, key: &str| v[key].as_u64().unwrap() as f64;
+        let estimated = &estimate["best"][0]["memory"];
+        let mapping = out.join("mapping.toml");
+        let sealed = json_output(&["plan", "models/wan2.1-14b", "--mapping", path_text(&mapping)]);
+        let ranks = sealed["ranks"].as_array().unwrap();
+        let fullest = ranks.iter().max_by_key(|r| r["total_bytes"].as_u64()).unwrap();
+        for key in ["weights_bytes", "buffers_bytes"] {
+            assert_eq!(uses(estimated, key), uses(fullest, key), "{name} {key}");
+        }
+        // The estimate covers the phases of one call, and the plan covers all phases.
+        let all = uses(fullest, "total_bytes");
+        let parts = ["weights_bytes", "buffers_bytes", "inputs_bytes", "temporaries_bytes"];
+        let sum: f64 = parts.iter().map(|key| uses(estimated, key)).sum();
+        assert!((sum / all - 1.0).abs() < 0.02, "{name}: {sum} estimated, {all} sealed");
+        assert_eq!(sum + uses(estimated, "executor_bytes"), uses(&estimate["best"][0], "bytes"));
+    }
+    // On a machine that was measured, the profile's own error holds.
+    let measured =
+        ["plan", "models/wan2.1-14b", "--cluster", "hgx-h200", "--devices", "8", "--pin", "tp=8,pp=1"];
+    assert_contains(&run_with_status(0, &measured), &["± 10 %"]);
+}
+
+#[test]
 fn hand_drawn_charts_are_measured() {
     let both = |file: &str| {
         let o = run_tessera(&["check", file]);

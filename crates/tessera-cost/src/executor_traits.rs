@@ -1,4 +1,4 @@
-//! Traits of an executor: the precision it computes in, the ops it fuses into one kernel, the
+//! Traits of an executor: the precision it is planned for, the ops it fuses into one kernel, the
 //! packing around its all-to-alls, and its throttling under a power limit.
 
 use tessera_base::config::ConfigReader;
@@ -8,8 +8,7 @@ use tessera_mesh::Precision;
 /// program is written.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExecutorTraits {
-    /// Precision in which the f32 values of a program are computed and stored. Sums of squares and
-    /// sinusoids stay f32.
+    /// Precision in which programs for this executor are planned where nobody asks for another.
     pub precision: Precision,
     /// Whether neighbouring elementwise and norm kernels over the same rows are fused, so that
     /// values passed only between them never reach memory.

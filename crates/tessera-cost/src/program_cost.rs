@@ -67,7 +67,6 @@ pub struct ProgramEstimate<'a> {
     pub ops: Vec<OpEstimate>,
     machine: &'a MachineModel,
     program: &'a Program,
-    widths: ValueWidths,
 }
 
 impl<'a> ProgramEstimate<'a> {
@@ -75,13 +74,12 @@ impl<'a> ProgramEstimate<'a> {
     #[must_use]
     pub fn new(machine: &'a MachineModel, program: &'a Program, pace: f64) -> ProgramEstimate<'a> {
         let executor = &machine.profile.executor;
-        let widths = ValueWidths::new(program, executor.precision);
         let defs = program.defining_ops();
         let mut ops: Vec<OpEstimate> =
-            program.ops.iter().map(|op| estimate_op(machine, program, &widths, &defs, op)).collect();
+            program.ops.iter().map(|op| estimate_op(machine, program, &defs, op)).collect();
         if executor.merges_gemms {
             for set in kernel_fusion::mergeable_matmuls(program) {
-                let merged = merged_gemm_ns(machine, program, &widths, &set);
+                let merged = merged_gemm_ns(machine, program, &set);
                 // The work of each op besides its matmul remains.
                 let extra: f64 = set.iter().map(|i| ops[*i].ns - ops[*i].throttled_ns).sum();
                 for i in &set[1..] {
@@ -94,7 +92,7 @@ impl<'a> ProgramEstimate<'a> {
         if executor.fuses_elementwise {
             let readers = program.value_readers();
             for set in kernel_fusion::fused_elementwise(program, &defs) {
-                let bytes = kernel_fusion::kernel_traffic(program, &widths, &readers, &set);
+                let bytes = kernel_fusion::kernel_traffic(program, &readers, &set);
                 for (at, i) in set.iter().enumerate() {
                     ops[*i].ns = if at == 0 { elementwise_ns(machine, bytes) } else { 0.0 };
                     ops[*i].launches = u32::from(at == 0);
@@ -104,7 +102,7 @@ impl<'a> ProgramEstimate<'a> {
         for price in &mut ops {
             price.ns = price.ns_at_speed(pace);
         }
-        ProgramEstimate { ops, machine, program, widths }
+        ProgramEstimate { ops, machine, program }
     }
 
     /// Returns the time of the program alone, in nanoseconds from its first launch to its last end:
@@ -137,7 +135,7 @@ impl<'a> ProgramEstimate<'a> {
     #[must_use]
     pub fn transfer_payload(&self, op: usize) -> Option<(CollectiveOp, f64)> {
         let (p, op) = (self.program, self.program.ops.get(op)?);
-        let operand = || op.operands.first().map_or(0.0, |v| self.widths.value_bytes(p, *v));
+        let operand = || op.operands.first().map_or(0.0, |v| value_bytes(p, *v));
         Some(match op.opcode {
             Opcode::AllReduce => (CollectiveOp::AllReduce, operand()),
             // Shards are equal, so the full buffer is one shard times the number of members.
@@ -154,7 +152,7 @@ impl<'a> ProgramEstimate<'a> {
     }
 
     fn received_bytes(&self, op: &Op) -> f64 {
-        self.program.collective_result(op).map_or(0.0, |r| self.widths.value_bytes(self.program, r))
+        self.program.collective_result(op).map_or(0.0, |r| value_bytes(self.program, r))
     }
 }
 
@@ -181,64 +179,21 @@ pub fn ranks_span(cluster: &Cluster, met: &[Rank]) -> GroupSpan {
     GroupSpan { ranks: met.len().max(1) as u32, domains: domains.len().max(1) as u32 }
 }
 
-/// Bytes and precision of a program's values. They follow the types if any type is narrower than
-/// f32; a program entirely in f32 leaves the choice to its executor.
-#[derive(Debug, Clone)]
-pub(crate) struct ValueWidths {
-    /// The executor's precision, if the choice is left to the executor.
-    precision: Option<Precision>,
-    /// By value: whether the value stays f32 in any precision, such as a sum of squares.
-    exact: Vec<bool>,
+/// Returns the precision in which an op with this operand computes.
+fn value_precision(p: &Program, v: ValueId) -> Precision {
+    match p.type_of(v).dtype {
+        DType::E4m3 => Precision::Fp8,
+        DType::Bf16 | DType::F16 => Precision::Bf16,
+        _ => Precision::F32,
+    }
 }
 
-impl ValueWidths {
-    pub(crate) fn new(p: &Program, precision: Precision) -> ValueWidths {
-        let mut exact = vec![false; p.values.len()];
-        for op in &p.ops {
-            let keeps = match op.opcode {
-                Opcode::RowSquareSum | Opcode::TimeEmbed => true,
-                Opcode::AllReduce | Opcode::Wait => op.operands.iter().any(|v| exact[v.0 as usize]),
-                _ => false,
-            };
-            for r in op.results.iter().filter(|_| keeps) {
-                exact[r.0 as usize] = true;
-            }
-        }
-        let types = p.values.iter().map(|v| &v.ty).chain(p.buffers.iter().map(|b| &b.ty));
-        let is_all_f32 =
-            types.into_iter().all(|t| !matches!(t.dtype, DType::Bf16 | DType::F16 | DType::E4m3));
-        ValueWidths { precision: is_all_f32.then_some(precision), exact }
-    }
-
-    /// Returns the precision in which an op with this operand computes.
-    pub(crate) fn value_precision(&self, p: &Program, v: ValueId) -> Precision {
-        self.precision.unwrap_or(match p.type_of(v).dtype {
-            DType::E4m3 => Precision::Fp8,
-            DType::Bf16 | DType::F16 => Precision::Bf16,
-            _ => Precision::F32,
-        })
-    }
-
-    pub(crate) fn value_bytes(&self, p: &Program, v: ValueId) -> f64 {
-        let ty = p.type_of(v);
-        let bytes_per_element = match self.precision {
-            Some(precision) if ty.dtype == DType::F32 && !self.exact[v.0 as usize] => {
-                precision.element_bytes()
-            }
-            _ => ty.dtype.element_bytes() as f64,
-        };
-        ty.element_count() as f64 * bytes_per_element
-    }
+fn value_bytes(p: &Program, v: ValueId) -> f64 {
+    p.type_of(v).byte_size().0 as f64
 }
 
 /// Estimates an op alone, as one kernel or none.
-fn estimate_op(
-    m: &MachineModel,
-    p: &Program,
-    widths: &ValueWidths,
-    defs: &[Option<usize>],
-    op: &Op,
-) -> OpEstimate {
+fn estimate_op(m: &MachineModel, p: &Program, defs: &[Option<usize>], op: &Op) -> OpEstimate {
     let kernel = |doing, ns: f64| OpEstimate {
         activity: doing,
         ns,
@@ -248,21 +203,22 @@ fn estimate_op(
     };
     let exchange = OpEstimate { activity: OpActivity::Transfer, launches: 1, ..OpEstimate::ZERO };
     let memory_bound = |ns: fn(&MachineModel, f64) -> f64| {
-        kernel(OpActivity::MemoryBound, ns(m, kernel_fusion::op_traffic(p, widths, op)))
+        kernel(OpActivity::MemoryBound, ns(m, kernel_fusion::op_traffic(p, op)))
     };
     match (op.opcode.table_row().traits.kernel, op.view()) {
         (KernelClass::None, Ok(OpView::Wait(v))) => {
             OpEstimate { activity: OpActivity::Wait, ..OpEstimate::ZERO }
-                .with_kernel(unpack_ns(m, p, widths, defs, v.ticket))
+                .with_kernel(unpack_ns(m, p, defs, v.ticket))
         }
-        (KernelClass::Gemm, Ok(OpView::Matmul(v))) => estimate_gemm(m, p, widths, op, &v),
+        (KernelClass::Gemm, Ok(OpView::Matmul(v))) => estimate_gemm(m, p, op, &v),
         (KernelClass::Attention, Ok(OpView::Attention(v))) => {
-            kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(widths, p, &v)))
+            kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, &v)))
         }
-        (KernelClass::GroupedGemm, Ok(view)) => grouped_gemm_ns(m, p, widths, op, &view)
-            .map_or(OpEstimate::ZERO, |ns| kernel(OpActivity::Gemm, ns)),
+        (KernelClass::GroupedGemm, Ok(view)) => {
+            grouped_gemm_ns(m, p, op, &view).map_or(OpEstimate::ZERO, |ns| kernel(OpActivity::Gemm, ns))
+        }
         (KernelClass::Transfer, Ok(OpView::AllToAll(v))) => {
-            exchange.with_kernel(pack_ns(m, p, widths, (v.x, v.split)))
+            exchange.with_kernel(pack_ns(m, p, (v.x, v.split)))
         }
         (KernelClass::Transfer, _) => exchange,
         (KernelClass::Copy, _) => memory_bound(MachineModel::memory_bound_ns),
@@ -275,26 +231,20 @@ fn estimate_op(
 }
 
 /// Returns the time of a batch of matrix multiplies: a batched matmul, or the matmuls of all experts.
-fn grouped_gemm_ns(
-    m: &MachineModel,
-    p: &Program,
-    widths: &ValueWidths,
-    op: &Op,
-    view: &OpView,
-) -> Option<f64> {
+fn grouped_gemm_ns(m: &MachineModel, p: &Program, op: &Op, view: &OpView) -> Option<f64> {
     match view {
         OpView::Bmm(views::Bmm { x, y, .. }) => {
             let k = p.type_of(*x).shape.last().map_or(1.0, |k| *k as f64);
             let rows = p.type_of(*x).element_count() as f64 / k;
             let columns = op.results.first().map_or(1.0, |r| p.type_of(*r).element_count() as f64 / rows);
             let batch = (p.type_of(*y).element_count() as f64 / (k * columns)).max(1.0);
-            Some(m.grouped_gemm_ns(batch, rows / batch, columns, k, widths.value_precision(p, *x)))
+            Some(m.grouped_gemm_ns(batch, rows / batch, columns, k, value_precision(p, *x)))
         }
         OpView::MoeRoute(v) => {
             let bank: Vec<f64> = p.buffer(op.buffer?).ty.shape.iter().map(|n| *n as f64).collect();
             let [experts, out, k] = bank[..] else { return None };
             let rows = dim_extent(p, v.x, 0) * v.top_k as f64 / experts.max(1.0);
-            Some(m.grouped_gemm_ns(experts, rows, out, k, widths.value_precision(p, v.x)))
+            Some(m.grouped_gemm_ns(experts, rows, out, k, value_precision(p, v.x)))
         }
         _ => None,
     }
@@ -312,24 +262,18 @@ impl OpEstimate {
 
 /// Returns the time of one GEMM that merges the matmuls of `set`, which share a left operand. `set`
 /// must not be empty.
-fn merged_gemm_ns(m: &MachineModel, p: &Program, widths: &ValueWidths, set: &[usize]) -> f64 {
+fn merged_gemm_ns(m: &MachineModel, p: &Program, set: &[usize]) -> f64 {
     let x = p.ops[set[0]].operands[0];
     let [rows, k] = [0, 1].map(|d| dim_extent(p, x, d));
     let columns: f64 = set.iter().map(|i| dim_extent(p, p.ops[*i].operands[1], 0)).sum();
-    m.gemm_ns(rows, columns, k, widths.value_precision(p, x))
+    m.gemm_ns(rows, columns, k, value_precision(p, x))
 }
 
-fn estimate_gemm(
-    m: &MachineModel,
-    p: &Program,
-    widths: &ValueWidths,
-    op: &Op,
-    v: &views::Matmul,
-) -> OpEstimate {
+fn estimate_gemm(m: &MachineModel, p: &Program, op: &Op, v: &views::Matmul) -> OpEstimate {
     let executor = &m.profile.executor;
     let [rows, k] = [0, 1].map(|d| dim_extent(p, v.x, d));
     let columns = dim_extent(p, v.w, 0);
-    let ns = m.gemm_ns(rows, columns, k, widths.value_precision(p, v.x));
+    let ns = m.gemm_ns(rows, columns, k, value_precision(p, v.x));
     let price = OpEstimate {
         activity: OpActivity::Gemm,
         ns,
@@ -339,7 +283,7 @@ fn estimate_gemm(
     };
     let bias = v.bias.is_some() && !executor.fuses_bias;
     let act = v.act.is_some() && !executor.fuses_activation;
-    let written = op.results.first().map_or(0.0, |r| widths.value_bytes(p, *r));
+    let written = op.results.first().map_or(0.0, |r| value_bytes(p, *r));
     price.with_kernel((bias || act).then(|| elementwise_ns(m, 2.0 * written)))
 }
 
@@ -348,8 +292,8 @@ fn elementwise_ns(m: &MachineModel, bytes: f64) -> f64 {
     m.memory_bound_ns(bytes / m.profile.executor.elementwise_share)
 }
 
-fn attention_sizes(widths: &ValueWidths, p: &Program, v: &views::Attention) -> AttentionWork {
-    let precision = widths.value_precision(p, v.q);
+fn attention_sizes(p: &Program, v: &views::Attention) -> AttentionWork {
+    let precision = value_precision(p, v.q);
     let head = v.head_dim as f64;
     AttentionWork {
         queries: dim_extent(p, v.q, 0),
@@ -367,22 +311,16 @@ fn attention_sizes(widths: &ValueWidths, p: &Program, v: &views::Attention) -> A
 /// Returns the time of the kernel that packs the operand `x` of an all-to-all, or unpacks its result.
 /// `dim` is the dim that it splits or concatenates: with sharded columns the shards of each peer are
 /// scattered over the rows.
-fn pack_ns(m: &MachineModel, p: &Program, widths: &ValueWidths, (x, dim): (ValueId, usize)) -> Option<f64> {
-    let bytes = widths.value_bytes(p, x);
+fn pack_ns(m: &MachineModel, p: &Program, (x, dim): (ValueId, usize)) -> Option<f64> {
+    let bytes = value_bytes(p, x);
     (m.profile.executor.packs_all_to_all && dim > 0).then(|| m.memory_bound_ns(2.0 * bytes))
 }
 
 /// Returns the time of the kernel that unpacks an all-to-all whose columns are concatenated.
-fn unpack_ns(
-    m: &MachineModel,
-    p: &Program,
-    widths: &ValueWidths,
-    defs: &[Option<usize>],
-    ticket: ValueId,
-) -> Option<f64> {
+fn unpack_ns(m: &MachineModel, p: &Program, defs: &[Option<usize>], ticket: ValueId) -> Option<f64> {
     let issue = defs.get(ticket.0 as usize).copied().flatten().map(|i| &p.ops[i])?;
     match issue.view() {
-        Ok(OpView::AllToAll(v)) => pack_ns(m, p, widths, (v.x, v.concat)),
+        Ok(OpView::AllToAll(v)) => pack_ns(m, p, (v.x, v.concat)),
         _ => None,
     }
 }
@@ -405,12 +343,7 @@ mod tests {
     }
 
     fn fusing() -> ExecutorTraits {
-        ExecutorTraits {
-            precision: Precision::Bf16,
-            fuses_elementwise: true,
-            merges_gemms: true,
-            ..ExecutorTraits::default()
-        }
+        ExecutorTraits { fuses_elementwise: true, merges_gemms: true, ..ExecutorTraits::default() }
     }
 
     fn f32(shape: &[u64]) -> Type {
@@ -448,10 +381,10 @@ mod tests {
         let prices = ProgramEstimate::new(&m, &p, 1.0);
         assert_eq!(
             times_of(&p, &prices, Opcode::Matmul),
-            [m.gemm_ns(8.0, 192.0, 64.0, Precision::Bf16), 0.0, 0.0]
+            [m.gemm_ns(8.0, 192.0, 64.0, Precision::F32), 0.0, 0.0]
         );
         // Keys in, weights in, the start, keys out: the two intermediate values never reach memory.
-        let bytes = 8.0 * 64.0 * 2.0 + 64.0 * 2.0 + 8.0 + 8.0 * 64.0 * 2.0;
+        let bytes = 8.0 * 64.0 * 4.0 + 64.0 * 4.0 + 8.0 + 8.0 * 64.0 * 4.0;
         assert_eq!(times_of(&p, &prices, Opcode::RmsNorm), [m.memory_bound_ns(bytes)]);
         assert_eq!(
             [times_of(&p, &prices, Opcode::Rope), times_of(&p, &prices, Opcode::CacheWrite)].concat(),
@@ -459,7 +392,7 @@ mod tests {
         );
         assert_eq!(prices.ops.iter().map(|o| o.launches).sum::<u32>(), 2);
 
-        let plain = machine(ExecutorTraits { precision: Precision::Bf16, ..ExecutorTraits::default() });
+        let plain = machine(ExecutorTraits::default());
         let apart = ProgramEstimate::new(&plain, &p, 1.0);
         assert_eq!(apart.ops.iter().map(|o| o.launches).sum::<u32>(), 6);
         let sum = |p: &ProgramEstimate<'_>| p.ops.iter().map(|o| o.ns).sum::<f64>();
@@ -470,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn typed_programs_are_priced_by_their_dtypes() {
+    fn programs_are_priced_by_their_dtypes() {
         let of_dtype = |dtype| {
             let mut b = Builder::new_logical("p");
             let ty = |shape: &[u64]| Type::new(dtype, shape);
@@ -482,6 +415,7 @@ mod tests {
             b.finish().unwrap()
         };
         let (f32, bf16) = (of_dtype(DType::F32), of_dtype(DType::Bf16));
+        // What an executor is usually planned for changes no program that is written.
         let m = machine(ExecutorTraits { precision: Precision::Bf16, ..ExecutorTraits::default() });
         let ns = |p: &Program| {
             let prices = ProgramEstimate::new(&m, p, 1.0);
@@ -491,7 +425,6 @@ mod tests {
         let gemm = |p| m.gemm_ns(4096.0, 4096.0, 4096.0, p);
         let passes = |bytes: f64| elementwise_ns(&m, bytes * n);
         assert_eq!(ns(&bf16), [gemm(Precision::Bf16), m.memory_bound_ns(6.0 * n), passes(8.0)]);
-        // Its matmul has f32 operands, because the program has narrower values elsewhere.
         assert_eq!(ns(&f32), [gemm(Precision::F32), m.memory_bound_ns(6.0 * n), passes(4.0)]);
     }
 
@@ -514,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_of_squares_stay_f32_and_columns_are_packed() {
+    fn columns_are_packed() {
         let mut b = Builder::new_role("p", "r", "tp=2".parse().unwrap(), &["compute", "tp_collective"]);
         let by_rows = AxisLayout::Shard(Shard::new(0, 8, 1, 2).unwrap());
         let x = b.add_input(
@@ -538,8 +471,8 @@ mod tests {
         let two = GroupSpan { ranks: 2, domains: 1 };
         let sent: Vec<f64> =
             (0..p.ops.len()).filter_map(|i| prices.transfer_cost(i, two)).map(|t| t.sent_bytes[0]).collect();
-        assert_eq!(sent, [8.0 * 4.0, 4.0 * 128.0 * 2.0 / 2.0, 8.0 * 64.0 * 2.0 / 2.0]);
-        let copy = m.memory_bound_ns(2.0 * 4.0 * 128.0 * 2.0);
+        assert_eq!(sent, [8.0 * 4.0, 4.0 * 128.0 * 4.0 / 2.0, 8.0 * 64.0 * 4.0 / 2.0]);
+        let copy = m.memory_bound_ns(2.0 * 4.0 * 128.0 * 4.0);
         assert_eq!(times_of(&p, &prices, Opcode::AllToAll), [copy, 0.0], "packed before the first");
         assert_eq!(times_of(&p, &prices, Opcode::Wait), [0.0, 0.0, copy], "unpacked after the second");
     }

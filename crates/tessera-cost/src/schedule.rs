@@ -209,27 +209,40 @@ pub fn min_micro_batches(
     pace: &MicroBatchTimes,
     share: f64,
 ) -> Option<u32> {
+    // The share for equal sizes may be a rounding error too small.
+    find_micro_batches(schedule, stages, |n| {
+        bubble_share(schedule, stages, interleave, n, pace) < share - 1e-12
+    })
+}
+
+/// Returns the smallest number of micro-batches that the schedule admits and for which `enough`
+/// holds, or `None` if it holds for none up to a million. `enough` must hold for every larger
+/// number too.
+#[must_use]
+pub fn find_micro_batches(
+    schedule: PipelineSchedule,
+    stages: u32,
+    enough: impl Fn(u32) -> bool,
+) -> Option<u32> {
     const MOST: u32 = 1 << 20;
     let (unit, least) = match schedule {
         PipelineSchedule::Interleaved => (stages, 1),
         PipelineSchedule::DualPipe => (2, stages),
         PipelineSchedule::OneFOneB | PipelineSchedule::ZbH1 | PipelineSchedule::ZbH2 => (1, 1),
     };
-    // The share for equal sizes may be a rounding error too small.
-    let below = |count: u32| bubble_share(schedule, stages, interleave, count * unit, pace) < share - 1e-12;
-    let mut enough = least;
-    while !below(enough) {
-        enough *= 2;
-        if enough.saturating_mul(unit) > MOST {
+    let mut many = least;
+    while !enough(many * unit) {
+        many *= 2;
+        if many.saturating_mul(unit) > MOST {
             return None;
         }
     }
     let mut few = least - 1;
-    while enough - few > 1 {
-        let mid = few.midpoint(enough);
-        if mid < least || !below(mid) { few = mid } else { enough = mid }
+    while many - few > 1 {
+        let mid = few.midpoint(many);
+        if mid < least || !enough(mid * unit) { few = mid } else { many = mid }
     }
-    Some(enough * unit)
+    Some(many * unit)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use tessera_base::Diagnostics;
 use tessera_cost::MachineModel;
 use tessera_cost::intervals::Interval;
 use tessera_cost::program_cost::ProgramEstimate;
-use tessera_mesh::MemoryTier;
+use tessera_mesh::{MemoryTier, Precision};
 use tessera_plan::search::{Objective, error_bar};
 use tessera_plan::video::{
     self, DecodePlacement, MappingQuery, MediaCosts, RankedMapping, VideoPins, VideoSearchResult,
@@ -57,8 +57,9 @@ pub struct VideoQuery<'a> {
     pub devices: Option<u32>,
     /// What the search optimises; `None` means throughput.
     pub objective: Option<Objective>,
-    /// Compute dtype of every mapping; the search does not choose it.
-    pub dtype: DtypePolicy,
+    /// Compute dtype of every mapping; the search does not choose it. `None` means the precision
+    /// for which the executor is planned.
+    pub dtype: Option<DtypePolicy>,
     /// Decisions that the search must keep.
     pub pins: VideoPins,
     /// Nanoseconds to decode a chunk on one device, for a model without a decoder of its own.
@@ -69,6 +70,17 @@ pub struct VideoQuery<'a> {
     pub whole_decode: bool,
     /// Command line to show on the page.
     pub command: String,
+}
+
+impl VideoQuery<'_> {
+    /// Returns the dtype of every estimate and of the mapping that is sealed.
+    fn sealed_dtype(&self) -> DtypePolicy {
+        self.dtype.unwrap_or(match self.machine.profile.executor.precision {
+            Precision::F32 => DtypePolicy::F32,
+            Precision::Bf16 => DtypePolicy::Bf16,
+            Precision::Fp8 | Precision::Fp4 => DtypePolicy::Fp8,
+        })
+    }
 }
 
 /// Searches the mappings of a model. The returned mapping, if any fits, is the one that `tessera
@@ -198,7 +210,7 @@ fn build_question<'a>(
         objective: query.objective.unwrap_or(Objective::Throughput),
         media,
         message_ns: MESSAGE_NS,
-        dtype: query.dtype,
+        dtype: query.sealed_dtype(),
         pins: query.pins,
         // Keeps enough mappings that one of them can run today.
         max_results: 64,
@@ -262,10 +274,7 @@ fn build_report(query: &VideoQuery<'_>, q: &MappingQuery<'_>, outcome: &VideoSea
     page.accuracy_notes = vec![format!(
         "Estimated from the programs that would be sealed, op by op, under the executor profile {} at {}; one call of each mapping was simulated.",
         machine.profile.name,
-        match query.dtype {
-            DtypePolicy::F32 => machine.profile.executor.precision.name(),
-            own => own.name(),
-        }
+        query.sealed_dtype().name()
     )];
     if !machine.cluster.measured {
         page.accuracy_notes.push(format!(
@@ -370,7 +379,9 @@ fn fill_report(
 /// Returns the error bar of a stream's estimate and the reasons why it is wider than the profile's.
 fn stream_error_bar(query: &VideoQuery<'_>, best: &RankedMapping) -> (f64, Vec<String>) {
     let cluster = &query.machine.cluster;
-    error_bar(&query.machine, "stream", best.devices > cluster.domain_size)
+    // The streams that validate a profile ran on one machine and say nothing about others.
+    let job = if cluster.measured { "stream" } else { "streams of other machines" };
+    error_bar(&query.machine, job, best.devices > cluster.domain_size)
 }
 
 fn headline_numbers(query: &VideoQuery<'_>, best: &RankedMapping) -> Vec<HeadlineNumber> {
@@ -501,6 +512,13 @@ fn outcome_to_json(query: &VideoQuery<'_>, outcome: &VideoSearchResult) -> serde
             "collective_ns": r.call.collective_ns,
             "overlap_ratio": r.call.overlap.ratio(),
             "bytes": rank_memory_bytes(query, r) as u64,
+            "memory": {
+                "weights_bytes": r.memory.weights.0,
+                "buffers_bytes": r.memory.buffers.0,
+                "inputs_bytes": r.memory.inputs.0,
+                "temporaries_bytes": r.memory.temporaries.0,
+                "executor_bytes": query.machine.reserved_bytes() as u64,
+            },
             "phases": r.call.phases.iter().map(|p| json!({"name": p.name, "start_ns": p.start_ns, "end_ns": p.end_ns})).collect::<Vec<_>>(),
         })
     };

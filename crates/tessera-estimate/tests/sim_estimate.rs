@@ -213,7 +213,7 @@ fn measure_stream_times(
         machine: machine.clone(),
         devices: Some(3),
         objective: None,
-        dtype: DtypePolicy::F32,
+        dtype: Some(DtypePolicy::Bf16),
         pins: VideoPins {
             tp: Some(tp),
             pp: Some(pp),

@@ -46,6 +46,10 @@ pub use reasons::Reason;
 pub use space::{Pins, SearchSpace};
 pub use why::{Neighbour, TermComparison, WhyAnswer, WhyVerdict, explain_pins};
 
+/// Layers whose fetched experts are in device memory at once: the one that computes, and the next
+/// one. A predictor names experts one layer ahead, so that a larger window has nothing to fetch.
+pub(crate) const PREFETCH_WINDOW: u32 = 2;
+
 /// The input of a mapping search: model, workload, objective, machine, and the pinned and free
 /// knobs.
 #[derive(Debug, Clone)]

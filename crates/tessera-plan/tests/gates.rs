@@ -183,6 +183,13 @@ fn overlap_bubbles_and_hits() {
     assert_eq!(drawn.status, GateStatus::Fail);
     assert!(drawn.explanation.starts_with("stage 1 waits 33.3 %"), "{}", drawn.explanation);
     assert_eq!(bubble(&[0.09, 0.095]).status, GateStatus::Pass);
+    let counted = |micro_batches| {
+        let facts = GateInputs { idle_shares: vec![0.2, 0.3], micro_batches, ..GateInputs::default() };
+        evaluate(&facts, "pipeline.bubble").explanation
+    };
+    let enough = counted(Some((4, Some(27))));
+    assert!(enough.ends_with("with 27 micro-batches of this size instead of 4 none would be: the batch must be 6.8 times as large"), "{enough}");
+    assert!(counted(Some((4, None))).contains("more micro-batches are not enough"));
     assert_eq!(bubble(&[0.0]).status, GateStatus::NotApplicable);
 
     // The residency policy decides whether a long context passes.

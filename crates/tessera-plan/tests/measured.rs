@@ -66,7 +66,7 @@ fn forwards_of_the_14b_generator() {
             (&small, Strategy::Megatron),
             (&small, Strategy::Ulysses),
         ]
-        .map(|(model, strategy)| fps(model, &machine, tp, strategy, DtypePolicy::F32));
+        .map(|(model, strategy)| fps(model, &machine, tp, strategy, DtypePolicy::Bf16));
         for (e, m) in estimated.iter().zip(measured) {
             off.push((e / m - 1.0).abs());
             if off[off.len() - 1] > 0.10 {
@@ -81,7 +81,8 @@ fn forwards_of_the_14b_generator() {
     // The accuracy that the profile claims. PyTorch's forwards send after all three matmuls and
     // write caches after that; plans send between matmuls and write during the last one.
     let mean = off.iter().sum::<f64>() / off.len() as f64;
-    assert!(mean < 0.021 && off.iter().all(|e| *e < 0.048), "mean {mean:.3}, {off:.3?}");
+    println!("mean {mean:.4}, {off:.3?}");
+    assert!(mean < 0.02 && off.iter().all(|e| *e < 0.032), "mean {mean:.3}, {off:.3?}");
 }
 
 /// Devices, dtype, width and height, then measured frames per second from

@@ -135,6 +135,9 @@ fn fp8_has_three_switches_with_prices() {
     let step = |i: usize| f.mitigations[i].predicted.unwrap().step_ns;
     assert!(step(0) > f.current.step_ns && step(1) > f.current.step_ns);
     assert_eq!(step(2), f.current.step_ns);
+    let words = |i: usize| f.compare_step(&f.mitigations[i].predicted.unwrap());
+    assert!(words(0).contains("instead of") && words(0).ends_with("% longer"), "{}", words(0));
+    assert!(words(2).starts_with("the step stays"), "{}", words(2));
     // Finer scales cost a tenth of leaving fp8 on the wire.
     let bf16 = Candidate {
         layout: tessera_cost::params::LayerLayout { wire_precision: Precision::Bf16, ..c.layout },

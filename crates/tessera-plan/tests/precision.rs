@@ -154,7 +154,7 @@ fn narrower_dtypes_need_less_memory() {
     for (mesh, strategy) in MAPPINGS {
         let bytes = |dtype| {
             let b = plan(&l, mesh, strategy, dtype);
-            tessera_plan::video::memory_by_role(&b, dtype, tessera_mesh::Precision::F32)
+            tessera_plan::video::memory_by_role(&b)
         };
         for (half, quarter) in bytes(DtypePolicy::Bf16).iter().zip(bytes(DtypePolicy::Fp8)) {
             assert!(quarter.weights < half.weights && quarter.buffers == half.buffers);

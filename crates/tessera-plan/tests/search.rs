@@ -9,6 +9,7 @@ use tessera_cost::params::{
 use tessera_cost::{CollectiveOp, GroupSpan, MachineModel, Profile};
 use tessera_mesh::{Cluster, LinkClass, MemoryTier, Precision, catalog};
 use tessera_models::zoo;
+use tessera_plan::search::gates::GateStatus;
 use tessera_plan::search::{
     Candidate, Job, MemoryUse, Objective, Pins, RankedCandidate, Reason, SearchOutcome, SearchQuery,
     SearchSpace, StepEstimate, WhyVerdict, estimate_candidate, explain_pins, gates, search,
@@ -399,6 +400,38 @@ fn devices_stay_idle_only_where_nothing_fits_on_all() {
     assert_eq!((out.used_devices, out.idle_devices), (60, 12));
     assert!(out.notes.iter().any(|n| n.contains("12 stay idle")), "{:?}", out.notes);
     assert!(out.best_candidates.iter().all(|r| r.candidate.rank_count() == 60));
+}
+
+#[test]
+fn smaller_device_counts_are_tried_only_if_the_pins_fit_them() {
+    // The pins multiply to 256 ranks, which span racks of 72: fewer devices cannot hold them.
+    let cluster = catalog::get("gb200-nvl72").unwrap().with_racks(4);
+    let job = Job::Train { batch: 1024, sequence: 4096 };
+    let mut q = query_on("llama-3.1-70b", cluster, job, "tp=8,pp=16,dp=2");
+    q.space.devices = 256;
+    q.space.replica_in_rack = true;
+    let outcome = search(&q);
+    assert_counts(&outcome);
+    assert_eq!(outcome.legal_count, 0);
+    let reasons: Vec<Reason> = outcome.rejected.keys().copied().collect();
+    assert!(reasons.contains(&Reason::Rack) && !reasons.contains(&Reason::Ranks), "{:?}", outcome.rejected);
+}
+
+#[test]
+fn the_bubble_gate_names_the_micro_batches_that_pass_it() {
+    let gate_of = |micro_batches: u64| {
+        let job = Job::Train { batch: micro_batches, sequence: 2048 };
+        let pins = "tp=2,pp=4,dp=1,schedule=1f1b,micro_batch=1,recompute=none,scheme=megatron,precision=bf16";
+        let best = search(&query("gpt-18b", "hgx-h200", job, pins)).best_candidates.swap_remove(0);
+        assert_eq!(u64::from(best.micro_batches), micro_batches);
+        best.gates.into_iter().find(|g| g.id == "pipeline.bubble").unwrap()
+    };
+    let few = gate_of(8);
+    let words: Vec<&str> = few.explanation.split(' ').collect();
+    let at = words.iter().position(|w| *w == "with").unwrap_or_else(|| panic!("{}", few.explanation));
+    let needed: u64 = words[at + 1].parse().unwrap();
+    let statuses = [needed - 1, needed].map(|n| gate_of(n).status);
+    assert_eq!(statuses, [GateStatus::Fail, GateStatus::Pass], "{needed}: {}", few.explanation);
 }
 
 #[test]

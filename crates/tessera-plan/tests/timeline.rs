@@ -143,9 +143,13 @@ fn experts_are_drawn_for_a_mean_rank_and_the_slowest_which_exchange_together() {
     assert_eq!(t.rank_labels.len(), 2);
     assert_close(makespan_ns(&t.block_bars), layers * cost.forward.total_ns());
     for rank in 0..2 {
-        assert_close(sum_bars(&t.block_bars, rank, |b| b.track == "a2a"), layers * cost.forward.ep_ns);
+        let exchanged = |b: &Interval| b.track == "a2a" && b.kind == IntervalKind::Collective;
+        assert_close(sum_bars(&t.block_bars, rank, exchanged), layers * cost.forward.ep_ns);
     }
-    let busy = |rank| sum_bars(&t.block_bars, rank, |b| b.track == "compute");
+    // Packing belongs to the exchange and leaves the compute stream free.
+    let packing: Vec<&Interval> = t.block_bars.iter().filter(|b| b.kind == IntervalKind::Pack).collect();
+    assert!(!packing.is_empty() && packing.iter().all(|b| b.track == "a2a"), "{packing:?}");
+    let busy = |rank| sum_bars(&t.block_bars, rank, |b| b.kind != IntervalKind::Collective);
     assert_close(busy(1) - busy(0), layers * cost.forward.imbalance_ns);
     assert!(cost.forward.imbalance_ns > 0.0);
 }
@@ -248,6 +252,16 @@ fn cold_experts_are_fetched_ahead_as_far_as_they_are_forecast() {
     // Two fetches begin instead of one; no byte is moved twice.
     let (both, one) = (fetched(&half, "fetch") + fetched(&half, "prefetch"), fetched(&blind, "fetch"));
     assert!(both >= one && both < 1.001 * one, "{both} {one}");
+    // The gate, the estimate and the drawing have one window: experts arrive one layer ahead.
+    let mut q = query("deepseek-v3", "hgx-h200", job, pins, TpOverlap::Nothing);
+    q.space.prefetch_hit_rate = 0.01;
+    let (best, drawn) = draw_best(&q);
+    let gate = best.gates.iter().find(|g| g.id == "experts.prefetch").expect("known gate");
+    assert_eq!(gate.value, 2.0, "{}", gate.explanation);
+    let start = |name: &str| {
+        drawn.block_bars.iter().find(|b| b.name == name).unwrap_or_else(|| panic!("no {name}")).start_ns
+    };
+    assert!(start("prefetch experts of layer 1") < 1.0, "the fetch for layer 1 begins with layer 0");
     // The io stream fetches once per layer, and layers are no faster than their fetch.
     assert!(makespan_ns(&all.block_bars) + 1.0 >= fetched(&all, "prefetch"));
     let spans = [&all, &half, &blind].map(|t| makespan_ns(&t.block_bars));

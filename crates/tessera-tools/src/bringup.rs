@@ -1,6 +1,7 @@
 //! The bring-up checklist from the first run to production scale. Six ordered items are answered
 //! from the files that runs leave behind; an item passes only if all items before it pass.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use tessera::plan::Plan;
@@ -12,6 +13,7 @@ use tessera_plan::search::thresholds::Thresholds;
 use tessera_report::flight::{FlightEntry, FlightLog, overlap_ratio};
 use tessera_report::overlap::OverlapStats;
 use tessera_report::record::{RunDevice, RunRecord, RunStatus};
+use tessera_runtime::parity::KERNEL_KEY;
 
 use crate::codes::T0045;
 
@@ -218,33 +220,55 @@ fn check_frozen_kernels(runs: &[CheckedRun]) -> ItemAnswer {
     if let Some(r) = broken {
         return (ItemStatus::Unanswered, format!("{} did not complete", r.name));
     }
-    // What decides which kernels run: a run that differs in one of these chose its kernels anew.
-    let choices = |r: &CheckedRun| {
-        let s = &r.record.start;
-        [
-            ("build", s.tessera.clone()),
-            ("plan", s.plan.clone()),
-            ("device", format!("{:?}", s.device).to_lowercase()),
-            ("dtype", s.dtype.clone()),
-        ]
-    };
     let first = &runs[0];
-    for r in &runs[1..] {
-        let pair = choices(first).into_iter().zip(choices(r)).find(|(a, b)| a != b);
-        if let Some(((what, one), (_, other))) = pair {
-            return (ItemStatus::Fail, format!("{}: {what} {one}; {}: {what} {other}", first.name, r.name));
+    let frozen = kernel_settings(first);
+    for r in runs {
+        let settings = kernel_settings(r);
+        let probes = settings.keys().filter(|(_, key)| key.starts_with(KERNEL_KEY)).count();
+        if probes == 0 {
+            return (ItemStatus::Unanswered, format!("{} records no probe of its kernels", r.name));
+        }
+        // A run that differs in one of these chose its kernels anew.
+        let different = frozen.keys().chain(settings.keys()).find(|at| frozen.get(at) != settings.get(at));
+        if let Some(at @ (rank, key)) = different {
+            let value = |of: &KernelSettings| of.get(at).map_or("absent".to_string(), Clone::clone);
+            let (one, other) = (value(&frozen), value(&settings));
+            return (
+                ItemStatus::Fail,
+                format!("rank {rank}, {key}: {one} in {}, {other} in {}", first.name, r.name),
+            );
         }
     }
+    let probed: BTreeSet<&str> =
+        frozen.keys().map(|(_, key)| key.as_str()).filter(|key| key.starts_with(KERNEL_KEY)).collect();
     let chunks: u32 = runs.iter().map(|r| r.record.chunk_count()).sum();
     // A program that first runs after warm-up ends the run with T0752.
-    let text = format!("no program was first compiled, captured or run after warm-up in {chunks} chunks");
+    let text = format!(
+        "{} kernels probed; no program was first compiled, captured or run after warm-up in {chunks} chunks",
+        probed.len()
+    );
     if runs.len() < 2 {
         return (
             ItemStatus::Unanswered,
             format!("{text} of one run; name a second run of the same build, plan and device"),
         );
     }
-    (ItemStatus::Pass, format!("{text} of {} runs of one build, plan and device", runs.len()))
+    (ItemStatus::Pass, format!("{text}; the same kernels in {} runs", runs.len()))
+}
+
+/// Values of the start-up reports by rank and key.
+type KernelSettings = BTreeMap<(u32, String), String>;
+
+/// Returns what decides which kernels a run's ranks execute, with the probe of each kernel.
+fn kernel_settings(run: &CheckedRun) -> KernelSettings {
+    const KEYS: [&str; 7] =
+        ["GPU", "GPU libraries", "backend", "build", "captured programs", "numerics", "plan digest"];
+    let decides = |key: &str| KEYS.contains(&key) || key.starts_with(KERNEL_KEY);
+    let startups = run.record.events.iter().filter_map(|e| e.startup.as_ref());
+    startups
+        .flat_map(|s| s.keys.iter().map(|(key, value)| ((s.rank, key.clone()), value.clone())))
+        .filter(|((_, key), _)| decides(key))
+        .collect()
 }
 
 /// Iterates over the programs of all phases and ranks of a plan.
@@ -285,7 +309,7 @@ fn check_expert_exchange<'a>(programs: impl Iterator<Item = &'a Program>) -> Ite
 fn check_cache_residency(plan: &Plan) -> ItemAnswer {
     let (sealed, mut max_bytes, mut reads) = (&plan.sealed, 0u64, 0usize);
     for rank in plan.mesh_ranks() {
-        let mut buffer_bytes = std::collections::BTreeMap::new();
+        let mut buffer_bytes = BTreeMap::new();
         for phase in sealed.phase_names() {
             let Some(p) = sealed.rank_program(phase, rank) else { continue };
             reads += p.ops.iter().filter(|o| o.opcode == Opcode::CacheRead).count();

@@ -104,6 +104,9 @@ mapping_flags! {
 
     [Fixed]
     /// Compute dtype of matmuls and of the activations that they produce [default: f32]
+    ///
+    /// A mapping search of `tessera plan` estimates and seals the precision of the executor profile
+    /// by default.
     #[arg(long, value_parser = named_values(DTYPES))]
     dtype: DtypePolicy,
 

@@ -38,14 +38,17 @@ pub struct CapacityPoint {
 pub struct CapacitySweep {
     /// Points from 100 to 200 per cent in steps of 5.
     pub points: Vec<CapacityPoint>,
-    /// The smallest allowed point that drops few enough rows, or else the largest allowed.
+    /// The smallest allowed point that drops few enough rows, or else the smallest that drops as
+    /// few as the largest allowed.
     pub chosen: CapacityPoint,
+    /// The largest allowed capacity, if `chosen` is smaller and drops as few rows.
+    pub tied_pct: Option<u32>,
 }
 
 /// Sweeps the capacity and chooses the smallest within `allowed` per cent (the published guide: 110
-/// to 130) that drops at most `most_dropped` of the assignments, or else the largest allowed. More
-/// capacity costs buffers and network spikes in proportion, and saves at most the dropped rows.
-/// `tokens` counts the tokens of all ranks of the group.
+/// to 130) that drops at most `most_dropped` of the assignments, or else the smallest that drops as
+/// few as the largest allowed. More capacity costs buffers and network spikes in proportion, and
+/// saves at most the dropped rows. `tokens` counts the tokens of all ranks of the group.
 #[must_use]
 pub fn tune_capacity(
     (count, top_k, ep): (u64, u64, u32),
@@ -69,9 +72,13 @@ pub fn tune_capacity(
     };
     let (low, high) = (allowed.0.min(allowed.1), allowed.1.max(allowed.0));
     let sweep: Vec<CapacityPoint> = (100..=200).step_by(5).map(point).collect();
+    let largest = point(high);
+    // Where no capacity drops few enough, a smaller one that drops as few as the largest is cheaper.
+    let enough = most_dropped.max(largest.dropped);
     let inside = sweep.iter().filter(|p| p.pct >= low && p.pct <= high);
-    let chosen = inside.clone().find(|p| p.dropped <= most_dropped).copied().unwrap_or_else(|| point(high));
-    CapacitySweep { points: sweep, chosen }
+    let chosen = inside.copied().find(|p| p.dropped <= enough).unwrap_or(largest);
+    let tied_pct = (largest.pct > chosen.pct && chosen.dropped > most_dropped).then_some(largest.pct);
+    CapacitySweep { points: sweep, chosen, tied_pct }
 }
 
 #[cfg(test)]
@@ -94,6 +101,10 @@ mod tests {
         assert_eq!(skewed.chosen.pct, 130);
         assert!(skewed.chosen.dropped > 0.2);
         assert_eq!(tune(32768.0, Routing::PowerLaw(1.2), (110, 200)).chosen.pct, 200);
+        // With one row each, every allowed capacity rounds up to two rows and drops equally.
+        let tied = tune(32.0, Routing::PowerLaw(1.2), (110, 130));
+        assert_eq!((tied.chosen.pct, tied.tied_pct), (110, Some(130)));
+        assert!(tied.chosen.dropped > 0.01 && skewed.tied_pct.is_none());
         assert!(
             skewed
                 .points

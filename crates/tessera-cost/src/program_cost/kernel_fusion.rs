@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tessera_ir::op_traits::KernelClass;
 use tessera_ir::{Op, OpKind, OpView, Opcode, Program, ValueId};
 
-use super::ValueWidths;
+use super::value_bytes;
 
 /// Returns whether an op is memory-bound: it reads each value at most a few times and multiplies no
 /// matrices.
@@ -68,12 +68,7 @@ pub(super) fn mergeable_matmuls(p: &Program) -> Vec<Vec<usize>> {
 
 /// Returns the bytes that a fused kernel moves: inputs from other kernels, and outputs that other
 /// kernels read.
-pub(super) fn kernel_traffic(
-    p: &Program,
-    widths: &ValueWidths,
-    readers: &[Vec<usize>],
-    set: &[usize],
-) -> f64 {
+pub(super) fn kernel_traffic(p: &Program, readers: &[Vec<usize>], set: &[usize]) -> f64 {
     let inside: BTreeSet<usize> = set.iter().copied().collect();
     let made: BTreeSet<ValueId> = set.iter().flat_map(|i| p.ops[*i].results.iter().copied()).collect();
     let mut read: BTreeSet<ValueId> = BTreeSet::new();
@@ -82,7 +77,7 @@ pub(super) fn kernel_traffic(
         let op = &p.ops[*i];
         read.extend(read_values(op).filter(|v| !made.contains(v)));
         if op.opcode == Opcode::CacheWrite {
-            bytes += op.operands.first().map_or(0.0, |v| widths.value_bytes(p, *v));
+            bytes += op.operands.first().map_or(0.0, |v| value_bytes(p, *v));
         }
     }
     let last = set.last().copied().unwrap_or(0);
@@ -90,24 +85,24 @@ pub(super) fn kernel_traffic(
         readers[v.0 as usize].iter().any(|j| !inside.contains(j)) || p.ops[last].results.contains(v)
     });
     bytes
-        + kept.map(|v| widths.value_bytes(p, *v)).sum::<f64>()
-        + read.iter().map(|v| widths.value_bytes(p, *v)).sum::<f64>()
+        + kept.map(|v| value_bytes(p, *v)).sum::<f64>()
+        + read.iter().map(|v| value_bytes(p, *v)).sum::<f64>()
 }
 
 /// Returns the bytes that an unfused elementwise op moves.
-pub(super) fn op_traffic(p: &Program, widths: &ValueWidths, op: &Op) -> f64 {
-    let read: f64 = read_values(op).map(|v| widths.value_bytes(p, v)).sum();
+pub(super) fn op_traffic(p: &Program, op: &Op) -> f64 {
+    let read: f64 = read_values(op).map(|v| value_bytes(p, v)).sum();
     let written = match op.opcode {
-        Opcode::CacheWrite => op.operands.first().map_or(0.0, |v| widths.value_bytes(p, *v)),
+        Opcode::CacheWrite => op.operands.first().map_or(0.0, |v| value_bytes(p, *v)),
         // An op that takes a slice reads no more than it writes.
-        Opcode::TakeRows | Opcode::TakeShard | Opcode::Compact => return 2.0 * result_bytes(p, widths, op),
-        _ => result_bytes(p, widths, op),
+        Opcode::TakeRows | Opcode::TakeShard | Opcode::Compact => return 2.0 * result_bytes(p, op),
+        _ => result_bytes(p, op),
     };
     read + written
 }
 
-fn result_bytes(p: &Program, widths: &ValueWidths, op: &Op) -> f64 {
-    op.results.iter().map(|r| widths.value_bytes(p, *r)).sum()
+fn result_bytes(p: &Program, op: &Op) -> f64 {
+    op.results.iter().map(|r| value_bytes(p, *r)).sum()
 }
 
 /// Returns the values that an op reads, without events.

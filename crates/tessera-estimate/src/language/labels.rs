@@ -186,9 +186,8 @@ pub(super) fn mitigation_list(q: &SearchQuery, best: &RankedCandidate) -> Vec<Fa
                 .map(|r| {
                     let after = r.predicted.map_or(String::new(), |n| {
                         format!(
-                            ": step {} (now {}), peak {:.1} GB (now {:.1})",
-                            format_ns(n.step_ns),
-                            format_ns(f.current.step_ns),
+                            ": {}; peak {:.1} GB (now {:.1})",
+                            f.compare_step(&n),
                             n.peak_bytes / 1e9,
                             f.current.peak_bytes / 1e9
                         )

@@ -88,6 +88,7 @@ impl ExpertAdvice {
     #[must_use]
     pub fn to_sentences(&self) -> Vec<String> {
         let c = &self.capacity.chosen;
+        let tie = self.capacity.tied_pct.map_or(String::new(), |pct| format!(", as few as one of {pct} %,"));
         vec![
             format!(
                 "the slowest expert rank has {:.2} times the mean load; placed by popularity {:.2}, with one extra copy per \
@@ -98,7 +99,7 @@ impl ExpertAdvice {
                 self.with_copies.slowest_over_mean
             ),
             format!(
-                "a capacity of {} % drops {:.2} % and needs {} per dispatch; the slowest rank then has {:.2} times the mean",
+                "a capacity of {} % drops {:.2} %{tie} and needs {} per dispatch; the slowest rank then has {:.2} times the mean",
                 c.pct,
                 c.dropped * 100.0,
                 Bytes(c.peak_bytes as u64),

@@ -27,7 +27,10 @@ pub fn search(q: &SearchQuery) -> SearchOutcome {
     // A query with four pinned axes fixes its own number of ranks. If only memory rejects
     // candidates, fewer devices have even less of it.
     if found.legal_count == 0 && !q.pins.has_mesh_axes() && !rejected.contains_key(&Reason::Memory) {
-        for fewer in smaller_device_counts(q) {
+        let experts = RelevantKnobs::from_model(&q.work, q.routing).experts;
+        // Pins that multiply to more ranks than a smaller count has say nothing about it.
+        let has_mesh = |n: &u32| !factor_meshes(*n, experts, &q.pins, false).is_empty();
+        for fewer in smaller_device_counts(q).filter(has_mesh) {
             let next = Enumeration::run(q, fewer, None);
             considered += next.candidate_count;
             priced += next.costed_count;

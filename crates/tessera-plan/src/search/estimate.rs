@@ -136,8 +136,6 @@ pub(super) struct LayoutCost {
     /// Forward, backward and recomputation time of one layer, by kind; the weight for balancing
     /// stages.
     layer_ns: Vec<f64>,
-    /// The part of `layer_ns` that does not depend on routed experts.
-    dense_ns: Vec<f64>,
 }
 
 /// The cost of the layers, distributed over stages.

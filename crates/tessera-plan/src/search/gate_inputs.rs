@@ -36,6 +36,8 @@ impl Estimator<'_> {
         let rack = self.q.machine.cluster.hosts_per_rack * self.q.machine.cluster.devices_per_host;
         let copy = c.replica_stage_ranks() * c.pp;
         let within = copy <= rack && rack.is_multiple_of(copy) || self.constraints.devices <= rack;
+        let idle_shares = self.idle_shares(c, node, pipe, t, node.micro_batches);
+        let most_idle = self.q.space.thresholds.max_bubble;
         let facts = GateInputs {
             training: train,
             recomputes: c.recompute != Recompute::None,
@@ -59,15 +61,11 @@ impl Estimator<'_> {
             dispatch: self.dispatch_inputs(c, node),
             hidden_ns: (t.collective_ns - t.tp_ns - t.ep_ns - t.pp_dp_ns).max(0.0),
             collective_ns: t.collective_ns,
-            idle_shares: pipe
-                .stage_ns
+            micro_batches: idle_shares
                 .iter()
-                .map(|ns| {
-                    let busy = f64::from(node.micro_batches) * ns;
-                    let ends = t.optimizer_ns + t.fetch_ns + t.pp_dp_ns;
-                    (1.0 - (busy + ends) / sum.step_ns).max(0.0)
-                })
-                .collect(),
+                .any(|share| *share >= most_idle)
+                .then(|| (node.micro_batches, self.find_micro_batches(c, node, pipe, t, most_idle))),
+            idle_shares,
             cache_hit_share: (!train && pipe.max_cache_bytes() > 0.0)
                 .then(|| if c.cache_at == KvCacheStorage::Window { 1.0 } else { 1.0 - sum.old_cache_share }),
             axis_groups: groups

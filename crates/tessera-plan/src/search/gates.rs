@@ -145,8 +145,18 @@ fn bubble_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
             let share = facts.idle_shares[stage];
             let verdict = if share < t.max_bubble { GateStatus::Pass } else { GateStatus::Fail };
             let over = facts.idle_shares.iter().filter(|b| **b >= t.max_bubble).count();
+            let needed = match facts.micro_batches {
+                Some((now, Some(needed))) => format!(
+                    "; with {needed} micro-batches of this size instead of {now} none would be: the batch must be {:.1} times as large",
+                    f64::from(needed) / f64::from(now.max(1))
+                ),
+                Some((_, None)) => {
+                    "; more micro-batches are not enough, because the stages differ too much".to_string()
+                }
+                None => String::new(),
+            };
             let explanation = format!(
-                "stage {stage} waits {:.1} % of the step, the maximum of {} stages; {over} at or over the threshold",
+                "stage {stage} waits {:.1} % of the step, the maximum of {} stages; {over} at or over the threshold{needed}",
                 share * 100.0,
                 facts.idle_shares.len()
             );

@@ -199,11 +199,26 @@ impl Diagnosis {
             .with_label(plan, self.format_metrics(&self.current));
         for r in &self.mitigations {
             d = d.with_note(match &r.predicted {
-                Some(n) => format!("{}: {}; {}", r.action, r.details, self.format_metrics(n)),
+                Some(n) => {
+                    let (step, metrics) = (self.compare_step(n), self.format_metrics(n));
+                    format!("{}: {}; {metrics}: {step}", r.action, r.details)
+                }
                 None => format!("{}: {}", r.action, r.details),
             });
         }
         d
+    }
+
+    /// Compares the step under a mitigation with the step as it is, in words and per cent.
+    #[must_use]
+    pub fn compare_step(&self, after: &CandidateMetrics) -> String {
+        let (new, old) = (after.step_ns / 1e6, self.current.step_ns / 1e6);
+        let change = 100.0 * (new / old - 1.0);
+        match change {
+            c if c.abs() < 0.05 => format!("the step stays {old:.2} ms"),
+            c if c > 0.0 => format!("the step takes {new:.2} ms instead of {old:.2} ms, {c:.1} % longer"),
+            c => format!("the step takes {new:.2} ms instead of {old:.2} ms, {:.1} % shorter", -c),
+        }
     }
 
     fn format_metrics(&self, n: &CandidateMetrics) -> String {

@@ -15,10 +15,10 @@ use std::rc::Rc;
 use tessera_base::Bytes;
 use tessera_cost::MachineModel;
 use tessera_ir::Bundle;
-use tessera_mesh::{Axis, Group, Mesh, Precision, Rank};
+use tessera_mesh::{Axis, Group, Mesh, Rank};
 
 use super::block_equivalence::{EquivalentBlocks, MIN_BLOCKS};
-use super::memory::{RankMemory, memory_by_role, scale_to_precision, storage_precision};
+use super::memory::{RankMemory, memory_by_role};
 use super::schedule::{
     CallSchedule, CommDirection, PeerPosition, PhaseSchedule, RoleSteps, ScheduledStep, StepEffect,
     schedule_steps,
@@ -167,11 +167,10 @@ impl<'a> LoweringCache<'a> {
         blocks: u64,
     ) -> Option<StageRoles> {
         let more = blocks - place.min_repeatable_blocks(cut) - 1;
-        let precision = storage_precision(self.dtype, self.machine.profile.executor.precision);
         let many = |g: &GrowableRole| StageRole {
             coordinates: g.role.coordinates.clone(),
             phases: g.role.phases.iter().map(|p| RoleSteps { extra_repeats: more, ..p.clone() }).collect(),
-            memory: extended_memory(g, more, precision),
+            memory: extended_memory(g, more),
             temporaries: Vec::new(),
         };
         Some(self.growable_roles(cut, tp, place)?.iter().map(many).collect())
@@ -223,7 +222,7 @@ impl<'a> LoweringCache<'a> {
         // A failure recurs, with the positions in the whole model, when the search lowers the whole
         // model.
         let bundle = lower(short, &mut mapping).ok()?;
-        let bytes = memory_by_role(&bundle, self.dtype, self.machine.profile.executor.precision);
+        let bytes = memory_by_role(&bundle);
         let places: &[StagePosition] = if only {
             &[StagePosition::Only]
         } else {
@@ -358,14 +357,13 @@ fn settle_range(
 }
 
 /// Returns the memory of a rank with `more` blocks beyond those of the growable role.
-fn extended_memory(g: &GrowableRole, more: u64, precision: Precision) -> RankMemory {
+fn extended_memory(g: &GrowableRole, more: u64) -> RankMemory {
     let plus = |a: Bytes, b: Bytes| Bytes(b.0 + more * b.0.saturating_sub(a.0));
     let (few, one_more) = (&g.fewer, &g.role.memory);
-    let temporaries = g.temporaries.iter().map(|t| t.slot_bytes(more)).max().unwrap_or_default();
     RankMemory {
         weights: plus(few.weights, one_more.weights),
         buffers: plus(few.buffers, one_more.buffers),
         inputs: plus(few.inputs, one_more.inputs),
-        temporaries: scale_to_precision(temporaries, precision),
+        temporaries: g.temporaries.iter().map(|t| t.slot_bytes(more)).max().unwrap_or_default(),
     }
 }

@@ -320,9 +320,7 @@ fn simulate_mapping(q: &MappingQuery<'_>, mapping: &Mapping) -> Result<Simulated
     let mut mapping = Mapping { topology: inside, devices: Vec::new(), ..mapping.clone() };
     let bundle = lower(&without_unused_phases(q.logical, phases), &mut mapping)?;
     let estimate = estimate_call(&bundle, call, phases, q.machine, false).map_err(|d| vec![*d])?;
-    let precision = q.machine.profile.executor.precision;
-    let dtype = mapping.dtype;
-    Ok(SimulatedMesh::new(mapping.blocks, estimate, memory_by_role(&bundle, dtype, precision)))
+    Ok(SimulatedMesh::new(mapping.blocks, estimate, memory_by_role(&bundle)))
 }
 
 fn find_call<'a>(q: &'a MappingQuery<'_>) -> Result<(&'a str, &'a [String]), Diagnostics> {
@@ -539,7 +537,7 @@ mod tests {
                 let words = format!("{} {} of {} blocks", mapping.mesh, mapping.strategy_label(), l.blocks);
                 let bundle = lower(l, &mut mapping).unwrap();
                 let estimate = estimate_call(&bundle, &call.0, &call.1, machine, false).unwrap();
-                let bytes = memory_by_role(&bundle, dtype, machine.profile.executor.precision);
+                let bytes = memory_by_role(&bundle);
                 let Some(scored) = shelf.mesh_schedule(mapping.mesh, cut) else { continue };
                 fast += 1;
                 assert_eq!(scored.blocks, mapping.blocks, "{words}");

@@ -118,7 +118,7 @@ impl FailureFinding {
                 .map(|r| Mitigation {
                     action: r.action.to_string(),
                     how: r.details.clone(),
-                    after: r.predicted.map(|n| compare_numbers(f.mode, &n, &f.current)),
+                    after: r.predicted.map(|n| compare_numbers(f, &n)),
                 })
                 .collect(),
         }
@@ -136,18 +136,19 @@ fn format_numbers(n: &CandidateMetrics) -> String {
     )
 }
 
-/// Formats the new numbers, and whether the number that shows the failure mode improved.
-fn compare_numbers(mode: FailureMode, after: &CandidateMetrics, before: &CandidateMetrics) -> String {
-    let relevant_number = |n: &CandidateMetrics| match mode {
+/// Formats the new numbers, whether the number that shows the failure mode improved, and what the
+/// mitigation costs in step time.
+fn compare_numbers(f: &Diagnosis, after: &CandidateMetrics) -> String {
+    let relevant_number = |n: &CandidateMetrics| match f.mode {
         FailureMode::Congestion => Some(n.a2a_ns),
         FailureMode::Memory => Some(n.peak_bytes),
         FailureMode::Fp8 | FailureMode::Drift => None,
     };
-    let helps = match (relevant_number(after), relevant_number(before)) {
+    let helps = match (relevant_number(after), relevant_number(&f.current)) {
         (Some(a), Some(b)) if a < b => ": helps",
         (Some(a), Some(b)) if a > b => ": makes it worse",
         (Some(_), Some(_)) => ": changes nothing",
         _ => "",
     };
-    format_numbers(after) + helps
+    format!("{}{helps}; {}", format_numbers(after), f.compare_step(after))
 }

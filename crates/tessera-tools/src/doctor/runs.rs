@@ -388,7 +388,7 @@ impl MitigationPricer<'_> {
             machine,
             devices: Some(plan.sealed.mesh().world_size()),
             objective: None,
-            dtype: plan.mapping.dtype,
+            dtype: Some(plan.mapping.dtype),
             pins: VideoPins::default(),
             decode_ns: None,
             encode_ns: None,

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use tessera::{Model, Plan, plan};
+use tessera::{DtypePolicy, Model, Plan, plan};
 use tessera_base::Diagnostic;
 use tessera_estimate::{
     DEFAULT_HOST, DEFAULT_RACK, EstimateReport, MachineModel, ModelSource, Pins, VideoQuery,
@@ -105,7 +105,7 @@ fn search_for_video(
         machine,
         devices: args.devices,
         objective: args.objective.as_deref().map(parse_objective).transpose()?,
-        dtype: planning.dtype.unwrap_or_default(),
+        dtype: planning.dtype,
         pins: parse_video_pins(&planning.merge_video_pins(pins)?)?,
         decode_ns,
         encode_ns,
@@ -133,7 +133,7 @@ fn search_for_video(
         let plan: Plan = plan::plan_model(&model.video, &model.name, &dir.display().to_string(), &mapping)?;
         sheet.write_with_plan(&plan, folder)?;
     }
-    print_report(&sheet, folder, format, Some(&query.machine.cluster.name))
+    print_report(&sheet, folder, format, Some((&query.machine.cluster.name, mapping.dtype)))
 }
 
 /// Rejects flags that would have no effect.
@@ -157,12 +157,13 @@ fn print_explanation((legal, text): (bool, String), format: OutputFormat) -> Cli
     Ok(if legal { 0 } else { EXIT_DIAGNOSTICS })
 }
 
-/// Prints the report of a search. `cluster_name` is the cluster of a plan that can be streamed.
+/// Prints the report of a search. `streamed` is the cluster and the dtype of a plan that can be
+/// streamed.
 fn print_report(
     report: &EstimateReport,
     folder: Option<&Path>,
     format: OutputFormat,
-    cluster_name: Option<&str>,
+    streamed: Option<(&str, DtypePolicy)>,
 ) -> CliResult {
     let mut text = match format {
         OutputFormat::Json => format!("{}\n", report.json),
@@ -176,9 +177,11 @@ fn print_report(
                 "  {dir}/timeline.json  a timeline for ui.perfetto.dev\n  {dir}/ranks.txt      the device of each rank\n  {dir}/env.sh         suggested environment variables for the ranks\n"
             );
         }
-        if let Some(cluster) = cluster_name {
+        if let Some((cluster, dtype)) = streamed {
+            // The CPU backend computes in f32 alone.
+            let device = if dtype == DtypePolicy::F32 { "" } else { " --device cuda" };
             text += &format!(
-                "run it: tessera stream --plan {dir}, or on a simulated cluster: tessera stream --plan {dir} --device sim --cluster {cluster}\n"
+                "run it: tessera stream --plan {dir}{device}, or on a simulated cluster: tessera stream --plan {dir} --device sim --cluster {cluster}\n"
             );
         }
     }

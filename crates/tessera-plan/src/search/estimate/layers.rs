@@ -118,13 +118,11 @@ impl Estimator<'_> {
         let plain = inputs.dense_layout();
         out.layer_costs.clear();
         out.layer_ns.clear();
-        out.dense_ns.clear();
         for (kind, (dense, moe)) in self.rows_by_kind.iter().enumerate() {
             let kind = kind as u8;
             let cost = self.dense_costs.get_or_insert(inputs.dense_key(kind, c.recompute), || {
                 CostSummary::from_layer_cost(&layer_cost(m, dense, &plain, load, spans, &ExpertLoad::NONE))
             });
-            out.dense_ns.push(cost.total.total_ns());
             out.layer_costs.push(*cost);
             if let (false, Some(routed)) = (moe.is_empty(), &out.expert_load) {
                 // Expert rows depend on tp only where tp keeps whole tokens: each rank then needs

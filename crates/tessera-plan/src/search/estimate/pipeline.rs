@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use tessera_cost::op_cost::CostParts;
 use tessera_cost::params::PipelineSchedule;
-use tessera_cost::schedule::{MicroBatchTimes, bubble_ns};
+use tessera_cost::schedule::{MicroBatchTimes, bubble_ns, find_micro_batches};
 
-use super::super::{Candidate, Job};
+use super::super::{Candidate, Job, StepTimes};
 use super::{CostSummary, Estimator, LayoutCost, PipelineCost};
 
 impl Estimator<'_> {
@@ -122,6 +122,42 @@ impl Estimator<'_> {
             out.sends_ns = n * send;
             out.bubble_ns = (step - n * out.slowest_ns - out.sends_ns).max(0.0);
         }
+    }
+
+    /// Returns the share of a step of `count` micro-batches that each stage waits for others. The
+    /// micro-batches have the size of those that `times` describes; `pipe` is timed.
+    pub fn idle_shares(
+        &self,
+        c: &Candidate,
+        node: &LayoutCost,
+        pipe: &PipelineCost,
+        times: &StepTimes,
+        count: u32,
+    ) -> Vec<f64> {
+        // The ends of a step do not depend on its micro-batches, and its sends do.
+        let ends_ns = times.optimizer_ns + times.fetch_ns + times.pp_dp_ns - pipe.sends_ns;
+        let node = LayoutCost { micro_batches: count, ..node.clone() };
+        let mut pipe = pipe.clone();
+        self.time_stages(c, &node, &mut pipe);
+        let n = f64::from(count);
+        let others_ns = ends_ns + pipe.sends_ns;
+        let step_ns = n * pipe.slowest_ns + pipe.bubble_ns + others_ns;
+        pipe.stage_ns.iter().map(|ns| (1.0 - (n * ns + others_ns) / step_ns).max(0.0)).collect()
+    }
+
+    /// Returns the fewest micro-batches of this size for which every stage waits for less than
+    /// `share` of the step, or `None` if no number is enough.
+    pub fn find_micro_batches(
+        &self,
+        c: &Candidate,
+        node: &LayoutCost,
+        pipe: &PipelineCost,
+        times: &StepTimes,
+        share: f64,
+    ) -> Option<u32> {
+        find_micro_batches(c.schedule, c.pp, |count| {
+            self.idle_shares(c, node, pipe, times, count).iter().all(|idle| *idle < share)
+        })
     }
 
     /// Returns whether dispatch and combine of one micro-batch overlap the compute of another: two

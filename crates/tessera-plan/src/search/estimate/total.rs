@@ -6,18 +6,14 @@ use tessera_cost::moe;
 use tessera_cost::params::{ExpertStorage, KvCacheStorage, OptimizerSharding};
 use tessera_cost::profile::TpOverlap;
 use tessera_cost::schedule::parameter_copies;
-use tessera_cost::tiers::{LayerTimes, choose_window};
 use tessera_ir::analytic_model::LayerOp;
 use tessera_mesh::{LinkClass, MemoryTier, Precision};
 
 use super::super::budget::{
     GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, MemoryTotals, compute_totals, hbm_bytes, optimizer_ns,
 };
-use super::super::{Candidate, StepTimes};
+use super::super::{Candidate, PREFETCH_WINDOW, StepTimes};
 use super::{Estimator, LayoutCost, MemoryFit, PipelineCost, StepCost, cache_element_bytes};
-
-/// Maximum number of layers in the prefetch window for experts.
-const MAX_WINDOW: usize = 8;
 
 impl Estimator<'_> {
     /// Returns a lower bound of the step time: layers spread evenly over stages, and everything
@@ -301,10 +297,8 @@ impl Estimator<'_> {
             let ahead_ns = m.tier_fetch_ns(MemoryTier::Host, bytes * predicted_share);
             let late_ns = m.tier_fetch_ns(MemoryTier::Host, bytes * (1.0 - predicted_share));
             ns += times * ((ahead_ns - layer_ns).max(0.0) + late_ns);
-            prefetch = Some((
-                self.prefetch_window(c, node, pipe, ahead_ns),
-                ns / f64::from(node.micro_batches.max(1)),
-            ));
+            let window = if ahead_ns > 0.0 { PREFETCH_WINDOW } else { 0 };
+            prefetch = Some((window, ns / f64::from(node.micro_batches.max(1))));
             sent[LinkClass::Host as usize] += times * bytes;
         }
         if old > 0.0 && c.cache_at != KvCacheStorage::Window {
@@ -317,27 +311,6 @@ impl Estimator<'_> {
             sent[class as usize] += bytes;
         }
         (ns, prefetch)
-    }
-
-    /// Returns the prefetch window in layers on the stage with the most expert layers; 0 if nothing
-    /// is fetched ahead.
-    fn prefetch_window(&self, c: &Candidate, node: &LayoutCost, pipe: &PipelineCost, fetch_ns: f64) -> u32 {
-        if fetch_ns <= 0.0 {
-            return 0;
-        }
-        let layers = |stage: u32| -> Vec<LayerTimes> {
-            let all = self.stage_chunks(c, pipe, stage).into_iter().flatten();
-            all.map(|layer| {
-                let kind = self.kinds.layer_kinds[layer as usize] as usize;
-                let (all_ns, before_ns) = (node.layer_ns[kind], node.dense_ns[kind]);
-                let fetch_ns = if self.rows_by_kind[kind].1.is_empty() { 0.0 } else { fetch_ns };
-                LayerTimes { before_ns, after_ns: (all_ns - before_ns).max(0.0), fetch_ns }
-            })
-            .collect()
-        };
-        let experts = |layer_times: &Vec<LayerTimes>| layer_times.iter().filter(|l| l.fetch_ns > 0.0).count();
-        let fullest = (0..c.pp).map(layers).max_by_key(experts).unwrap_or_default();
-        if fullest.is_empty() { 0 } else { choose_window(&fullest, MAX_WINDOW).window as u32 }
     }
 }
 

@@ -103,6 +103,10 @@ pub struct GateInputs {
     pub collective_ns: f64,
     /// Share of the step that each stage waits for others.
     pub idle_shares: Vec<f64>,
+    /// Micro-batches of a step, and the fewest of the same size for which no stage waits for more
+    /// than the limit; `None` for the second if no number is enough. Absent if unknown, or if no
+    /// stage waits for more.
+    pub micro_batches: Option<(u32, Option<u32>)>,
     /// Share of KV reads that hit a hot tier; `None` without a KV cache.
     pub cache_hit_share: Option<f64>,
     /// The groups with more than one rank.

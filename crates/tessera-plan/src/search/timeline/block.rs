@@ -15,6 +15,7 @@ use tessera_ir::StreamKind;
 use tessera_ir::analytic_model::{LayerOp, LayerOpKind, OpSharding};
 use tessera_mesh::{LinkClass, Precision};
 
+use super::super::PREFETCH_WINDOW;
 use super::{BLOCK_LAYERS, TimelineInputs};
 
 const STREAMS: [StreamKind; 4] =
@@ -23,9 +24,6 @@ const COMPUTE: u8 = 0;
 const TP: u8 = 1;
 const A2A: u8 = 2;
 const IO: u8 = 3;
-
-/// Layers between the start of a prefetch and its use.
-const PREFETCH_LAYERS: u32 = 1;
 
 /// Layers simulated before the drawn ones, to reach steady state.
 const WARMUP_LAYERS: u32 = 4;
@@ -160,6 +158,10 @@ impl<'a> LayerExpansion<'a> {
             at += 1;
         }
         steps.retain(|s| s.slowest_ns > 0.0);
+        // Packing belongs to the exchange: on its stream it leaves the compute stream free.
+        if steps.iter().any(|s| s.lane == A2A) {
+            steps.iter_mut().filter(|s| s.kind == IntervalKind::Pack).for_each(|s| s.lane = A2A);
+        }
         steps
     }
 
@@ -406,13 +408,19 @@ impl BlockSimulation<'_> {
         let mut starts = Vec::new();
         // For each chain and rank, the tasks that the next step waits for, chunk by chunk.
         let mut before: Vec<Vec<Vec<TaskId>>> = vec![vec![Vec::new(); slow.len()]; chains];
-        // A turn ends with an expert all-to-all, even within a layer.
-        for turn in all.split_inclusive(|(_, i)| steps[*i].lane == A2A) {
+        // A turn ends with an expert all-to-all, even within a layer, and with the packing that
+        // follows it.
+        let ends_turn = |i: usize| {
+            let next = &steps[(i + 1) % steps.len()];
+            steps[i].lane == A2A && next.lane != A2A
+        };
+        for turn in all.split_inclusive(|(_, i)| ends_turn(*i)) {
             for (chain, before) in before.iter_mut().enumerate() {
                 for &(layer, i) in turn {
                     let [ahead_ns, late_ns] = self.scene.fetch_ns;
                     if i == 0 {
-                        self.queue_fetch("prefetch", ahead_ns, chain, layer + PREFETCH_LAYERS, before);
+                        let target = layer + PREFETCH_WINDOW - 1;
+                        self.queue_fetch("prefetch", ahead_ns, chain, target, before);
                     }
                     // A rank learns which of its experts are needed when their tokens arrive.
                     if Some(i) == routed {
