@@ -149,6 +149,36 @@ fn three_fresh_runs_on_gpus_give_one_hash() {
 }
 
 #[test]
+fn every_kernel_of_a_gpu_run_is_probed_within_half_a_second() {
+    if !has_gpus(1) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let demo = demo_without_decoder(dir.path());
+    for dtype in ["f32", "bf16", "fp8"] {
+        let args = gpu_args(&demo, "--mesh tp=1", dtype);
+        // The first run compiles kernels that the second one finds in the cache.
+        stream_latents(&dir.path().join(format!("{dtype}-first")), &args);
+        let out = dir.path().join(dtype);
+        stream_latents(&out, &args);
+        let flight = std::fs::read_to_string(out.join("flight/rank-0.jsonl")).unwrap();
+        let line = flight.lines().find(|l| l.contains("\"probed\"")).unwrap();
+        let mark: serde_json::Value = serde_json::from_str(line.trim()).unwrap();
+        let detail = mark["detail"].as_str().unwrap();
+        println!("{dtype}: {detail}");
+        // The start-up report shows the key and the digest of each kernel.
+        let record = std::fs::read_to_string(out.join("record.jsonl")).unwrap();
+        let unprobed: Vec<&str> = record.split('"').filter(|text| text.contains("not probed: ")).collect();
+        assert!(detail.contains(", 0 of them not probed, "), "{dtype}: {detail}: {unprobed:?}");
+        let ms: f64 = detail.rsplit(' ').nth(1).unwrap().parse().unwrap();
+        assert!(ms < 500.0, "{dtype}: {detail}");
+        let fused = ["kernel: gemm ", " + rope(", " + norm_modulate("];
+        let missing = fused.iter().find(|kernel| dtype != "f32" && !record.contains(**kernel));
+        assert_eq!(missing, None, "{dtype}");
+    }
+}
+
+#[test]
 fn gpu_faults_end_as_expected_and_leave_the_gpus_usable() {
     if !has_gpus(2) {
         return;

@@ -9,7 +9,22 @@ pub(crate) mod kernel_fusion;
 pub(crate) mod launch_step;
 mod slot_check;
 
-use tessera_ir::{Opcode, Program};
+use tessera_ir::{Activation, DType, OpView, Opcode, Program, Slots};
+
+use kernel_fusion::plan_launch_steps;
+
+/// Returns the ops that each launch of a program computes, by op index, as the backend fuses them. A
+/// GEMM is left out if [`probe_gemms`](tessera_device::Backend::probe_gemms) runs all of it.
+#[must_use]
+pub fn launched_ops(p: &Program, slots: &Slots) -> Vec<Vec<usize>> {
+    let is_whole_gemm = |i: &usize| match p.ops[*i].view() {
+        Ok(OpView::Matmul(v)) => p.type_of(v.x).dtype != DType::F32 && v.act != Some(Activation::Silu),
+        _ => false,
+    };
+    // Horizontal fusion joins launches of one kernel, which stays the same.
+    let launches = plan_launch_steps(p, slots, &[]).into_iter().map(|step| step.all_ops());
+    launches.filter(|ops| !ops.iter().any(is_whole_gemm)).collect()
+}
 
 /// Returns whether the op writes rows of a matrix into a buffer whose rows have the same width.
 fn writes_matrix_rows(p: &Program, j: usize) -> bool {

@@ -23,7 +23,7 @@ use crate::driver::{CudaResult, CudaStream, cuda_failure};
 use crate::dylib::CublasLt;
 use crate::kernel_choice::{GemmRoute, choose_gemm};
 
-use autotune::Autotuner;
+use autotune::{Autotuner, GemmTrial};
 use autotune_cache::AutotuneCache;
 use cublaslt::CublasLtGemms;
 use plan::{GemmLauncher, GemmPlan};
@@ -165,6 +165,18 @@ impl Gemms {
             Some(plan) => unsafe { self.launcher.launch_plan(shape, plan, operands, stream) },
             None => cuda_failure(format!("no algorithm was chosen for a GEMM with {shape:?}")),
         }
+    }
+
+    /// Launches every planned shape on fixed operands, and returns its name with a digest of its
+    /// result. A shape without memory for its operands is missing.
+    pub(crate) fn probe_plans(&self) -> CudaResult<Vec<(String, [u8; 32])>> {
+        let mut digests = Vec::new();
+        for (shape, plan) in &self.plans {
+            if let Ok(trial) = GemmTrial::new(*shape) {
+                digests.push((shape.to_string(), trial.digest_result(&self.launcher, plan)?));
+            }
+        }
+        Ok(digests)
     }
 
     fn build_plan(&self, s: GemmShape, sm90: Option<Sm90Candidate>) -> CudaResult<GemmPlan> {

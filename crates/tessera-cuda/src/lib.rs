@@ -41,6 +41,7 @@ pub use codes::{CODES, T1301, T1304};
 pub use compile::KernelCache;
 pub use devices::{Devices, Gpu, PeerLink, list_devices};
 pub use exec::{CommunicatorMember, CudaBackend, CudaOptions, OneTimeCounts, StepSpan};
+pub use fusion::launched_ops;
 pub use kernel_choice::describe_kernels;
 pub use libraries::{FoundLibrary, Libraries, Library, MissingLibrary};
 pub use nccl::{UniqueId, unique_id};

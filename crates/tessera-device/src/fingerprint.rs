@@ -1,6 +1,8 @@
 //! Fingerprints of weights in the form in which a backend stores them, so that ranks can verify
 //! that they compute with the same values.
 
+use std::ops::BitOr;
+
 use tessera_ir::{DType, Type};
 
 use crate::MeshRank;
@@ -68,7 +70,11 @@ const STAGING_BYTES: usize = 16 << 10;
 impl FingerprintHasher {
     /// Hashes the next elements as f32.
     pub fn update(&mut self, values: &[f32]) {
-        self.update_staged(values, DType::F32, f32::to_le_bytes);
+        if cfg!(target_endian = "little") {
+            self.update_raw(bytemuck::cast_slice(values), DType::F32);
+        } else {
+            self.update_staged(values, DType::F32, f32::to_le_bytes);
+        }
     }
 
     /// Hashes the next elements in their stored form: little-endian, in a floating-point dtype of
@@ -152,27 +158,30 @@ impl FingerprintHasher {
 /// The elements are little-endian in a floating-point dtype. A dtype with other elements has no
 /// such value.
 ///
-/// The scan takes the maximum of all magnitudes, which a compiler turns into vector instructions;
-/// only a part that fails is searched element by element.
+/// The scan adds one to the exponent of each magnitude and unites the carries into the sign bit, which
+/// a compiler turns into three vector instructions; only a part that fails is searched element by
+/// element.
 #[must_use]
 pub fn first_nonfinite(bytes: &[u8], dtype: DType) -> Option<usize> {
-    fn first<const WIDTH: usize, T: Ord + Copy + Default>(
-        bytes: &[u8],
-        smallest: T,
-        magnitude: impl Fn([u8; WIDTH]) -> T,
-    ) -> Option<usize> {
-        let elements = bytes.as_chunks::<WIDTH>().0;
-        let max = elements.iter().fold(T::default(), |max, e| max.max(magnitude(*e)));
-        if max < smallest { None } else { elements.iter().position(|e| magnitude(*e) >= smallest) }
-    }
-    let half = |e: [u8; 2]| i16::from_le_bytes(e) & i16::MAX;
     match dtype {
-        DType::F32 => first(bytes, 0x7f80_0000, |e: [u8; 4]| i32::from_le_bytes(e) & i32::MAX),
-        DType::Bf16 => first(bytes, 0x7f80, half),
-        DType::F16 => first(bytes, 0x7c00, half),
-        DType::E4m3 => first(bytes, 0x7f, |[e]: [u8; 1]| e & 0x7f),
+        DType::F32 => first_carry(bytes, |e| {
+            (u32::from_le_bytes(e) & 0x7fff_ffff).wrapping_add(0x0080_0000) & 0x8000_0000
+        }),
+        DType::Bf16 => first_carry(bytes, |e| (u16::from_le_bytes(e) & 0x7fff).wrapping_add(0x0080) & 0x8000),
+        DType::F16 => first_carry(bytes, |e| (u16::from_le_bytes(e) & 0x7fff).wrapping_add(0x0400) & 0x8000),
+        DType::E4m3 => first_carry(bytes, |[e]| (e & 0x7f).wrapping_add(1) & 0x80),
         _ => None,
     }
+}
+
+/// Returns the index of the first element with a carry that is not 0.
+fn first_carry<const WIDTH: usize, T: BitOr<Output = T> + Default + PartialEq>(
+    bytes: &[u8],
+    carry: impl Fn([u8; WIDTH]) -> T,
+) -> Option<usize> {
+    let elements = bytes.as_chunks::<WIDTH>().0;
+    let any = elements.iter().fold(T::default(), |any, e| any | carry(*e));
+    if any == T::default() { None } else { elements.iter().position(|e| carry(*e) != T::default()) }
 }
 
 /// Describes the shard of a tensor that a rank holds: `dim 0 [24..48) of 96`, or `whole` for a

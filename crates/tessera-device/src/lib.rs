@@ -221,6 +221,16 @@ pub trait Backend {
     /// Returns the fingerprint of a buffer's contents; `slice` describes the shard.
     fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint>;
 
+    /// Runs every GEMM of the loaded programs that has a kernel of its own, at its full extents and
+    /// on fixed operands, and returns its name with a digest of its result. A GEMM for whose operands
+    /// the device has no memory left is missing.
+    ///
+    /// # Errors
+    /// A GEMM that fails.
+    fn probe_gemms(&mut self) -> Result<Vec<(String, [u8; 32])>, Diagnostic> {
+        Ok(Vec::new())
+    }
+
     /// Runs a loaded program to completion.
     ///
     /// # Errors

@@ -221,8 +221,8 @@ pub struct FlightPhase {
 /// A life-cycle event of the rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct FlightMark {
-    /// `joined`, `hello`, `called`, `ready`, `commit`, `done`, `failed` or `exit`; readers ignore
-    /// other names.
+    /// `joined`, `probed`, `hello`, `called`, `ready`, `commit`, `done`, `failed` or `exit`; readers
+    /// ignore other names.
     #[serde(rename = "mark")]
     pub event: String,
     /// Id of the call, if the event belongs to one.

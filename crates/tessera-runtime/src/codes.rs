@@ -307,8 +307,9 @@ CPU, or on another mesh: if the same chunk fails, the model or its dtype is the 
 
     T0775: "a kernel computes other numbers on one rank",
     "Before the first call every rank runs each kernel of its programs on the same fixed inputs and reports a digest of the \
-result. The digest of one kernel differs, so the ranks would compute different numbers under one plan and one build. The message \
-names the op with its types and attributes, and each digest with the ranks that found it.\n\n\
+result. A kernel is an op, several ops that a GPU computes in one launch, or a GEMM. The digest of one kernel differs, so the ranks \
+would compute different numbers under one plan and one build. The message names the ops with their types and attributes, and each \
+digest with the ranks that found it.\n\n\
 The ranks have different hardware, drivers or GPU libraries, or a processor or a GPU is faulty. Compare `tessera doctor` on both \
 hosts, and run without the rank that differs from the majority.";
 

@@ -149,15 +149,22 @@ impl WeightSet {
         let blocks: Vec<&[u8]> =
             self.tensors.values().flat_map(|(_, t)| t.raw_bytes().chunks(BLOCK_BYTES)).collect();
         let mut digests = vec![[0; 32]; blocks.len()];
-        let share = blocks.len().div_ceil(threads.max(1)).max(1);
-        std::thread::scope(|s| {
-            for (blocks, digests) in blocks.chunks(share).zip(digests.chunks_mut(share)) {
-                s.spawn(|| {
-                    for (block, digest) in blocks.iter().zip(digests) {
-                        *digest = *blake3::hash(block).as_bytes();
-                    }
-                });
+        let total: usize = blocks.iter().map(|b| b.len()).sum();
+        // To start a thread takes about as long as to hash a block.
+        let threads = threads.clamp(1, 1 + total / BLOCK_BYTES);
+        let share = blocks.len().div_ceil(threads).max(1);
+        let hash_blocks = |blocks: &[&[u8]], digests: &mut [[u8; 32]]| {
+            for (block, digest) in blocks.iter().zip(digests) {
+                *digest = *blake3::hash(block).as_bytes();
             }
+        };
+        std::thread::scope(|s| {
+            let mut parts = blocks.chunks(share).zip(digests.chunks_mut(share));
+            let own = parts.next();
+            for (blocks, digests) in parts {
+                s.spawn(|| hash_blocks(blocks, digests));
+            }
+            own.into_iter().for_each(|(blocks, digests)| hash_blocks(blocks, digests));
         });
         let mut hash = FramedHasher::new("tessera weight content 1");
         hash.0.update(&self.header_digest());

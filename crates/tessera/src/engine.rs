@@ -16,6 +16,7 @@ use tessera_runtime::engine::{
     AbortHandle, Engine, EngineFault, EngineFaultKind, PhaseReport, ProgramCount, ReadyCall, RehashResult,
     ReloadedWeights,
 };
+use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
 use tessera_runtime::tripwire::T0751;
 use tessera_runtime::wire::{Dtype, PhaseCall, ScalarArg, ShardFingerprint, Tensor, Tensors};
@@ -24,6 +25,7 @@ use tessera_verify::SealedPlan;
 
 use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
+use crate::kernel_probe::shorten_digest;
 use crate::plan::LEADER_PHASES;
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 use crate::synthetic_delays::ForwardDelay;
@@ -184,6 +186,16 @@ impl MeshEngine {
     /// Returns T0770.
     pub(crate) fn check_weights_finite(&self) -> Result<(), Diagnostic> {
         self.weight_fingerprints.check_finite()
+    }
+
+    /// Runs the GEMMs of the loaded programs that have kernels of their own, and returns parity keys
+    /// with digests of their results.
+    ///
+    /// # Errors
+    /// Returns the error of the backend.
+    pub(crate) fn probe_gemms(&mut self) -> Result<Vec<(String, String)>, Diagnostic> {
+        let probed = self.backend.probe_gemms()?.into_iter();
+        Ok(probed.map(|(gemm, digest)| (format!("{KERNEL_KEY} {gemm}"), shorten_digest(digest))).collect())
     }
 
     /// Like [`MeshEngine::load`], but modifies this rank's copy of each program before it is loaded

@@ -120,6 +120,9 @@ pub fn run(
 ) -> Result<JoinReport, Diagnostics> {
     let mut spec = build_rendezvous(&plan, options, join)?;
     let first_rank_of_host = first_rank_of_host(join);
+    // Rank 0 records the digest of its weights. If the plan pins weights, each host checks its files.
+    let reads_all = join.rank == 0 || (plan.mapping.weights.is_some() && join.rank == first_rank_of_host);
+    let digest = reads_all.then(|| model.start_digest());
     let on_gpus = options.device == RunDevice::Cuda;
     if on_gpus {
         // Covers this rank's device and the devices before it.
@@ -136,9 +139,7 @@ pub fn run(
         let options = StreamOptions { oversubscribe: true, ..options.clone() };
         stream::check_stream(&plan, model, &options, spec.world_size, cores)?;
     }
-    // Rank 0 records the digest of its weights. If the plan pins weights, each host checks its files.
-    let reads_all = join.rank == 0 || (plan.mapping.weights.is_some() && join.rank == first_rank_of_host);
-    let weights = if reads_all { model.digest_weights(&plan)? } else { String::new() };
+    let weights = digest.map_or(Ok(String::new()), |digest| digest.finish(&plan))?;
     let threads = (cores / join.local_world.max(1) as usize).max(1);
     let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
     // The folder must exist before any rank continues: ranks that share a disk write their flight

@@ -2,16 +2,18 @@
 //! fixed inputs, and reports a digest of the result. Equal builds on different processors, drivers
 //! or libraries are found by what they compute.
 //!
-//! A kernel is an op with its dtypes, shapes and attributes. Each runs in a program of its own, on
-//! a backend of its own, with the inputs replicated on one rank, so that the result does not depend
-//! on the place of the rank in the mesh.
+//! A kernel is what a backend launches at once: an op, or several that the backend fuses, with their
+//! dtypes, shapes and attributes. Each runs in a program of its own, on a backend of its own, with
+//! the inputs replicated on one rank, so that the result does not depend on the place of the rank in
+//! the mesh. The GEMMs of a GPU, whose kernels depend on their extents, are probed by the backend
+//! that planned them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_device::{Backend, CallData, MeshRank, Observer, Scalar, WeightSource};
+use tessera_device::{Backend, CallData, FingerprintHasher, MeshRank, Observer, Scalar, WeightSource};
 use tessera_ir::{
     Attr, Builder, DType, HINT_ATTRS, Op, OpKind, OpView, Opcode, Program, Slots, Type, ValueId, op_workload,
 };
@@ -22,6 +24,18 @@ use tessera_runtime::tripwire::T0775;
 /// Above these limits a kernel is probed at a smaller shape.
 const MAX_ELEMENTS: u64 = 1 << 17;
 const MAX_FLOPS: u64 = 1 << 22;
+
+/// Maximum elements of all values of a probe with fewer rows but the widths of its kernel.
+const MAX_FULL_WIDTH_ELEMENTS: u64 = 1 << 20;
+
+/// Number of rows from which a probe has fewer of them.
+const FEW_ROWS: u64 = 16;
+
+/// Columns of the fixed matrix with which a probe multiplies eight-bit values.
+const READER_COLUMNS: u64 = 32;
+
+/// Number of different values in an operand. It is prime, so that no two rows are equal.
+const DISTINCT_VALUES: u64 = 16_381;
 
 /// Extents up to this size stay as they are in a smaller shape.
 const SMALL_EXTENT: u64 = 128;
@@ -34,20 +48,38 @@ const MAX_MULTIPLE: u64 = 16;
 const COPIES: [Opcode; 5] =
     [Opcode::TakeRows, Opcode::TakeShard, Opcode::Pad, Opcode::Compact, Opcode::MoeRoute];
 
+/// Begins the value of a kernel that has no digest.
+const UNPROBED: &str = "not probed: ";
+
+/// Returns whether the value of a parity key states that its kernel was not probed.
+pub(crate) fn is_unprobed(value: &str) -> bool {
+    value.starts_with(UNPROBED)
+}
+
+/// Returns each op of a program as a kernel of its own, as the CPU backend runs it.
+pub(crate) fn single_ops(p: &Program) -> Vec<Vec<usize>> {
+    (0..p.ops.len()).map(|i| vec![i]).collect()
+}
+
 /// Returns the program that probes each kernel of some programs, by the name of the kernel, or why
-/// the kernel has none. The same programs give the same probes on every rank.
+/// the kernel has none. A kernel is given by the indices of its ops. The same programs give the same
+/// probes on every rank.
 pub(crate) fn plan_probes<'a>(
-    programs: impl IntoIterator<Item = &'a Program>,
+    programs: impl IntoIterator<Item = (&'a Program, Vec<Vec<usize>>)>,
 ) -> BTreeMap<String, Result<Program, String>> {
     let mut probes = BTreeMap::new();
-    for p in programs {
+    for (p, kernels) in programs {
         let defined = p.defining_ops();
-        for op in &p.ops {
-            if op.opcode.table_row().kind != OpKind::Compute || COPIES.contains(&op.opcode) {
-                continue;
-            }
-            let makers = |v: ValueId| defined[v.0 as usize].map(|i| &p.ops[i]);
-            probes.entry(name_kernel(p, op, &makers)).or_insert_with(|| build_probe(p, op, &makers));
+        let readers = p.value_readers();
+        let makers = |v: ValueId| defined[v.0 as usize].map(|i| &p.ops[i]);
+        let computes =
+            |op: &Op| op.opcode.table_row().kind == OpKind::Compute && !COPIES.contains(&op.opcode);
+        for kernel in kernels.iter().filter(|k| k.iter().any(|i| computes(&p.ops[*i]))) {
+            let ops: Vec<&Op> = kernel.iter().map(|i| &p.ops[*i]).collect();
+            let names: Vec<String> = ops.iter().map(|op| name_kernel(p, op, &makers)).collect();
+            let is_read = |v: ValueId| readers[v.0 as usize].iter().any(|i| !kernel.contains(i));
+            let source = KernelSource { p, ops, maker: &makers, is_read: &is_read };
+            probes.entry(names.join(" + ")).or_insert_with(|| source.build_probe());
         }
     }
     probes
@@ -70,7 +102,7 @@ pub(crate) fn run_probes(
                     Diagnostic::error(&T0775, format!("the probe of {kernel} failed: {why}"))
                 })?
             }
-            Err(why) => format!("not probed: {why}"),
+            Err(why) => format!("{UNPROBED}{why}"),
         };
         Ok((format!("{KERNEL_KEY} {kernel}"), value))
     };
@@ -107,61 +139,176 @@ fn attr_text(a: &Attr) -> String {
     }
 }
 
-/// Builds the probe of an op: at the op's own shape if that is cheap, otherwise at a smaller one.
-fn build_probe<'a>(
+/// A kernel in the program that uses it.
+struct KernelSource<'a, 'f> {
     p: &'a Program,
-    op: &Op,
-    maker: &dyn Fn(ValueId) -> Option<&'a Op>,
-) -> Result<Program, String> {
-    let elements: u64 = op.operands.iter().chain(&op.results).map(|v| p.type_of(*v).element_count()).sum();
-    if elements <= MAX_ELEMENTS && op_workload(p, op).flops.0 <= MAX_FLOPS {
-        return build_at(p, op, maker, &BTreeMap::new());
-    }
-    build_at(p, op, maker, &shrink_extents(p, op, 1))
-        .or_else(|_| build_at(p, op, maker, &shrink_extents(p, op, MAX_MULTIPLE)))
+    /// The ops that the kernel computes, each after those whose results it reads.
+    ops: Vec<&'a Op>,
+    /// Returns the op that makes a value.
+    maker: &'f dyn Fn(ValueId) -> Option<&'a Op>,
+    /// Returns whether another kernel reads a value.
+    is_read: &'f dyn Fn(ValueId) -> bool,
 }
 
-/// Builds the probe of an op with the extents that `extents` replaces.
-fn build_at<'a>(
-    p: &'a Program,
-    op: &Op,
-    maker: &dyn Fn(ValueId) -> Option<&'a Op>,
-    extents: &BTreeMap<u64, u64>,
-) -> Result<Program, String> {
-    let mut b = Builder::new_role("probe", "probe", Mesh::default(), &["compute"]);
-    // The name of an operand selects its numbers, so it must be the same in every program.
-    let source = |b: &mut Builder, name: &str, v: ValueId| {
-        let ty = p.type_of(v);
-        let shape: Vec<u64> = ty.shape.iter().map(|d| extents.get(d).copied().unwrap_or(*d)).collect();
-        add_source(b, name, &Type::new(ty.dtype, shape), maker(v))
-    };
-    let operands: Vec<ValueId> =
-        op.operands.iter().enumerate().map(|(i, v)| source(&mut b, &format!("operand{i}"), *v)).collect();
-    let keyed: Vec<(&'static str, ValueId)> =
-        op.keyed.iter().map(|(name, v)| (*name, source(&mut b, name, *v))).collect();
-    for (name, value) in keyed {
-        b.add_keyed(name, value);
+impl<'a> KernelSource<'a, '_> {
+    /// Builds the probe: at the kernel's own shape if that is cheap, otherwise with fewer rows, and
+    /// otherwise with smaller widths as well. A GPU compiles the kernels of rows for their width.
+    fn build_probe(&self) -> Result<Program, String> {
+        let p = self.p;
+        let values = self.ops.iter().flat_map(|op| op.operands.iter().chain(&op.results));
+        let elements: u64 = values.map(|v| p.type_of(*v).element_count()).sum();
+        let flops: u64 = self.ops.iter().map(|op| op_workload(p, op).flops.0).sum();
+        if elements <= MAX_ELEMENTS && flops <= MAX_FLOPS {
+            return self.build_at(&BTreeMap::new());
+        }
+        let has_matrix =
+            self.ops.iter().any(|op| matches!(op.opcode, Opcode::Matmul | Opcode::Attention | Opcode::Bmm));
+        let is_small = |probe: &Program| {
+            probe.values.iter().map(|v| v.ty.element_count()).sum::<u64>() <= MAX_FULL_WIDTH_ELEMENTS
+        };
+        if !has_matrix && let Some(probe) = self.build_at(&self.fewer_rows()).ok().filter(is_small) {
+            return Ok(probe);
+        }
+        self.build_at(&self.shrink_extents(1)).or_else(|_| self.build_at(&self.shrink_extents(MAX_MULTIPLE)))
     }
-    for (name, attr) in stated_attrs(op) {
-        b.set_attr(name, attr.clone());
+
+    /// Builds the probe with the extents that `extents` replaces.
+    fn build_at(&self, extents: &BTreeMap<u64, u64>) -> Result<Program, String> {
+        let p = self.p;
+        let mut b = Builder::new_role("probe", "probe", Mesh::default(), &["compute"]);
+        let shrink =
+            |shape: &[u64]| -> Vec<u64> { shape.iter().map(|d| *extents.get(d).unwrap_or(d)).collect() };
+        let mut made: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+        let mut outputs = Vec::new();
+        for (k, op) in self.ops.iter().enumerate() {
+            // The name of an operand selects its numbers, so it must be the same in every program.
+            let suffix = if k == 0 { String::new() } else { format!(" of op {k}") };
+            let mut source = |name: &str, v: ValueId| {
+                let ty = p.type_of(v);
+                let shape = shrink(&ty.shape);
+                *made.entry(v).or_insert_with(|| {
+                    add_source(
+                        &mut b,
+                        &format!("{name}{suffix}"),
+                        &Type::new(ty.dtype, shape),
+                        (self.maker)(v),
+                    )
+                })
+            };
+            let operands: Vec<ValueId> =
+                op.operands.iter().enumerate().map(|(i, v)| source(&format!("operand{i}"), *v)).collect();
+            let keyed: Vec<(&'static str, ValueId)> =
+                op.keyed.iter().map(|(name, v)| (*name, source(name, *v))).collect();
+            for (name, value) in keyed {
+                b.add_keyed(name, value);
+            }
+            for (name, attr) in stated_attrs(op) {
+                b.set_attr(name, attr.clone());
+            }
+            if has_place(op) {
+                b.set_attr("first_row", 0_i64);
+            }
+            if op.opcode == Opcode::RmsScale {
+                // The columns of a rank are a part of the width; those of a probe are all of it.
+                let width = extent_of(&b, operands[0], 1);
+                b.set_attr("col", 0_i64).set_attr("width", width as i64);
+            }
+            if op.opcode == Opcode::CacheWrite {
+                // The keyed operand is the row; a call scalar of a probe is 1.
+                outputs.push(write_and_read(&mut b, operands[0], u64::from(!op.keyed.is_empty())));
+                continue;
+            }
+            let results = match op.opcode {
+                Opcode::Quantize => b.add_quantize(operands[0]).to_vec(),
+                opcode => vec![b.add_op(opcode, &operands)],
+            };
+            made.extend(op.results.iter().copied().zip(results.iter().copied()));
+            match results[..] {
+                [rows, scales] => outputs.push(multiply_quantized(&mut b, rows, scales)),
+                _ if self.ops.len() == 1 || op.results.iter().any(|r| (self.is_read)(*r)) => {
+                    outputs.extend(results);
+                }
+                _ => {}
+            }
+        }
+        for (i, value) in outputs.into_iter().enumerate() {
+            let value = cast_to(&mut b, value, DType::F32);
+            b.add_output(&format!("result{i}"), value);
+        }
+        b.finish().map_err(|errors| errors.first().map_or("no rule".to_string(), |e| e.message.clone()))
     }
-    // The rows of a probe are the first ones of a larger grid.
-    let is_placed = match op.view() {
-        Ok(OpView::Rope(_) | OpView::NormModulate(_)) => true,
+
+    /// Returns the types of all operands.
+    fn operand_types(&self) -> impl Iterator<Item = &'a Type> {
+        let p = self.p;
+        let of_op = |op: &'a Op| op.operands.iter().chain(op.keyed.iter().map(|(_, v)| v));
+        self.ops.iter().flat_map(move |op| of_op(op)).map(move |v| p.type_of(*v))
+    }
+
+    /// Returns a smaller extent for each number of rows that is no width as well.
+    fn fewer_rows(&self) -> BTreeMap<u64, u64> {
+        let widths: BTreeSet<u64> = self.operand_types().filter_map(|ty| ty.shape.last().copied()).collect();
+        let rows = self.operand_types().filter(|ty| ty.shape.len() > 1).map(|ty| ty.shape[0]);
+        rows.filter(|d| *d > SMALL_EXTENT && !widths.contains(d)).map(|d| (d, FEW_ROWS + d % 8)).collect()
+    }
+
+    /// Returns a smaller extent for each large extent of the operands. The remainder that decides
+    /// about alignment is kept, and an extent that is up to `max_multiple` times another one stays
+    /// so.
+    fn shrink_extents(&self, max_multiple: u64) -> BTreeMap<u64, u64> {
+        let large: BTreeSet<u64> =
+            self.operand_types().flat_map(|ty| ty.shape.clone()).filter(|d| *d > SMALL_EXTENT).collect();
+        let mut smaller: BTreeMap<u64, u64> = BTreeMap::new();
+        for extent in large {
+            let base = smaller
+                .iter()
+                .rev()
+                .find(|(d, _)| extent.is_multiple_of(**d) && extent / **d <= max_multiple);
+            let new = match base {
+                Some((d, s)) => extent / d * s,
+                None => SMALL_EXTENT + extent % 64,
+            };
+            smaller.insert(extent, new);
+        }
+        smaller
+    }
+}
+
+/// Returns whether an op states the place of its rows. The rows of a probe are the first ones of a
+/// larger grid.
+fn has_place(op: &Op) -> bool {
+    match op.view() {
+        Ok(OpView::Rope(_) | OpView::NormModulate(_) | OpView::CacheWrite(_)) => true,
         Ok(OpView::GateResidual(v)) => v.gate().is_some(),
         _ => false,
-    };
-    if is_placed {
-        b.set_attr("first_row", 0_i64);
     }
-    let result = match op.opcode {
-        // Eight-bit values cannot leave a program; the matmul that reads them covers them.
-        Opcode::Quantize => b.add_quantize(operands[0])[1],
-        opcode => b.add_op(opcode, &operands),
-    };
-    let result = cast_to(&mut b, result, DType::F32);
-    b.add_output("result", result);
-    b.finish().map_err(|errors| errors.first().map_or("no rule".to_string(), |e| e.message.clone()))
+}
+
+/// Returns an extent of a value; 1 if the op that makes it was refused, which the end of the program
+/// reports.
+fn extent_of(b: &Builder, value: ValueId, dim: usize) -> u64 {
+    b.type_of(value).shape.get(dim).copied().unwrap_or(1)
+}
+
+/// Writes values into a buffer from row `first` on, and returns all rows of the buffer.
+fn write_and_read(b: &mut Builder, rows: ValueId, first: u64) -> ValueId {
+    let shape = [extent_of(b, rows, 0) + first, extent_of(b, rows, 1)];
+    let held = Type::new(b.type_of(rows).dtype, shape);
+    // Programs of one backend share the buffers of one name, so the name states which rows stay zero.
+    let buffer = b.declare_buffer(&format!("rows from {first} of {:?} {}", held.shape, held.dtype), held);
+    b.write_buffer(buffer, rows);
+    b.read_buffer(buffer)
+}
+
+/// Multiplies eight-bit rows with a fixed matrix, because such values cannot leave a program.
+fn multiply_quantized(b: &mut Builder, rows: ValueId, scales: ValueId) -> ValueId {
+    let width = extent_of(b, rows, 1);
+    b.set_attr("load", "e4m3");
+    let w = b.add_weight("reader", Type::new(DType::E4m3, [READER_COLUMNS, width]));
+    b.set_attr("load", "e4m3.scale");
+    let w_scale = b.add_weight("reader", Type::new(DType::F32, [READER_COLUMNS]));
+    b.add_keyed("w_scale", w_scale).add_keyed("x_scale", scales);
+    b.add_op(Opcode::Matmul, &[rows, w])
 }
 
 /// Adds the source of an operand: a weight or a scalar where the program has one, otherwise an
@@ -196,25 +343,6 @@ fn cast_to(b: &mut Builder, value: ValueId, dtype: DType) -> ValueId {
     }
 }
 
-/// Returns a smaller extent for each large extent of an op. The remainder that decides about
-/// alignment is kept, and an extent that is up to `max_multiple` times another one stays so.
-fn shrink_extents(p: &Program, op: &Op, max_multiple: u64) -> BTreeMap<u64, u64> {
-    let values = op.operands.iter().chain(op.keyed.iter().map(|(_, v)| v));
-    let large: BTreeSet<u64> =
-        values.flat_map(|v| p.type_of(*v).shape.clone()).filter(|d| *d > SMALL_EXTENT).collect();
-    let mut smaller: BTreeMap<u64, u64> = BTreeMap::new();
-    for extent in large {
-        let base =
-            smaller.iter().rev().find(|(d, _)| extent.is_multiple_of(**d) && extent / **d <= max_multiple);
-        let new = match base {
-            Some((d, s)) => extent / d * s,
-            None => SMALL_EXTENT + extent % 64,
-        };
-        smaller.insert(extent, new);
-    }
-    smaller
-}
-
 /// Runs a probe and returns the first 16 hex digits of the digest of its result, or why the backend
 /// does not load it.
 fn run_probe(program: Program, backend: &mut dyn Backend) -> Result<String, String> {
@@ -235,34 +363,44 @@ fn run_probe(program: Program, backend: &mut dyn Backend) -> Result<String, Stri
         scalars.insert(name, scalar);
     }
     let call = CallData { scalars, inputs: inputs.iter().map(|(n, v)| (*n, v.as_slice())).collect() };
-    let bytes = |v: &tessera_ir::Value| v.ty.byte_size().0;
-    let slots = Slots {
-        slot_bytes: program.values.iter().map(bytes).collect(),
-        value_slots: (0..program.values.len() as u32).map(Some).collect(),
-    };
+    let slots = own_slots(&program);
     let shared = Arc::new(program.clone());
     let handle = match backend.load(&shared, &slots, &mut ProbeWeights) {
         Ok(handle) => handle,
         // The kernel of the full shape may not support the smaller one.
-        Err(d) => return Ok(format!("not probed: {}", d.message)),
+        Err(d) => return Ok(format!("{UNPROBED}{}", d.message)),
     };
     backend.run(handle, &call, &mut NoObserver).map_err(|fault| format!("{fault:?}"))?;
-    let values = backend.output("result").ok_or("it has no result")?;
-    let mut hash = blake3::Hasher::new();
-    for x in values {
-        hash.update(&x.to_bits().to_le_bytes());
+    let mut hash = FingerprintHasher::default();
+    for op in program.ops.iter().filter(|op| op.opcode == Opcode::Output) {
+        let name = op.name.as_deref().unwrap_or_default();
+        hash.update(backend.output(name).ok_or_else(|| format!("it has no {name}"))?);
     }
-    Ok(hash.finalize().to_hex()[..16].to_string())
+    Ok(shorten_digest(hash.digest()))
+}
+
+/// Returns a slot for each value.
+fn own_slots(program: &Program) -> Slots {
+    let bytes = |v: &tessera_ir::Value| v.ty.byte_size().0;
+    Slots {
+        slot_bytes: program.values.iter().map(bytes).collect(),
+        value_slots: (0..program.values.len() as u32).map(Some).collect(),
+    }
+}
+
+/// Returns the first 16 hex digits of a digest.
+pub(crate) fn shorten_digest(digest: [u8; 32]) -> String {
+    blake3::Hash::from(digest).to_hex()[..16].to_string()
 }
 
 /// Returns positive numbers around 1, because some operands are sums of squares. They depend on the
 /// name of the value.
 fn probe_values(name: &str, count: u64) -> Vec<f32> {
     let seed = name.bytes().fold(0, |seed, b| seed * 31 + u64::from(b));
-    let mut values = vec![0.0; count as usize];
-    fill_normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut values);
-    values.iter_mut().for_each(|x| *x = x.abs() + 0.125);
-    values
+    let mut drawn = vec![0.0; count.min(DISTINCT_VALUES) as usize];
+    fill_normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut drawn);
+    drawn.iter_mut().for_each(|x| *x = x.abs() + 0.125);
+    drawn.iter().copied().cycle().take(count as usize).collect()
 }
 
 /// The weights of probes.
@@ -301,18 +439,22 @@ mod tests {
 
     use super::*;
     use crate::engine::mesh_phases;
-    use crate::{DtypePolicy, Mapping, Model, Overrides, Plan, plan};
+    use crate::{DtypePolicy, Mapping, Model, Overrides, Plan, Strategy, plan};
 
     fn plan_of(dir: &str, mesh: &str, dtype: DtypePolicy) -> Plan {
+        plan_with(dir, mesh, Strategy::Ulysses, dtype)
+    }
+
+    fn plan_with(dir: &str, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> Plan {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(dir);
         let model = Model::open(&dir, &Overrides::default()).unwrap();
-        let map = Mapping { mesh: mesh.parse().unwrap(), dtype, ..Mapping::default() };
+        let map = Mapping { mesh: mesh.parse().unwrap(), strategy, dtype, ..Mapping::default() };
         plan::plan_model(&model.video, &model.name, "", &map).unwrap()
     }
 
     fn probes_of(plan: &Plan, rank: u32) -> BTreeMap<String, Result<Program, String>> {
         let programs = mesh_phases(&plan.sealed).filter_map(|p| plan.sealed.rank_program(p, Rank(rank)));
-        plan_probes(programs.map(|p| &**p))
+        plan_probes(programs.map(|p| (&**p, single_ops(p))))
     }
 
     fn run(
@@ -322,7 +464,7 @@ mod tests {
         let wait = Duration::from_secs(1);
         let mut cpu = CpuBackend::new(probe_placement(), Pool::single_thread(), Vec::new(), wait);
         let digests = run_probes(probes, &mut cpu, modify).unwrap();
-        assert!(digests.iter().all(|(_, d)| !d.starts_with("not probed")), "{digests:?}");
+        assert!(digests.iter().all(|(_, d)| !is_unprobed(d)), "{digests:?}");
         digests
     }
 
@@ -348,6 +490,48 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn gpus_fuse_the_ops_of_each_probe_as_in_the_program_it_represents() {
+        let mut fused = BTreeSet::new();
+        for (dir, mesh, strategy, dtype) in [
+            ("models/demo", "tp=1", Strategy::Ulysses, DtypePolicy::Bf16),
+            ("models/demo", "tp=2", Strategy::Megatron, DtypePolicy::Bf16),
+            ("models/wan2.1-14b", "tp=2", Strategy::Ulysses, DtypePolicy::Bf16),
+            ("models/wan2.1-14b", "tp=4", Strategy::Ulysses, DtypePolicy::Fp8),
+        ] {
+            let plan = plan_with(dir, mesh, strategy, dtype);
+            for phase in mesh_phases(&plan.sealed) {
+                let program = plan.sealed.rank_program(phase, Rank(0)).unwrap();
+                let slots = plan.sealed.rank_slots(phase, Rank(0)).unwrap();
+                for kernel in tessera_cuda::launched_ops(program, slots) {
+                    let opcodes = |p: &Program, ops: &[usize]| -> Vec<&'static str> {
+                        ops.iter().map(|i| p.ops[*i].opcode.name()).collect()
+                    };
+                    let names = opcodes(program, &kernel);
+                    for (name, probe) in plan_probes([(&**program, vec![kernel])]) {
+                        let probe = probe.unwrap_or_else(|e| panic!("{dir} {name}: {e}"));
+                        let launched = tessera_cuda::launched_ops(&probe, &own_slots(&probe));
+                        let found = launched.iter().any(|ops| opcodes(&probe, ops) == names);
+                        assert!(found, "{dir} {name}: the probe launches {launched:?}");
+                        if names.len() > 1 {
+                            fused.insert(names.join("+"));
+                        }
+                    }
+                }
+            }
+        }
+        for kernel in ["rms_norm+rope", "gate_residual+norm_modulate", "gate_residual+layer_norm+quantize"] {
+            assert!(fused.iter().any(|f| f.starts_with(kernel)), "no {kernel} among {fused:?}");
+        }
+        assert!(fused.iter().any(|f| f.ends_with("rope+cache.write")), "{fused:?}");
+        // Without its neighbours, an op is another kernel.
+        let plan = plan_with("models/demo", "tp=1", Strategy::Ulysses, DtypePolicy::Bf16);
+        let phase = mesh_phases(&plan.sealed).next().unwrap();
+        let program = plan.sealed.rank_program(phase, Rank(0)).unwrap();
+        let alone = plan_probes([(&**program, single_ops(program))]);
+        assert!(alone.keys().all(|name| !name.contains(" + ")));
     }
 
     #[test]

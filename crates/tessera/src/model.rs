@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
@@ -108,13 +109,24 @@ impl Model {
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
+    /// Starts to digest all weights on a thread of its own, while the caller prepares the run.
+    #[must_use]
+    pub(crate) fn start_digest(&self) -> WeightDigest {
+        let model = self.clone();
+        WeightDigest { model: self.clone(), thread: std::thread::spawn(move || model.content_digest()) }
+    }
+
     /// Returns the digest of all weights, 64 hex digits. It depends on the checkpoint alone, and not
     /// on the mesh or on the naming style or sharding of the files.
     ///
     /// # Errors
     /// Returns why the weights cannot be opened, or T0041 if the plan pins other weights.
     pub fn digest_weights(&self, plan: &Plan) -> Result<String, Diagnostics> {
-        let digest = self.content_digest()?;
+        self.check_pin(plan, self.content_digest()?)
+    }
+
+    /// Returns the digest if the plan pins no other one, and T0041 otherwise.
+    fn check_pin(&self, plan: &Plan, digest: String) -> Result<String, Diagnostics> {
         match &plan.mapping.weights {
             Some(pinned) if *pinned != digest => Err(vec![
                 Diagnostic::error(&T0041, "the weights differ from those that the plan pins")
@@ -182,6 +194,23 @@ impl Model {
         let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
         WordEncoder::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len)
             .map_err(|d| vec![*d])
+    }
+}
+
+/// A digest of all weights that a thread computes. A caller that drops it does not wait.
+pub(crate) struct WeightDigest {
+    model: Model,
+    thread: JoinHandle<Result<String, Diagnostics>>,
+}
+
+impl WeightDigest {
+    /// Waits for the digest.
+    ///
+    /// # Errors
+    /// As [`Model::digest_weights`].
+    pub(crate) fn finish(self, plan: &Plan) -> Result<String, Diagnostics> {
+        let digest = self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        self.model.check_pin(plan, digest)
     }
 }
 

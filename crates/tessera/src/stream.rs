@@ -41,6 +41,7 @@ pub fn run(
     let ranks = plan.sealed.mesh().world_size();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let computing = plan.sealed.mesh().mesh_size();
+    let digest = model.start_digest();
     let gpus = find_gpus(plan, options, computing as usize)?;
     if let Some(Ok(found)) = gpus.as_ref().map(|g| &g.devices) {
         for rank in plan.mesh_ranks() {
@@ -64,8 +65,7 @@ pub fn run(
     let payload = serde_json::to_vec(&orders).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
-    let weights = model.digest_weights(plan)?;
-    write_run_dir(plan, &orders, options, weights).map_err(|d| vec![d])?;
+    write_run_dir(plan, &orders, options, digest.finish(plan)?).map_err(|d| vec![d])?;
     let spec = LaunchSpec {
         argv,
         rank_count: ranks,

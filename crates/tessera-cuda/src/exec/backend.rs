@@ -94,6 +94,11 @@ impl Backend for CudaBackend {
         Some(hash.finish(name, slice))
     }
 
+    fn probe_gemms(&mut self) -> Result<Vec<(String, [u8; 32])>, Diagnostic> {
+        let probed = self.context.make_current().and_then(|()| self.gemms.probe_plans());
+        probed.map_err(|e| cuda_error("probe of GEMMs", &e))
+    }
+
     fn run(
         &mut self,
         program: ProgramHandle,

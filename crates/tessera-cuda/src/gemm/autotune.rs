@@ -12,6 +12,7 @@
 #![allow(unsafe_code, reason = "launches of GEMMs on the memory of a trial")]
 
 use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
+use tessera_device::FingerprintHasher;
 use tessera_ir::DType;
 
 use super::autotune_cache::{AutotuneCache, GemmChoice};
@@ -160,8 +161,13 @@ impl Autotuner<'_> {
     }
 }
 
+/// Number of parts of a large result that a probe copies to the host and hashes, and the bytes of
+/// each: together less than a millisecond, and yet a part of nearly every block of the grid.
+const PROBED_PARTS: usize = 64;
+const PROBED_PART_BYTES: usize = 64 << 10;
+
 /// Random operands of one GEMM, and two result buffers.
-struct GemmTrial {
+pub(crate) struct GemmTrial {
     shape: GemmShape,
     operands: GemmOperands,
     results: [u64; 2],
@@ -171,13 +177,14 @@ struct GemmTrial {
 }
 
 impl GemmTrial {
-    fn new(s: GemmShape) -> CudaResult<GemmTrial> {
+    pub(crate) fn new(s: GemmShape) -> CudaResult<GemmTrial> {
         let is_e4m3 = s.dtype == DType::E4m3;
-        let result_bytes = s.rows * s.out_columns * 2;
+        let result_width = s.result_dtype().element_bytes();
+        let result_bytes = s.rows * s.out_columns * result_width;
         let extents = [
             s.rows * s.inner * s.dtype.element_bytes(),
             s.out_columns * s.inner * s.dtype.element_bytes(),
-            s.out_columns * 2,
+            s.out_columns * result_width,
             if s.residual { result_bytes } else { 0 },
             if is_e4m3 { 4 * s.rows.max(s.out_columns) } else { 0 },
             result_bytes,
@@ -255,6 +262,22 @@ impl GemmTrial {
             launcher.launch_plan(self.shape, plan, GemmOperands { out, ..self.operands }, &self.stream)
         }?;
         self.stream.spin_until_done(&CudaEvent::new()?)
+    }
+
+    /// Runs the GEMM once and returns the digest of evenly spread parts of its result.
+    pub(crate) fn digest_result(self, launcher: &GemmLauncher, plan: &GemmPlan) -> CudaResult<[u8; 32]> {
+        self.compute_result(launcher, plan, 0)?;
+        let result = self.result(0)?;
+        let stride = (result.len() / PROBED_PARTS).next_multiple_of(ALIGNMENT as usize);
+        let mut hash = FingerprintHasher::default();
+        let mut part = Vec::new();
+        for at in (0..result.len()).step_by(stride.max(PROBED_PART_BYTES)) {
+            let bytes = PROBED_PART_BYTES.min(result.len() - at);
+            part.resize(bytes, 0_u8);
+            copy_to_host(&mut part, result.sub_slice(at, bytes)?)?;
+            hash.update_raw(&part, self.shape.result_dtype());
+        }
+        Ok(hash.digest())
     }
 
     /// Returns whether the plan computes the bits of the first result buffer.
@@ -547,6 +570,31 @@ mod tests {
         }
         let sum = |(a, b): (&f32, f32)| widen_bf16(to_bf16_bits(a + b));
         made.iter().zip(decode_bf16(&download_result(trial.operands.residual, s))).map(sum).collect()
+    }
+
+    #[test]
+    fn a_probe_runs_every_planned_gemm_on_the_same_operands() {
+        with_gpu(|mut here| {
+            let video = GemmShape { rows: 264, ..VIDEO_GEMM };
+            let plain = GemmShape { bias: false, ..video };
+            let shapes = [
+                video,
+                GemmShape { gelu: true, ..video },
+                GemmShape { residual: true, ..plain },
+                GemmShape { dtype: DType::F32, rows: 37, inner: 96, out_columns: 24, ..plain },
+            ];
+            for s in shapes {
+                here.gemms.plan_shape(s, &mut here.compiler).unwrap();
+            }
+            let digests = here.gemms.probe_plans().unwrap();
+            assert_eq!(digests.len(), shapes.len());
+            assert_eq!(digests, here.gemms.probe_plans().unwrap(), "each probe gives the same bits again");
+            let distinct: std::collections::BTreeSet<_> = digests.iter().map(|(_, digest)| digest).collect();
+            assert_eq!(distinct.len(), shapes.len(), "{digests:?}");
+            assert!(
+                digests.iter().any(|(name, _)| name == "gemm bf16 [264, 5120] × [5120, 5120]ᵀ, residual")
+            );
+        });
     }
 
     #[test]

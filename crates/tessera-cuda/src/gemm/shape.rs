@@ -1,6 +1,8 @@
 //! What planning, autotuning and launching of GEMMs share: shapes, operands and the implementations
 //! among which they choose.
 
+use std::fmt;
+
 use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
 use tessera_ir::{Activation, DType, Program, views};
 
@@ -39,8 +41,19 @@ impl GemmShape {
         }
     }
 
+    /// Returns the dtype of bias, residual and result.
     pub(crate) fn result_dtype(&self) -> DType {
         if self.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
+    }
+}
+
+impl fmt::Display for GemmShape {
+    /// Writes `gemm bf16 [4680, 5120] × [5120, 5120]ᵀ, bias`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let GemmShape { rows, inner, out_columns, dtype, .. } = self;
+        write!(f, "gemm {dtype} [{rows}, {inner}] × [{out_columns}, {inner}]ᵀ")?;
+        let parts = [(self.bias, ", bias"), (self.gelu, ", gelu"), (self.residual, ", residual")];
+        parts.iter().filter(|(has, _)| *has).try_for_each(|(_, name)| f.write_str(name))
     }
 }
 

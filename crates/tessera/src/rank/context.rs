@@ -10,6 +10,7 @@ use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::MeshRank;
 use tessera_ir::Program;
 use tessera_mesh::Rank;
+use tessera_report::flight::{FlightEntry, FlightMark};
 use tessera_runtime::director::StreamSpec;
 use tessera_runtime::driver::{ControlTopology, EngineFactory, Interceptor, JoinedRank, StopHandle};
 use tessera_runtime::engine::{Engine, T0737};
@@ -21,6 +22,7 @@ use tessera_runtime::wire::Progress;
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, T0770, Tripwires};
 
+use crate::clock::monotonic_ns;
 use crate::codes::T0017;
 use crate::communicators::{self, EndpointSources};
 use crate::cuda::GpuRankConfig;
@@ -28,7 +30,7 @@ use crate::engine::{EngineBackend, MeshEngine, build_program_index, mesh_phases}
 use crate::environment::{environment_keys, process_environment};
 use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
-use crate::kernel_probe::{plan_probes, probe_placement, run_probes};
+use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
 use crate::model::Model;
 use crate::parity::{add_peers_to_groups, count_idle_programs, rank_parity};
 use crate::plan::Plan;
@@ -244,7 +246,7 @@ impl RankContext {
             };
             let weights_digest = weights.sample_digest();
             let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), weights));
-            engine.set_flight_record(flight);
+            engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
             engine.arm_guards(tripwires.is_armed(&T0751), tripwires.is_armed(&T0785));
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
@@ -256,7 +258,11 @@ impl RankContext {
                 device.into_iter().fold(parity, |parity, (key, value)| parity.with_known_key(key, value));
             let parity = add_peers_to_groups(parity, &plan, peers);
             let modify = |p: &mut Program| drill.iter().for_each(|hand| hand.modify_probe(p));
-            let kernels = probe_kernels(&plan, rank, gpus.as_ref(), &modify)?;
+            let begun_ns = monotonic_ns();
+            let kernels = probe_kernels(&plan, rank, gpus.as_ref(), &mut engine, &modify)?;
+            if let Some(flight) = &flight {
+                flight.append_line(monotonic_ns(), &describe_probe(&kernels, begun_ns));
+            }
             let parity = kernels
                 .into_iter()
                 .chain(environment_keys(process_environment()))
@@ -286,12 +292,18 @@ fn probe_kernels(
     plan: &Plan,
     rank: Rank,
     gpus: Option<&GpuRankConfig>,
+    engine: &mut MeshEngine,
     modify: &dyn Fn(&mut Program),
 ) -> Result<Vec<(String, String)>, Diagnostic> {
-    let programs = mesh_phases(&plan.sealed).filter_map(|phase| plan.sealed.rank_program(phase, rank));
-    let probes = plan_probes(programs.map(|p| &**p));
+    let kernels = |phase| {
+        let (program, slots) = (plan.sealed.rank_program(phase, rank)?, plan.sealed.rank_slots(phase, rank)?);
+        let launched =
+            if gpus.is_some() { tessera_cuda::launched_ops(program, slots) } else { single_ops(program) };
+        Some((&**program, launched))
+    };
+    let probes = plan_probes(mesh_phases(&plan.sealed).filter_map(kernels));
     let place = probe_placement();
-    match gpus {
+    let mut keys = match gpus {
         None => {
             let pool = Pool::single_thread();
             let mut cpu = CpuBackend::new(place, pool, Vec::new(), COLLECTIVE_PATIENCE);
@@ -301,7 +313,17 @@ fn probe_kernels(
             let mut cuda = on.open_probe_backend(&plan.sealed, rank, place, COLLECTIVE_PATIENCE)?;
             run_probes(probes, &mut cuda, modify)
         }
-    }
+    }?;
+    keys.extend(engine.probe_gemms()?);
+    Ok(keys)
+}
+
+/// Describes a probe of kernels that began at a time of the monotonic clock.
+fn describe_probe(keys: &[(String, String)], begun_ns: u64) -> FlightEntry {
+    let unprobed = keys.iter().filter(|(_, value)| is_unprobed(value)).count();
+    let ms = (monotonic_ns() - begun_ns) as f64 / 1e6;
+    let detail = Some(format!("{} kernels, {unprobed} of them not probed, in {ms:.1} ms", keys.len()));
+    FlightEntry::Mark(FlightMark { event: "probed".to_string(), detail, ..FlightMark::default() })
 }
 
 fn build_cpu_backend(

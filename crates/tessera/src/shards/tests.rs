@@ -20,6 +20,8 @@ use super::*;
 use crate::engine::MeshEngine;
 use crate::media_pipeline::MediaCodec;
 use crate::rank::RankContext;
+use crate::stream::check_stream;
+use crate::stream_options::StreamOptions;
 use crate::{Overrides, communicators, plan};
 
 fn demo() -> PathBuf {
@@ -27,7 +29,11 @@ fn demo() -> PathBuf {
 }
 
 fn demo_plan(mesh: &str, strategy: Strategy) -> Arc<Plan> {
-    let model = Model::open(&demo(), &Overrides::default()).unwrap_or_else(|ds| panic!("{ds:#?}"));
+    plan_of_folder(&demo(), mesh, strategy)
+}
+
+fn plan_of_folder(dir: &Path, mesh: &str, strategy: Strategy) -> Arc<Plan> {
+    let model = Model::open(dir, &Overrides::default()).unwrap_or_else(|ds| panic!("{ds:#?}"));
     let numerics = Mapping::default().numerics;
     let numerics = if strategy == Strategy::Megatron { Numerics::MeshInvariant } else { numerics };
     // A leader outside the mesh holds no weights.
@@ -592,20 +598,6 @@ fn measure_fingerprint_cost() {
         }
         let witness = begun.elapsed();
         let (mut cpu, _) = load_rank(&plan, Rank(0));
-        let begun = Instant::now();
-        let digest = Model::open_for_plan(&demo(), &plan).unwrap().digest_weights(&plan).unwrap();
-        let content = begun.elapsed();
-        let ones = vec![1.0_f32; bytes as usize / 4];
-        let ones: Vec<u8> = ones.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let begun = Instant::now();
-        for part in ones.chunks(16 << 10) {
-            assert_eq!(first_nonfinite(part, DType::F32), None);
-        }
-        let scan = begun.elapsed();
-        println!(
-            "{mesh} {strategy:?}: load {load:?}, of which the scan for NaN {scan:?}; digest {} of all weights {content:?}",
-            &digest[..8]
-        );
         let mut rounds: Vec<u64> = (0..9)
             .map(|_| {
                 let begun = thread_cpu_ns();
@@ -629,4 +621,137 @@ fn measure_fingerprint_cost() {
             rounds[4] as f64 / (60e6 / DIGEST_TIME_DIVISOR as f64),
         );
     }
+}
+
+/// Measures what the digest of all weights and the check for elements that are not finite add to a
+/// load, on the demo and on a checkpoint of two gigabytes whose pages are in the page cache.
+#[test]
+#[ignore = "a measurement, for an optimised build"]
+fn measure_fingerprint_cost_of_digest_and_finiteness() {
+    let large = large_checkpoint();
+    let stored = |dir: &Path| std::fs::read(dir.join("model.safetensors")).unwrap();
+    for (name, dir, rounds) in [("demo", demo(), 31), ("large", large.path().to_path_buf(), 3)] {
+        let bytes = stored(&dir);
+        let floor = |work: &dyn Fn(&[u8])| {
+            let times: Vec<_> = (0..rounds).map(|_| seconds_of(|| work(&bytes))).collect();
+            median_ms(&times)[1]
+        };
+        let read = floor(&|all| {
+            let words = all.as_chunks::<8>().0.iter();
+            std::hint::black_box(words.fold(0_u64, |s, w| s.wrapping_add(u64::from_le_bytes(*w))));
+        });
+        let hash =
+            floor(&|all| all.chunks(1 << 20).for_each(|b| assert_ne!(blake3::hash(b).as_bytes(), &[0; 32])));
+        let gigabytes = bytes.len() as f64 / 1e6;
+        println!(
+            "{name}: {} bytes; CPU ms of one core to read them {read:.2} ({:.1} GB/s), to hash them {hash:.2} ({:.1} GB/s)",
+            bytes.len(),
+            gigabytes / read,
+            gigabytes / hash
+        );
+        for (mesh, strategy) in [("tp=1", Strategy::Ulysses), ("tp=2", Strategy::Megatron)] {
+            let plan = plan_of_folder(&dir, mesh, strategy);
+            let model = Model::open_for_plan(&dir, &plan).unwrap();
+            let out = TempDir::new().unwrap();
+            let options =
+                StreamOptions { out: out.path().join("run"), chunks: 1, ..StreamOptions::default() };
+            let check = || drop(check_stream(&plan, &model, &options, 1, 1));
+            let [mut loads, mut digests, mut checks, mut starts, mut scans] = [const { Vec::new() }; 5];
+            for _ in 0..rounds {
+                let mut held = 0;
+                loads.push(seconds_of(|| {
+                    let mut source = open_weights(&plan, &dir);
+                    held = load_single_engine(&plan, Rank(0), &mut source).memory_bytes()[0];
+                }));
+                digests.push(seconds_of(|| drop(model.digest_weights(&plan).unwrap())));
+                checks.push(seconds_of(check));
+                starts.push(seconds_of(|| {
+                    let digest = model.start_digest();
+                    check();
+                    digest.finish(&plan).unwrap();
+                }));
+                // Each part is in the cache when the hash scans it.
+                let part = vec![0x3f_u8; 16 << 10];
+                scans.push(seconds_of(|| {
+                    for _ in 0..held.div_ceil(part.len() as u64) {
+                        assert!(first_nonfinite(std::hint::black_box(&part), DType::F32).is_none());
+                    }
+                }));
+            }
+            let [load, digest, check, start, scan] =
+                [loads, digests, checks, starts, scans].map(|times| median_ms(&times));
+            println!(
+                "{name} {mesh} {strategy:?}: elapsed ms: load {:.2}, start {:.2} more than {:.2} without the digest, scan {:.2}: {:.1} %; \
+                 CPU ms: load {:.2}, digest {:.2}, scan {:.2}: {:.1} %",
+                load[0],
+                start[0] - check[0],
+                check[0],
+                scan[0],
+                (start[0] - check[0] + scan[0]) / load[0] * 100.0,
+                load[1],
+                digest[1],
+                scan[1],
+                (digest[1] + scan[1]) / load[1] * 100.0,
+            );
+        }
+    }
+}
+
+/// Returns the elapsed seconds of some work, and its CPU seconds on all threads.
+fn seconds_of(work: impl FnOnce()) -> [f64; 2] {
+    let cpu = || {
+        let t = clock_gettime(ClockId::ProcessCPUTime);
+        t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
+    };
+    let (begun, cpu_begun) = (Instant::now(), cpu());
+    work();
+    [begun.elapsed().as_secs_f64(), cpu() - cpu_begun]
+}
+
+/// Returns the medians of elapsed and of CPU time in milliseconds.
+fn median_ms(all: &[[f64; 2]]) -> [f64; 2] {
+    [0, 1].map(|kind| {
+        let mut all: Vec<f64> = all.iter().map(|t| t[kind] * 1e3).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    })
+}
+
+/// Writes the demo with the dims of a model of 1.3 billion parameters, and bf16 numbers of all
+/// exponents.
+fn large_checkpoint() -> TempDir {
+    let dir = TempDir::new().unwrap();
+    for file in ["stream.toml", "vocab.txt", "text_encoder.safetensors"] {
+        std::fs::copy(demo().join(file), dir.path().join(file)).unwrap();
+    }
+    let config = std::fs::read_to_string(demo().join("config.json")).unwrap();
+    let dims = [
+        ("\"dim\": 128", "\"dim\": 1536"),
+        ("\"ffn_dim\": 512", "\"ffn_dim\": 8960"),
+        ("\"num_heads\": 4", "\"num_heads\": 12"),
+        ("\"num_layers\": 4", "\"num_layers\": 22"),
+    ];
+    let config = dims.into_iter().fold(config, |text, (from, to)| text.replace(from, to));
+    std::fs::write(dir.path().join("config.json"), config).unwrap();
+    let model = Model::open(dir.path(), &Overrides::default()).unwrap_or_else(|ds| panic!("{ds:#?}"));
+    // Without their highest exponent bit all numbers are finite.
+    let number = |i: u32| ((i.wrapping_mul(2_654_435_761) >> 16) as u16 & 0xbfff).to_le_bytes();
+    let block: Vec<u8> = (0..1 << 19).flat_map(number).collect();
+    let tensors: Vec<(String, Vec<usize>, usize)> = tessera_models::expected_weights(&model.video.wan)
+        .into_iter()
+        .map(|w| {
+            (
+                w.name,
+                w.shape.iter().map(|n| *n as usize).collect(),
+                2 * w.shape.iter().product::<u64>() as usize,
+            )
+        })
+        .collect();
+    let longest = tensors.iter().map(|t| t.2).max().unwrap();
+    let data: Vec<u8> = block.into_iter().cycle().take(longest).collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        (name, TensorView::new(safetensors::Dtype::BF16, shape.clone(), &data[..*bytes]).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    dir
 }
