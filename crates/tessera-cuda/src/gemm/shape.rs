@@ -1,6 +1,8 @@
 //! What planning, autotuning and launching of GEMMs share: shapes, operands and the implementations
 //! among which they choose.
 
+use std::fmt;
+
 use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
 use tessera_ir::{Activation, DType, Program, views};
 
@@ -41,6 +43,16 @@ impl GemmShape {
 
     pub(crate) fn result_dtype(&self) -> DType {
         if self.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
+    }
+}
+
+impl fmt::Display for GemmShape {
+    /// Writes `gemm bf16 [4680, 5120] x [5120, 5120] + bias, gelu`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let GemmShape { rows, inner, out_columns, dtype, .. } = self;
+        write!(f, "gemm {} [{rows}, {inner}] x [{inner}, {out_columns}]", dtype.name())?;
+        let parts = [(self.bias, " + bias"), (self.gelu, ", gelu"), (self.residual, " + residual")];
+        parts.iter().filter(|(has, _)| *has).try_for_each(|(_, text)| f.write_str(text))
     }
 }
 
