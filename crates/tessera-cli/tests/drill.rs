@@ -33,10 +33,12 @@ fn every_fault_ends_as_expected_in_time_and_leaves_no_process() {
 
 #[test]
 fn a_drill_without_its_check_turns_red() {
-    let o = run_drill(&["--self-test", "wrong-group", "stale-result", "member-dies", "effective-backend"]);
+    let effective = ["effective-backend", "group-order", "program-set", "unarmed-check"];
+    let o =
+        run_drill(&[&["--self-test", "wrong-group", "stale-result", "member-dies"], &effective[..]].concat());
     let said = to_text(&o.stdout);
     assert_eq!(o.status.code(), Some(0), "{said}{}", to_text(&o.stderr));
-    assert_eq!(said.matches("turned red").count(), 4, "{said}");
+    assert_eq!(said.matches("turned red").count(), 7, "{said}");
     assert!(said.contains("every drill fails without its check"), "{said}");
 }
 

@@ -32,6 +32,8 @@ use crate::transport::{
 #[derive(Debug)]
 pub struct Arena {
     shared: Arc<ArenaMapping>,
+    /// Inode of the mapped file.
+    inode: u64,
     me: usize,
     next_seq: u64,
     spin_policy: SpinPolicy,
@@ -67,7 +69,8 @@ impl Arena {
     pub fn attach(fd: impl AsFd, layout: CommLayout, me: usize) -> Result<Arena, TransportError> {
         let bytes = mapping_bytes(&layout)?;
         let foreign = |found: String| TransportError::LayoutMismatch { expected: layout, found };
-        let size = fstat(&fd).map_err(std::io::Error::from)?.st_size;
+        let file = fstat(&fd).map_err(std::io::Error::from)?;
+        let (size, inode) = (file.st_size, file.st_ino);
         if size != bytes as i64 {
             return Err(foreign(format!("{size} bytes instead of {bytes}")));
         }
@@ -95,13 +98,17 @@ impl Arena {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let patience =
             if layout.members > cores { SpinPolicy::OVERSUBSCRIBED } else { SpinPolicy::DEDICATED_CORES };
-        Ok(Arena { shared: Arc::new(shared), me, next_seq: 0, spin_policy: patience })
+        Ok(Arena { shared: Arc::new(shared), inode, me, next_seq: 0, spin_policy: patience })
     }
 }
 
 impl Transport for Arena {
     fn member_index(&self) -> usize {
         self.me
+    }
+
+    fn shared_id(&self) -> Option<u64> {
+        Some(self.inode)
     }
 
     fn abort_fn(&self) -> AbortFn {

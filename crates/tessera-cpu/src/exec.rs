@@ -14,14 +14,14 @@ mod prepare;
 mod run;
 mod weights;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher, MeshRank,
-    Observer, ProgramHandle, T0801, WeightSource,
+    AbortFn, AuditResult, Backend, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher,
+    JoinedCommunicator, LoadedProgram, MeshRank, Observer, ProgramHandle, T0801, WeightSource,
 };
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Slots, ValueId, WeightLoad};
 
@@ -31,7 +31,7 @@ use op_support::read_supported;
 use weights::{LoadedShard, WeightAuditCursor};
 
 use crate::Pool;
-use crate::kernels::{RopeCache, Scratch};
+use crate::kernels::{RopeCache, Scratch, vector_unit};
 use crate::transport::Transport;
 
 /// Runs the programs of one rank on CPU threads, with collectives over a host transport.
@@ -45,6 +45,10 @@ pub struct CpuBackend {
     programs: Vec<Arc<PreparedProgram>>,
     memory: BackendMemory,
     weight_index: BTreeMap<WeightKey, usize>,
+    /// Whether the weights of matmuls are stored in packed form.
+    packs_weights: bool,
+    /// Type and index of the weights that are used by matmuls alone, which read both forms.
+    matmul_weights: BTreeSet<(String, usize)>,
     /// The origin and fingerprint of each loaded weight.
     shards: Vec<LoadedShard>,
     /// Fingerprints of the RoPE tables, time tables and normal draws that the loaded programs use.
@@ -118,6 +122,8 @@ impl CpuBackend {
             programs: Vec::new(),
             memory: BackendMemory::default(),
             weight_index: BTreeMap::new(),
+            packs_weights: true,
+            matmul_weights: BTreeSet::new(),
             shards: Vec::new(),
             derived_fingerprints: Vec::new(),
             audit_cursor: WeightAuditCursor::default(),
@@ -156,8 +162,32 @@ impl Backend for CpuBackend {
         Ok(ProgramHandle(self.programs.len() - 1))
     }
 
-    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph> {
-        self.programs[program.0].graph.clone()
+    fn loaded_programs(&self) -> Vec<LoadedProgram> {
+        let describe =
+            |p: &Arc<PreparedProgram>| LoadedProgram { name: p.program.name.clone(), graph: p.graph.clone() };
+        self.programs.iter().map(describe).collect()
+    }
+
+    fn joined_communicators(&self) -> Vec<JoinedCommunicator> {
+        let describe = |e: &CommEndpoint| JoinedCommunicator {
+            route: e.route,
+            shared: e.transport.shared_id().map(|id| format!("shared memory {id}")),
+        };
+        self.endpoints.iter().map(describe).collect()
+    }
+
+    fn effective_values(&self) -> Vec<(String, String)> {
+        let mut values = vec![
+            ("backend".to_string(), "cpu".to_string()),
+            ("kernels".to_string(), vector_unit().to_string()),
+            ("threads".to_string(), self.pool.thread_count().to_string()),
+        ];
+        values.extend(self.describe_matmul_routes());
+        values
+    }
+
+    fn choose_other_routes(&mut self) {
+        self.packs_weights = false;
     }
 
     fn rename_graphs(&mut self, name: &str) {

@@ -153,6 +153,11 @@ impl Transport for TcpTransport {
         self.shared.me
     }
 
+    fn shared_id(&self) -> Option<u64> {
+        // Each pair of members has its own stream.
+        None
+    }
+
     fn abort_fn(&self) -> AbortFn {
         let shared = Arc::clone(&self.shared);
         Arc::new(move |reason| shared.abort(reason))

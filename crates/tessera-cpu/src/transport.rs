@@ -19,6 +19,10 @@ pub trait Transport: std::fmt::Debug + Send {
     /// Returns this member's index.
     fn member_index(&self) -> usize;
 
+    /// Returns a number that all members of the communicator share and no other communicator of this
+    /// host has; `None` if the transport has none.
+    fn shared_id(&self) -> Option<u64>;
+
     /// Returns a callback that ends every present and future wait on the communicator, on every
     /// member that can be reached. Only the first reason is kept.
     fn abort_fn(&self) -> AbortFn;

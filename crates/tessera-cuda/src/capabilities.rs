@@ -35,6 +35,11 @@ impl GpuFeature {
 pub struct FeatureMask(Vec<GpuFeature>);
 
 impl FeatureMask {
+    /// Returns the mask of every feature.
+    pub(crate) fn all() -> FeatureMask {
+        FeatureMask(GpuFeature::ALL.to_vec())
+    }
+
     /// Returns whether a feature is masked.
     #[must_use]
     pub fn contains(&self, feature: GpuFeature) -> bool {

@@ -112,6 +112,11 @@ impl Context {
         Ok(unsafe { result::ctx::set_current(self.raw) }?)
     }
 
+    /// Returns the name of the device, such as `NVIDIA H200`.
+    pub(crate) fn device_name(&self) -> CudaResult<String> {
+        Ok(result::device::get_name(self.device)?)
+    }
+
     pub(crate) fn device_attribute(&self, attribute: sys::CUdevice_attribute) -> CudaResult<i32> {
         // SAFETY: the driver returned this device.
         Ok(unsafe { result::device::get_attribute(self.device, attribute) }?)

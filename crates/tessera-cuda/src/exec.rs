@@ -9,6 +9,7 @@
 mod backend;
 mod capture;
 mod comm_groups;
+mod effective_values;
 mod enqueue;
 mod fused_groups;
 mod launch;

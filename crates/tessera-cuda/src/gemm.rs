@@ -43,6 +43,8 @@ pub(crate) struct Gemms {
     /// smaller epilogue.
     executed_shapes: BTreeMap<GemmShape, GemmShape>,
     frozen: bool,
+    /// Whether shapes get another implementation than usual (for drills).
+    avoids_first_choice: bool,
 }
 
 impl Gemms {
@@ -59,7 +61,29 @@ impl Gemms {
             autotune_cache,
             executed_shapes: BTreeMap::new(),
             frozen: false,
+            avoids_first_choice: false,
         })
+    }
+
+    /// Makes shapes that are planned from now on take another implementation where there is one.
+    pub(crate) fn avoid_first_choice(&mut self, capabilities: Capabilities) {
+        self.capabilities = capabilities;
+        self.avoids_first_choice = true;
+    }
+
+    /// Returns the implementation of each planned shape. Implementations among which the time decides
+    /// give the same bits and are one value.
+    pub(crate) fn describe_routes(&self) -> Vec<(String, String)> {
+        let planned = self.plans.iter().map(|(s, plan)| {
+            let route = match (plan.kernel, choose_gemm(&self.capabilities, s)) {
+                (_, GemmRoute::Tuned) => "sm90 or cuBLASLt, whichever is faster".to_string(),
+                (GemmKernel::Sm90(_), _) => "sm90".to_string(),
+                _ => format!("cuBLASLt, algorithm {}", plan.choice),
+            };
+            (format!("route: {s}"), route)
+        });
+        let replaced = self.executed_shapes.iter().map(|(s, run)| (format!("route: {s}"), run.to_string()));
+        planned.chain(replaced).collect()
     }
 
     /// Plans a shape: chooses its implementation unless it is planned already.
@@ -180,7 +204,7 @@ impl Gemms {
     }
 
     fn build_plan(&self, s: GemmShape, sm90: Option<Sm90Candidate>) -> CudaResult<GemmPlan> {
-        let (mut plan, listed) = self.launcher.build_plan(s)?;
+        let (mut plan, listed) = self.launcher.build_plan(s, self.avoids_first_choice)?;
         match sm90 {
             Some(sm90) if sm90.tile.epilogue != GemmEpilogue::Plain => {
                 plan.kernel = GemmKernel::Sm90(sm90.tile);

@@ -60,6 +60,16 @@ pub(crate) fn choose_attention(c: &Capabilities, dtype: DType, s: &AttentionShap
     }
 }
 
+/// Names the implementation of an attention: one for each range of keys, in their order.
+pub(crate) fn describe_attention(c: &Capabilities, dtype: DType, ranges: &[AttentionShape]) -> String {
+    let routes: Vec<AttentionRoute> = ranges.iter().map(|s| choose_attention(c, dtype, s)).collect();
+    if routes.contains(&AttentionRoute::Plain) {
+        return "plain".to_string();
+    }
+    let name = |route: &AttentionRoute| if *route == AttentionRoute::Sm90 { "sm90" } else { "cuDNN" };
+    routes.iter().map(name).collect::<Vec<_>>().join(" + ")
+}
+
 /// Returns whether no specialised kernel of any GPU computes an attention.
 pub(crate) fn uses_plain_attention(dtype: DType, s: &AttentionShape) -> bool {
     dtype != DType::Bf16 || !s.is_supported_by_cudnn()
@@ -153,6 +163,15 @@ mod tests {
         assert_eq!(attention(DType::Bf16, 64), AttentionRoute::Cudnn);
         assert_eq!(attention(DType::Bf16, 12), AttentionRoute::Plain);
         assert_eq!(attention(DType::F32, 128), AttentionRoute::Plain);
+        let narrow = AttentionShape { head_size: 12, ..ATTENTION };
+        let smaller = AttentionShape { head_size: 64, ..ATTENTION };
+        for (ranges, text) in [
+            (&[ATTENTION][..], "sm90"),
+            (&[ATTENTION, smaller], "sm90 + cuDNN"),
+            (&[ATTENTION, narrow], "plain"),
+        ] {
+            assert_eq!(describe_attention(&c, DType::Bf16, ranges), text);
+        }
     }
 
     #[test]

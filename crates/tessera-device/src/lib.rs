@@ -105,6 +105,25 @@ pub fn declared_graph(p: &Program) -> Result<Option<CapturedGraph>, Diagnostic> 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ProgramHandle(pub usize);
 
+/// A program that a backend has loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadedProgram {
+    /// Name of the program, which is that of its phase.
+    pub name: String,
+    /// Graph into which the backend captures the program; `None` if it launches every op by itself.
+    pub graph: Option<CapturedGraph>,
+}
+
+/// A communicator that a backend has joined.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JoinedCommunicator {
+    /// Route by which the rank's ops name the communicator.
+    pub route: CommRoute,
+    /// Name of the memory or connection that all members share and no other communicator has;
+    /// `None` if the transport has no such name.
+    pub shared: Option<String>,
+}
+
 /// Reason why a program did not complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
@@ -182,9 +201,21 @@ pub trait Backend {
         0
     }
 
-    /// Returns the graph into which the backend captures a loaded program; `None` if it launches
-    /// every op by itself.
-    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph>;
+    /// Returns the loaded programs, in the order in which they were loaded.
+    fn loaded_programs(&self) -> Vec<LoadedProgram>;
+
+    /// Returns the communicators, in the order in which this rank joined them.
+    fn joined_communicators(&self) -> Vec<JoinedCommunicator>;
+
+    /// Returns parity keys with the values that are in effect: `backend` with its name, the versions
+    /// of its device and libraries, and a key that begins with `route:` for each class of shapes of
+    /// the loaded programs for which the backend has chosen among several implementations. Ranks
+    /// that choose for the same class must choose the same.
+    fn effective_values(&self) -> Vec<(String, String)>;
+
+    /// Makes later loads choose another implementation wherever the backend has one with the same
+    /// bits. For drills only.
+    fn choose_other_routes(&mut self) {}
 
     /// Captures every program from now on into a graph of this name, whatever the program declares.
     /// For drills only.

@@ -11,10 +11,11 @@ use common::{cpu_backend, open_cpu_backends, read_files};
 use tessera_base::Diagnostic;
 use tessera_cpu::CpuBackend;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, Observer, ProgramHandle, T0801, WeightSource,
+    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, JoinedCommunicator, LoadedProgram, Observer,
+    ProgramHandle, T0801, WeightSource,
 };
 use tessera_filetests::{BackendFactory, BackendUnderTest, ConformanceReport, Tolerance, run_conformance};
-use tessera_ir::{CapturedGraph, Program, Slots};
+use tessera_ir::{Program, Slots};
 use tessera_mesh::Mesh;
 
 #[test]
@@ -90,8 +91,16 @@ impl Backend for FaultyBackend {
         Ok(())
     }
 
-    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph> {
-        self.inner.captured_graph(program)
+    fn loaded_programs(&self) -> Vec<LoadedProgram> {
+        self.inner.loaded_programs()
+    }
+
+    fn joined_communicators(&self) -> Vec<JoinedCommunicator> {
+        self.inner.joined_communicators()
+    }
+
+    fn effective_values(&self) -> Vec<(String, String)> {
+        self.inner.effective_values()
     }
 
     fn fingerprints(&self) -> Vec<Fingerprint> {

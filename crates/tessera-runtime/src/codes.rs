@@ -267,7 +267,8 @@ Further refusals of the same kind are counted and reported as one number.";
 list of peers and addresses. A digest of both is compared before the first collective. One rank has another table: it \
 created its groups in another order, has another number of ranks, or joined with addresses of another run.\n\nThe \
 message shows each value with the ranks that hold it. Groups created in different orders would pair up unrelated members \
-and hang or mix data; therefore the run ends here.";
+and hang or mix data; therefore the run ends here. A key that begins with `communicator:` names the memory or the NCCL id \
+that the members of one group share: members that hold different ones would never meet.";
 
     T0758: "the rendezvous of the ranks failed",
     "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, a rank joins the others instead of starting them. Rank 0 \

@@ -52,8 +52,10 @@ faults! {
     UnlistedTensor "unlisted-tensor",
     /// A rank announces the digest of a plan that no other rank has.
     OtherPlanAtInit "other-plan-at-init",
-    /// One rank alone announces an armed fault.
+    /// A fault is armed in the process of one rank alone.
     ArmedAlone "armed-alone",
+    /// The engine of a rank leaves out the check of its collectives.
+    UnarmedCheck "unarmed-check",
     /// A peer does not have the secret of the run.
     WrongSecret "wrong-secret",
     /// A rank runs one extra generator forward.
@@ -68,7 +70,7 @@ faults! {
     WrongGroup "wrong-group",
     /// A rank issues a collective whose operand has another shape than in the plan.
     WrongShape "wrong-shape",
-    /// A rank announces that it created its groups in reverse order.
+    /// A rank joins its communicators in reverse order.
     GroupOrder "group-order",
     /// An envelope is damaged before the mesh leader receives it.
     RelayRefuses "relay-refuses",
@@ -114,13 +116,13 @@ faults! {
     NanLatent "nan-latent",
     /// A rank loads weights outside of a RELOAD.
     PrivateReload "private-reload",
-    /// A rank's set of programs lacks one program.
+    /// A rank does not load one of the programs.
     ProgramSet "program-set",
     /// One rank alone captures a program into another graph than the plan's.
     CapturedOnOne "captured-on-one",
     /// From the armed call on, a rank captures its programs into a graph that the plan does not declare.
     UndeclaredCapture "undeclared-capture",
-    /// One rank announces that its backend is the reference kernels of the CPU.
+    /// The backend of a rank chooses other implementations of the same ops.
     EffectiveBackend "effective-backend",
     /// The normalisations of one rank add another epsilon.
     OtherKernel "other-kernel",

@@ -77,13 +77,16 @@ pub static KEYS: &[ParityKeySpec] = &[
     at_init("backend", "Another backend orders sums and collectives differently"),
     at_init("build", "Version and digest of the file that holds the code: fields and ops have one meaning per build"),
     at_init("captured programs", "The graph of each program, as the backend captures it: a program captured on one rank alone replays operations that its peers do not run"),
+    ParityKeySpec { key: "communicator:", class: ParityClass::AtInitIfReported, why: "The memory or the NCCL id that the members of a communicator share: members that hold different ones never meet", code: &T0757 },
     at_init("drill", "Every rank announces an armed fault"),
+    at_init("engine checks off", "A check that one rank's engine does not make would let its faults pass there alone"),
     at_init("environment:", "Variables that select algorithms, such as `NCCL_ALGO`, change the order of sums; [the list](environment.md)"),
     ParityKeySpec { key: "groups", class: ParityClass::AtInit, why: "Groups created in another order, or another list of peers, pair up the wrong members", code: &T0757 },
     ParityKeySpec { key: KERNEL_KEY, class: ParityClass::AtInitIfReported, why: "A probe of each kernel on fixed inputs: equal programs give equal outputs only on kernels that compute the same bits", code: &T0775 },
     at_init("numerics", "Accumulator and reduction dtypes determine the bits"),
     at_init("plan digest", "Every rank's execution is compared with one sealed plan"),
     at_init("program set", "A program that one rank lacks is compiled there alone, in the middle of a call"),
+    ParityKeySpec { key: "route:", class: ParityClass::AtInitIfReported, why: "The implementation that a backend has chosen for a class of shapes; ranks that choose for the same class choose the same", code: &T0740 },
     at_init("synthetic delays", "A timed wait in place of a stage's work changes the measurements of a run"),
     at_init("topology", "The leading, relaying and computing ranks are fixed for the run"),
     at_init("tripwires off", "Every rank announces its disabled checks"),
@@ -182,10 +185,11 @@ impl Parity {
         &self.keys
     }
 
-    /// Returns the codes of the tripwires that this table does not announce as disabled.
+    /// Returns the codes of the tripwires that this table does not announce as disabled, in the
+    /// process or in its engine.
     pub(crate) fn armed_tripwires(&self) -> Vec<&'static str> {
-        let off = self.get("tripwires off").map_or("", |k| k.value.as_str());
-        let off: BTreeSet<&str> = off.split(", ").collect();
+        let off = ["tripwires off", "engine checks off"].map(|name| self.get(name));
+        let off: BTreeSet<&str> = off.iter().flatten().flat_map(|k| k.value.split(", ")).collect();
         TRIPWIRES.iter().map(|t| t.code.id).filter(|id| !off.contains(id)).collect()
     }
 
@@ -312,6 +316,16 @@ mod tests {
         assert_eq!(found[0].to_string(), "`kernel: silu(f32[3])`: `a` on ranks 1, 2; `b` on rank 3");
         assert!(found[0].class.ends_run());
         assert_eq!((found[0].code.id, found[0].outliers.as_slice()), ("T0775", &[3][..]));
+    }
+
+    #[test]
+    fn a_check_that_only_the_engine_leaves_out_is_not_armed() {
+        let table = Parity::default().with_known_key("tripwires off", "T0740");
+        let both = table.clone().with_known_key("engine checks off", "T0751, T0785");
+        let lost: Vec<&str> =
+            table.armed_tripwires().into_iter().filter(|id| !both.armed_tripwires().contains(id)).collect();
+        assert_eq!(lost, ["T0751", "T0785"]);
+        assert!(!table.armed_tripwires().contains(&"T0740"));
     }
 
     #[test]

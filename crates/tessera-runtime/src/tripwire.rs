@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostics};
 
 use crate::codes;
-pub use crate::codes::{T0751, T0765, T0775, T0785};
+pub use crate::codes::{T0751, T0757, T0765, T0775, T0785};
 
 /// The place in the protocol at which a check runs: the process and the moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -18,6 +18,7 @@ use tessera_device::{CommRoute, Communicator};
 use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::ByteStream;
+use tessera_runtime::tripwire::T0757;
 use tessera_verify::SealedPlan;
 
 use crate::codes::T0017;
@@ -166,10 +167,43 @@ pub fn attach_arenas(
     rank: Rank,
     fds: Vec<OwnedFd>,
 ) -> Result<Vec<CommEndpoint>, Diagnostic> {
-    attach_endpoints(plan, rank, EndpointSources::Arenas(fds))
+    attach_endpoints(plan, rank, EndpointSources::Arenas(fds), JoinOrder::OfPlan)
 }
 
-/// Builds a rank's communicator endpoints.
+/// The order in which a rank joins its communicators.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JoinOrder {
+    /// The order of the plan, which is the same on all ranks.
+    OfPlan,
+    /// The opposite order (for drills).
+    Reversed,
+}
+
+/// Checks that a rank joins its communicators in the order of the plan, for transports that wait for
+/// the other members: ranks with different orders would wait for each other.
+///
+/// # Errors
+/// T0757 with the first communicator that differs.
+pub(crate) fn check_join_order(
+    plan: &SealedPlan,
+    rank: Rank,
+    routes: impl IntoIterator<Item = CommRoute>,
+) -> Result<(), Diagnostic> {
+    let specs = communicator_specs(plan);
+    let planned = indices_of_rank(&specs, rank).map(|i| specs[i].communicator.clone());
+    let joined = routes.into_iter().filter_map(|route| route.communicator_of(plan.mesh(), rank));
+    let Some((at, (own, next))) = joined.zip(planned).enumerate().find(|(_, (own, next))| own != next) else {
+        return Ok(());
+    };
+    let what = format!(
+        "rank {rank} was about to join {} as number {at}, where the plan has {}",
+        describe_communicator(&own),
+        describe_communicator(&next)
+    );
+    Err(Diagnostic::error(&T0757, what))
+}
+
+/// Builds a rank's communicator endpoints, one after another.
 ///
 /// # Errors
 /// T0017 if the resources do not match the plan or cannot be mapped.
@@ -177,6 +211,7 @@ pub fn attach_endpoints(
     plan: &SealedPlan,
     rank: Rank,
     sources: EndpointSources,
+    order: JoinOrder,
 ) -> Result<Vec<CommEndpoint>, Diagnostic> {
     let specs = communicator_specs(plan);
     let mine: Vec<usize> = indices_of_rank(&specs, rank).collect();
@@ -199,8 +234,11 @@ pub fn attach_endpoints(
             format!("rank {rank} needs {} arenas and received {}", mine.len(), sources.len()),
         ));
     }
+    let mut mine: Vec<(usize, EndpointSource)> = mine.into_iter().zip(sources).collect();
+    if order == JoinOrder::Reversed {
+        mine.reverse();
+    }
     mine.into_iter()
-        .zip(sources)
         .map(|(i, sources)| {
             let spec = &specs[i];
             let failed =
@@ -273,9 +311,14 @@ impl PeerStream for StreamWire {
 }
 
 fn describe_spec(spec: &CommunicatorSpec) -> String {
-    let ranks: Vec<String> = spec.communicator.members.iter().map(Rank::to_string).collect();
-    let what = if spec.communicator.is_transfer { "transfers" } else { "group" };
-    format!("{what} over {} of ranks {}", spec.communicator.group, ranks.join(", "))
+    describe_communicator(&spec.communicator)
+}
+
+/// Describes a communicator, such as `group over tp/2 of ranks 1, 2`.
+pub(crate) fn describe_communicator(c: &Communicator) -> String {
+    let ranks: Vec<String> = c.members.iter().map(Rank::to_string).collect();
+    let what = if c.is_transfer { "transfers" } else { "group" };
+    format!("{what} over {} of ranks {}", c.group, ranks.join(", "))
 }
 
 #[cfg(test)]
@@ -391,6 +434,11 @@ mod tests {
             let named: BTreeSet<CommRoute> = program.ops.iter().filter_map(CommRoute::from_op).collect();
             assert_eq!(ends.iter().map(|e| e.route).collect::<BTreeSet<_>>(), named);
             assert_eq!(ends.len(), if rank == Rank(0) { 1 } else { 4 });
+            let mut routes: Vec<CommRoute> = ends.iter().map(|e| e.route).collect();
+            assert!(check_join_order(&plan, rank, routes.clone()).is_ok());
+            routes.swap(0, ends.len() - 1);
+            let refused = check_join_order(&plan, rank, routes).err();
+            assert_eq!(refused.map(|d| d.code.id), (rank != Rank(0)).then_some("T0757"));
         }
     }
 }

@@ -11,7 +11,7 @@ use tessera_device::{MeshRank, T0801};
 use tessera_mesh::Rank;
 use tessera_verify::SealedPlan;
 
-use crate::communicators;
+use crate::communicators::{self, JoinOrder};
 use crate::gpu_placement::find_gpu;
 use crate::gpus::{GpuDiscovery, masked_features, open_kernel_cache};
 
@@ -29,9 +29,6 @@ pub fn missing_env() -> Vec<(&'static str, &'static str)> {
     DEFAULT_ENV.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect()
 }
 
-/// Parity keys with this rank's values, for example `GPU` with name and compute capability.
-pub(crate) type ParityValues = Vec<(&'static str, String)>;
-
 /// What a rank needs besides the plan to open its CUDA backend: NCCL ids and its host's first rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GpuRankConfig {
@@ -42,21 +39,30 @@ pub(crate) struct GpuRankConfig {
 }
 
 impl GpuRankConfig {
-    /// Opens the backend of a rank of the mesh, and returns the parity values of its device and
-    /// libraries with it.
+    /// Opens the backend of a rank of the mesh, which joins its communicators in an order. Unless the
+    /// check is disabled, an order other than the plan's is refused before the rank joins the first
+    /// one.
     ///
     /// # Errors
-    /// The errors of [`open_cuda`].
+    /// T0757 for another order, and the errors of [`open_cuda`].
     pub(crate) fn open_backend(
         &self,
         sealed: &SealedPlan,
         rank: Rank,
         collective_timeout: Duration,
-    ) -> Result<(CudaBackend, ParityValues), Diagnostic> {
+        (order, checks_order): (JoinOrder, bool),
+    ) -> Result<CudaBackend, Diagnostic> {
         let gpus = GpuDiscovery::discover();
         let device = self.find_device(&gpus, sealed, rank)?;
-        let cuda = open_cuda(&gpus, sealed, rank, device, &self.communicator_ids, collective_timeout)?;
-        Ok((cuda, parity_values(&gpus, device)))
+        let mut members = communicator_members(sealed, rank, &self.communicator_ids)?;
+        if order == JoinOrder::Reversed {
+            members.reverse();
+        }
+        if checks_order {
+            communicators::check_join_order(sealed, rank, members.iter().map(|m| m.route))?;
+        }
+        let seat = MeshRank { mesh: *sealed.mesh(), rank };
+        CudaBackend::open(&gpus.libraries, seat, members, backend_options(device, collective_timeout)?)
     }
 
     /// Opens a backend without communicators on the device of a rank, which runs each program once.
@@ -171,24 +177,6 @@ fn host_id() -> u64 {
     hash.write(&boot);
     hash.write(&name);
     hash.finish().max(1)
-}
-
-/// Returns the parity values of a rank's device and of the libraries that choose its kernels.
-fn parity_values(gpus: &GpuDiscovery, device: u32) -> ParityValues {
-    let gpu = gpus.devices.as_ref().ok().and_then(|d| d.gpus.get(device as usize));
-    let gpu = gpu.map_or("unknown".to_string(), |g| {
-        let (major, minor) = g.capability;
-        format!("{}, sm_{major}{minor}", g.name)
-    });
-    // Other kernels may give other bits, so ranks with different masks must not run together.
-    let gpu = match masked_features() {
-        Ok(mask) if !mask.is_empty() => format!("{gpu} without {mask}"),
-        _ => gpu,
-    };
-    let libraries = gpus.libraries.found.iter().filter(|f| f.library != Library::Nvml);
-    let versions = libraries
-        .map(|f| format!("{} {}", f.library.name(), f.version.as_deref().unwrap_or("without version")));
-    vec![("GPU", gpu), ("GPU libraries", versions.collect::<Vec<_>>().join(", "))]
 }
 
 /// Checks that this host has the libraries and GPUs for `ranks` ranks.

@@ -6,21 +6,21 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Instant;
 
-use tessera_base::Diagnostic;
+use tessera_base::{Code, Diagnostic};
 use tessera_device::{
     AbortFn, Backend, CallData, Fault, MeshRank, ProgramHandle, Scalar, WeightSource, describe_slice,
 };
-use tessera_ir::{CapturedGraph, DType, Opcode, Program};
+use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::engine::{
     AbortHandle, Engine, EngineFault, EngineFaultKind, PhaseReport, ProgramCount, ReadyCall, RehashResult,
-    ReloadedWeights,
+    ReloadedWeights, T0737,
 };
 use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
-use tessera_runtime::tripwire::T0751;
+use tessera_runtime::tripwire::{T0751, T0785};
 use tessera_runtime::wire::{Dtype, PhaseCall, ScalarArg, ShardFingerprint, Tensor, Tensors};
-use tessera_runtime::{Digest, Failure, FailureClass};
+use tessera_runtime::{Digest, Failure, FailureClass, T0770};
 use tessera_verify::SealedPlan;
 
 use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
@@ -136,6 +136,9 @@ impl DerefMut for EngineBackend {
     }
 }
 
+/// The checks that an engine makes, and not the worker that drives it.
+pub(crate) const ENGINE_CHECKS: [&Code; 4] = [&T0737, &T0751, &T0770, &T0785];
+
 /// Runs the programs of a sealed plan for one rank.
 pub struct MeshEngine {
     backend: EngineBackend,
@@ -146,6 +149,8 @@ pub struct MeshEngine {
     delay: Option<ForwardDelay>,
     /// Whether the engine rejects a collective or a capture outside the plan before it is launched.
     guards: ArmedGuards,
+    /// Whether every element of the loaded weights was found to be finite.
+    weights_are_checked: bool,
     position: CallPosition,
     program_count: ProgramCount,
     /// Names of the programs that have run.
@@ -175,7 +180,7 @@ impl MeshEngine {
         backend: impl Into<EngineBackend>,
         weights: &mut dyn WeightSource,
     ) -> Result<MeshEngine, Diagnostic> {
-        let engine = MeshEngine::load_modified(plan, rank, backend.into(), weights, &|_| {})?;
+        let mut engine = MeshEngine::load_modified(plan, rank, backend.into(), weights, &|_| true)?;
         engine.check_weights_finite()?;
         Ok(engine)
     }
@@ -184,7 +189,8 @@ impl MeshEngine {
     ///
     /// # Errors
     /// Returns T0770.
-    pub(crate) fn check_weights_finite(&self) -> Result<(), Diagnostic> {
+    pub(crate) fn check_weights_finite(&mut self) -> Result<(), Diagnostic> {
+        self.weights_are_checked = true;
         self.weight_fingerprints.check_finite()
     }
 
@@ -198,8 +204,21 @@ impl MeshEngine {
         Ok(probed.map(|(gemm, digest)| (format!("{KERNEL_KEY} {gemm}"), shorten_digest(digest))).collect())
     }
 
-    /// Like [`MeshEngine::load`], but modifies this rank's copy of each program before it is loaded
-    /// (for drills), and leaves it to the caller to check that weights are finite. The engine still checks the modified program against the sealed one.
+    /// Returns the checks of [`ENGINE_CHECKS`] that this engine does not make.
+    pub(crate) fn unarmed_checks(&self) -> Vec<&'static Code> {
+        let makes = |code: &Code| match code {
+            c if *c == T0737 => self.weight_fingerprints.is_reload_guard_armed(),
+            c if *c == T0751 => self.guards.collectives,
+            c if *c == T0770 => self.weights_are_checked,
+            _ => self.guards.captures,
+        };
+        ENGINE_CHECKS.into_iter().filter(|code| !makes(code)).collect()
+    }
+
+    /// Like [`MeshEngine::load`], but lets `modify` change this rank's copy of each program (for
+    /// drills) and loads a program only if `modify` returns `true`. It leaves it to the caller to
+    /// check that weights are finite. The engine still checks a modified program against the sealed
+    /// one.
     ///
     /// # Errors
     /// Returns the error of the backend or of the weight source.
@@ -208,7 +227,7 @@ impl MeshEngine {
         rank: Rank,
         mut backend: EngineBackend,
         weights: &mut dyn WeightSource,
-        modify: &dyn Fn(&mut Program),
+        modify: &dyn Fn(&mut Program) -> bool,
     ) -> Result<MeshEngine, Diagnostic> {
         let whole = build_program_index(plan);
         let mut phases = BTreeMap::new();
@@ -224,7 +243,9 @@ impl MeshEngine {
                 continue;
             };
             let mut program: Program = (**program).clone();
-            modify(&mut program);
+            if !modify(&mut program) {
+                continue;
+            }
             let program = Arc::new(program);
             let loaded = backend.load(&program, slots, weights)?;
             for b in &program.buffers {
@@ -276,6 +297,7 @@ impl MeshEngine {
             flight_record: None,
             delay: None,
             guards: ArmedGuards { collectives: true, captures: true },
+            weights_are_checked: false,
             position: CallPosition::default(),
         })
     }
@@ -302,10 +324,9 @@ impl MeshEngine {
         self.backend.rename_graphs("undeclared");
     }
 
-    /// Returns the name and the graph of each program, as this rank's backend captures it.
-    pub(crate) fn captured_programs(&self) -> Vec<(&str, Option<CapturedGraph>)> {
-        let graph = |phase: &LoadedPhase| self.backend.captured_graph(phase.loaded);
-        self.phases.iter().map(|(name, phase)| (name.as_str(), graph(phase))).collect()
+    /// Returns the backend, which states what it has loaded, joined and chosen.
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        &*self.backend
     }
 
     /// Enables weight reloads: the engine opens new weights with `open`.

@@ -1,59 +1,89 @@
-//! The parity facts that a rank reports before the first call. They are effective values: what was
-//! loaded, not what was requested.
+//! The parity facts that a rank reports before the first call. A rank reads them back from the engine
+//! that will run the calls: what it has loaded, joined, chosen and armed, not what was requested.
 
-use tessera_cpu::kernels::vector_unit;
-use tessera_ir::{CapturedGraph, Op};
-use tessera_mesh::Rank;
-use tessera_runtime::{Digest, Parity};
+use tessera_base::Code;
+use tessera_device::{Communicator, JoinedCommunicator, LoadedProgram};
+use tessera_ir::Op;
+use tessera_mesh::{Mesh, Rank};
+use tessera_runtime::{Digest, Parity, Tripwires};
 use tessera_verify::SealedPlan;
 
-use crate::communicators;
-use crate::engine::mesh_phases;
+use crate::communicators::{communicator_specs, describe_communicator};
+use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
 use crate::plan::Plan;
 use crate::synthetic_delays::SyntheticDelays;
 
 /// Value of a fact that does not apply to a rank.
 const NOT_APPLICABLE: &str = "none";
 
-/// Returns all facts except those that the lockstep state machines add themselves. `programs` names
-/// the programs that this rank has loaded, each with the graph into which its backend captures it; a
-/// leader gives the programs that the plan declares ([`declared_programs`]). `gpus` states whether the
-/// mesh runs on GPUs. `threads` is `None` if no CPU kernels run calls.
+/// What a rank runs with. A leader states what the run requests, which is compared with what every
+/// rank holds.
+pub(crate) struct ExecutorState {
+    programs: Vec<LoadedProgram>,
+    /// The rank and the communicators that it has joined; `None` for all that the plan names.
+    joined: Option<(Rank, Vec<JoinedCommunicator>)>,
+    /// Parity keys with the values of the backend.
+    backend_values: Vec<(String, String)>,
+    unarmed_checks: Vec<&'static Code>,
+}
+
+impl ExecutorState {
+    /// Returns what a run requests: the programs and communicators of its plan, the backend, and the
+    /// checks.
+    pub(crate) fn from_request(plan: &SealedPlan, uses_gpus: bool, tripwires: &Tripwires) -> ExecutorState {
+        let backend = if uses_gpus { "cuda" } else { "cpu" };
+        ExecutorState {
+            programs: declared_programs(plan),
+            joined: None,
+            backend_values: vec![("backend".to_string(), backend.to_string())],
+            unarmed_checks: ENGINE_CHECKS.into_iter().filter(|code| !tripwires.is_armed(code)).collect(),
+        }
+    }
+
+    /// Reads back what the engine of a rank holds.
+    pub(crate) fn from_engine(plan: &SealedPlan, rank: Rank, engine: &MeshEngine) -> ExecutorState {
+        let backend = engine.backend();
+        ExecutorState {
+            programs: count_idle_programs(plan, rank, backend.loaded_programs()),
+            joined: Some((rank, backend.joined_communicators())),
+            backend_values: backend.effective_values(),
+            unarmed_checks: engine.unarmed_checks(),
+        }
+    }
+}
+
+/// Returns all facts except those that the lockstep state machines add themselves. `peers` is the
+/// digest of the peers of ranks that found each other by rendezvous.
 pub(crate) fn rank_parity(
     plan: &Plan,
     weights: [u8; 32],
     delays: &SyntheticDelays,
-    programs: &[(&str, Option<CapturedGraph>)],
-    (gpus, threads): (bool, Option<usize>),
+    state: &ExecutorState,
+    peers: Option<Digest>,
 ) -> Parity {
+    let peers = peers.map_or(String::new(), |peers| format!(", peers {peers}"));
+    let groups = describe_groups(&plan.sealed, state.joined.as_ref());
+    let off: Vec<&str> = state.unarmed_checks.iter().map(|code| code.id).collect();
+    let off = if off.is_empty() { NOT_APPLICABLE.to_string() } else { off.join(", ") };
     let parity = Parity::default()
-        .with_known_key("backend", if gpus { "cuda" } else { "cpu" })
-        .with_known_key("captured programs", describe_captures(programs))
+        .with_known_key("captured programs", describe_captures(&state.programs))
         .with_known_key("drill", NOT_APPLICABLE)
-        .with_known_key("groups", describe_groups(plan))
+        .with_known_key("engine checks off", off)
+        .with_known_key("groups", format!("{groups}{peers}"))
         .with_known_key(
             "numerics",
             format!("{} in {}, sums in f32", plan.mapping.numerics.name(), plan.mapping.dtype.name()),
         )
-        .with_known_key("program set", describe_program_set(programs.iter().map(|(name, _)| *name)))
+        .with_known_key("program set", describe_program_set(state.programs.iter().map(|p| p.name.as_str())))
         .with_known_key("synthetic delays", delays.announced_text())
         .with_known_key("topology", plan.mapping.topology.name())
         .with_known_key("weights", Digest(weights).to_string())
         .with_known_key("cpu model", cpu_model())
         .with_known_key("host", read_line_or_unknown("/proc/sys/kernel/hostname"))
         .with_known_key("kernel version", read_line_or_unknown("/proc/sys/kernel/osrelease"));
-    match threads {
-        Some(n) => parity.with_known_key("kernels", vector_unit()).with_known_key("threads", n.to_string()),
-        None => parity,
-    }
-}
-
-/// Adds the digest of the peers to the `groups` fact of ranks that found each other by rendezvous.
-pub(crate) fn add_peers_to_groups(parity: Parity, plan: &Plan, peers: Option<Digest>) -> Parity {
-    match peers {
-        None => parity,
-        Some(peers) => parity.with_known_key("groups", format!("{}, peers {peers}", describe_groups(plan))),
-    }
+    let shared = state.joined.iter().flat_map(|(rank, joined)| shared_ids(plan.sealed.mesh(), *rank, joined));
+    let values = state.backend_values.iter().cloned().chain(shared);
+    values.fold(parity, |parity, (key, value)| parity.with_known_key(&key, value))
 }
 
 /// Describes a set of program names, independent of their order.
@@ -65,35 +95,35 @@ fn describe_program_set<'a>(programs: impl IntoIterator<Item = &'a str>) -> Stri
 
 /// Returns the programs of the mesh with the graphs that a plan declares for them. All roles of a
 /// phase share the name of the graph.
-pub(crate) fn declared_programs(plan: &SealedPlan) -> Vec<(&str, Option<CapturedGraph>)> {
+fn declared_programs(plan: &SealedPlan) -> Vec<LoadedProgram> {
     let ranks: Vec<Rank> = plan.mesh().iter().filter(|r| plan.mesh().contains(*r)).collect();
     let graph = |phase: &str| {
         let mut programs = ranks.iter().filter_map(|r| plan.rank_program(phase, *r));
         programs.find_map(|p| p.captured_graph().ok().flatten())
     };
-    mesh_phases(plan).map(|phase| (phase, graph(phase))).collect()
+    mesh_phases(plan).map(|phase| LoadedProgram { name: phase.to_string(), graph: graph(phase) }).collect()
 }
 
 /// Gives each program that launches nothing on this rank the graph that the plan declares for it on
 /// other ranks: a stage without work in a phase has nothing to capture and differs from no peer.
-pub(crate) fn count_idle_programs<'a>(
+fn count_idle_programs(
     plan: &SealedPlan,
     rank: Rank,
-    mut programs: Vec<(&'a str, Option<CapturedGraph>)>,
-) -> Vec<(&'a str, Option<CapturedGraph>)> {
+    mut programs: Vec<LoadedProgram>,
+) -> Vec<LoadedProgram> {
     let is_idle = |name: &str| plan.rank_program(name, rank).is_some_and(|p| p.ops.iter().all(Op::is_source));
     let declared = declared_programs(plan);
-    for (name, graph) in programs.iter_mut().filter(|(name, _)| is_idle(name)) {
-        *graph = declared.iter().find(|(phase, _)| phase == name).and_then(|(_, graph)| graph.clone());
+    for program in programs.iter_mut().filter(|p| is_idle(&p.name)) {
+        program.graph = declared.iter().find(|d| d.name == program.name).and_then(|d| d.graph.clone());
     }
     programs
 }
 
 /// Describes which programs are captured into which graphs. The number of ops differs between roles,
 /// so every rank compares its own with the plan at each launch, and it is no part of this value.
-fn describe_captures(programs: &[(&str, Option<CapturedGraph>)]) -> String {
+fn describe_captures(programs: &[LoadedProgram]) -> String {
     let mut pairs: Vec<(&str, &str)> =
-        programs.iter().filter_map(|(name, g)| Some((*name, g.as_ref()?.name.as_str()))).collect();
+        programs.iter().filter_map(|p| Some((p.name.as_str(), p.graph.as_ref()?.name.as_str()))).collect();
     if pairs.is_empty() {
         return NOT_APPLICABLE.to_string();
     }
@@ -105,24 +135,44 @@ fn describe_captures(programs: &[(&str, Option<CapturedGraph>)]) -> String {
     format!("{} programs{of_others}, {}", pairs.len(), hash_texts(texts))
 }
 
-/// Describes the world, the mesh, and every group and pair that exchanges data, in the order in
-/// which a rank creates them.
-fn describe_groups(plan: &Plan) -> String {
-    let mesh = plan.sealed.mesh();
-    let communicators = communicators::communicator_specs(&plan.sealed);
-    let mut parts = vec![mesh.to_string()];
-    for spec in &communicators {
-        let members: Vec<String> = spec.communicator.members.iter().map(ToString::to_string).collect();
-        let kind = if spec.communicator.is_transfer { "transfers" } else { "group" };
-        parts.push(format!("{kind} {} of {}", spec.communicator.group, members.join(" ")));
+/// Describes the world, the mesh, and every group and pair that exchanges data, in order. Those of a
+/// rank stand in the order in which the rank joined them; those of other ranks in the plan's.
+fn describe_groups(plan: &SealedPlan, joined: Option<&(Rank, Vec<JoinedCommunicator>)>) -> String {
+    let mesh = plan.mesh();
+    let mut communicators: Vec<Communicator> =
+        communicator_specs(plan).into_iter().map(|spec| spec.communicator).collect();
+    if let Some((rank, joined)) = joined {
+        let mut own = joined.iter().filter_map(|c| c.route.communicator_of(mesh, *rank));
+        let is_other = |c: &Communicator| !c.members.contains(rank);
+        communicators = communicators
+            .into_iter()
+            .filter_map(|c| if is_other(&c) { Some(c) } else { own.next() })
+            .collect();
+        communicators.extend(own);
     }
+    let texts: Vec<String> = communicators.iter().map(describe_communicator).collect();
+    let mesh_text = mesh.to_string();
+    let parts = [mesh_text.as_str()].into_iter().chain(texts.iter().map(String::as_str)).collect();
     format!(
         "world of {}, mesh of {}, {} communicators, {}",
         mesh.world_size(),
         mesh.mesh_size(),
         communicators.len(),
-        hash_texts(parts.iter().map(String::as_str).collect())
+        hash_texts(parts)
     )
+}
+
+/// Returns a parity key for each communicator whose members share memory or a connection, with its
+/// name.
+fn shared_ids<'a>(
+    mesh: &'a Mesh,
+    rank: Rank,
+    joined: &'a [JoinedCommunicator],
+) -> impl Iterator<Item = (String, String)> + 'a {
+    joined.iter().filter_map(move |c| {
+        let communicator = c.route.communicator_of(mesh, rank)?;
+        Some((format!("communicator: {}", describe_communicator(&communicator)), c.shared.clone()?))
+    })
 }
 
 /// Returns the first 16 hex digits of a digest of the texts, in order.
@@ -147,13 +197,138 @@ fn cpu_model() -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::os::fd::OwnedFd;
+    use std::path::Path;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use tessera_cpu::{CpuBackend, Pool};
+    use tessera_device::{Backend, MeshRank};
+    use tessera_ir::Program;
+    use tessera_runtime::parity::compare_tables;
+
     use super::*;
+    use crate::communicators::{EndpointSources, JoinOrder, attach_endpoints, create_arenas_of_ranks};
+    use crate::{Mapping, Model, Overrides, plan};
 
     #[test]
     fn a_program_set_ignores_order_and_separates_names() {
         assert_eq!(describe_program_set(["b", "a"]), describe_program_set(["a", "b"]));
         assert!(describe_program_set(["a", "b"]).starts_with("2 programs, "));
         assert_ne!(describe_program_set(["ab", "c"]), describe_program_set(["a", "bc"]));
+    }
+
+    fn plan_demo(mesh: &str) -> (Model, Plan) {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let model = Model::open(&demo, &Overrides::default()).unwrap();
+        let map = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
+        let plan = plan::plan_model(&model.video, &model.name, "", &map).unwrap();
+        (model, plan)
+    }
+
+    type Arenas = Vec<Vec<OwnedFd>>;
+
+    fn create_arenas(plan: &Plan) -> Arenas {
+        let shared = create_arenas_of_ranks(&communicator_specs(&plan.sealed), 2).unwrap();
+        let own = |fds: Vec<Arc<OwnedFd>>| fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+        shared.into_iter().map(own).collect()
+    }
+
+    /// Returns a backend with the communicators of a rank.
+    fn join(plan: &Plan, rank: u32, arenas: &mut Arenas, order: JoinOrder) -> CpuBackend {
+        let own = std::mem::take(&mut arenas[rank as usize]);
+        let ends = attach_endpoints(&plan.sealed, Rank(rank), EndpointSources::Arenas(own), order).unwrap();
+        let seat = MeshRank { mesh: *plan.sealed.mesh(), rank: Rank(rank) };
+        CpuBackend::new(seat, Pool::single_thread(), ends, Duration::from_secs(1))
+    }
+
+    /// Returns the keys, with their codes, in which ranks of these states differ from one another or
+    /// from the request of the run.
+    fn find_differences(plan: &Plan, states: [ExecutorState; 2]) -> Vec<(String, &'static str)> {
+        let table =
+            |state: &ExecutorState| rank_parity(plan, [0; 32], &SyntheticDelays::default(), state, None);
+        let request = table(&ExecutorState::from_request(&plan.sealed, false, &Tripwires::default()));
+        let ranks: BTreeMap<u32, Parity> = (0..).zip(states.iter().map(table)).collect();
+        let found = compare_tables(&ranks, Some((0, &request)));
+        found.into_iter().filter(|d| d.class.ends_run()).map(|d| (d.key, d.code.id)).collect()
+    }
+
+    // proves: G-02
+    #[test]
+    fn another_order_of_joining_and_other_memory_are_found_on_the_endpoints() {
+        let (_, plan) = plan_demo("pp=2");
+        let differences = |second_has_other_memory: bool, order_of_second: JoinOrder| {
+            let mut arenas = create_arenas(&plan);
+            if second_has_other_memory {
+                arenas[1] = create_arenas(&plan).remove(1);
+            }
+            let states = [(0, JoinOrder::OfPlan), (1, order_of_second)].map(|(rank, order)| {
+                let joined = join(&plan, rank, &mut arenas, order).joined_communicators();
+                assert!(joined.len() > 1, "{joined:?}");
+                let request = ExecutorState::from_request(&plan.sealed, false, &Tripwires::default());
+                ExecutorState { joined: Some((Rank(rank), joined)), ..request }
+            });
+            find_differences(&plan, states)
+        };
+        assert_eq!(differences(false, JoinOrder::OfPlan), []);
+        assert_eq!(differences(false, JoinOrder::Reversed), [("groups".to_string(), "T0757")]);
+        let found = differences(true, JoinOrder::OfPlan);
+        assert_eq!(found.len(), communicator_specs(&plan.sealed).len());
+        assert!(
+            found.iter().all(|(key, code)| key.starts_with("communicator: ") && *code == "T0757"),
+            "{found:?}"
+        );
+    }
+
+    /// Loads an unchanged engine of rank 0 and a changed one of rank 1, and returns their differences.
+    fn load_changed(
+        change_backend: &dyn Fn(&mut CpuBackend),
+        modify: &dyn Fn(&mut Program) -> bool,
+        change_engine: &dyn Fn(&mut MeshEngine),
+    ) -> Vec<(String, &'static str)> {
+        let (model, plan) = plan_demo("tp=2");
+        let mut arenas = create_arenas(&plan);
+        let mut load = |rank: u32, change: bool| {
+            let mut backend = join(&plan, rank, &mut arenas, JoinOrder::OfPlan);
+            let mut weights = model.open_weights().unwrap();
+            if change {
+                change_backend(&mut backend);
+            }
+            let modify = |p: &mut Program| !change || modify(p);
+            let backend = Box::new(backend).into();
+            let mut engine =
+                MeshEngine::load_modified(&plan.sealed, Rank(rank), backend, &mut weights, &modify).unwrap();
+            engine.check_weights_finite().unwrap();
+            if change {
+                change_engine(&mut engine);
+            }
+            ExecutorState::from_engine(&plan.sealed, Rank(rank), &engine)
+        };
+        let states = [load(0, false), load(1, true)];
+        find_differences(&plan, states)
+    }
+
+    // proves: D-01
+    #[test]
+    fn programs_routes_and_checks_are_read_back_from_the_engine() {
+        assert_eq!(load_changed(&|_| {}, &|_| true, &|_| {}), []);
+        let left_out = load_changed(&|_| {}, &|p| p.name != "denoise.fill3", &|_| {});
+        let key = |name: &str| (name.to_string(), "T0740");
+        assert_eq!(left_out, [key("captured programs"), key("program set")]);
+        let routes = load_changed(&CpuBackend::choose_other_routes, &|_| true, &|_| {});
+        assert!(
+            !routes.is_empty() && routes.iter().all(|(k, c)| k.starts_with("route: matmul") && *c == "T0740")
+        );
+        for (collectives, captures, reload) in [(false, true, true), (true, false, true), (true, true, false)]
+        {
+            let off = load_changed(&|_| {}, &|_| true, &|engine| {
+                engine.arm_guards(collectives, captures);
+                engine.arm_reload_guard(reload);
+            });
+            assert_eq!(off, [key("engine checks off")]);
+        }
     }
 }

@@ -98,11 +98,6 @@ impl RankConfig {
         })
     }
 
-    /// Returns the number of CPU kernel threads; `None` if a GPU computes.
-    pub(crate) fn cpu_threads(&self) -> Option<usize> {
-        self.gpus.is_none().then_some(self.threads)
-    }
-
     /// Returns whether this run checks that its output files stay in place; only a self-test does
     /// not.
     pub(crate) fn checks_output(&self) -> bool {
@@ -170,13 +165,12 @@ mod tests {
         let plan = plan_model(&model.video, &model.name, "", &Mapping::default()).unwrap();
         let options = StreamOptions { chunks: 3, seed: 7, out: "run".into(), ..StreamOptions::default() };
         let orders = RankConfig::from_options(&plan, &model, &options, 2).unwrap();
-        assert_eq!(orders.cpu_threads(), Some(2));
         let on =
             GpuRankConfig { communicator_ids: vec!["ab".repeat(128), String::new()], first_rank_of_host: 0 };
         let orders = RankConfig { gpus: Some(on.clone()), ..orders };
         let payload = serde_json::to_vec(&orders).unwrap();
         let read: RankConfig = serde_json::from_slice(&payload).unwrap();
-        assert_eq!((read.gpus.as_ref(), read.cpu_threads()), (Some(&on), None));
+        assert_eq!((read.gpus.as_ref(), read.threads), (Some(&on), 2));
         assert_eq!(serde_json::to_vec(&read).unwrap(), payload);
     }
 

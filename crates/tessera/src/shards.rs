@@ -172,6 +172,11 @@ impl WeightFingerprints {
         self.reload_guard_armed = armed;
     }
 
+    /// Returns whether a weight change outside a RELOAD is rejected.
+    pub(crate) fn is_reload_guard_armed(&self) -> bool {
+        self.reload_guard_armed
+    }
+
     /// Hashes as many weights as the time of a call allows and compares them with their
     /// fingerprints. `call_ns` is the time of the call's phases and `digest_ns` the time of its
     /// other digests. Returns a result if a shard changed, and at the end of a round.

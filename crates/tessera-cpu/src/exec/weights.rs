@@ -1,5 +1,7 @@
 //! Weights in memory: loading shards, fingerprinting, auditing and reloading them.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_device::{AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
@@ -45,7 +47,8 @@ impl CpuBackend {
             let elsewhere = o.used_values().filter(|u| *u == v).count() > 1;
             o.opcode == Opcode::Matmul && o.operands[1] == v && !elsewhere
         });
-        let packed = matmul_only && ty.shape.len() == 2;
+        let has_choice = matmul_only && ty.shape.len() == 2;
+        let packed = has_choice && self.packs_weights;
         let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, packed, name };
         if let Some(i) = self.weight_index.get(&key) {
             return Ok(*i);
@@ -68,8 +71,27 @@ impl CpuBackend {
         let data = piece.read(&self.pool, &self.placement, packed, source, &mut self.audit_cursor.rows)?;
         self.memory.weights.push(data);
         self.shards.push(piece);
-        self.weight_index.insert(key, self.memory.weights.len() - 1);
-        Ok(self.memory.weights.len() - 1)
+        let index = self.memory.weights.len() - 1;
+        if has_choice {
+            self.matmul_weights.insert((key.ty.clone(), index));
+        }
+        self.weight_index.insert(key, index);
+        Ok(index)
+    }
+
+    /// Returns the stored form of the weights of matmuls, by type.
+    pub(super) fn describe_matmul_routes(&self) -> BTreeMap<String, String> {
+        let mut routes = BTreeMap::new();
+        for (ty, index) in &self.matmul_weights {
+            let form = match self.memory.weights[*index] {
+                WeightData::Packed(_) => "packed weight",
+                WeightData::Plain(_) => "plain weight",
+            };
+            let forms: &mut BTreeSet<&str> = routes.entry(format!("route: matmul by {ty}")).or_default();
+            forms.insert(form);
+        }
+        let join = |forms: BTreeSet<&str>| forms.into_iter().collect::<Vec<_>>().join(", ");
+        routes.into_iter().map(|(ty, forms)| (ty, join(forms))).collect()
     }
 
     /// Records fingerprints of the tables that an op's kernel derives from constants alone. No

@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, FingerprintHasher, Observer, ProgramHandle,
-    WeightSource,
+    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, FingerprintHasher, JoinedCommunicator,
+    LoadedProgram, Observer, ProgramHandle, WeightSource,
 };
 use tessera_ir::{CapturedGraph, DType, Program, Slots};
 
-use super::{CudaBackend, OneTimeCounts, cuda_error, weights};
+use super::{CudaBackend, OneTimeCounts, PreparedProgram, cuda_error, weights};
+use crate::capabilities::FeatureMask;
 use crate::device_memory::{copy_to_host, widen_bf16};
 use crate::kernel_table::SPIN;
 
@@ -47,8 +48,25 @@ impl Backend for CudaBackend {
         [compiled, timed, captured, allocated].map(u64::from).iter().sum()
     }
 
-    fn captured_graph(&self, program: ProgramHandle) -> Option<CapturedGraph> {
-        self.programs[program.0].declared_graph.clone()
+    fn loaded_programs(&self) -> Vec<LoadedProgram> {
+        let describe = |p: &PreparedProgram| LoadedProgram {
+            name: p.program.name.clone(),
+            graph: p.declared_graph.clone(),
+        };
+        self.programs.iter().map(describe).collect()
+    }
+
+    fn joined_communicators(&self) -> Vec<JoinedCommunicator> {
+        self.groups.list_joined()
+    }
+
+    fn effective_values(&self) -> Vec<(String, String)> {
+        self.describe_effective_values()
+    }
+
+    fn choose_other_routes(&mut self) {
+        self.capabilities.mask = FeatureMask::all();
+        self.gemms.avoid_first_choice(self.capabilities.clone());
     }
 
     fn rename_graphs(&mut self, name: &str) {

@@ -10,7 +10,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tessera_device::{
-    AbortFn, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
+    AbortFn, CommRoute, Fault, JoinedCommunicator, MeshRank, Observer, as_matrix, collective_signature,
+    shard_ranges,
 };
 use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, OpView, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout};
@@ -38,6 +39,8 @@ pub(super) struct CommGroups {
 #[derive(Debug)]
 struct RoutedGroup {
     route: CommRoute,
+    /// Digest of the NCCL id by which the members found each other; `None` for a group of one.
+    id_digest: Option<String>,
     group: CollectiveGroup,
     /// By program and op: the offsets of every member's operand and of its result in that member's
     /// exchange memory.
@@ -103,9 +106,20 @@ impl CommGroups {
                 Arc::clone(&abort),
             )
             .map_err(|why| CudaError(format!("communicator {}: {why}", e.route)))?;
-            out.push(RoutedGroup { route: e.route, group, peer_offsets: BTreeMap::new() });
+            let digest = || blake3::hash(&e.id.0).to_hex()[..16].to_string();
+            let id_digest = (e.member_count > 1).then(digest);
+            out.push(RoutedGroup { route: e.route, id_digest, group, peer_offsets: BTreeMap::new() });
         }
         Ok(CommGroups { routed_groups: out, exchanged_programs: BTreeSet::new(), placement: mesh_rank })
+    }
+
+    /// Returns the communicators in the order in which this rank joined them.
+    pub(super) fn list_joined(&self) -> Vec<JoinedCommunicator> {
+        let describe = |e: &RoutedGroup| JoinedCommunicator {
+            route: e.route,
+            shared: e.id_digest.as_ref().map(|id| format!("NCCL id {id}")),
+        };
+        self.routed_groups.iter().map(describe).collect()
     }
 
     /// Returns one line per communicator: `tp: peer-to-peer memory`, or `tp: NCCL, because` and the

@@ -14,6 +14,8 @@ use crate::driver::{CudaResult, CudaStream, cuda_failure};
 pub(crate) struct GemmPlan {
     pub(super) described: LtDescription,
     pub(crate) kernel: GemmKernel,
+    /// Position in cuBLASLt's list of the algorithm that was chosen before tuning.
+    pub(super) choice: usize,
     /// Whether candidates were timed for this GEMM.
     pub(crate) was_timed: bool,
 }
@@ -27,11 +29,17 @@ pub(crate) struct GemmLauncher {
 }
 
 impl GemmLauncher {
-    /// Returns a plan with the first of cuBLASLt's algorithms, and all of them.
-    pub(crate) fn build_plan(&self, s: GemmShape) -> CudaResult<(GemmPlan, Vec<cublasLtMatmulAlgo_t>)> {
+    /// Returns a plan with the first of cuBLASLt's algorithms, or with the second one if there is one
+    /// and `takes_second` is set, and all of them.
+    pub(crate) fn build_plan(
+        &self,
+        s: GemmShape,
+        takes_second: bool,
+    ) -> CudaResult<(GemmPlan, Vec<cublasLtMatmulAlgo_t>)> {
         let (described, listed) = self.cublaslt.describe_shape(s)?;
-        let kernel = GemmKernel::CublasLt(listed[0]);
-        Ok((GemmPlan { described, kernel, was_timed: false }, listed))
+        let choice = usize::from(takes_second && listed.len() > 1);
+        let kernel = GemmKernel::CublasLt(listed[choice]);
+        Ok((GemmPlan { described, kernel, choice, was_timed: false }, listed))
     }
 
     /// Launches a GEMM with the plan's implementation.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    AbortFn, Backend, CallData, Fault, MeshRank, Observer, Scalar, T0801, T0802, WeightSource,
+    AbortFn, Backend, CallData, Fault, LoadedProgram, MeshRank, Observer, Scalar, T0801, T0802, WeightSource,
 };
 use tessera_ir::{Opcode, Program, Type, WeightLoad};
 use tessera_mesh::Mesh;
@@ -121,8 +121,9 @@ fn rank_main<B: Backend>(
             captured.capture_into(&p.name);
             let declared = captured.captured_graph().ok().flatten();
             let handle = backend.load(&Arc::new(captured), &dedicated_slots(p), &mut source)?;
-            if backend.captured_graph(handle) != declared {
-                let what = format!("@{}: the backend does not report the graph of the program", p.name);
+            let reported = LoadedProgram { name: p.name.clone(), graph: declared };
+            if backend.loaded_programs().last() != Some(&reported) {
+                let what = format!("@{}: the backend does not report the program and its graph", p.name);
                 return Err(Diagnostic::error(&T0802, what));
             }
             loaded.push(handle);

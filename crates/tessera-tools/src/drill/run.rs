@@ -25,7 +25,7 @@ use super::minimal_model;
 use super::outcome::{DrillOutcome, Observation, ObservedFailure};
 use super::overlap_sweep::{self, MeasuredGate};
 use super::processes::{ChildProcess, DrillWatchdog, JoiningRank, drill_error, is_alive, kill_leftovers};
-use super::table::{Drill, DrillKind};
+use super::table::{Drill, DrillKind, TWO_RANKS};
 
 const MS: u64 = 1_000_000;
 /// Number of chunks of a stream; a fault ends the stream long before.
@@ -68,7 +68,7 @@ pub struct DrillRunner {
     run_count: u32,
 }
 
-type PlanKey = (Topology, Strategy, bool, u32);
+type PlanKey = (&'static str, Topology, Strategy, bool, u32);
 
 impl DrillRunner {
     /// Creates the minimal model in the setup's folder, unless the setup names another model.
@@ -146,7 +146,8 @@ impl DrillRunner {
     ) -> Result<DrillOutcome, Diagnostics> {
         let options = self.stream_options(drill, disabled);
         let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
-        let (model, plan) = self.cached_plan((drill.topology, drill.strategy, drill.recompute, 2))?;
+        let (model, plan) =
+            self.cached_plan((drill.mesh, drill.topology, drill.strategy, drill.recompute, 2))?;
         let watch = DrillWatchdog::new(&options.out, limit + KILL_GRACE, start_timeout(options.device));
         let started_ns = monotonic_ns();
         let (mut pids, mut exited_ns) = (Vec::new(), None);
@@ -309,7 +310,7 @@ impl DrillRunner {
                 ..self.stream_options(drill, &Tripwires::default())
             };
             let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
-            let (model, plan) = self.cached_plan((Topology::Pp0, Strategy::Ulysses, false, depth))?;
+            let (model, plan) = self.cached_plan(("tp=1", Topology::Pp0, Strategy::Ulysses, false, depth))?;
             let watch = DrillWatchdog::new(&options.out, limit, start_timeout(options.device));
             let report = stream::run(plan, model, &options, rank, &watch.interrupt, &mut |_| {})?;
             watch.stop();
@@ -363,10 +364,9 @@ impl DrillRunner {
 
 fn build_plan(
     dir: &Path,
-    (topology, strategy, recompute, depth): PlanKey,
+    (mesh, topology, strategy, recompute, depth): PlanKey,
 ) -> Result<(Model, Plan), Diagnostics> {
     let overrides = Overrides { recompute: Some(recompute), ..Overrides::default() };
-    let mesh = if topology == Topology::Pp0 { "tp=1" } else { "tp=2" };
     let map = Mapping {
         mesh: mesh.parse().map_err(|d: Box<Diagnostic>| vec![*d])?,
         topology,
@@ -430,7 +430,7 @@ pub fn run_launcher(case: &Path, rank: Vec<String>) -> Result<(), Diagnostics> {
         read_file(case, MAX_TEXT_BYTES).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
     let case: LauncherConfig =
         serde_json::from_slice(&read).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
-    let (model, plan) = build_plan(&case.model, (Topology::Mesh, Strategy::Ulysses, false, 2))?;
+    let (model, plan) = build_plan(&case.model, (TWO_RANKS, Topology::Mesh, Strategy::Ulysses, false, 2))?;
     let options = StreamOptions {
         chunks: CHUNKS,
         prompt: minimal_model::PROMPT.to_string(),

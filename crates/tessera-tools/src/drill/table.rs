@@ -57,8 +57,9 @@ pub struct Drill {
     pub rank: u32,
     /// The call in which the fault fires: the warm-up is 1, the first chunk is 2.
     pub call: u64,
-    /// Placement of the leader; the mesh has one rank for [`Topology::Pp0`] and two ranks
-    /// otherwise.
+    /// The mesh, of one rank for [`Topology::Pp0`] and of two ranks otherwise.
+    pub mesh: &'static str,
+    /// Placement of the leader.
     pub topology: Topology,
     /// How tensor parallelism splits a block.
     pub strategy: Strategy,
@@ -91,6 +92,9 @@ impl Drill {
 /// Default time limit of a drill in milliseconds.
 const LIMIT_MS: u64 = 3_000;
 
+/// The usual mesh, whose ranks share one communicator.
+pub(super) const TWO_RANKS: &str = "tp=2";
+
 const fn stream_drill(
     fault: DrillFault,
     what: &'static str,
@@ -105,6 +109,7 @@ const fn stream_drill(
         fault: Some(fault),
         rank: 1,
         call: 4,
+        mesh: TWO_RANKS,
         topology: Topology::Mesh,
         strategy: Strategy::Ulysses,
         recompute: false,
@@ -134,7 +139,8 @@ impl Drill {
     }
 
     const fn with_topology(self, topology: Topology) -> Drill {
-        Drill { topology, ..self }
+        let mesh = if matches!(topology, Topology::Pp0) { "tp=1" } else { self.mesh };
+        Drill { mesh, topology, ..self }
     }
 
     const fn with_scene_cut(self, chunk: u32) -> Drill {
@@ -168,6 +174,7 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::UnlistedTensor, "a frame contains bytes that its manifest does not list", "T0706", Worker, CONTROL),
         stream_drill(DrillFault::OtherPlanAtInit, "a rank loads another plan", "T0740", Init, CONTROL),
         stream_drill(DrillFault::ArmedAlone, "a fault is armed on one rank only", "T0740", Init, CONTROL),
+        stream_drill(DrillFault::UnarmedCheck, "the engine of a rank leaves out a check", "T0740", Init, CONTROL),
         Drill { kind: DrillKind::WrongSecret, limit_ms: 5_000, ..stream_drill(DrillFault::WrongSecret, "a peer has the wrong secret for the run", "T0756", Init, CONTROL) },
         stream_drill(DrillFault::ExtraForward, "a rank runs one extra generator forward", "T0747", Worker, GROUPS),
         stream_drill(DrillFault::MissingForward, "a rank runs one generator forward too few", "T0747", Worker, GROUPS),
@@ -175,7 +182,8 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::AdHocBroadcast, "a rank issues an unplanned broadcast", "T0751", Worker, GROUPS).armed_at(1, 1),
         stream_drill(DrillFault::WrongGroup, "a rank issues a collective over another group", "T0751", Worker, GROUPS).armed_at(1, 1),
         stream_drill(DrillFault::WrongShape, "a rank issues a collective with another shape", "T0751", Worker, GROUPS).armed_at(1, 1),
-        stream_drill(DrillFault::GroupOrder, "a rank creates its groups in another order", "T0757", Init, GROUPS),
+        // A pipeline has a communicator for each direction, and an order needs two.
+        Drill { mesh: "pp=2", ..stream_drill(DrillFault::GroupOrder, "a rank creates its groups in another order", "T0757", Init, GROUPS) },
         stream_drill(DrillFault::RelayRefuses, "an envelope is corrupted before it reaches the mesh leader", "T0755", MeshLeader, GROUPS).with_topology(Pp1),
         stream_drill(DrillFault::UnboundedOutput, "the consumer is slow and d_out is unbounded", "T0741", Leader, OVERLAP).armed_at(0, 1),
         measurement("depth-sweep", "queue depths 1, 2, 3 and 4 with the same stages"),
@@ -202,10 +210,10 @@ pub static DRILLS: &[Drill] = {
         // The only rank of the mesh returns the latents, so no other rank can report first.
         stream_drill(DrillFault::NanLatent, "a layer computes NaN", "T0771", Worker, SAME).with_topology(Topology::Pp0),
         stream_drill(DrillFault::PrivateReload, "a rank reloads its weights on its own", "T0737", Worker, SAME),
-        stream_drill(DrillFault::ProgramSet, "a rank has another set of programs", "T0740", Init, SAME),
+        stream_drill(DrillFault::ProgramSet, "a rank does not load one of the programs", "T0740", Init, SAME),
         stream_drill(DrillFault::CapturedOnOne, "one rank captures a program into another graph", "T0740", Init, SAME),
         stream_drill(DrillFault::UndeclaredCapture, "a rank captures what the plan does not declare", "T0785", Worker, SAME),
-        stream_drill(DrillFault::EffectiveBackend, "a rank selects another backend", "T0740", Init, SAME),
+        stream_drill(DrillFault::EffectiveBackend, "the backend of a rank chooses other kernels", "T0740", Init, SAME),
         stream_drill(DrillFault::OtherKernel, "a kernel of a rank computes other numbers", "T0775", Init, SAME),
         stream_drill(DrillFault::SkippedWarmUp, "a rank skips the warm-up of a program", "T0753", Leader, SAME).armed_at(1, 1),
         stream_drill(DrillFault::NewProgram, "a rank first runs a program after the warm-up", "T0752", Leader, SAME).armed_at(1, 1),

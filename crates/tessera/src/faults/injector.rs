@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use tessera_device::{MeshRank, WeightSource};
+use tessera_device::{Backend, MeshRank, WeightSource};
 use tessera_ir::{Program, Type};
 use tessera_mesh::{Mesh, Rank};
 use tessera_runtime::drill::{ArmedFault, DrillFault, MessageFaultInjector, announcement_text};
@@ -14,14 +14,24 @@ use tessera_runtime::driver::{Interceptor, StreamRequest};
 use tessera_runtime::wire::Reload;
 use tessera_runtime::{Digest, Limits, Parity, Tripwires};
 
-use super::program_changes::{CHANGES, change_epsilon};
+use super::program_changes::{CHANGES, LAST_DENOISE, change_epsilon};
 use crate::clock::monotonic_ns;
+use crate::communicators::JoinOrder;
 
 /// Size of call metadata that exceeds the maximum of a frame, in bytes.
 const OVERSIZED_META_BYTES: usize = 5 << 20;
 
 /// A queue depth that is unbounded in practice.
 const UNBOUNDED_DEPTH: u32 = 100_000;
+
+/// The faults that are in place before the hello and that a comparison of all ranks must find.
+const PARITY_FAULTS: [DrillFault; 5] = [
+    DrillFault::ArmedAlone,
+    DrillFault::CapturedOnOne,
+    DrillFault::EffectiveBackend,
+    DrillFault::ProgramSet,
+    DrillFault::UnarmedCheck,
+];
 
 /// File in the run directory with the time at which the fault fired.
 const FIRED_FILE: &str = "fault_fired";
@@ -49,6 +59,11 @@ pub(crate) struct FaultInjector {
 impl FaultInjector {
     pub(crate) fn new(config: &DrillConfig, rank: Rank, out: &Path) -> FaultInjector {
         FaultInjector { config: config.clone(), rank: rank.0, out: out.to_path_buf() }
+    }
+
+    /// Returns whether the fault is armed in the process of this rank.
+    pub(crate) fn is_armed_here(&self) -> bool {
+        self.armed_fault().fault != DrillFault::ArmedAlone || self.has_fault(DrillFault::ArmedAlone)
     }
 
     pub(crate) fn run_limits(&self) -> &Limits {
@@ -108,34 +123,35 @@ impl FaultInjector {
         Digest::hash_bytes(b"another plan")
     }
 
-    /// Returns the parity values that this rank announces in its hello message.
+    /// Announces the armed fault in the parity table of this process. No other value is announced: a
+    /// fault changes the thing from which the table reads a value.
     pub(crate) fn announced_parity(&self, parity: Parity) -> Parity {
-        let hides_fault =
-            self.armed_fault().fault == DrillFault::ArmedAlone && !self.has_fault(DrillFault::ArmedAlone);
-        let drill = if hides_fault {
-            "none".to_string()
-        } else {
-            announcement_text(self.armed_fault(), &self.config.limits)
-        };
-        let value = |key: &str| {
-            parity.keys().iter().find(|k| k.key == key).map_or(String::new(), |k| k.value.clone())
-        };
-        let changes = [
-            (DrillFault::ArmedAlone, None),
-            // The changed program is what the backend reports.
-            (DrillFault::CapturedOnOne, None),
-            (DrillFault::ProgramSet, Some(("program set", format!("{}, less one", value("program set"))))),
-            (DrillFault::EffectiveBackend, Some(("backend", "cpu, reference kernels".to_string()))),
-            (DrillFault::GroupOrder, Some(("groups", format!("{}, made in reverse", value("groups"))))),
-        ];
-        let parity = parity.with_known_key("drill", drill);
-        match changes.into_iter().find(|(fault, _)| self.has_fault(*fault)) {
-            None => parity,
-            Some((_, change)) => {
-                self.mark_fired();
-                change.into_iter().fold(parity, |p, (key, value)| p.with_known_key(key, value))
-            }
+        // The other ranks may take long to load, so the time counts from here.
+        if PARITY_FAULTS.iter().any(|fault| self.has_fault(*fault)) {
+            self.mark_fired();
         }
+        parity.with_known_key("drill", announcement_text(self.armed_fault(), &self.config.limits))
+    }
+
+    /// Returns the order in which this rank joins its communicators.
+    pub(crate) fn join_order(&self) -> JoinOrder {
+        if !self.has_fault(DrillFault::GroupOrder) {
+            return JoinOrder::OfPlan;
+        }
+        self.mark_fired();
+        JoinOrder::Reversed
+    }
+
+    /// Makes the backend choose other implementations if that is the fault.
+    pub(crate) fn modify_backend(&self, backend: &mut dyn Backend) {
+        if self.has_fault(DrillFault::EffectiveBackend) {
+            backend.choose_other_routes();
+        }
+    }
+
+    /// Returns whether this rank's engine makes the check of its collectives.
+    pub(crate) fn arms_collective_guard(&self) -> bool {
+        !self.has_fault(DrillFault::UnarmedCheck)
     }
 
     /// Builds the interceptor that breaks this rank's messages, if the fault is in the messages.
@@ -161,13 +177,15 @@ impl FaultInjector {
         CHANGES.iter().any(|(fault, _)| self.has_fault(*fault))
     }
 
-    /// Modifies this rank's copy of a program if that is the fault.
-    pub(crate) fn modify_program(&self, program: &mut Program) {
+    /// Modifies this rank's copy of a program if that is the fault. Returns whether the rank loads the
+    /// program.
+    pub(crate) fn modify_program(&self, program: &mut Program) -> bool {
         for (fault, change) in CHANGES {
             if self.has_fault(*fault) {
                 change(program);
             }
         }
+        program.name != LAST_DENOISE || !self.has_fault(DrillFault::ProgramSet)
     }
 
     /// Modifies the program that probes one kernel if that is the fault.

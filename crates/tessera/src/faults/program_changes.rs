@@ -49,9 +49,12 @@ fn remove_collective(p: &mut Program) {
     p.ops.remove(at);
 }
 
+/// The last denoise program, which every call runs.
+pub(super) const LAST_DENOISE: &str = "denoise.fill3";
+
 /// Captures the last denoise program into another graph than the plan's.
 fn rename_graph(p: &mut Program) {
-    if p.name == "denoise.fill3" {
+    if p.name == LAST_DENOISE {
         p.capture_into("denoise.own");
     }
 }

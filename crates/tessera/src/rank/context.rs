@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::MeshRank;
+use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Program;
 use tessera_mesh::Rank;
 use tessera_report::flight::{FlightEntry, FlightMark};
@@ -17,14 +17,14 @@ use tessera_runtime::engine::{Engine, T0737};
 use tessera_runtime::flight::{FlightEvent, FlightSink};
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
 use tessera_runtime::program_index::ProgramIndex;
-use tessera_runtime::tripwire::{T0751, T0785};
+use tessera_runtime::tripwire::{T0751, T0757, T0785};
 use tessera_runtime::wire::Progress;
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, T0770, Tripwires};
 
 use crate::clock::monotonic_ns;
 use crate::codes::T0017;
-use crate::communicators::{self, EndpointSources};
+use crate::communicators::{self, EndpointSources, JoinOrder};
 use crate::cuda::GpuRankConfig;
 use crate::engine::{EngineBackend, MeshEngine, build_program_index, mesh_phases};
 use crate::environment::{environment_keys, process_environment};
@@ -32,7 +32,7 @@ use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
 use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
 use crate::model::Model;
-use crate::parity::{add_peers_to_groups, count_idle_programs, rank_parity};
+use crate::parity::{ExecutorState, rank_parity};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::run_settings::{build_id, run_limits, stream_spec};
@@ -128,7 +128,7 @@ impl RankContext {
         let Limits { d_in, d_out, max_outstanding, .. } = self.limits;
         self.limits = Limits { d_in, d_out, max_outstanding, ..hand.run_limits().clone() };
         self.tripwires = hand.disabled_tripwires().clone();
-        self.fault_injector = Some(hand);
+        self.fault_injector = Some(hand).filter(FaultInjector::is_armed_here);
     }
 
     pub(super) fn adjust_parity(&self, parity: Parity) -> Parity {
@@ -222,41 +222,30 @@ impl RankContext {
         Box::new(move || {
             let mut weights =
                 Model::open_for_plan(&model, &plan)?.open_weights().map_err(first_diagnostic)?;
-            let (backend, device) = match &gpus {
-                None => (build_cpu_backend(&plan, rank, threads, communicators)?, Vec::new()),
+            let order = drill.as_ref().map_or(JoinOrder::OfPlan, FaultInjector::join_order);
+            let backend = match &gpus {
+                None => build_cpu_backend(&plan, rank, threads, communicators, order)?,
                 Some(on) => {
-                    let (cuda, device) = on.open_backend(&plan.sealed, rank, COLLECTIVE_PATIENCE)?;
+                    let check = tripwires.is_armed(&T0757);
+                    let cuda = on.open_backend(&plan.sealed, rank, COLLECTIVE_PATIENCE, (order, check))?;
                     // Dropping the backend would wait for peers and for the device, so it lives
                     // until the process exits.
-                    (EngineBackend::Leaked(Box::leak(Box::new(cuda))), device)
+                    EngineBackend::Leaked(Box::leak(Box::new(cuda)))
                 }
             };
             let engine = match &drill {
                 None => MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?,
-                Some(hand) => {
-                    let mut source = hand.weight_source(&mut weights, *plan.sealed.mesh());
-                    let modify = |p: &mut Program| hand.modify_program(p);
-                    let engine =
-                        MeshEngine::load_modified(&plan.sealed, rank, backend, &mut *source, &modify)?;
-                    if tripwires.is_armed(&T0770) {
-                        engine.check_weights_finite()?;
-                    }
-                    engine
-                }
+                Some(hand) => load_with_fault(&plan, rank, backend, &mut weights, (hand, &tripwires))?,
             };
             let weights_digest = weights.sample_digest();
             let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), weights));
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
-            engine.arm_guards(tripwires.is_armed(&T0751), tripwires.is_armed(&T0785));
+            let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);
+            engine.arm_guards(is_guarded && tripwires.is_armed(&T0751), tripwires.is_armed(&T0785));
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
-            let threads = gpus.is_none().then_some(threads);
-            let placement = (gpus.is_some(), threads);
-            let captured = count_idle_programs(&plan.sealed, rank, engine.captured_programs());
-            let parity = rank_parity(&plan, weights_digest, &delays, &captured, placement);
-            let parity =
-                device.into_iter().fold(parity, |parity, (key, value)| parity.with_known_key(key, value));
-            let parity = add_peers_to_groups(parity, &plan, peers);
+            let state = ExecutorState::from_engine(&plan.sealed, rank, &engine);
+            let parity = rank_parity(&plan, weights_digest, &delays, &state, peers);
             let modify = |p: &mut Program| drill.iter().for_each(|hand| hand.modify_probe(p));
             let begun_ns = monotonic_ns();
             let kernels = probe_kernels(&plan, rank, gpus.as_ref(), &mut engine, &modify)?;
@@ -275,6 +264,24 @@ impl RankContext {
             Ok((engine, parity))
         })
     }
+}
+
+/// Loads the engine of a rank with the changes of a drill.
+fn load_with_fault(
+    plan: &Plan,
+    rank: Rank,
+    mut backend: EngineBackend,
+    weights: &mut dyn WeightSource,
+    (hand, tripwires): (&FaultInjector, &Tripwires),
+) -> Result<MeshEngine, Diagnostic> {
+    hand.modify_backend(&mut *backend);
+    let mut source = hand.weight_source(weights, *plan.sealed.mesh());
+    let modify = |p: &mut Program| hand.modify_program(p);
+    let mut engine = MeshEngine::load_modified(&plan.sealed, rank, backend, &mut *source, &modify)?;
+    if tripwires.is_armed(&T0770) {
+        engine.check_weights_finite()?;
+    }
+    Ok(engine)
 }
 
 /// Reports a problem found before the run begins. Returns the failure if a launcher or a leader
@@ -331,8 +338,9 @@ fn build_cpu_backend(
     rank: Rank,
     threads: usize,
     communicators: EndpointSources,
+    order: JoinOrder,
 ) -> Result<EngineBackend, Diagnostic> {
-    let ends = communicators::attach_endpoints(&plan.sealed, rank, communicators)?;
+    let ends = communicators::attach_endpoints(&plan.sealed, rank, communicators, order)?;
     let pool =
         Pool::new(threads).map_err(|e| Diagnostic::error(&T0017, format!("threads of rank {rank}: {e}")))?;
     let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };

@@ -14,7 +14,7 @@ use crate::communicators::EndpointSources;
 use crate::faults::DrillMediaPipeline;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
 use crate::model::Model;
-use crate::parity::{add_peers_to_groups, declared_programs, rank_parity};
+use crate::parity::{ExecutorState, rank_parity};
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
 use crate::run_settings::ranks_without_latents;
@@ -76,8 +76,8 @@ fn build_leader_parts(
             .open_weights()?
             .sample_digest(),
         &orders.delays,
-        &declared_programs(&context.plan.sealed),
-        (orders.gpus.is_some(), orders.cpu_threads().filter(|_| ranks.contains(&Rank(0)))),
+        &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
+        context.peers,
     );
     let config = LeaderConfig {
         ranks: ranks.iter().map(|r| r.0).collect(),
@@ -85,7 +85,7 @@ fn build_leader_parts(
         session,
         build: context.build.clone(),
         ranks_without_output: ranks_without_latents(&context.plan),
-        parity: context.adjust_parity(add_peers_to_groups(parity, &context.plan, context.peers)),
+        parity: context.adjust_parity(parity),
         programs: Arc::clone(&context.program_index),
         stream: context.stream.clone(),
         limits: context
