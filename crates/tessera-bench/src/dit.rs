@@ -201,7 +201,11 @@ impl BenchRank {
         let program = *self.loaded.get(phase).ok_or_else(|| anyhow!("the plan has no phase {phase}"))?;
         let begun = Instant::now();
         self.cpu.run(program, &call, &mut NoopObserver).map_err(|f| match f {
-            Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) | Fault::Refused(t) => {
+            Fault::Failed(t)
+            | Fault::Stalled(t)
+            | Fault::Aborted(t)
+            | Fault::Refused(t)
+            | Fault::Poisoned(t) => {
                 anyhow!("{phase}: {t}")
             }
         })?;

@@ -219,6 +219,34 @@ fn a_number_that_would_fill_the_memory_is_refused() {
     assert!(!out.exists());
 }
 
+/// Frames and a window that the model allows, with 400 GB of KV caches.
+#[test]
+fn a_plan_beyond_the_memory_of_the_host_is_refused_before_a_rank_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (dir.path().join("model"), dir.path().join("run"));
+    copy_dir(&repo_root().join("models/demo"), &model);
+    let stream = fs::read_to_string(model.join("stream.toml")).unwrap();
+    let large = stream.replace("width = 128", "width = 16384").replace("height = 128", "height = 16384");
+    let large = large.replace("window_frames = 6", "window_frames = 96");
+    fs::write(model.join("stream.toml"), &large).unwrap();
+    let refused = |args: &[&str]| {
+        let (status, text) = end_without_panic(tessera_command(args).spawn().unwrap());
+        assert!(matches!(status, Some(1 | 2)), "{args:?}: {status:?} {text}");
+        for part in ["error[T0804]", "the largest tensor", "bytes available"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        assert!(!out.exists(), "{args:?}");
+    };
+    let out_text = path_text(&out);
+    refused(&["stream", path_text(&model), "--out", out_text]);
+    refused(&["stream", path_text(&model), "--mesh", "tp=2", "--oversubscribe", "--out", out_text]);
+    // A saved plan is no way around the check.
+    let plan = dir.path().join("plan");
+    let planned = tessera_command(&["plan", path_text(&model), "--out", path_text(&plan)]).spawn().unwrap();
+    assert_eq!(end_without_panic(planned).0, Some(0));
+    refused(&["stream", "--plan", path_text(&plan), path_text(&model), "--out", out_text]);
+}
+
 #[test]
 fn concurrent_runs_without_out_take_a_folder_each() {
     let dir = tempfile::tempdir().unwrap();

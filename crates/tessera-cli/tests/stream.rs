@@ -175,6 +175,33 @@ fn a_leader_outside_the_mesh_and_synthetic_delays_change_no_bit() {
     }
 }
 
+// proves: O-14
+#[test]
+fn poisoned_memory_changes_no_bit_of_a_correct_run() {
+    let stored = fs::read_to_string(repo_root().join("golden/demo.txt")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let mut n = 0;
+    for (regime, hash) in stored.lines().filter_map(|l| l.split_once(' ')) {
+        for more in [
+            &["--mesh", "tp=2"][..],
+            &["--mesh", "pp=2", "--topology", "pp1"],
+            &["--mesh", "tp=2", "--strategy", "megatron", "--overlap-chunks", "2"],
+        ] {
+            let mut golden = |poison: &[&str]| {
+                n += 1;
+                let fixed = ["models/demo", "--chunks", "3", "--seed", "1", "--cache", regime];
+                let out = dir.path().join(n.to_string());
+                json_field(&stream_json(&out, &[&fixed, more, poison].concat()), "golden")
+            };
+            // The partial sums of Megatron are added in an order of their own.
+            let plain = if more.contains(&"megatron") { golden(&[]) } else { hash.to_string() };
+            assert_eq!(golden(&["--poison"]), plain, "{regime} {more:?}");
+        }
+    }
+    let o = run_stream(&["stream", "models/demo", "--device", "sim", "--poison"]);
+    assert!(o.status.code() == Some(2) && to_text(&o.stderr).contains("--poison"), "{}", to_text(&o.stderr));
+}
+
 // proves: R-05
 #[test]
 fn a_flush_drops_and_reports_chunks_in_flight() {

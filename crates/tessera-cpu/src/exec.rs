@@ -9,6 +9,7 @@ mod collective_ops;
 mod data_movement;
 mod dispatch;
 mod memory;
+mod memory_check;
 mod op_support;
 mod prepare;
 mod run;
@@ -21,16 +22,17 @@ use std::time::Duration;
 use tessera_base::Diagnostic;
 use tessera_device::{
     AbortFn, AuditResult, Backend, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher,
-    JoinedCommunicator, LoadedProgram, MeshRank, Observer, ProgramHandle, T0801, WeightSource,
+    JoinedCommunicator, LoadedProgram, MemoryUse, MeshRank, Observer, ProgramHandle, T0801, WeightSource,
 };
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Slots, ValueId, WeightLoad};
 
 use dispatch::Kernel;
-use memory::{BackendMemory, ValueLocation, WeightData};
+use memory::{BackendMemory, ValueLocation};
 use op_support::read_supported;
 use weights::{LoadedShard, WeightAuditCursor};
 
 use crate::Pool;
+use crate::host_memory::MemoryBudget;
 use crate::kernels::{RopeCache, Scratch, vector_unit};
 use crate::transport::Transport;
 
@@ -59,6 +61,12 @@ pub struct CpuBackend {
     rope_cache: RopeCache,
     outputs: BTreeMap<String, OutputValue>,
     compensated_sums: u64,
+    /// Largest number of allocated bytes after a load or a run.
+    peak_bytes: u64,
+    /// Memory that later loads may allocate.
+    budget: MemoryBudget,
+    /// Whether runs check every access to temporaries.
+    is_poisoned: bool,
 }
 
 /// A rank's end of a communicator.
@@ -132,7 +140,16 @@ impl CpuBackend {
             rope_cache: RopeCache::new(),
             outputs: BTreeMap::new(),
             compensated_sums: 0,
+            peak_bytes: 0,
+            budget: MemoryBudget::default(),
+            is_poisoned: false,
         }
+    }
+
+    /// Refuses (T0804) to allocate more than this for weights, buffers and temporaries; without a call,
+    /// only the operating system limits them.
+    pub fn limit_memory(&mut self, bytes: u64) {
+        self.budget = MemoryBudget::new(bytes);
     }
 
     /// Checks a whole program before any rank starts: returns T0801 for its first op that no kernel
@@ -159,6 +176,7 @@ impl Backend for CpuBackend {
     ) -> Result<ProgramHandle, Diagnostic> {
         let prepared = self.prepare_program(program, slots, weights)?;
         self.programs.push(Arc::new(prepared));
+        self.peak_bytes = self.memory_use().peak_bytes;
         Ok(ProgramHandle(self.programs.len() - 1))
     }
 
@@ -259,21 +277,29 @@ impl Backend for CpuBackend {
     }
 
     fn memory_bytes(&self) -> [u64; 3] {
-        let bytes = |n: usize| n as u64 * 4;
-        let weights = self
-            .memory
-            .weights
-            .iter()
-            .map(|w| match w {
-                WeightData::Plain(v) => v.len(),
-                WeightData::Packed(p) => p.shape().0 * p.shape().1,
-            })
-            .sum();
-        [
-            bytes(weights),
-            bytes(self.memory.buffers.iter().map(Vec::len).sum()),
-            bytes(self.memory.slots.iter().map(Vec::len).sum()),
-        ]
+        self.memory.allocated_bytes()
+    }
+
+    fn memory_use(&self) -> MemoryUse {
+        let kinds = self.memory.allocated_bytes();
+        let outputs: usize = self.outputs.values().map(|o| o.values.capacity()).sum();
+        let audited = self.audit_cursor.row_capacity();
+        let workspace = self.scratch.allocated_bytes()
+            + self.rope_cache.allocated_bytes()
+            + size_of::<f32>() * (outputs + audited);
+        let (allocated_bytes, workspace_bytes) = (kinds.iter().sum::<u64>(), workspace as u64);
+        MemoryUse {
+            allocated_bytes,
+            workspace_bytes,
+            peak_bytes: self.peak_bytes.max(allocated_bytes + workspace_bytes),
+            temporary_bytes: kinds[2],
+            run_temporary_bytes: self.memory.run_temporary_bytes(),
+            slot_reuses: self.memory.slot_reuses,
+        }
+    }
+
+    fn poison_temporaries(&mut self) {
+        self.is_poisoned = true;
     }
 
     fn compensated_sums(&self) -> u64 {

@@ -46,6 +46,13 @@ impl Scratch {
     pub fn new() -> Scratch {
         Scratch::default()
     }
+
+    /// Returns the bytes that the scratch memory has grown to.
+    #[must_use]
+    pub fn allocated_bytes(&self) -> usize {
+        let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        [&self.packed, &self.staged].into_iter().chain(spare.iter()).map(AlignedBuffer::allocated_bytes).sum()
+    }
 }
 
 /// Lends `f` a buffer of `len` elements with unspecified content.

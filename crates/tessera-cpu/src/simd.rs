@@ -156,6 +156,11 @@ impl AlignedBuffer {
         &mut self.data[self.start..self.start + len]
     }
 
+    /// Returns the bytes of the allocation.
+    pub(crate) fn allocated_bytes(&self) -> usize {
+        self.data.capacity() * size_of::<f32>()
+    }
+
     /// Returns the slice of the last [`ensure_len`](AlignedBuffer::ensure_len).
     pub(crate) fn get(&self) -> &[f32] {
         &self.data[self.start..self.start + self.len]

@@ -9,6 +9,7 @@
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::{result, sys};
@@ -18,6 +19,15 @@ use crate::driver::{CudaError, CudaResult, cuda_failure};
 /// Alignment of values in memory, in bytes: the maximum that any library or vectorized access
 /// requires.
 pub(crate) const ALIGNMENT: u64 = 256;
+
+/// Bytes of device memory that this process holds through [`DeviceMemory`], and their maximum.
+static HELD_BYTES: AtomicU64 = AtomicU64::new(0);
+static PEAK_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the bytes of device memory that this process holds, and the most that it has held.
+pub(crate) fn held_bytes() -> (u64, u64) {
+    (HELD_BYTES.load(Ordering::Relaxed), PEAK_BYTES.load(Ordering::Relaxed))
+}
 
 /// An allocation of device memory, freed when this value is dropped.
 #[derive(Debug)]
@@ -62,6 +72,8 @@ impl DeviceMemory {
         let at = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
             CudaError(format!("cannot allocate {bytes} bytes on the device: {}", CudaError::from(e)))
         })?;
+        let held = HELD_BYTES.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        PEAK_BYTES.fetch_max(held, Ordering::Relaxed);
         Ok(DeviceMemory { address: at, bytes })
     }
 
@@ -99,10 +111,20 @@ impl DeviceMemory {
     }
 }
 
+impl DeviceSlice<'_, u32> {
+    /// Writes the word to every element and waits for completion.
+    pub(crate) fn fill(self, word: u32) -> CudaResult<()> {
+        // SAFETY: the slice is alive.
+        unsafe { sys::cuMemsetD32_v2(self.address, word, self.len) }.result()?;
+        sync_default_stream()
+    }
+}
+
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated once in `new`. The driver waits for the work that uses the memory.
         let _ = unsafe { result::free_sync(self.address) };
+        HELD_BYTES.fetch_sub(self.bytes as u64, Ordering::Relaxed);
     }
 }
 

@@ -101,8 +101,8 @@ pub struct CudaBackend {
     weights: DeviceWeights,
     buffers: Vec<DeviceBuffer>,
     buffer_index: BTreeMap<String, usize>,
-    /// Bytes of each slot: the maximum over all programs, because only one program runs at a time.
-    slot_bytes: Vec<usize>,
+    /// Bytes of the slots of the program with the most, because only one program runs at a time.
+    slot_bytes: u64,
     slot_memory: Option<SlotMemory>,
     outputs: BTreeMap<String, HostOutput>,
     streams: BTreeMap<String, CudaStream>,
@@ -116,6 +116,11 @@ pub struct CudaBackend {
     one_time_counts: OneTimeCounts,
     /// Whether runs begin with a kernel that never ends (an injected hang).
     hang_injected: bool,
+    /// Whether every run begins with slots full of NaN.
+    is_poisoned: bool,
+    /// Program that ran last, and the results so far that reused a slot.
+    last_program: Option<usize>,
+    slot_reuses: u64,
     /// Whether a run was launched and has not completed. Its work may still be on the device.
     has_unfinished_run: bool,
     memory_use: DeviceMemoryUse,
@@ -149,7 +154,6 @@ pub struct OneTimeCounts {
 #[derive(Debug)]
 struct SlotMemory {
     memory: DeviceMemory,
-    slot_offsets: Vec<u64>,
     /// Offset of the scratch memory, which holds intermediate data of steps that has no slot.
     scratch_offset: u64,
 }
@@ -195,6 +199,8 @@ struct PreparedProgram {
     comm_offloads: BTreeMap<usize, CommOffload>,
     rope_tables: Vec<RopeTables>,
     scratch_bytes: usize,
+    /// Offset of each slot in the slot memory, in bytes.
+    slot_offsets: Vec<u64>,
     call_area: DeviceMemory,
     /// Pinned host memory that is copied into the call area before a run, and its length.
     staged: PinnedMemory,
@@ -255,7 +261,7 @@ impl CudaBackend {
             weights: DeviceWeights::default(),
             buffers: Vec::new(),
             buffer_index: BTreeMap::new(),
-            slot_bytes: Vec::new(),
+            slot_bytes: 0,
             slot_memory: None,
             outputs: BTreeMap::new(),
             streams: BTreeMap::new(),
@@ -268,6 +274,9 @@ impl CudaBackend {
             capabilities,
             one_time_counts: OneTimeCounts::default(),
             hang_injected: false,
+            is_poisoned: false,
+            last_program: None,
+            slot_reuses: 0,
             has_unfinished_run: false,
             memory_use: used,
             context,

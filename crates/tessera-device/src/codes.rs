@@ -9,4 +9,28 @@ layout. The message names the op. Try another backend, strategy or dtype.";
     "A program reads its call scalars and input tensors by name. One of them is missing, has the wrong type, or has the wrong \
 number of elements. Leader and worker validate envelopes against the plan before a program runs, so this error means that \
 the plan and the programs differ.";
+
+    T0803: "op accesses memory that holds no valid value",
+    "A run with poisoned memory fills temporaries that hold no value with a NaN pattern, and checks every access of an op \
+to a temporary. An op read a temporary that nothing has written, that was freed, or that another stream writes without an \
+event between the two; or it overwrote a temporary that another stream may still read. On a device such a run returns \
+other numbers from time to time.\n\n\
+The message names the op, the slot and the other op. Record an event after the earlier op, and start the later op after \
+that event. A verified plan has this event, so a drill, a program that bypasses the verifier, or a kernel that leaves \
+elements unwritten causes this error.";
+
+    T0804: "host has too little memory for a tensor",
+    "A rank allocates its weights, buffers and temporaries on the host before its first call. The message names the tensor, \
+the bytes that it takes and the bytes that this host has available: its free and reclaimable memory, or what the \
+container's limit leaves, if that is less. The allocation is refused, because the operating system would otherwise end the process \
+in the middle of the load.\n\n\
+Compare the number in the message with the shapes in `config.json` and `stream.toml`: an extra digit there is the usual \
+cause. If the sizes are right, use more ranks on more hosts, a smaller window or smaller frames.";
+
+    T0805: "allocated memory differs from the plan",
+    "After the warm-up, each rank reports the bytes that its backend allocated for weights, buffers and temporaries. On this \
+rank they differ from the sum in the sealed plan by more than 5 %. The run continues, and its results are not affected; but a \
+budget that was computed from the plan is wrong by as much, and a rank that barely fits may not fit.\n\n\
+The record states both numbers for each rank and chunk, and the temporaries of each phase. A weight that the backend \
+holds in two layouts, or padding of very small shapes, explains a small model; on a large model, report it as a bug.";
 }

@@ -2,6 +2,8 @@
 //! these values after a conversion, and other components compare against them. The e4m3 row scales
 //! are defined here too, so that every loader of a weight computes the same scales.
 
+use tessera_ir::DType;
+
 /// Returns the bits of the nearest bf16.
 #[must_use]
 pub fn to_bf16_bits(x: f32) -> u16 {
@@ -63,6 +65,20 @@ pub fn row_scales(rows: &[f32], width: usize) -> Vec<f32> {
     rows.chunks(width.max(1)).map(row_scale).collect()
 }
 
+/// Returns a 32-bit word whose elements of this dtype are all NaN: the content of memory that holds
+/// no value. The NaN is signalling where the dtype has signalling NaNs, so no arithmetic returns it.
+#[must_use]
+pub fn poison_word(dtype: DType) -> u32 {
+    match dtype {
+        DType::Bf16 => 0x7fa5_7fa5,
+        DType::F16 => 0x7ca5_7ca5,
+        // e4m3 has one NaN of each sign, and neither is signalling.
+        DType::E4m3 => 0x7f7f_7f7f,
+        DType::F64 => 0x7ff4_7ff4,
+        _ => 0x7fa5_dead,
+    }
+}
+
 /// A binary floating-point format with an implicit leading digit and gradual underflow.
 struct NarrowFormat {
     /// Number of mantissa bits, without the implicit one.
@@ -90,6 +106,23 @@ impl NarrowFormat {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_element_of_a_poison_word_is_a_signalling_nan() {
+        let f32_word = poison_word(DType::F32);
+        assert!(f32::from_bits(f32_word).is_nan() && f32_word & 0x0040_0000 == 0);
+        let f64_bits = u64::from(poison_word(DType::F64));
+        let f64_bits = f64_bits << 32 | f64_bits;
+        assert!(f64::from_bits(f64_bits).is_nan() && f64_bits >> 51 & 1 == 0);
+        for (dtype, exponent, quiet) in [(DType::Bf16, 0x7f80, 0x40), (DType::F16, 0x7c00, 0x200)] {
+            let word = poison_word(dtype);
+            for half in [word & 0xffff, word >> 16] {
+                assert!(half & exponent == exponent && half & quiet == 0, "{dtype}: {half:#x}");
+                assert!(half & !(exponent | 0x8000) != 0, "{dtype}: {half:#x} is an infinity");
+            }
+        }
+        assert_eq!(poison_word(DType::E4m3).to_le_bytes(), [to_e4m3_bits(f32::NAN); 4]);
+    }
 
     #[test]
     fn bf16_rounds_ties_to_even() {

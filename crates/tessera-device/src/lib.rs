@@ -13,14 +13,16 @@ mod codes;
 mod communicator;
 pub mod dtype;
 mod fingerprint;
+mod memory_use;
 mod timing_model;
 
 pub use call_data::{CallData, Scalar, check_input};
-pub use codes::{CODES, T0801, T0802};
+pub use codes::{CODES, T0801, T0802, T0803, T0804, T0805};
 pub use communicator::{
     CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, shard_ranges,
 };
 pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice, first_nonfinite};
+pub use memory_use::MemoryUse;
 pub use timing_model::TimingModel;
 
 use std::sync::Arc;
@@ -136,6 +138,9 @@ pub enum Fault {
     Aborted(String),
     /// The observer rejected a collective before it was issued; the text comes from the observer.
     Refused(String),
+    /// An op accessed memory that held no valid value for it (T0803); only a poisoned backend finds
+    /// this. The text names the op and the slot.
+    Poisoned(String),
 }
 
 /// Callbacks for the progress of a program. A backend may call them from its own thread.
@@ -287,6 +292,15 @@ pub trait Backend {
 
     /// Returns the bytes allocated for weights, buffers and temporaries.
     fn memory_bytes(&self) -> [u64; 3];
+
+    /// Returns the memory that the backend has allocated so far, and how its last run used it.
+    fn memory_use(&self) -> MemoryUse;
+
+    /// Makes later runs fill temporaries that hold no value with a NaN pattern, so that an access to
+    /// memory before it is written, or after it is freed, cannot pass for a result. A backend that
+    /// executes ops one by one checks every access and ends the run with [`Fault::Poisoned`]; a
+    /// device that replays whole programs fills its slots before each run.
+    fn poison_temporaries(&mut self);
 
     /// Returns the number of sums over ranks so far whose terms cancelled and were therefore added
     /// with compensation.

@@ -11,8 +11,8 @@ use common::{cpu_backend, open_cpu_backends, read_files};
 use tessera_base::Diagnostic;
 use tessera_cpu::CpuBackend;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, JoinedCommunicator, LoadedProgram, Observer,
-    ProgramHandle, T0801, WeightSource,
+    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, JoinedCommunicator, LoadedProgram,
+    MemoryUse, Observer, ProgramHandle, T0801, WeightSource,
 };
 use tessera_filetests::{BackendFactory, BackendUnderTest, ConformanceReport, Tolerance, run_conformance};
 use tessera_ir::{Program, Slots};
@@ -32,6 +32,26 @@ fn the_cpu_backend_agrees_with_the_reference() {
         let file = format!("eval/{group}.tir");
         assert!(report.passed.contains(&file), "{file} must run\n{report}");
     }
+}
+
+#[test]
+fn poisoned_memory_refuses_no_correct_program() {
+    let open = |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| {
+        let factories = open_cpu_backends(mesh, programs)?.into_iter();
+        Ok(factories
+            .map(|open| -> BackendFactory<CpuBackend> {
+                Box::new(move |place| {
+                    let mut backend = open(place)?;
+                    backend.poison_temporaries();
+                    Ok(backend)
+                })
+            })
+            .collect())
+    };
+    let backend = BackendUnderTest { open: &open, ..cpu_backend("poisoned cpu") };
+    let report = run_conformance(&backend, &read_files());
+    assert!(report.failed.is_empty(), "{report}");
+    assert!(report.executed_share() >= 0.8, "{report}");
 }
 
 /// A CPU backend with an injected defect.
@@ -142,6 +162,14 @@ impl Backend for FaultyBackend {
 
     fn memory_bytes(&self) -> [u64; 3] {
         self.inner.memory_bytes()
+    }
+
+    fn memory_use(&self) -> MemoryUse {
+        self.inner.memory_use()
+    }
+
+    fn poison_temporaries(&mut self) {
+        self.inner.poison_temporaries();
     }
 
     fn compensated_sums(&self) -> u64 {

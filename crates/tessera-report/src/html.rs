@@ -255,7 +255,7 @@ fn render_settings(r: &RunRecord) -> Markup {
 /// Returns the events in order of time, without the start-up reports, which `tessera record startup`
 /// prints.
 fn shown_events(r: &RunRecord) -> Vec<&RunEvent> {
-    let mut events: Vec<_> = r.events.iter().filter(|e| e.startup.is_none()).collect();
+    let mut events: Vec<_> = r.events.iter().filter(|e| !e.is_startup_report()).collect();
     events.sort_by_key(|e| e.at_ns);
     events
 }

@@ -16,6 +16,7 @@ pub mod flight;
 pub mod gantt;
 pub mod html;
 mod markup;
+mod memory_record;
 pub mod mermaid;
 pub mod overlap;
 pub mod perfetto;

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use tessera_base::Diagnostic;
 
 use crate::codes::{T0901, T0902};
+pub use crate::memory_record::{MEMORY_TOLERANCE_PERCENT, MemoryRecord, PhaseMemory, StartupMemory};
 
 /// Schema number that [`RecordLine::to_json`] writes and [`RunRecord::parse`] reads.
 pub const SCHEMA: u32 = 2;
@@ -225,6 +226,10 @@ pub struct RankChunk {
     pub state_digest: String,
     /// Digest of the collectives that the rank issued, hex.
     pub trace_digest: String,
+    /// Memory of the rank after the chunk; `None` if the rank allocates none, or in records of
+    /// earlier builds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryRecord>,
 }
 
 /// One phase on one stream of a rank.
@@ -300,6 +305,18 @@ pub struct RunEvent {
     /// The start-up report of a rank, for an event `startup`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub startup: Option<RankStartup>,
+    /// What a rank had allocated after the warm-up, for an event `memory`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<StartupMemory>,
+}
+
+impl RunEvent {
+    /// Returns whether the event is a report of a rank's start, which `tessera record startup` shows
+    /// and timelines leave out.
+    #[must_use]
+    pub fn is_startup_report(&self) -> bool {
+        self.startup.is_some() || self.memory.is_some()
+    }
 }
 
 /// What a rank reported once it was loaded, before the first call: its effective settings.
@@ -601,6 +618,7 @@ mod tests {
             event: "cut".into(),
             detail: "a \"hard\" one\n".into(),
             startup: None,
+            memory: None,
         });
         assert_eq!(
             event.to_json(),

@@ -7,7 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::{T0907, T0908};
 use crate::flight::{FlightEntry, FlightLog, FlightMark, PlanMatch};
-use crate::record::{RecordLine, RecordReader, RunRecord, RunStatus};
+use crate::record::{MemoryRecord, RecordLine, RecordReader, RunRecord, RunStatus};
 use crate::stats::nearest_rank_quantile;
 
 /// Event of a request that a cut dropped; its detail begins with `request N,`.
@@ -159,7 +159,7 @@ pub struct RunGate {
     pub verdict: GateVerdict,
 }
 
-/// Computes the gates of the pages *Control plane* and *Ids, epochs and replay* from a record and
+/// Computes the gates of the pages *Control plane*, *Ids, epochs and replay* and *KV caches* from a record and
 /// the flight records of its run.
 #[must_use]
 pub fn run_gates(record: &RunRecord, flights: &[FlightLog]) -> Vec<RunGate> {
@@ -171,6 +171,7 @@ pub fn run_gates(record: &RunRecord, flights: &[FlightLog]) -> Vec<RunGate> {
     let epochs: Vec<u64> = record.chunks.iter().map(|c| u64::from(c.cache_epoch)).collect();
     gates.push(order_gate("cache epochs", "never fall", &epochs, |a, b| a <= b));
     gates.push(exactly_once_gate(record));
+    gates.push(memory_gate(record));
     gates
 }
 
@@ -300,6 +301,21 @@ fn exactly_once_gate(record: &RunRecord) -> RunGate {
         (0, _) => unmeasured_gate(name, limit, "no request was settled"),
         (_, Some(first)) => new_gate(name, limit, first.clone(), false),
         _ => new_gate(name, limit, format!("{wanted} requests"), true),
+    }
+}
+
+/// The memory that ranks allocated, against the plan.
+fn memory_gate(record: &RunRecord) -> RunGate {
+    let (name, limit) = ("allocated memory against the plan", "within 5 % on every rank and chunk");
+    let ranks = record.chunks.iter().flat_map(|c| c.ranks.iter().map(move |r| (c.chunk, r)));
+    let measured = ranks.filter_map(|(chunk, r)| Some((chunk, r.rank, r.memory?)));
+    let deviation = |m: &MemoryRecord| m.deviation_percent().abs();
+    match measured.max_by(|a, b| deviation(&a.2).total_cmp(&deviation(&b.2))) {
+        None => unmeasured_gate(name, limit, "no rank reported its memory"),
+        Some((chunk, rank, m)) => {
+            let value = format!("{:+.1} % on rank {rank} in chunk {chunk}", m.deviation_percent());
+            new_gate(name, limit, value, m.agrees_with_plan())
+        }
     }
 }
 

@@ -108,7 +108,7 @@ impl Timeline {
                 }));
             }
         }
-        t.marks.extend(record.events.iter().filter(|e| e.startup.is_none()).map(|e| TimelineMark {
+        t.marks.extend(record.events.iter().filter(|e| !e.is_startup_report()).map(|e| TimelineMark {
             at_ns: e.at_ns,
             label: e.event.clone(),
             detail: e.detail.clone(),
@@ -277,6 +277,7 @@ pub(crate) mod tests {
                                 phases: vec![phase("decode", "decode", t + 9 * ms, t + 10 * ms, 0)],
                                 state_digest: "aa".into(),
                                 trace_digest: "bb".into(),
+                                memory: None,
                             },
                             RankChunk {
                                 rank: 1,
@@ -287,6 +288,7 @@ pub(crate) mod tests {
                                 ],
                                 state_digest: "cc".into(),
                                 trace_digest: "dd".into(),
+                                memory: None,
                             },
                         ],
                         pipeline: None,
@@ -299,6 +301,7 @@ pub(crate) mod tests {
                 event: "prompt".into(),
                 detail: "now </script> \"x\"".into(),
                 startup: None,
+                memory: None,
             }],
             end: Some(RunEnd {
                 status: RunStatus::Complete,

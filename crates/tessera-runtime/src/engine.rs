@@ -11,7 +11,7 @@ use crate::kv_cache::{CacheState, Transition};
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
 use crate::wire::{
-    CallAction, CallMeta, CallObservation, PhaseCall, Reload, ShardFingerprint, Tensor, Tensors,
+    CallAction, CallMeta, CallObservation, PhaseCall, RankMemory, Reload, ShardFingerprint, Tensor, Tensors,
 };
 use crate::{Digest, FailureClass};
 
@@ -20,7 +20,7 @@ use crate::{Digest, FailureClass};
 pub type AbortHandle = Arc<dyn Fn() + Send + Sync>;
 
 /// The measurements of one executed phase.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PhaseReport {
     /// Measured duration of the phase on this rank, in nanoseconds.
     pub ns: u64,
@@ -31,6 +31,8 @@ pub struct PhaseReport {
     pub trace: Digest,
     /// Reductions over ranks whose terms cancelled and that were summed with compensation.
     pub compensated: u64,
+    /// Bytes of temporaries that the phase wrote; 0 if the engine does not count them.
+    pub temporary_bytes: u64,
 }
 
 /// Whether an engine fault originates on this rank.
@@ -156,6 +158,12 @@ pub trait Engine {
     /// Returns the digests of this rank's weight shards. The runtime calls it once, after loading.
     fn weight_fingerprints(&self) -> Vec<ShardFingerprint> {
         Vec::new()
+    }
+
+    /// Returns the memory of this rank, with all its temporaries as unused; the runtime, which calls
+    /// it after each call's phases, subtracts the largest phase.
+    fn memory_use(&self) -> RankMemory {
+        RankMemory::default()
     }
 
     /// Returns the program counts since loading. The runtime calls it after each call's phases.
@@ -294,11 +302,15 @@ pub fn run_call(
         observed.collectives += phase_report.collectives;
         observed.compensated += phase_report.compensated;
         observed.phase_ns.push(phase_report.ns);
+        observed.phase_bytes.push(phase_report.temporary_bytes);
         trace.push((phase.program.as_str(), phase_report.trace));
     }
     run.check_call_end()?;
     observed.generator_calls = run.generator_calls;
     observed.trace = Digest::hash_trace(trace);
+    observed.memory = engine.memory_use();
+    let largest_phase = observed.phase_bytes.iter().max().copied().unwrap_or(0);
+    observed.memory.unused_bytes = observed.memory.unused_bytes.saturating_sub(largest_phase);
     if call.action == CallAction::Warmup {
         observed.new_programs = engine.program_count().warmed;
         engine.finish_warmup();

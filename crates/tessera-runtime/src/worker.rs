@@ -66,7 +66,7 @@ pub enum Event {
     /// The engine could not be loaded.
     EngineFailed(Failure),
     /// The engine finished the committed call, or failed in it.
-    CallEnded(Result<CallReport, EngineFault>),
+    CallEnded(Box<Result<CallReport, EngineFault>>),
     /// The control socket to the upstream rank closed; the text describes how.
     UpstreamGone(String),
     /// The launching process closed its socket to this rank; the worker ends with T0749.
@@ -168,19 +168,10 @@ impl Worker {
                 self.send_hello();
             }
             Event::EngineFailed(failure) => self.report_fault(failure, false),
-            Event::CallEnded(Ok(report)) => self.finish_call(report),
-            Event::CallEnded(Err(fault)) => {
-                // A rank that waited in vain is not at fault: only the leader sees all ranks.
-                let stalled = fault.kind == EngineFaultKind::Stalled;
-                let failure = Failure {
-                    class: fault.failure_class(),
-                    rank: (!stalled).then_some(self.config.rank),
-                    site: CheckSite::Worker,
-                    code: fault.code,
-                    text: fault.text,
-                };
-                self.report_fault(failure, stalled || fault.kind == EngineFaultKind::Aborted);
-            }
+            Event::CallEnded(outcome) => match *outcome {
+                Ok(report) => self.finish_call(report),
+                Err(fault) => self.report_engine_fault(fault),
+            },
             Event::UpstreamGone(how) if self.is_armed(&T0742) => {
                 let (above, who) = self.upstream_name();
                 let text = format!("{who} is gone: {how}");
@@ -404,6 +395,19 @@ impl Worker {
             reload: p.envelope.reload,
             inputs,
         })));
+    }
+
+    fn report_engine_fault(&mut self, fault: EngineFault) {
+        // A rank that waited in vain is not at fault: only the leader sees all ranks.
+        let stalled = fault.kind == EngineFaultKind::Stalled;
+        let failure = Failure {
+            class: fault.failure_class(),
+            rank: (!stalled).then_some(self.config.rank),
+            site: CheckSite::Worker,
+            code: fault.code,
+            text: fault.text,
+        };
+        self.report_fault(failure, stalled || fault.kind == EngineFaultKind::Aborted);
     }
 
     fn finish_call(&mut self, report: CallReport) {

@@ -56,6 +56,14 @@ fn every_message() -> Vec<Message> {
         new_programs: 2,
         digest_ns: 77,
         weights: plan_digest(),
+        memory: RankMemory {
+            allocated_bytes: 1 << 40,
+            workspace_bytes: 1,
+            peak_bytes: u64::MAX,
+            unused_bytes: 0,
+            slot_reuses: 300,
+        },
+        phase_bytes: vec![0, 1 << 33],
     };
     let fingerprint = ShardFingerprint {
         tensor: "ffn".into(),

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use tessera_base::{Code, Diagnostic};
 use tessera_device::{
-    AbortFn, Backend, CallData, Fault, MeshRank, ProgramHandle, Scalar, WeightSource, describe_slice,
+    AbortFn, Backend, CallData, Fault, MeshRank, ProgramHandle, Scalar, T0803, WeightSource, describe_slice,
 };
 use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Rank;
@@ -19,7 +19,7 @@ use tessera_runtime::engine::{
 use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
 use tessera_runtime::tripwire::{T0751, T0785};
-use tessera_runtime::wire::{Dtype, PhaseCall, ScalarArg, ShardFingerprint, Tensor, Tensors};
+use tessera_runtime::wire::{Dtype, PhaseCall, RankMemory, ScalarArg, ShardFingerprint, Tensor, Tensors};
 use tessera_runtime::{Digest, Failure, FailureClass, T0770};
 use tessera_verify::SealedPlan;
 
@@ -376,6 +376,19 @@ impl MeshEngine {
     }
 }
 
+/// Converts a fault of the backend; `refusal` is the code of a rejected collective.
+fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
+    match fault {
+        Fault::Refused(text) => EngineFault::from_tripwire(refusal, text),
+        Fault::Failed(text) => EngineFault::local_failure(text),
+        Fault::Stalled(text) => {
+            EngineFault { kind: EngineFaultKind::Stalled, ..EngineFault::local_failure(text) }
+        }
+        Fault::Aborted(text) => EngineFault::peer_abort(text),
+        Fault::Poisoned(text) => EngineFault::from_tripwire(&T0803, text),
+    }
+}
+
 impl Engine for MeshEngine {
     fn begin_call(&mut self, call: &ReadyCall) {
         self.weight_fingerprints.begin_call(call.action);
@@ -422,14 +435,8 @@ impl Engine for MeshEngine {
             progress,
         );
         let (start, before) = (Instant::now(), self.backend.compensated_sums());
-        self.backend.run(phase.loaded, &data, &mut guard).map_err(|f| match f {
-            Fault::Refused(text) => EngineFault::from_tripwire(guard.refusal_code(), text),
-            Fault::Failed(text) => EngineFault::local_failure(text),
-            Fault::Stalled(text) => {
-                EngineFault { kind: EngineFaultKind::Stalled, ..EngineFault::local_failure(text) }
-            }
-            Fault::Aborted(text) => EngineFault::peer_abort(text),
-        })?;
+        let run = self.backend.run(phase.loaded, &data, &mut guard);
+        run.map_err(|f| to_engine_fault(f, guard.refusal_code()))?;
         if self.executed.insert(call.program.clone()) {
             let new = if self.warmed_up {
                 &mut self.program_count.new_since_warmup
@@ -460,6 +467,7 @@ impl Engine for MeshEngine {
             collectives: phase.mesh_facts.collectives,
             trace: phase.mesh_facts.trace,
             compensated: self.backend.compensated_sums() - before,
+            temporary_bytes: self.backend.memory_use().run_temporary_bytes,
         })
     }
 
@@ -475,6 +483,17 @@ impl Engine for MeshEngine {
         let output = Tensor::from_f32("latents", shape, values);
         self.output_at_ns = thread_cpu_ns();
         output.map(Some).map_err(|d| EngineFault::local_failure(d.message))
+    }
+
+    fn memory_use(&self) -> RankMemory {
+        let used = self.backend.memory_use();
+        RankMemory {
+            allocated_bytes: used.allocated_bytes,
+            workspace_bytes: used.workspace_bytes,
+            peak_bytes: used.peak_bytes,
+            unused_bytes: used.temporary_bytes,
+            slot_reuses: used.slot_reuses,
+        }
     }
 
     fn program_count(&self) -> ProgramCount {

@@ -25,6 +25,7 @@ pub mod files;
 pub mod flight;
 pub mod gpu_placement;
 pub mod gpus;
+mod host_memory;
 mod html_writer;
 pub mod join;
 mod kernel_probe;

@@ -24,6 +24,7 @@ use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0016;
 use crate::files::{check_in_place, lost_output, write_error, write_file};
+use crate::host_memory::available_bytes;
 use crate::plan::Plan;
 use crate::rank_config::RankConfig;
 use crate::record::{MediaInterval, RecordWriter};
@@ -53,8 +54,12 @@ impl RunMediaPipeline {
         orders: &RankConfig,
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<RunMediaPipeline, Diagnostic> {
+        let mut codec = MediaCodec::load(plan, words, orders.delays.media)?;
+        if orders.poison {
+            codec.cpu.poison_temporaries();
+        }
         Ok(RunMediaPipeline {
-            codec: MediaCodec::load(plan, words, orders.delays.media)?,
+            codec,
             writer: FrameWriter::create(&plan.video, &orders.out, orders.png)?,
             chunks: orders.chunks,
             checks_output: orders.checks_output(),
@@ -162,6 +167,7 @@ impl MediaCodec {
         let (rank, sealed) = (Rank(0), &plan.sealed);
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
         let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+        available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
         let mut loaded = BTreeMap::new();
         for name in crate::plan::LEADER_PHASES {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
@@ -284,7 +290,11 @@ impl MediaCodec {
             *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
         let call = CallData { inputs: BTreeMap::from([(input, data)]), ..CallData::default() };
         self.cpu.run(program, &call, &mut NoopObserver).map_err(|f| match f {
-            Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) | Fault::Refused(t) => failed(t),
+            Fault::Failed(t)
+            | Fault::Stalled(t)
+            | Fault::Aborted(t)
+            | Fault::Refused(t)
+            | Fault::Poisoned(t) => failed(t),
         })?;
         self.cpu
             .output(output)

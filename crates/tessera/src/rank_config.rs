@@ -51,6 +51,8 @@ pub(crate) struct RankConfig {
     pub(crate) png: bool,
     /// Whether each rank writes the messages that it sends to a file.
     pub(crate) wire_dump: bool,
+    /// Whether each rank poisons temporaries that hold no value.
+    pub(crate) poison: bool,
     /// Synthetic times of decode, encode and generator; a stage without one takes its real time.
     pub(crate) delays: SyntheticDelays,
     /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
@@ -92,6 +94,7 @@ impl RankConfig {
             weights,
             png: options.png,
             wire_dump: options.wire_dump,
+            poison: options.poison,
             delays: options.delays,
             gpus: None,
             drill: options.drill.clone(),

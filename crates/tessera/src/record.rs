@@ -10,16 +10,19 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
+use tessera_device::T0805;
+pub use tessera_report::record::StartupMemory;
 use tessera_report::record::{
-    ChunkRecord, FailureCause, PhaseRecord, PipelineTimes, RankChunk, RankStartup, RecordLine, RunEnd,
-    RunEvent, RunStatus,
+    ChunkRecord, FailureCause, MEMORY_TOLERANCE_PERCENT, MemoryRecord, PhaseMemory, PhaseRecord,
+    PipelineTimes, RankChunk, RankStartup, RecordLine, RunEnd, RunEvent, RunStatus,
 };
 pub(crate) use tessera_report::record_check::DROPPED_EVENT;
 use tessera_runtime::leader::{CallRecord, RecordEntry};
-use tessera_runtime::wire::CallMeta;
+use tessera_runtime::wire::{CallAction, CallMeta, CallObservation};
 use tessera_runtime::{Failure, FailureClass, Parity};
 use tessera_verify::SealedPlan;
 
+use crate::engine::mesh_phases;
 use crate::files::{check_in_place, write_error};
 
 /// Name of the record file in a run directory.
@@ -51,6 +54,11 @@ pub(crate) struct RecordWriter {
     collective_counts: BTreeMap<(String, u32), u32>,
     /// Role of each rank, from the seal.
     roles: BTreeMap<u32, String>,
+    /// Bytes of weights, buffers and temporaries of each rank, from the seal, without the phases that
+    /// the leader runs beside the mesh.
+    planned_bytes: BTreeMap<u32, u64>,
+    /// Bytes of the slots of each phase on each rank, from the seal.
+    planned_slot_bytes: BTreeMap<(String, u32), u64>,
     /// Whether the end line is written; nothing follows it.
     ended: bool,
 }
@@ -103,6 +111,8 @@ impl RecordWriter {
             shared_device_intervals: None,
             collective_counts: BTreeMap::new(),
             roles: BTreeMap::new(),
+            planned_bytes: BTreeMap::new(),
+            planned_slot_bytes: BTreeMap::new(),
             ended: false,
         })
     }
@@ -125,10 +135,17 @@ impl RecordWriter {
         self.clock = RecordClock::Simulated(now_ns);
     }
 
-    /// Takes the role of each rank and its number of collectives in each phase from the seal.
+    /// Takes the role and memory of each rank, and its collectives and slots in each phase, from the
+    /// seal.
     pub(crate) fn set_plan(&mut self, plan: &SealedPlan) {
         for role in plan.roles() {
             self.roles.extend(role.ranks.iter().map(|r| (r.0, role.role.clone())));
+        }
+        for rank in plan.mesh().iter() {
+            let slots = mesh_phases(plan).filter_map(|phase| plan.rank_slots(phase, rank));
+            let temporaries = slots.map(|s| s.slot_bytes.iter().sum::<u64>()).max().unwrap_or(0);
+            let kept = plan.rank_memory(rank).map_or(0, |m| m.weights.0 + m.buffers.0);
+            self.planned_bytes.insert(rank.0, kept + temporaries);
         }
         for phase in plan.phase_names() {
             for rank in plan.mesh().iter() {
@@ -136,6 +153,8 @@ impl RecordWriter {
                     .collective_digest(phase, rank)
                     .map_or(0, |c| u32::try_from(c.collectives).unwrap_or(u32::MAX));
                 self.collective_counts.insert((phase.clone(), rank.0), n);
+                let slots = plan.rank_slots(phase, rank).map_or(0, |s| s.slot_bytes.iter().sum());
+                self.planned_slot_bytes.insert((phase.clone(), rank.0), slots);
             }
         }
     }
@@ -168,7 +187,56 @@ impl RecordWriter {
             event: event.into(),
             detail: detail.into(),
             startup: None,
+            memory: None,
         }))
+    }
+
+    /// Returns the memory of a rank beside the plan's; `None` if its engine allocates none.
+    fn memory_record(&self, rank: u32, observed: &CallObservation) -> Option<MemoryRecord> {
+        let m = observed.memory;
+        (m.allocated_bytes > 0).then(|| MemoryRecord {
+            planned_bytes: self.planned_bytes.get(&rank).copied().unwrap_or(0),
+            allocated_bytes: m.allocated_bytes,
+            workspace_bytes: m.workspace_bytes,
+            peak_bytes: m.peak_bytes,
+            unused_bytes: m.unused_bytes,
+            slot_reuses: m.slot_reuses,
+        })
+    }
+
+    /// Records what each rank had allocated after the warm-up, and a note if it differs from the plan
+    /// (T0805).
+    fn write_startup_memory(&mut self, call: &CallRecord) -> Result<(), Diagnostic> {
+        for (rank, observed) in &call.observed {
+            let Some(memory) = self.memory_record(*rank, observed) else { continue };
+            let names = call.plan.meta.iter().flat_map(|m| &m.phases).map(|p| &p.program);
+            let phases = names.zip(&observed.phase_bytes).map(|(phase, written)| PhaseMemory {
+                phase: phase.clone(),
+                planned_bytes: self.planned_slot_bytes.get(&(phase.clone(), *rank)).copied().unwrap_or(0),
+                written_bytes: *written,
+            });
+            let report = StartupMemory { rank: *rank, memory, phases: phases.collect() };
+            let (planned, allocated) = (memory.planned_bytes, memory.allocated_bytes);
+            let detail = format!(
+                "rank {rank} allocated {allocated} bytes, {:+.1} % of the planned {planned} bytes",
+                memory.deviation_percent()
+            );
+            if !memory.agrees_with_plan() {
+                let id = T0805.id;
+                self.write_event(
+                    "note",
+                    &format!("{id}: {detail}; the limit is {MEMORY_TOLERANCE_PERCENT} %"),
+                )?;
+            }
+            self.write_line(&RecordLine::Event(RunEvent {
+                at_ns: self.now_ns(),
+                event: "memory".into(),
+                detail,
+                startup: None,
+                memory: Some(report),
+            }))?;
+        }
+        Ok(())
     }
 
     fn write_startup(&mut self, rank: u32, settings: &Parity, tripwires: &[&str]) -> Result<(), Diagnostic> {
@@ -182,6 +250,7 @@ impl RecordWriter {
             event: "startup".into(),
             detail,
             startup: Some(RankStartup { rank, role, keys, tripwires }),
+            memory: None,
         }))
     }
 
@@ -218,6 +287,10 @@ impl RecordWriter {
     ) {
         let end = self.now_ns();
         let pipeline = self.pipeline_times(call, end);
+        if call.plan.action == CallAction::Warmup {
+            // If an event cannot be written, the first delivery fails too and reports the error.
+            let _ = self.write_startup_memory(call);
+        }
         let (Some(meta), Some(request), Some(settings)) = (&call.plan.meta, call.request, settings) else {
             return;
         };
@@ -253,6 +326,7 @@ impl RecordWriter {
                     phases,
                     state_digest: rank_times.state.to_string(),
                     trace_digest: rank_times.trace.to_string(),
+                    memory: self.memory_record(*rank, rank_times),
                 }
             })
             .collect();
@@ -384,7 +458,13 @@ impl RecordWriter {
             // A leader outside the mesh holds no caches and issues no collectives.
             None => line.ranks.insert(
                 0,
-                RankChunk { rank: 0, phases: own, state_digest: String::new(), trace_digest: String::new() },
+                RankChunk {
+                    rank: 0,
+                    phases: own,
+                    state_digest: String::new(),
+                    trace_digest: String::new(),
+                    memory: None,
+                },
             ),
         }
         self.write_line(&RecordLine::Chunk(line))

@@ -40,6 +40,8 @@ pub struct StreamOptions {
     pub png: bool,
     /// Whether every rank writes the messages that it sends to a file.
     pub wire_dump: bool,
+    /// Whether every rank poisons temporaries that hold no value, to find accesses in the wrong order.
+    pub poison: bool,
     /// Whether to run more ranks than cores.
     pub oversubscribe: bool,
     /// Synthetic delays, for measuring overlap.

@@ -100,6 +100,7 @@ impl Engine for ScriptedEngine {
             collectives: 1,
             trace: Digest::hash_bytes(phase.program.as_bytes()),
             compensated: 0,
+            temporary_bytes: 0,
         })
     }
 

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use tessera::files;
-use tessera::record::RECORD_FILE;
+use tessera::record::{RECORD_FILE, StartupMemory};
 use tessera::run_dir::read_flight_records;
-use tessera_base::Diagnostic;
+use tessera_base::{Bytes, Diagnostic};
 use tessera_tools::codes::T0036;
 use tessera_tools::record_check::{GateVerdict, check_record, run_gates};
 
@@ -106,17 +106,40 @@ fn print_startups(args: &RunArgs) -> CliResult {
     let Some(record) = record else { return Err(found.into()) };
     let mut out = String::new();
     for s in record.events.iter().filter_map(|e| e.startup.as_ref()) {
+        // The leader writes the memory of a rank after the warm-up, in an event of its own.
+        let memory = record.events.iter().filter_map(|e| e.memory.as_ref()).find(|m| m.rank == s.rank);
         match args.format {
-            OutputFormat::Json => out += &format!("{}\n", serde_json::to_value(s).unwrap_or_default()),
+            OutputFormat::Json => {
+                let mut report = serde_json::to_value(s).unwrap_or_default();
+                report["memory"] = serde_json::to_value(memory).unwrap_or_default();
+                out += &format!("{report}\n");
+            }
             OutputFormat::Text => {
                 out += &format!("rank {}, role {}\n", s.rank, s.role);
                 let tripwires = ("tripwires armed".to_string(), s.tripwires.join(" "));
-                out += &format_pairs(s.keys.iter().cloned().chain([tripwires]));
+                let memory = memory.into_iter().flat_map(memory_pairs);
+                out += &format_pairs(s.keys.iter().cloned().chain([tripwires]).chain(memory));
             }
         }
     }
     write_stdout(&out)?;
     Ok(0)
+}
+
+/// Describes the memory of a rank after the warm-up, and the temporaries of each of its phases.
+fn memory_pairs(report: &StartupMemory) -> Vec<(String, String)> {
+    let m = &report.memory;
+    let [planned, allocated, workspace] =
+        [m.planned_bytes, m.allocated_bytes, m.workspace_bytes].map(|b| Bytes(b).to_string());
+    let total = format!(
+        "{allocated} allocated, {planned} planned ({:+.1} %); {workspace} of workspaces beside the plan",
+        m.deviation_percent()
+    );
+    let phases = report.phases.iter().map(|p| {
+        let [written, planned] = [p.written_bytes, p.planned_bytes].map(|b| Bytes(b).to_string());
+        (format!("memory: {}", p.phase), format!("{written} of temporaries written, {planned} planned"))
+    });
+    [("memory".to_string(), total)].into_iter().chain(phases).collect()
 }
 
 fn compute_gates(args: &RunArgs) -> CliResult {

@@ -106,6 +106,14 @@ pub struct Args {
     #[arg(long)]
     pub wire_dump: bool,
 
+    /// Fill memory that holds no value with NaN, and stop at the first op that accesses such memory
+    ///
+    /// The run finds an op that reads a temporary before it is written, after it is freed, or without
+    /// an event after another stream's write. It is slower, and its output has the same bits. On GPUs,
+    /// temporaries are filled between programs only.
+    #[arg(long)]
+    pub poison: bool,
+
     /// Allow more ranks than CPU cores
     #[arg(long)]
     pub oversubscribe: bool,
@@ -192,12 +200,18 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 pub fn run(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
     args.simulated.check_device(args.device)?;
-    if args.wire_dump && args.device == RunDevice::Sim {
-        return Err(CliError::usage(
-            Diagnostic::error(&T0040, "--wire-dump requires ranks that send messages")
-                .with_label("--device sim", "all ranks are simulated in one process")
-                .with_hint("leave out --wire-dump, or run on another device"),
-        ));
+    let needs_ranks = [
+        ("--wire-dump", args.wire_dump, "ranks that send messages"),
+        ("--poison", args.poison, "ranks that compute values"),
+    ];
+    for (option, given, what) in needs_ranks {
+        if given && args.device == RunDevice::Sim {
+            return Err(CliError::usage(
+                Diagnostic::error(&T0040, format!("{option} requires {what}"))
+                    .with_label("--device sim", "all ranks are simulated in one process")
+                    .with_hint(format!("leave out {option}, or run on another device")),
+            ));
+        }
     }
     let (model, plan) = match &args.plan {
         None => {
@@ -237,6 +251,7 @@ pub fn run(args: &Args) -> CliResult {
         out_is_reserved: reserved.is_some(),
         png: args.png,
         wire_dump: args.wire_dump,
+        poison: args.poison,
         oversubscribe: args.oversubscribe,
         delays,
         device: args.device,

@@ -30,7 +30,9 @@ impl CpuBackend {
             _ => true,
         };
         let data: &[f32] = match op.operands.first() {
-            Some(v) if contributes => self.memory.view_value(&prepared.locations[v.0 as usize], call)?,
+            Some(v) if contributes => {
+                self.memory.view().view_value(&prepared.locations[v.0 as usize], call)?
+            }
             _ => &[],
         };
         let ticket =
@@ -51,9 +53,9 @@ impl CpuBackend {
         let deadline = Instant::now() + self.collective_timeout;
         let (seat, mut none) = (self.placement, Vec::new());
         let result = result_op.results.first();
-        let (memory, len) = match result.map(|r| &prepared.locations[r.0 as usize]) {
-            Some(ValueLocation::Slot(slot, len)) => (&mut self.memory.slots[*slot], *len),
-            _ => (&mut none, 0),
+        let memory = match result.map(|r| &prepared.locations[r.0 as usize]) {
+            Some(ValueLocation::Slot(place)) => &mut self.memory.temporaries[place.range()],
+            _ => &mut none[..],
         };
         let end = &mut self.endpoints[at];
         let me = end.transport.member_index();
@@ -61,7 +63,7 @@ impl CpuBackend {
         let collected = end.transport.collect(ticket, deadline, &mut |views| {
             if let (Some(r), OpByKind::Collective(collective)) = (result, prepared.views[issue].by_kind()) {
                 let cx = ResultContext { program: p, op, out_ty: p.type_of(*r), placement: &seat, me };
-                compensated = cx.write_result(collective, &mut memory[..len], views);
+                compensated = cx.write_result(collective, memory, views);
             }
         });
         self.compensated_sums += compensated;

@@ -6,7 +6,7 @@ use tessera_ir::{CommAxis, ComputeOp, Program, Type, ValueId, views};
 use tessera_mesh::AxisLayout;
 
 use super::data_movement::{add_modulation, compact_padding, pad_zeros, take_range};
-use super::memory::{BackendMemory, ValueLocation, WeightData};
+use super::memory::{MemoryView, ValueLocation, WeightData};
 use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
 use crate::kernels::{
@@ -28,15 +28,14 @@ impl CpuBackend {
         let Some(kernel) = &prepared.kernels[at] else {
             return Err(Fault::Failed(format!("{} has no kernel", op.opcode.name())));
         };
-        let ValueLocation::Slot(slot, len) = prepared.locations[op.results[0].0 as usize] else {
+        let ValueLocation::Slot(place) = prepared.locations[op.results[0].0 as usize] else {
             return Err(Fault::Failed(format!("the result of {} has no slot", op.opcode.name())));
         };
-        // The slot that is written is taken out of the memory, so that reads can borrow the rest.
-        let mut out = std::mem::take(&mut self.memory.slots[slot]);
+        let (memory, out) = self.memory.split_at_place(place);
         let inputs = KernelInputs {
             program: &prepared.program,
             locations: &prepared.locations,
-            memory: &self.memory,
+            memory,
             call,
             placement: self.placement,
         };
@@ -45,12 +44,10 @@ impl CpuBackend {
             pool: &self.pool,
             scratch: &mut self.scratch,
             tables: &mut self.rope_cache,
-            out: &mut out[..len],
+            out,
             out_ty: prepared.program.type_of(op.results[0]),
         };
-        let result = (kernel.0)(&mut run);
-        self.memory.slots[slot] = out;
-        result
+        (kernel.0)(&mut run)
     }
 }
 
@@ -58,7 +55,7 @@ impl CpuBackend {
 struct KernelInputs<'a> {
     program: &'a Program,
     locations: &'a [ValueLocation],
-    memory: &'a BackendMemory,
+    memory: MemoryView<'a>,
     call: &'a CallData<'a>,
     placement: MeshRank,
 }

@@ -6,13 +6,20 @@ use tessera_device::{CallData, Fault, Scalar};
 
 use crate::kernels::PackedWeight;
 
-/// Memory that holds the values of all loaded programs: weights, buffers and slots.
+const ELEMENT_BYTES: usize = size_of::<f32>();
+
+/// Memory that holds the values of all loaded programs: weights, buffers and temporaries.
 #[derive(Debug, Default)]
 pub(super) struct BackendMemory {
     pub(super) weights: Vec<WeightData>,
     pub(super) buffers: Vec<Vec<f32>>,
-    /// One set of slots for all programs, because only one program runs at a time.
-    pub(super) slots: Vec<Vec<f32>>,
+    /// One region for the slots of all programs, because only one program runs at a time. It has the
+    /// size of the program with the most temporaries; each program places its own slots in it.
+    pub(super) temporaries: Vec<f32>,
+    /// Elements of the largest value that the current or last run wrote to each slot.
+    written: Vec<usize>,
+    /// Results that were written to a slot that an earlier result of the same run had occupied.
+    pub(super) slot_reuses: u64,
 }
 
 #[derive(Debug)]
@@ -21,12 +28,26 @@ pub(super) enum WeightData {
     Packed(PackedWeight),
 }
 
-/// Where a value's elements are stored: a slot by index with its length in elements, a buffer by
-/// index with a range of elements, a weight by index, or the call data by name.
+/// The elements of the temporaries that a value occupies in its slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SlotPlace {
+    pub(super) slot: usize,
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+impl SlotPlace {
+    pub(super) fn range(self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+}
+
+/// Where a value's elements are stored: a place in a slot, a buffer by index with a range of elements,
+/// a weight by index, or the call data by name.
 #[derive(Debug, Clone)]
 pub(super) enum ValueLocation {
     Unallocated,
-    Slot(usize, usize),
+    Slot(SlotPlace),
     Buffer(usize, Range<usize>),
     Weight(usize),
     Input(String),
@@ -34,14 +55,71 @@ pub(super) enum ValueLocation {
 }
 
 impl BackendMemory {
-    /// Returns the elements of a value. A packed weight, a token and an absent input are faults.
-    pub(super) fn view_value<'a>(
-        &'a self,
+    /// Returns the bytes allocated for weights, buffers and temporaries, with spare capacity.
+    pub(super) fn allocated_bytes(&self) -> [u64; 3] {
+        let weights = self.weights.iter().map(|w| match w {
+            WeightData::Plain(v) => v.capacity() * ELEMENT_BYTES,
+            WeightData::Packed(p) => p.allocated_bytes(),
+        });
+        let buffers = self.buffers.iter().map(|b| b.capacity() * ELEMENT_BYTES);
+        [weights.sum::<usize>(), buffers.sum(), self.temporaries.capacity() * ELEMENT_BYTES].map(|n| n as u64)
+    }
+
+    /// Begins to count the slots that a run writes.
+    pub(super) fn begin_run(&mut self) {
+        self.written.clear();
+    }
+
+    /// Counts a result that was written to its place.
+    pub(super) fn count_result(&mut self, place: &ValueLocation) {
+        let ValueLocation::Slot(place) = place else { return };
+        self.written.resize(self.written.len().max(place.slot + 1), 0);
+        let written = &mut self.written[place.slot];
+        self.slot_reuses += u64::from(*written > 0);
+        *written = (*written).max(place.len);
+    }
+
+    /// Returns the bytes of slots that the current or last run wrote.
+    pub(super) fn run_temporary_bytes(&self) -> u64 {
+        (self.written.iter().sum::<usize>() * ELEMENT_BYTES) as u64
+    }
+
+    /// Returns a view of all values.
+    pub(super) fn view(&self) -> MemoryView<'_> {
+        let (weights, buffers) = (self.weights.as_slice(), self.buffers.as_slice());
+        MemoryView { weights, buffers, before: &self.temporaries, after: (self.temporaries.len(), &[]) }
+    }
+
+    /// Returns the elements at a place for writing, and a view of all other values.
+    pub(super) fn split_at_place(&mut self, place: SlotPlace) -> (MemoryView<'_>, &mut [f32]) {
+        let (before, rest) = self.temporaries.split_at_mut(place.start);
+        let (out, after) = rest.split_at_mut(place.len);
+        let after = (place.start + place.len, &*after);
+        (MemoryView { weights: &self.weights, buffers: &self.buffers, before, after }, out)
+    }
+}
+
+/// Values for reading: all of them, or all but those in a place that is written.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MemoryView<'a> {
+    pub(super) weights: &'a [WeightData],
+    buffers: &'a [Vec<f32>],
+    /// Temporaries in front of the place that is written.
+    before: &'a [f32],
+    /// First element of the temporaries behind that place, and these temporaries.
+    after: (usize, &'a [f32]),
+}
+
+impl<'a> MemoryView<'a> {
+    /// Returns the elements of a value. A packed weight, a token, an absent input and a value that
+    /// shares memory with the result are faults.
+    pub(super) fn view_value(
+        self,
         place: &ValueLocation,
         call: &'a CallData<'_>,
     ) -> Result<&'a [f32], Fault> {
         Ok(match place {
-            ValueLocation::Slot(s, len) => &self.slots[*s][..*len],
+            ValueLocation::Slot(place) => self.view_temporary(*place)?,
             ValueLocation::Buffer(b, range) => &self.buffers[*b][range.clone()],
             ValueLocation::Weight(w) => match &self.weights[*w] {
                 WeightData::Plain(v) => v,
@@ -61,6 +139,15 @@ impl BackendMemory {
             },
             ValueLocation::Unallocated => return Err(Fault::Failed("a token is read as data".into())),
         })
+    }
+
+    fn view_temporary(self, place: SlotPlace) -> Result<&'a [f32], Fault> {
+        let (after_start, after) = self.after;
+        let behind =
+            place.start.checked_sub(after_start).and_then(|start| after.get(start..start + place.len));
+        let shared =
+            || Fault::Failed(format!("slot {} holds an operand and the result of one op", place.slot));
+        self.before.get(place.range()).or(behind).ok_or_else(shared)
     }
 }
 

@@ -7,9 +7,12 @@ use tessera_base::Diagnostic;
 use tessera_device::{WeightSource, declared_graph};
 use tessera_ir::{DType, Op, OpView, Program, Slots, ValueId};
 
-use super::memory::ValueLocation;
+use super::memory::{SlotPlace, ValueLocation};
 use super::op_support::read_supported;
 use super::{CpuBackend, PreparedProgram};
+
+/// Elements to whose multiple the start of each slot is rounded: one cache line.
+const SLOT_ALIGNMENT: u64 = 16;
 
 impl CpuBackend {
     /// Loads the weights of a program and allocates what its values need beyond the memory of the
@@ -21,8 +24,8 @@ impl CpuBackend {
         weights: &mut dyn WeightSource,
     ) -> Result<PreparedProgram, Diagnostic> {
         let p = &**program;
-        self.grow_slots(&slots.slot_bytes);
-        let buffers = self.allocate_buffers(p);
+        let slot_starts = self.place_slots(p, slots)?;
+        let buffers = self.allocate_buffers(p)?;
         let (mut views, mut kernels) = (Vec::with_capacity(p.ops.len()), Vec::with_capacity(p.ops.len()));
         let mut locations = vec![ValueLocation::Unallocated; p.values.len()];
         let mut issue_ops = BTreeMap::new();
@@ -37,7 +40,7 @@ impl CpuBackend {
                 }
                 if !ty.is_token() {
                     locations[r.0 as usize] =
-                        self.locate_result(p, op, &view, *r, slots, &buffers, weights)?;
+                        self.locate_result(p, op, &view, *r, (slots, &slot_starts), &buffers, weights)?;
                 }
             }
             views.push(view);
@@ -54,29 +57,40 @@ impl CpuBackend {
         })
     }
 
-    fn grow_slots(&mut self, slot_bytes: &[u64]) {
-        for (i, bytes) in slot_bytes.iter().enumerate() {
-            let elements = (*bytes as usize).div_ceil(4);
-            match self.memory.slots.get_mut(i) {
-                Some(s) if s.len() >= elements => {}
-                Some(s) => s.resize(elements, 0.0),
-                None => self.memory.slots.push(vec![0.0; elements]),
-            }
+    /// Places the slots of a program one after another in the temporaries, which grow if needed, and
+    /// returns the first element of each.
+    fn place_slots(&mut self, p: &Program, slots: &Slots) -> Result<Vec<usize>, Diagnostic> {
+        let (mut starts, mut end) = (Vec::with_capacity(slots.slot_bytes.len()), 0_u64);
+        for bytes in &slots.slot_bytes {
+            starts.push(usize::try_from(end).unwrap_or(usize::MAX));
+            end = end
+                .saturating_add(bytes.div_ceil(4))
+                .checked_next_multiple_of(SLOT_ALIGNMENT)
+                .unwrap_or(u64::MAX);
         }
+        if (self.memory.temporaries.len() as u64) < end {
+            // The old memory is returned first, because no run reads what an earlier one wrote.
+            self.budget.give_back(self.memory.temporaries.len() as u64 * 4);
+            self.memory.temporaries = Vec::new();
+            self.memory.temporaries =
+                self.budget.allocate_zeros(&format!("temporaries of @{} of {}", p.name, p.role), end)?;
+        }
+        Ok(starts)
     }
 
     /// Returns the index of the backend's buffer for each buffer of a program.
-    fn allocate_buffers(&mut self, p: &Program) -> Vec<usize> {
+    fn allocate_buffers(&mut self, p: &Program) -> Result<Vec<usize>, Diagnostic> {
         let mut buffers = Vec::new();
         for b in &p.buffers {
             let next = self.memory.buffers.len();
             let i = *self.buffer_index.entry(b.name.clone()).or_insert(next);
             if i == next {
-                self.memory.buffers.push(vec![0.0; b.ty.element_count() as usize]);
+                let what = format!("buffer @{} of {}", b.name, p.role);
+                self.memory.buffers.push(self.budget.allocate_zeros(&what, b.ty.element_count())?);
             }
             buffers.push(i);
         }
-        buffers
+        Ok(buffers)
     }
 
     #[allow(clippy::too_many_arguments, reason = "one value of one op, and where values can lie")]
@@ -86,7 +100,7 @@ impl CpuBackend {
         op: &Op,
         view: &OpView,
         result: ValueId,
-        slots: &Slots,
+        (slots, slot_starts): (&Slots, &[usize]),
         buffers: &[usize],
         weights: &mut dyn WeightSource,
     ) -> Result<ValueLocation, Diagnostic> {
@@ -103,9 +117,12 @@ impl CpuBackend {
             }
             // The plan assigns a slot to every value that an op writes.
             _ => match slots.value_slots.get(result.0 as usize).copied().flatten() {
-                Some(s) => ValueLocation::Slot(s as usize, len),
-                None => {
-                    let why = "the plan assigns no memory to its result";
+                Some(s) if slots.slot_bytes.get(s as usize).is_some_and(|b| len as u64 <= b.div_ceil(4)) => {
+                    let slot = s as usize;
+                    ValueLocation::Slot(SlotPlace { slot, start: slot_starts[slot], len })
+                }
+                _ => {
+                    let why = "the plan assigns no memory to its result, or too little";
                     return Err(CpuBackend::unsupported_error(p, op, why));
                 }
             },

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use tessera_device::{CallData, Fault, Observer, check_input};
+use tessera_device::{Backend, CallData, Fault, Observer, check_input};
 use tessera_ir::{Op, OpByKind, Opcode, OrderOp, SinkOp, ValueId, views};
 
+use super::memory_check::MemoryCheck;
 use super::{CpuBackend, OutputValue, PreparedProgram};
 use crate::transport::Ticket;
 
@@ -25,10 +26,22 @@ impl CpuBackend {
         self.outputs.values_mut().for_each(|o| o.written = false);
         observer.on_launching(prepared.graph.as_ref()).map_err(Fault::Refused)?;
         let mut pending = PendingCollectives::new();
-        for i in 0..p.ops.len() {
+        self.memory.begin_run();
+        let mut check = self.is_poisoned.then(|| MemoryCheck::begin_run(p, &mut self.memory.temporaries));
+        for (i, op) in p.ops.iter().enumerate() {
             observer.on_progress(i as u32);
+            if let Some(check) = &mut check {
+                check.check_op(p, i, &prepared.locations, &self.memory.temporaries)?;
+            }
             self.run_op(prepared, i, call, &mut pending, observer)?;
+            for r in &op.results {
+                self.memory.count_result(&prepared.locations[r.0 as usize]);
+            }
+            if let Some(check) = &mut check {
+                check.end_op(p, i, &prepared.locations, &mut self.memory.temporaries);
+            }
         }
+        self.peak_bytes = self.memory_use().peak_bytes;
         Ok(())
     }
 
@@ -78,7 +91,7 @@ impl CpuBackend {
         v: &views::Output,
         call: &CallData<'_>,
     ) -> Result<(), Fault> {
-        let data = self.memory.view_value(&prepared.locations[v.x.0 as usize], call)?;
+        let data = self.memory.view().view_value(&prepared.locations[v.x.0 as usize], call)?;
         let name = op.name.as_deref().unwrap_or_default();
         if let Some(out) = self.outputs.get_mut(name) {
             out.written = true;
@@ -109,7 +122,7 @@ impl CpuBackend {
         // The buffer is taken out while its source is read, because the source may be another
         // buffer.
         let mut buffer = std::mem::take(&mut self.memory.buffers[b]);
-        let result = self.memory.view_value(source, call).and_then(|data| {
+        let result = self.memory.view().view_value(source, call).and_then(|data| {
             let start = usize::try_from(row).ok().and_then(|r| r.checked_mul(width));
             let end = start.and_then(|s| s.checked_add(data.len())).filter(|e| *e <= buffer.len());
             match (start, end) {

@@ -32,6 +32,13 @@ pub(super) struct WeightAuditCursor {
     rows: Vec<f32>,
 }
 
+impl WeightAuditCursor {
+    /// Elements for which the cursor holds memory.
+    pub(super) fn row_capacity(&self) -> usize {
+        self.rows.capacity()
+    }
+}
+
 impl CpuBackend {
     /// Returns the index of a weight op's shard, and loads it on first use.
     pub(super) fn load_weight(
@@ -62,6 +69,7 @@ impl CpuBackend {
             }
             key.packed = true;
         }
+        self.budget.take(&format!("weight {}", key.name), ty.element_count().saturating_mul(4))?;
         let mut piece = LoadedShard {
             name: key.name.clone(),
             ty: ty.clone(),

@@ -38,6 +38,12 @@ impl PackedWeight {
         PackedWeight { n, k, panels }
     }
 
+    /// Returns the bytes of the packed weight in memory, padding included.
+    #[must_use]
+    pub fn allocated_bytes(&self) -> usize {
+        self.panels.allocated_bytes()
+    }
+
     /// Returns (N, K) of the weight.
     #[must_use]
     pub fn shape(&self) -> (usize, usize) {

@@ -92,6 +92,13 @@ impl RopeCache {
         RopeCache::default()
     }
 
+    /// Returns the bytes of all cached tables.
+    #[must_use]
+    pub fn allocated_bytes(&self) -> usize {
+        let pairs = self.tables.iter().flat_map(|t| &t.axes).map(Vec::capacity).sum::<usize>();
+        pairs * size_of::<(f64, f64)>()
+    }
+
     /// Returns the tables of `spec`, computed on first use.
     pub fn get(&mut self, spec: RopeSpec) -> &RopeTables {
         match self.tables.iter().position(|t| t.spec == spec) {

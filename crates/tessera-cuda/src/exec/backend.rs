@@ -4,17 +4,17 @@
 
 use std::sync::Arc;
 
+use super::memory::place_in_order;
+use super::{CudaBackend, OneTimeCounts, PreparedProgram, cuda_error, weights};
+use crate::capabilities::FeatureMask;
+use crate::device_memory::{copy_to_host, held_bytes, widen_bf16};
+use crate::kernel_table::SPIN;
 use tessera_base::Diagnostic;
 use tessera_device::{
     AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, FingerprintHasher, JoinedCommunicator,
-    LoadedProgram, Observer, ProgramHandle, WeightSource,
+    LoadedProgram, MemoryUse, Observer, ProgramHandle, WeightSource,
 };
 use tessera_ir::{CapturedGraph, DType, Program, Slots};
-
-use super::{CudaBackend, OneTimeCounts, PreparedProgram, cuda_error, weights};
-use crate::capabilities::FeatureMask;
-use crate::device_memory::{copy_to_host, widen_bf16};
-use crate::kernel_table::SPIN;
 
 impl Backend for CudaBackend {
     fn load(
@@ -27,12 +27,7 @@ impl Backend for CudaBackend {
         self.gemms.set_frozen(false);
         self.attentions.set_frozen(false);
         let prepared = self.prepare_program(program, slots, weights)?;
-        for (i, bytes) in slots.slot_bytes.iter().enumerate() {
-            match self.slot_bytes.get_mut(i) {
-                Some(b) => *b = (*b).max(*bytes as usize),
-                None => self.slot_bytes.push(*bytes as usize),
-            }
-        }
+        self.slot_bytes = self.slot_bytes.max(place_in_order(&slots.slot_bytes).1);
         self.slot_memory = None;
         self.programs.push(prepared);
         Ok(ProgramHandle(self.programs.len() - 1))
@@ -176,8 +171,28 @@ impl Backend for CudaBackend {
         [
             self.weights.total_bytes(),
             self.buffers.iter().map(|b| b.memory.byte_len() as u64).sum(),
-            self.slot_bytes.iter().map(|b| *b as u64).sum::<u64>() + self.scratch_bytes() as u64,
+            self.slot_bytes + self.scratch_bytes() as u64,
         ]
+    }
+
+    fn memory_use(&self) -> MemoryUse {
+        let [weights, buffers, _] = self.memory_bytes();
+        let temporary_bytes = self.slot_memory.as_ref().map_or(0, |s| s.scratch_offset);
+        let (held, peak_bytes) = held_bytes();
+        let allocated_bytes = weights + buffers + temporary_bytes;
+        let used = self.last_program.map(|p| self.used_slots(p)).unwrap_or_default();
+        MemoryUse {
+            allocated_bytes,
+            workspace_bytes: held.saturating_sub(allocated_bytes),
+            peak_bytes,
+            temporary_bytes,
+            run_temporary_bytes: used.values().map(|(bytes, ..)| bytes).sum(),
+            slot_reuses: self.slot_reuses,
+        }
+    }
+
+    fn poison_temporaries(&mut self) {
+        self.is_poisoned = true;
     }
 
     fn compensated_sums(&self) -> u64 {

@@ -235,13 +235,15 @@ impl CudaBackend {
     /// address.
     pub(super) fn exchange_offsets(&mut self, program: usize) -> CudaResult<()> {
         let prepared = &self.programs[program];
-        let Some(slots) = self.slot_memory.as_ref() else { return cuda_failure("no memory for temporaries") };
+        if self.slot_memory.is_none() {
+            return cuda_failure("no memory for temporaries");
+        }
         if !self.groups.exchanged_programs.insert(program) {
             return Ok(());
         }
         let p = &prepared.program;
         let offset_of = |v: Option<ValueId>| match v.map(|v| prepared.locations[v.0 as usize]) {
-            Some(ValueLocation::Slot(s)) => slots.slot_offsets[s],
+            Some(ValueLocation::Slot(s)) => prepared.slot_offsets[s],
             _ => NO_OFFSET,
         };
         let mut wanted: Vec<Vec<(usize, u64, u64)>> = vec![Vec::new(); self.groups.routed_groups.len()];

@@ -1,11 +1,25 @@
 //! Places the memory of loaded programs, and finds the address of each value in it.
 
-use tessera_ir::{Op, ValueId};
+use std::collections::BTreeMap;
+
+use tessera_device::dtype::poison_word;
+use tessera_ir::{DType, Op, ValueId};
 
 use super::comm_groups::PAGE_BYTES;
 use super::{CudaBackend, SlotMemory, ValueLocation};
 use crate::device_memory::{ALIGNMENT, DeviceMemory};
 use crate::driver::{CudaError, CudaResult, cuda_failure};
+
+/// Returns the offset of each slot of a program, one behind the other, and their end, in bytes.
+pub(super) fn place_in_order(slot_bytes: &[u64]) -> (Vec<u64>, u64) {
+    let mut end = 0_u64;
+    let offsets = slot_bytes.iter().map(|bytes| {
+        let offset = end;
+        end += bytes.next_multiple_of(ALIGNMENT);
+        offset
+    });
+    (offsets.collect(), end)
+}
 
 impl CudaBackend {
     /// Allocates the slots, once all programs that will run are loaded.
@@ -13,11 +27,7 @@ impl CudaBackend {
         if self.slot_memory.is_some() {
             return Ok(());
         }
-        let (mut offsets, mut end) = (Vec::new(), 0_u64);
-        for bytes in &self.slot_bytes {
-            offsets.push(end);
-            end += (*bytes as u64).next_multiple_of(ALIGNMENT);
-        }
+        let end = self.slot_bytes;
         let memory = DeviceMemory::new((end as usize + self.scratch_bytes()).next_multiple_of(PAGE_BYTES))?;
         memory.zero_fill()?;
         self.one_time_counts.slot_allocations += 1;
@@ -29,9 +39,35 @@ impl CudaBackend {
             std::mem::forget(memory);
             return Err(e);
         }
-        self.slot_memory = Some(SlotMemory { memory, slot_offsets: offsets, scratch_offset: end });
+        self.slot_memory = Some(SlotMemory { memory, scratch_offset: end });
         // The slot addresses have changed, so captured graphs are invalid.
         self.programs.iter_mut().for_each(|p| (p.graph, p.traced_graph, p.has_run) = (None, None, false));
+        Ok(())
+    }
+
+    /// Returns the slots that a program writes: of each the largest value in bytes, the dtype of its
+    /// first value, and the number of values.
+    pub(super) fn used_slots(&self, program: usize) -> BTreeMap<usize, (u64, DType, u64)> {
+        let own = &self.programs[program];
+        let mut used = BTreeMap::new();
+        for (value, location) in own.program.values.iter().zip(&own.locations) {
+            if let ValueLocation::Slot(s) = location {
+                let (bytes, _, values) = used.entry(*s).or_insert((0, value.ty.dtype, 0));
+                *bytes = value.ty.byte_size().0.max(*bytes);
+                *values += 1;
+            }
+        }
+        used
+    }
+
+    /// Fills the slots of a program with NaN of the dtype that each holds first.
+    pub(super) fn fill_slots_with_poison(&self, program: usize) -> CudaResult<()> {
+        let Some(slots) = &self.slot_memory else { return Ok(()) };
+        for (slot, (bytes, dtype, _)) in self.used_slots(program) {
+            let words =
+                slots.memory.slice(self.programs[program].slot_offsets[slot], bytes.div_ceil(4) as usize)?;
+            words.fill(poison_word(dtype))?;
+        }
         Ok(())
     }
 
@@ -48,7 +84,7 @@ impl CudaBackend {
             ValueLocation::Slot(s) => {
                 let slots =
                     self.slot_memory.as_ref().ok_or_else(|| CudaError("no memory for temporaries".into()))?;
-                slots.memory.device_address() + slots.slot_offsets[s]
+                slots.memory.device_address() + own.slot_offsets[s]
             }
             ValueLocation::Buffer(b, bytes) => self.buffers[b].memory.device_address() + bytes,
             ValueLocation::Weight(w) => self.weights.shard_address(w),

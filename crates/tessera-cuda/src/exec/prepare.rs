@@ -12,6 +12,7 @@ use super::launch::StepWork;
 use super::launch::attention::attention_scratch_bytes;
 use super::launch::dispatch::build_step;
 use super::launch::site::{LaunchSite, row_bytes};
+use super::memory::place_in_order;
 use super::rope_tables::{RopeTables, plan_rope_tables};
 use super::transfer_batches::TransferBatches;
 use super::{CudaBackend, DeviceBuffer, HostOutput, PreparedProgram, ValueLocation, cuda_error};
@@ -63,6 +64,7 @@ impl CudaBackend {
             comm_offloads: plan_comm_offloads(p, slots, &steps),
             steps,
             scratch_bytes: end as usize,
+            slot_offsets: place_in_order(&slots.slot_bytes).0,
             program: Arc::clone(program),
             views: views.into(),
             locations: layout.locations,

@@ -77,6 +77,9 @@ impl CudaBackend {
         observer.on_launching(graph).map_err(Fault::Refused)?;
         self.has_unfinished_run = true;
         self.place_slots().map_err(broken)?;
+        if self.is_poisoned {
+            self.fill_slots_with_poison(program).map_err(broken)?;
+        }
         self.exchange_offsets(program).map_err(broken)?;
         self.groups.reset_progress();
         Ok(())
@@ -97,6 +100,8 @@ impl CudaBackend {
             o.is_current = o.program == program;
         }
         self.has_unfinished_run = false;
+        self.last_program = Some(program);
+        self.slot_reuses += self.used_slots(program).values().map(|(_, _, values)| values - 1).sum::<u64>();
         Ok(())
     }
 

@@ -223,6 +223,9 @@ fn describe_failure(rank: usize, end: &RankEnd) -> Option<String> {
         RankEnd::Fault(Fault::Stalled(why)) => Some(format!("rank {rank} stalled: {why}")),
         RankEnd::Fault(Fault::Aborted(why)) => Some(format!("rank {rank} was aborted: {why}")),
         RankEnd::Fault(Fault::Refused(why)) => Some(format!("rank {rank} had a collective rejected: {why}")),
+        RankEnd::Fault(Fault::Poisoned(why)) => {
+            Some(format!("rank {rank} read memory without a value: {why}"))
+        }
         RankEnd::Panicked(why) => Some(format!("rank {rank} panicked: {why}")),
         RankEnd::Hangs => Some(format!("rank {rank} hangs")),
     }

@@ -102,6 +102,23 @@ fn gates_follow_from_the_chunks_of_a_run() {
 }
 
 #[test]
+fn memory_that_differs_from_the_plan_by_more_than_its_limit_fails_its_gate() {
+    let name = "allocated memory against the plan";
+    let mut record = sample(3);
+    assert_eq!(verdict(&run_gates(&record, &[]), name), GateVerdict::NotMeasured);
+    for (allocated_bytes, expected) in [
+        (1_050_000, GateVerdict::Pass),
+        (950_000, GateVerdict::Pass),
+        (1_051_000, GateVerdict::Fail),
+        (900_000, GateVerdict::Fail),
+    ] {
+        let memory = MemoryRecord { planned_bytes: 1_000_000, allocated_bytes, ..MemoryRecord::default() };
+        record.chunks[1].ranks[0].memory = Some(memory);
+        assert_eq!(verdict(&run_gates(&record, &[]), name), expected, "{allocated_bytes}");
+    }
+}
+
+#[test]
 fn a_refusal_passes_with_one_code_within_its_limit() {
     let mut record = sample(1);
     record.end.as_mut().unwrap().cause = Some(FailureCause {

@@ -68,7 +68,6 @@ pub(super) enum SocketEvent {
 }
 
 /// An event for one of the state machines of a process.
-#[expect(clippy::large_enum_variant, reason = "few events wait at a time")]
 enum QueuedEvent<E> {
     Machine(E),
     Local(worker::Event),

@@ -62,7 +62,7 @@ impl LocalRank {
             EngineEvent::NotLoaded(failure) => Event::EngineFailed(failure),
             EngineEvent::CallEnded(outcome) => {
                 self.busy = false;
-                Event::CallEnded(*outcome)
+                Event::CallEnded(outcome)
             }
         })
     }

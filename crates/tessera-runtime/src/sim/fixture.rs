@@ -145,7 +145,7 @@ impl Engine for HashEngine {
             bytes.extend(tensor.data());
         }
         self.state = Digest::hash_bytes(&bytes).0.to_vec();
-        Ok(PhaseReport { ns: 0, collectives: facts.collectives, compensated: 0, trace: facts.trace })
+        Ok(PhaseReport { collectives: facts.collectives, trace: facts.trace, ..PhaseReport::default() })
     }
 
     fn reset(&mut self) {

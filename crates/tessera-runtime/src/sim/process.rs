@@ -418,6 +418,6 @@ impl<W: World> Sim<W> {
                 run_call(engine, &running.call, &sim_rank.programs, &mut sim_rank.cache, &tripwires, &|_| {})
             }
         };
-        self.step_worker(rank, worker::Event::CallEnded(outcome));
+        self.step_worker(rank, worker::Event::CallEnded(Box::new(outcome)));
     }
 }

@@ -298,6 +298,26 @@ pub struct CallObservation {
     pub digest_ns: u64,
     /// Digest of the weights that this call hashed again or loaded; zeros if none were due.
     pub weights: Digest,
+    /// Memory of this rank at the end of the call.
+    pub memory: RankMemory,
+    /// Bytes of temporaries that each phase wrote, in order of the phases.
+    pub phase_bytes: Vec<u64>,
+}
+
+/// Memory that a rank's backend has allocated, measured at its allocations. All values are 0 for an
+/// engine that allocates none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct RankMemory {
+    /// Bytes of weights, buffers and temporaries, which the plan states too.
+    pub allocated_bytes: u64,
+    /// Bytes beyond the plan: scratch memory, tables and copies of outputs.
+    pub workspace_bytes: u64,
+    /// Largest sum of the two since the start of the rank.
+    pub peak_bytes: u64,
+    /// Bytes allocated for temporaries that no phase of the call wrote.
+    pub unused_bytes: u64,
+    /// Results since the start of the rank that reused the memory of an earlier result.
+    pub slot_reuses: u64,
 }
 
 /// A rank's report that a call is finished.

@@ -263,6 +263,7 @@ impl Engine for FakeEngine {
             ns: self.phase_ns,
             collectives: collectives_of(&phase.program),
             compensated: 0,
+            temporary_bytes: 0,
             trace: trace_of(&phase.program),
         };
         let mut bytes = std::mem::take(&mut self.state);

@@ -300,7 +300,7 @@ impl Net {
             if let Some((way, origin, message)) = self.wire.pop_front() {
                 self.carry_message(way, origin, message);
             } else if let Some((rank, outcome)) = self.finished_calls.pop_front() {
-                self.step_worker(rank, worker::Event::CallEnded(outcome));
+                self.step_worker(rank, worker::Event::CallEnded(Box::new(outcome)));
             } else if self.deliver && !self.undelivered.is_empty() {
                 if let Some((chunk, epoch, latents)) = self.undelivered.pop_front() {
                     let event = if epoch < self.min_epoch {

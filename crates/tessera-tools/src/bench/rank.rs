@@ -317,6 +317,10 @@ fn read_case_sigma(model: &Model) -> Result<f32, Diagnostics> {
 }
 
 fn fault_error(f: &Fault) -> Diagnostics {
-    let (Fault::Failed(why) | Fault::Stalled(why) | Fault::Aborted(why) | Fault::Refused(why)) = f;
+    let (Fault::Failed(why)
+    | Fault::Stalled(why)
+    | Fault::Aborted(why)
+    | Fault::Refused(why)
+    | Fault::Poisoned(why)) = f;
     bench_error(why.clone())
 }

@@ -66,7 +66,7 @@ impl DrillEngine {
         let facts = self.programs.get(&phase.program).ok().filter(|f| f.collectives == 0)?;
         self.injector.mark_fired();
         self.skipped.push(phase.program.clone());
-        Some(PhaseReport { ns: 0, collectives: 0, trace: facts.trace, compensated: 0 })
+        Some(PhaseReport { trace: facts.trace, ..PhaseReport::default() })
     }
 
     /// Changes one element of the first weight that can be changed and whose name contains `part`.

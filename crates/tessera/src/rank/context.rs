@@ -30,6 +30,7 @@ use crate::engine::{EngineBackend, MeshEngine, build_program_index, mesh_phases}
 use crate::environment::{environment_keys, process_environment};
 use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
+use crate::host_memory::available_bytes;
 use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
 use crate::model::Model;
 use crate::parity::{ExecutorState, rank_parity};
@@ -90,6 +91,8 @@ pub(crate) struct RankContext {
     pub(super) gpus: Option<GpuRankConfig>,
     /// File for the messages that this rank sends, if they are written at all.
     pub(super) wire_dump: Option<PathBuf>,
+    /// Whether the backend poisons temporaries that hold no value.
+    pub(super) poison: bool,
     /// Fault injector of this rank; `None` outside of drills.
     pub(super) fault_injector: Option<FaultInjector>,
 }
@@ -109,6 +112,7 @@ impl RankContext {
             peers: None,
             gpus: None,
             wire_dump: None,
+            poison: false,
             fault_injector: None,
             plan,
         }
@@ -122,6 +126,7 @@ impl RankContext {
     /// Applies the GPU configuration and the drill of a rank.
     pub(super) fn apply_config(&mut self, orders: &RankConfig, rank: Rank) {
         self.gpus.clone_from(&orders.gpus);
+        self.poison = orders.poison;
         self.wire_dump = orders.wire_dump.then(|| dump_path(&orders.out, rank.0));
         let Some(arming) = &orders.drill else { return };
         let hand = FaultInjector::new(arming, rank, &orders.out);
@@ -219,11 +224,12 @@ impl RankContext {
         let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
+        let poison = self.poison;
         Box::new(move || {
             let mut weights =
                 Model::open_for_plan(&model, &plan)?.open_weights().map_err(first_diagnostic)?;
             let order = drill.as_ref().map_or(JoinOrder::OfPlan, FaultInjector::join_order);
-            let backend = match &gpus {
+            let mut backend = match &gpus {
                 None => build_cpu_backend(&plan, rank, threads, communicators, order)?,
                 Some(on) => {
                     let check = tripwires.is_armed(&T0757);
@@ -233,6 +239,9 @@ impl RankContext {
                     EngineBackend::Leaked(Box::leak(Box::new(cuda)))
                 }
             };
+            if poison {
+                backend.poison_temporaries();
+            }
             let engine = match &drill {
                 None => MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?,
                 Some(hand) => load_with_fault(&plan, rank, backend, &mut weights, (hand, &tripwires))?,
@@ -344,5 +353,7 @@ fn build_cpu_backend(
     let pool =
         Pool::new(threads).map_err(|e| Diagnostic::error(&T0017, format!("threads of rank {rank}: {e}")))?;
     let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
-    Ok(Box::new(CpuBackend::new(mesh_rank, pool, ends, COLLECTIVE_PATIENCE)).into())
+    let mut cpu = CpuBackend::new(mesh_rank, pool, ends, COLLECTIVE_PATIENCE);
+    available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
+    Ok(Box::new(cpu).into())
 }
