@@ -43,9 +43,26 @@ fn path_text(p: &Path) -> &str {
     p.to_str().unwrap()
 }
 
+/// Runs a search and returns its report. The exit status is 1 exactly if one of its gates fails.
+#[track_caller]
+fn run_report(args: &[&str]) -> String {
+    let o = run_tessera(args);
+    let page = String::from_utf8(o.stdout).unwrap();
+    let fails = page.lines().any(|line| line.starts_with("  FAIL "));
+    let err = String::from_utf8_lossy(&o.stderr);
+    assert_eq!(o.status.code(), Some(i32::from(fails)), "{args:?}: {err}");
+    page
+}
+
+/// Returns the report as JSON. The exit status is 1 exactly if one of its gates fails.
 fn json_output(args: &[&str]) -> Value {
-    let out = run_with_status(0, &[args, &["--format", "json"]].concat());
-    serde_json::from_str(&out).unwrap()
+    let o = run_tessera(&[args, &["--format", "json"]].concat());
+    let out = String::from_utf8(o.stdout).unwrap();
+    let v: Value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{args:?}: {e}: {out}"));
+    let gates = v["best"][0]["gates"].as_array().map_or(&[][..], Vec::as_slice);
+    let fails = gates.iter().any(|g| g["status"] == "fail");
+    assert_eq!(o.status.code(), Some(i32::from(fails)), "{args:?}");
+    v
 }
 
 /// Checks that legal and rejected candidates add up to those considered.
@@ -116,7 +133,7 @@ fn recipes_of_144_ranks_build_on_two_racks_and_are_flagged() {
         assert_eq!(gate("mesh.domain"), "fail", "some ep groups span both racks");
         assert!(v["best"][0]["link_bytes"]["network"].as_f64().unwrap() > 0.0);
         // A warning of the recipe in the text report.
-        let page = run_with_status(0, &args);
+        let page = run_report(&args);
         assert_contains(&page, &["T1223", "ep groups have members in several domains", "FAIL"]);
         // The largest loss comes first, with numbers.
         let third = page.lines().nth(2).unwrap();
@@ -150,14 +167,14 @@ fn recipes_of_144_ranks_build_on_two_racks_and_are_flagged() {
 fn uneven_heads_and_experts_are_estimated_or_rejected_if_strict() {
     let priced =
         ["128 heads over tp=12 are 10.67 each", "3.12 % longer", "4096 experts over ep=6 are 682.67 each"];
-    assert_contains(&run_with_status(0, &["plan", "--recipe", "A"]), &priced);
+    assert_contains(&run_report(&["plan", "--recipe", "A"]), &priced);
     assert_fails(
         1,
         &["plan", "--recipe", "A", "--strict"],
         &["error[T1221]", "error[T1222]", priced[0], priced[2]],
     );
     assert_contains(
-        &run_with_status(0, &["plan", "--recipe", "sr-moe"]),
+        &run_report(&["plan", "--recipe", "sr-moe"]),
         &["4096 experts over ep=9 are 455.11 each: 1 rank has 456"],
     );
 }
@@ -221,7 +238,7 @@ fn counts_of_a_search_add_up() {
     assert_eq!((best_pin(&v, "tp"), best_pin(&v, "pp")), ("8".to_string(), "1".to_string()));
     // The text report gives the source and the uncertainty of its numbers.
     assert_contains(
-        &run_with_status(0, &args),
+        &run_report(&args),
         &["a step, ± ", "no program was lowered", "was not measured by this project"],
     );
     // The parts add up to the step.
@@ -236,7 +253,7 @@ fn an_estimate_folder_contains_report_numbers_timeline_and_hints() {
     let folder = dir.path().join("rack");
     let args = ["plan", "--recipe", "throughput-training", "--devices", "144", "--pin", "scheme=ulysses"];
     assert_contains(
-        &run_with_status(0, &[&args[..], &["--out", path_text(&folder)]].concat()),
+        &run_report(&[&args[..], &["--out", path_text(&folder)]].concat()),
         &["report.html", "timeline.json", "env.sh"],
     );
     let read = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
@@ -289,7 +306,7 @@ fn the_same_query_gives_the_same_bytes() {
     let files = ["estimate.json", "timeline.json", "timeline.mmd", "env.sh"];
     let ask = |name: &str, model: &[&str]| {
         let folder = dir.path().join(name);
-        run_with_status(0, &[&["plan"], model, &["--out", path_text(&folder)]].concat());
+        run_report(&[&["plan"], model, &["--out", path_text(&folder)]].concat());
         files.map(|f| fs::read(folder.join(f)).unwrap())
     };
     let rack = ["--recipe", "sr-moe"];
@@ -315,7 +332,7 @@ fn charts_of_a_plan_are_read_by_check() {
     let mut charts = Vec::new();
     for (name, asked, says) in cases {
         let folder = dir.path().join(name);
-        run_with_status(0, &[&["plan"], asked, &["--out", path_text(&folder)]].concat());
+        run_report(&[&["plan"], asked, &["--out", path_text(&folder)]].concat());
         let chart = folder.join("timeline.mmd");
         let o = run_tessera(&["check", path_text(&chart)]);
         let (out, err) = (String::from_utf8(o.stdout).unwrap(), String::from_utf8(o.stderr).unwrap());
@@ -346,14 +363,14 @@ fn prefetching_hides_the_fetches_that_it_predicts() {
     let (blind, seen) = (fetch(&[]), fetch(&["--prefetch-hit-rate", "0.8"]));
     assert!(seen < blind && fetch(&["--prefetch-hit-rate", "0"]) == blind, "{seen} {blind}");
     assert_contains(
-        &run_with_status(0, &[&cold[..], &["--prefetch-hit-rate", "0.8"]].concat()),
+        &run_report(&[&cold[..], &["--prefetch-hit-rate", "0.8"]].concat()),
         &["a predictor names 80 % of the cold ones"],
     );
 }
 
 #[test]
 fn json_contains_the_numbers_of_the_report() {
-    let page = run_with_status(0, &["plan", "--recipe", "B", "--routing", "power:1.2"]);
+    let page = run_report(&["plan", "--recipe", "B", "--routing", "power:1.2"]);
     let v = json_output(&["plan", "--recipe", "B", "--routing", "power:1.2"]);
     let dropped = v["best"][0]["dropped"].as_f64().unwrap() * 100.0;
     assert!(dropped > 50.0);
@@ -386,8 +403,11 @@ fn json_contains_the_numbers_of_the_report() {
 #[test]
 fn exit_statuses_match_the_help() {
     let help = run_with_status(0, &["plan", "--help"]);
-    let table =
-        ["Exit status:\n  0  a plan", "\n  1  no mapping is legal", "\n  2  the command line is wrong"];
+    let table = [
+        "Exit status:\n  0  a plan",
+        "\n  1  a gate of the report fails",
+        "\n  2  the command line is wrong",
+    ];
     assert_contains(&help, &table);
     // The request is valid, and the answer is no.
     assert_fails(1, &["plan", "--recipe", "C"], &["T1220"]);
@@ -407,8 +427,13 @@ fn exit_statuses_match_the_help() {
         ],
     );
     run_with_status(1, &["plan", "--recipe", "sr-moe", "--objective", "deadline=0.001ms"]);
-    // A failed gate does not change the exit status.
-    run_with_status(0, &["plan", "--recipe", "B", "--routing", "power:1.2"]);
+    // A failed gate is a failed check; the report and its folder are complete.
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("plan");
+    let out = ["--out", path_text(&folder)];
+    let page = run_with_status(1, &[&["plan", "--recipe", "B", "--routing", "power:1.2"], &out[..]].concat());
+    assert_contains(&page, &["  FAIL ", "gates failed: ", "timeline.json"]);
+    assert!(folder.join("report.html").exists() && folder.join("timeline.json").exists());
     // The request is invalid.
     assert_fails(2, &["plan", "no/such/model"], &["T0010"]);
     assert_fails(2, &["plan", "no/such/model", "--cluster", "laptop"], &["T0047"]);

@@ -4,7 +4,7 @@ mod labels;
 mod question;
 
 use serde_json::json;
-use tessera_base::{Diagnostics, Nanoseconds};
+use tessera_base::{Diagnostics, GateStatus, Nanoseconds};
 use tessera_cost::intervals::Interval;
 use tessera_mesh::MemoryTier;
 use tessera_plan::search::timeline::{BLOCK_LAYERS, draw_timeline as drawn};
@@ -13,7 +13,7 @@ use tessera_plan::search::{
     search,
 };
 use tessera_report::html::{
-    EstimatePage, EstimateVerdict, GateVerdict, HeadlineNumber, PlanGate, RoleMemoryRow, TimelineChart,
+    EstimatePage, EstimateVerdict, HeadlineNumber, PlanGate, RoleMemoryRow, TimelineChart,
 };
 use tessera_report::timeline::Timeline;
 
@@ -206,8 +206,8 @@ fn fill_report(sheet: &mut EstimateReport, q: &SearchQuery, outcome: &SearchOutc
 
 /// Fills the verdict and the recommendation, which name the gates that fail or warn.
 fn fill_verdict(page: &mut EstimatePage, q: &SearchQuery, outcome: &SearchOutcome, best: &RankedCandidate) {
-    let missed = best.gates.iter().filter(|g| g.status == gates::GateStatus::Fail).count();
-    let warned = best.gates.iter().filter(|g| g.status == gates::GateStatus::Warn).count();
+    let missed = best.gates.iter().filter(|g| g.status == GateStatus::Fail).count();
+    let warned = best.gates.iter().filter(|g| g.status == GateStatus::Warn).count();
     page.verdict = if missed + warned > 0 { EstimateVerdict::Warn } else { EstimateVerdict::Good };
     let dropped = match best.dropped_share * 100.0 {
         pct if pct >= 1.0 => format!("; {pct:.0} % of the assignments to experts are dropped"),
@@ -295,18 +295,13 @@ fn memory_rows(q: &SearchQuery, best: &RankedCandidate) -> Vec<RoleMemoryRow> {
 fn gate_row(g: &gates::GateResult) -> PlanGate {
     PlanGate {
         title: g.title.to_string(),
-        value: if g.status == gates::GateStatus::NotApplicable {
+        value: if g.status == GateStatus::NotApplicable {
             "–".to_string()
         } else {
             format_amount(g.value, g.unit)
         },
         limit: format_amount(g.threshold, g.unit),
-        verdict: match g.status {
-            gates::GateStatus::Pass => GateVerdict::Pass,
-            gates::GateStatus::Warn => GateVerdict::Warn,
-            gates::GateStatus::Fail => GateVerdict::Fail,
-            gates::GateStatus::NotApplicable => GateVerdict::NotApplicable,
-        },
+        verdict: g.status,
         explanation: g.explanation.clone(),
     }
 }

@@ -5,8 +5,9 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use serde_json::json;
+use tessera_base::GateStatus;
 use tessera_cost::intervals::{Interval, IntervalKind};
-use tessera_report::html::{EstimatePage, EstimateVerdict, GateVerdict, render_estimate};
+use tessera_report::html::{EstimatePage, EstimateVerdict, render_estimate};
 use tessera_report::timeline::{RankName, Timeline, TimelineSpan};
 
 /// The report of a search by estimate, with the contents of its output files.
@@ -34,6 +35,12 @@ impl EstimateReport {
     #[must_use]
     pub fn is_feasible(&self) -> bool {
         self.page.verdict != EstimateVerdict::Rejected
+    }
+
+    /// Returns whether a gate fails. A failed gate rejects no mapping.
+    #[must_use]
+    pub fn has_failed_gate(&self) -> bool {
+        self.page.gates.iter().any(|g| g.verdict == GateStatus::Fail)
     }
 
     /// Copies the page's verdict, warnings, mitigations and advice tables into the JSON. A table
@@ -108,10 +115,8 @@ impl EstimateReport {
         push_table(&mut out, "memory of the fullest rank", memory.collect(), &[1]);
         let gates = p.gates.iter().map(|g| {
             let word = match g.verdict {
-                GateVerdict::Pass => "pass",
-                GateVerdict::Warn => "warn",
-                GateVerdict::Fail => "FAIL",
-                GateVerdict::NotApplicable => "n/a",
+                GateStatus::Fail => "FAIL",
+                other => other.name(),
             };
             vec![word.to_string(), g.title.clone(), g.value.clone(), g.limit.clone()]
         });

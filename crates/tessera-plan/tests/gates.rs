@@ -1,10 +1,11 @@
 //! Tests each gate at its threshold, and the message that names the dominant term.
 
+use tessera_base::GateStatus;
 use tessera_cost::moe::{Routing, expert_load};
 use tessera_cost::tiers::{KvResidency, LayerTimes, SegmentReads, replay_reads, simulate_prefetch};
 use tessera_plan::search::gates::{
-    ExchangeGateInputs, ExpertGateInputs, GateInputs, GateResult, GateStatus, GroupGateInputs,
-    MemoryGateInputs, ReplicaGateInputs, evaluate_gates,
+    ExchangeGateInputs, ExpertGateInputs, GateInputs, GateResult, GroupGateInputs, MemoryGateInputs,
+    ReplicaGateInputs, evaluate_gates,
 };
 use tessera_plan::search::thresholds::Thresholds;
 

@@ -2,14 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-use tessera_base::{Diagnostic, Severity};
+use tessera_base::{Diagnostic, GateStatus, Severity};
 use tessera_cost::moe::Routing;
 use tessera_cost::params::{ExpertStorage, KvCacheStorage, TpScheme};
 use tessera_cost::{MachineModel, Profile};
 use tessera_ir::analytic_model::AnalyticModel;
 use tessera_mesh::{Axis, Cluster, MemoryTier, Mesh, catalog};
 use tessera_models::zoo;
-use tessera_plan::search::gates::GateStatus;
 use tessera_plan::search::placement::check_placement;
 use tessera_plan::search::recipe::{self, Recipe, neighbour_meshes};
 use tessera_plan::search::{MemoryUse, Reason, SearchOutcome, search};

@@ -12,7 +12,7 @@ use tessera_models::zoo;
 use tessera_plan::search::gates::GateStatus;
 use tessera_plan::search::{
     Candidate, Job, MemoryUse, Objective, Pins, RankedCandidate, Reason, SearchOutcome, SearchQuery,
-    SearchSpace, StepEstimate, WhyVerdict, estimate_candidate, explain_pins, gates, search,
+    SearchSpace, StepEstimate, WhyVerdict, estimate_candidate, explain_pins, search,
 };
 
 const TRAIN: Job = Job::Train { batch: 96, sequence: 2048 };
@@ -550,7 +550,7 @@ fn cold_experts_hide_as_far_as_a_predictor_names_them() {
         let gate = best.gates.iter().find(|g| g.id == "experts.prefetch").expect("known gate");
         (gate.value, gate.status)
     };
-    assert_eq!(gate(0.0), (0.0, gates::GateStatus::Fail));
+    assert_eq!(gate(0.0), (0.0, tessera_base::GateStatus::Fail));
     let (window, _) = gate(1.0);
     assert!(window >= 1.0, "{window}");
 }

@@ -10,8 +10,8 @@ mod tests;
 mod time;
 
 pub use estimate::{
-    AdviceTable, EstimatePage, EstimateVerdict, FailureModeAdvice, GateVerdict, MAX_MAPPINGS, PlanGate,
-    TimelineChart, render_estimate,
+    AdviceTable, EstimatePage, EstimateVerdict, FailureModeAdvice, MAX_MAPPINGS, PlanGate, TimelineChart,
+    render_estimate,
 };
 pub use layout::HeadlineNumber;
 pub use plan::{CollectiveTotalsRow, MAX_TEXT_BYTES, PlanView, ProgramView, RoleMemoryRow};

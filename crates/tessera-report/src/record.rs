@@ -49,6 +49,9 @@ pub struct RunStart {
     pub schema: u32,
     /// Version of tessera that wrote the record.
     pub tessera: String,
+    /// Build and machine of the leader; `None` in a simulated run, and in records of earlier builds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<Box<RunHost>>,
     /// Digest of the sealed plan, hex.
     pub plan: String,
     /// Name of the model, for display.
@@ -101,6 +104,15 @@ pub struct RunStart {
     /// Description of the simulated machine; `None` if the times are real.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
+}
+
+/// What the times of a run depend on besides its plan.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunHost {
+    /// Version and digest of the executable.
+    pub build: String,
+    /// The processors that the run could use, such as `8 x NVIDIA H200`.
+    pub machine_shape: String,
 }
 
 /// Kind of device that ran a plan.

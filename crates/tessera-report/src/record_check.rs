@@ -3,19 +3,49 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
-use tessera_base::{Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics, GateStatus};
 
 use crate::codes::{T0907, T0908};
 use crate::flight::{FlightEntry, FlightLog, FlightMark, PlanMatch};
-use crate::record::{MemoryRecord, RecordLine, RecordReader, RunRecord, RunStatus};
+use crate::record::{ChunkRecord, MemoryRecord, RecordLine, RecordReader, RunRecord, RunStatus};
 use crate::stats::nearest_rank_quantile;
 
 /// Event of a request that a cut dropped; its detail begins with `request N,`.
 pub const DROPPED_EVENT: &str = "dropped";
 /// Codes up to this one refuse a message before any rank runs its call.
 const LAST_REFUSAL_CODE: &str = "T0735";
-/// Limits of the time from the decision to the commit, in nanoseconds: p50 and p99.
-const COMMIT_LIMITS_NS: [(usize, u64); 2] = [(50, 300_000), (99, 1_000_000)];
+/// Chunks at the beginning of a run that the gates of the commit leave out: the first call waits for
+/// pages, caches and connections that every later call finds.
+pub const COMMIT_WARM_UP_CHUNKS: usize = 1;
+
+/// A gate of the time from the decision to the commit.
+struct CommitGate {
+    name: &'static str,
+    percent: usize,
+    limit_ns: u64,
+    limit: &'static str,
+    /// Number of counted chunks below which the gate is withheld.
+    min_chunks: usize,
+}
+
+/// The median needs a few chunks. Below 100 chunks, the 99th percentile is the maximum, and one chunk
+/// would decide it.
+const COMMIT_GATES: [CommitGate; 2] = [
+    CommitGate {
+        name: "decision to commit, p50",
+        percent: 50,
+        limit_ns: 300_000,
+        limit: "at most 300 µs",
+        min_chunks: 20,
+    },
+    CommitGate {
+        name: "decision to commit, p99",
+        percent: 99,
+        limit_ns: 1_000_000,
+        limit: "at most 1 ms",
+        min_chunks: 100,
+    },
+];
 /// Limit of the time from an envelope to the end of the run that it fails, in nanoseconds.
 const REFUSAL_LIMIT_NS: u64 = 1_000_000_000;
 
@@ -123,40 +153,17 @@ fn check_totals(record: &RunRecord, found: &mut Diagnostics) {
     }
 }
 
-/// Verdict of a gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GateVerdict {
-    /// The value is within its limit.
-    Pass,
-    /// The value exceeds its limit.
-    Fail,
-    /// The run holds nothing from which the value follows.
-    NotMeasured,
-}
-
-impl GateVerdict {
-    /// Returns the word that tables and JSON show, such as `not measured`.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            GateVerdict::Pass => "pass",
-            GateVerdict::Fail => "fail",
-            GateVerdict::NotMeasured => "not measured",
-        }
-    }
-}
-
 /// One gate of the manual, computed from what a run left behind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunGate {
     /// What the gate measures.
     pub name: &'static str,
-    /// The value of this run, with its unit; the reason if the verdict is `NotMeasured`.
+    /// The value of this run, with its unit; the reason if there is none.
     pub value: String,
     /// The limit, in the words of the manual.
     pub limit: &'static str,
-    /// Result of the comparison.
-    pub verdict: GateVerdict,
+    /// Result of the comparison; `NotApplicable` or `NotMeasured` if there is no value.
+    pub verdict: GateStatus,
 }
 
 /// Computes the gates of the pages *Control plane*, *Ids, epochs and replay* and *KV caches* from a record and
@@ -176,36 +183,42 @@ pub fn run_gates(record: &RunRecord, flights: &[FlightLog]) -> Vec<RunGate> {
 }
 
 fn new_gate(name: &'static str, limit: &'static str, value: String, passes: bool) -> RunGate {
-    let verdict = if passes { GateVerdict::Pass } else { GateVerdict::Fail };
+    let verdict = if passes { GateStatus::Pass } else { GateStatus::Fail };
     RunGate { name, value, limit, verdict }
 }
 
 fn unmeasured_gate(name: &'static str, limit: &'static str, why: &str) -> RunGate {
-    RunGate { name, value: why.to_string(), limit, verdict: GateVerdict::NotMeasured }
+    RunGate { name, value: why.to_string(), limit, verdict: GateStatus::NotMeasured }
 }
 
-/// The time from the decision to the commit, of which the wait for the previous call is no part.
+/// The gates of the time from the decision to the commit. The first [`COMMIT_WARM_UP_CHUNKS`] chunks are
+/// left out, and a gate is withheld below its number of chunks.
 fn commit_gates(record: &RunRecord) -> Vec<RunGate> {
-    let times: Vec<u64> = record
-        .chunks
-        .iter()
-        .filter_map(|c| {
-            let p = c.pipeline?;
-            let since_decision = c.start_ns.saturating_sub(p.decided_ns);
-            Some(if p.period_ns == 0 { since_decision } else { since_decision.min(p.idle_ns) })
-        })
-        .collect();
-    let names = ["decision to commit, p50", "decision to commit, p99"];
-    let limits = ["at most 300 µs", "at most 1 ms"];
-    std::iter::zip(COMMIT_LIMITS_NS, names.into_iter().zip(limits))
-        .map(|((percent, limit_ns), (name, limit))| {
-            if times.is_empty() {
-                return unmeasured_gate(name, limit, "no chunk has pipeline times");
-            }
-            let ns = nearest_rank_quantile(&times, percent);
-            new_gate(name, limit, format!("{:.1} µs", ns as f64 / 1e3), ns <= limit_ns)
-        })
-        .collect()
+    let counted = record.chunks.iter().skip(COMMIT_WARM_UP_CHUNKS);
+    let times: Vec<u64> = counted.filter_map(control_plane_ns).collect();
+    let gate = |CommitGate { name, percent, limit_ns, limit, min_chunks }: &CommitGate| {
+        let count = times.len();
+        if count < *min_chunks {
+            let why = format!("{count} chunks after the warm-up, {min_chunks} needed");
+            return unmeasured_gate(name, limit, &why);
+        }
+        let ns = nearest_rank_quantile(&times, *percent);
+        new_gate(name, limit, format!("{:.1} µs over {count} chunks", ns as f64 / 1e3), ns <= *limit_ns)
+    };
+    COMMIT_GATES.iter().map(gate).collect()
+}
+
+/// Returns the time that the control plane took for a call, in nanoseconds: from the decision until the
+/// last rank was ready, and from the moment when the ranks were ready and the previous call was done
+/// until the commit. The wait of ready ranks for the previous call is no part. `None` for a chunk
+/// without pipeline times.
+fn control_plane_ns(c: &ChunkRecord) -> Option<u64> {
+    let p = c.pipeline?;
+    let until_ready = p.ready_ns.saturating_sub(p.decided_ns);
+    let after_ready = c.start_ns.saturating_sub(p.ready_ns);
+    // The first call of a run has no previous call to wait for.
+    let until_commit = if p.period_ns == 0 { after_ready } else { after_ready.min(p.idle_ns) };
+    Some(until_ready + until_commit)
 }
 
 /// The time in which a bad message ended the run, and the number of codes that the ranks raised.
@@ -216,7 +229,8 @@ fn refusal_gate(record: &RunRecord, flights: &[FlightLog]) -> RunGate {
         .and_then(|c| c.code.as_deref())
         .filter(|code| code.starts_with("T07") && *code <= LAST_REFUSAL_CODE);
     if refused.is_none() {
-        return unmeasured_gate(name, limit, "no message was refused");
+        let verdict = GateStatus::NotApplicable;
+        return RunGate { name, value: "no message was refused".to_string(), limit, verdict };
     }
     let marks = |flight: &FlightLog| -> Vec<(u64, FlightMark)> {
         let marks = flight.lines.iter().filter_map(|l| match &l.entry {

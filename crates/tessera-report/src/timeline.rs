@@ -226,6 +226,7 @@ pub(crate) mod tests {
             start: RunStart {
                 schema: SCHEMA,
                 tessera: "0.1.0".into(),
+                host: Some(Box::default()),
                 plan: "ab12".repeat(16),
                 model: "demo".into(),
                 mesh: "tp=2,pp=1".into(),

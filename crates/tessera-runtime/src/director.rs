@@ -334,8 +334,7 @@ fn frame_timesteps(timestep: f32, chunk_frames: u32) -> ScalarArg {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program_index::{ArgKind, PhaseKind, ProgramInfo};
-    use crate::wire::PhaseCall;
+    use crate::program_index::{ArgKind, ProgramInfo};
 
     fn program_index() -> ProgramIndex {
         let mut programs = Vec::new();
@@ -493,21 +492,5 @@ mod tests {
         let mut bad = spec(CacheRegime::Resident, 9);
         (bad.bias, bad.steps[1].sigma) = (0.0, 2.0);
         assert_eq!(Director::new(bad).expect_err("refused").len(), 3);
-    }
-
-    // proves: C-07
-    #[test]
-    fn argument_order_does_not_change_a_phase() {
-        let args: Vec<(String, ScalarArg)> = (0..6)
-            .map(|i| (format!("a{i}"), ScalarArg::from_f32(if i == 3 { -f32::NAN } else { i as f32 })))
-            .collect();
-        let want = PhaseCall::new("denoise", args.clone());
-        let mut order = args;
-        for i in 0..1000usize {
-            let n = order.len();
-            order.swap(i % n, (i * 7 + 3) % n);
-            assert_eq!(PhaseCall::new("denoise", order.clone()), want);
-        }
-        assert!(PhaseKind::from_program("denoise.fill3").is_some_and(PhaseKind::is_generator));
     }
 }

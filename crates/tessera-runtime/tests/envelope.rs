@@ -121,6 +121,15 @@ fn a_recompute_call_accepts_only_its_own_context() {
     assert_eq!(check(vec![good, prompt_tensor(1)]), Some("T0735"));
 }
 
+// proves: K-08
+#[test]
+fn keys_or_values_of_a_cache_in_a_message_are_refused() {
+    let (mut e, before) = second_call();
+    assert_eq!(refusal_codes(&e, &before), [] as [&str; 0]);
+    e.tensors.0.push(Tensor::from_f32("kv.0.k", &[4], &[0.0; 4]).expect("fits"));
+    assert_eq!(refusal_codes(&e, &before), ["T0735"]);
+}
+
 #[test]
 fn actions_without_payload_carry_none() {
     let (e, before) = second_call();

@@ -228,21 +228,37 @@ fn invalid_contents_in_a_valid_frame_are_refused() {
     assert_eq!(code(reframe(&context, |_, t| t.extend([0; 4]))), "T0706", "bytes outside the manifest");
 }
 
+/// Returns the frame of an envelope with one phase of these arguments.
+fn encode_call(args: Vec<(String, ScalarArg)>) -> Vec<u8> {
+    let mut e = envelope();
+    e.meta.as_mut().expect("a call").phases = vec![PhaseCall::new("denoise", args)];
+    encode(0, &Message::Envelope(Box::new(e))).expect("fits")
+}
+
+// proves: C-07
+#[test]
+fn argument_order_does_not_change_the_bytes_of_an_envelope() {
+    let args: Vec<(String, ScalarArg)> = (0..6)
+        .map(|i| (format!("a{i}"), ScalarArg::from_f32(if i == 3 { -f32::NAN } else { i as f32 })))
+        .collect();
+    let want = encode_call(args.clone());
+    let mut order = args;
+    for i in 0..1000usize {
+        let n = order.len();
+        order.swap(i % n, (i * 7 + 3) % n);
+        assert_eq!(encode_call(order.clone()), want, "order {i}");
+    }
+    order[0].1 = ScalarArg::from_f32(9.5);
+    assert_ne!(encode_call(order), want, "another value has other bytes");
+}
+
 // proves: C-07
 #[test]
 fn a_nan_has_one_encoding() {
-    let call = |x: f32| {
-        Message::Envelope(Box::new({
-            let mut e = envelope();
-            if let Some(m) = &mut e.meta {
-                m.phases = vec![PhaseCall::new("p", vec![("x".into(), ScalarArg::from_f32(x))])];
-            }
-            e
-        }))
-    };
+    let call = |x: f32| encode_call(vec![("x".into(), ScalarArg::from_f32(x))]);
     let (a, b) = (f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff));
-    assert_eq!(encode(0, &call(a)), encode(0, &call(b)));
-    assert_ne!(encode(0, &call(0.0)), encode(0, &call(-0.0)));
+    assert_eq!(call(a), call(b));
+    assert_ne!(call(0.0), call(-0.0));
     assert!(F32Bits::try_from(0x7fc0_0001).is_err() && F32Bits::try_from(0x7fc0_0000).is_ok());
 }
 

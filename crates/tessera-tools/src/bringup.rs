@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use tessera::plan::Plan;
 use tessera::run_dir::{self, RunDir};
-use tessera_base::{Bytes, Diagnostic, Diagnostics};
+use tessera_base::{Bytes, Diagnostic, Diagnostics, GateStatus};
 use tessera_ir::{OpView, Opcode, Program};
 use tessera_mesh::Axis;
 use tessera_plan::search::thresholds::Thresholds;
@@ -72,6 +72,18 @@ impl ItemStatus {
             ItemStatus::Blocked => "blocked",
             ItemStatus::Unanswered => "open",
             ItemStatus::Fail => "fail",
+        }
+    }
+}
+
+impl From<ItemStatus> for GateStatus {
+    /// A blocked item counts as not measured: the runs meet it, but it does not pass.
+    fn from(status: ItemStatus) -> GateStatus {
+        match status {
+            ItemStatus::Pass => GateStatus::Pass,
+            ItemStatus::NotApplicable => GateStatus::NotApplicable,
+            ItemStatus::Blocked | ItemStatus::Unanswered => GateStatus::NotMeasured,
+            ItemStatus::Fail => GateStatus::Fail,
         }
     }
 }

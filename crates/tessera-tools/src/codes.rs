@@ -97,4 +97,12 @@ twice or is not a whole number of tokens, before a process starts.";
     the meta lists. This file cannot be opened, or it ends inside a frame. The process that wrote it may have been killed; the frames \
     before are complete, and the message gives the offset of the frame that is cut short.\n\n`tessera stream --wire-dump` writes such a \
     file for each rank, into the folder wire of the run.";
+
+    T0063: "gates do not allow a run in performance mode",
+    "`tessera stream --performance` starts only if the file of --gate-record shows that the checks came first: every gate \
+    in it passes or does not apply, and the runs behind the gates completed with the same plan, build and kind of machine, not longer \
+    ago than --max-gate-age. The message names each reason. A gate that was withheld, for example because the run was too short, does \
+    not pass.\n\nRun the plan without --performance, then write the file with `tessera record gates RUN --gate-record FILE` or \
+    `tessera bringup RUN RUN RUN --gate-record FILE`. `--override-gates REASON` starts the run anyway; the terminal, record.jsonl and the \
+    report then show the reason.";
 }

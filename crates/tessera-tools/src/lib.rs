@@ -15,11 +15,13 @@ pub mod codes;
 pub mod doctor;
 pub mod drawings;
 pub mod drill;
+pub mod gate_record;
 pub mod measure;
 pub mod trace;
 pub mod wire_dump;
 
 pub use codes::CODES;
+pub use tessera_report::record::RunHost;
 pub use tessera_report::record_check;
 
 use tessera_base::Registry;

@@ -24,9 +24,36 @@ pub fn format_utc(seconds: u64) -> String {
     format!("{year:04}-{month:02}-{date:02}T{:02}:{:02}:{:02}Z", rest / 3600, rest / 60 % 60, rest % 60)
 }
 
+/// Parses what [`format_utc`] writes, in seconds since 1970; `None` for any other text.
+#[must_use]
+pub fn parse_utc(text: &str) -> Option<u64> {
+    let mut fields = [0u64; 6];
+    for (field, digits) in fields.iter_mut().zip(text.split(['-', 'T', ':', 'Z'])) {
+        *field = digits.parse().ok()?;
+    }
+    let [year, month, date, hours, minutes, seconds] = fields;
+    // Years begin on 1 March, so that a leap day is the last day of its year.
+    let (y, m) = if month > 2 { (year, month - 3) } else { (year.checked_sub(1)?, month + 9) };
+    let days = 365 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + date;
+    let seconds = days.checked_sub(719_469)? * 86_400 + hours * 3600 + minutes * 60 + seconds;
+    (format_utc(seconds) == text).then_some(seconds)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::format_utc;
+    use super::{format_utc, parse_utc};
+
+    #[test]
+    fn dates_read_back_as_instants_and_nothing_else_does() {
+        for seconds in [0, 951_782_399, 951_782_400, 951_868_800, 1_795_219_261, 4_107_542_400] {
+            assert_eq!(parse_utc(&format_utc(seconds)), Some(seconds));
+        }
+        for text in
+            ["", "on a simulated clock", "2026-02-30T00:00:00Z", "2026-11-21T00:00:00", "9-9-9T9:9:9Z"]
+        {
+            assert_eq!(parse_utc(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn instants_read_as_dates() {

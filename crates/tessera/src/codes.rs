@@ -43,11 +43,6 @@ plan. The usual cause is a memory limit of the container.";
     "The options request something impossible: no chunks at all, a chunk that is both cut and flushed, more chunks than a simulation can hold, or a change at a chunk that the stream never \
 reaches. Chunks are counted from 0; a change at chunk N takes effect when chunk N begins.";
 
-    T0019: "a rank of an in-process run failed",
-    "The plan ran with its ranks as threads of one process, and one rank failed or deviated from the plan. The \
-message is that rank's own. `tessera stream` runs the same plan with one process per rank and leaves a record of what \
-happened.";
-
     T0025: "program file cannot be read",
     "A program file is UTF-8 text, usually named .tir, and contains one or more programs. The operating system refused to \
     open this file, or it contains something else or nothing. To check a whole plan, name the plan's folder instead.";

@@ -89,8 +89,12 @@ pub static VARIABLES: &[Variable] = variables! {
         "NCCL_VERSION" "Label of a container image; library versions are compared",
         "NVIDIA_DRIVER_CAPABILITIES" "What a container may use",
         "NVIDIA_VISIBLE_DEVICES" "GPUs of this container; their model is compared",
+        "TESSERA_BIN" "Path of the executable that tests start; its digest is compared",
         "TESSERA_CUDA_LIBS" "Folders of libraries; their versions are compared",
+        "TESSERA_FILETESTS" "Folder of files that tests read",
         "TESSERA_KERNELS" "Folder of a cache",
+        "TESSERA_REQUIRE_GPUS" "Number of GPUs without which tests fail",
+        "TESSERA_ROOT" "Folder of the project for tests; no rank reads it",
     }
 };
 
@@ -149,6 +153,8 @@ mod tests {
         let keys = environment_keys([
             set("NCCL_ALGO", "Ring"),
             set("NCCL_HOSTID", "a"),
+            set("TESSERA_ROOT", "/a"),
+            set("TESSERA_BIN", "/a/tessera"),
             set("NCCL_FUTURE", &long),
             set("PATH", "/bin"),
         ]);

@@ -3,8 +3,8 @@
 //!
 //! [`Model`] reads a model folder, [`plan::plan_model`] plans and seals the model, [`Plan::write`]
 //! and [`Plan::read`] store a plan in a folder, [`stream`] runs a plan as processes on this host,
-//! [`join`] runs one rank that an external launcher started, [`local`] runs a plan as threads of
-//! this process, and [`sim`] simulates it on another machine.
+//! [`join`] runs one rank that an external launcher started, and [`sim`] simulates a plan on another
+//! machine.
 //!
 //! This crate does not know how a mapping is chosen (`tessera-estimate`), nor the tools that
 //! measure and diagnose (`tessera-tools`). `ARCHITECTURE.md` lists the order of its modules.
@@ -29,7 +29,9 @@ mod host_memory;
 mod html_writer;
 pub mod join;
 mod kernel_probe;
-pub mod local;
+#[cfg(test)]
+mod local;
+pub mod machine_shape;
 mod media_pipeline;
 mod model;
 mod parity;
@@ -53,6 +55,7 @@ pub use codes::CODES;
 pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;
 pub use rank::rank_main;
+pub use run_settings::build_id;
 pub use shards::preflight_reload;
 pub use tessera_mesh::Mesh;
 pub use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Transport};

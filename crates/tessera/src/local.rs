@@ -1,10 +1,13 @@
 //! Runs a sealed plan inside this process: ranks are threads, and a callback receives each chunk
 //! when it is finished.
 //!
-//! This is for tests and for programs that need the pixels rather than a run directory. Decisions,
-//! engines and checks are those of a multi-process run. Messages, heartbeats, per-call deadlines
+//! This is for tests that need the pixels rather than a run directory. Decisions, engines and checks are
+//! those of a multi-process run. Messages, heartbeats, per-call deadlines
 //! and the record are absent, because only processes need them. A leader outside the mesh runs on
 //! the calling thread.
+
+mod clip;
+mod demo;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -12,7 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use tessera_base::{Diagnostic, Diagnostics};
+use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_runtime::director::{ChunkRequest, Director};
 use tessera_runtime::driver::{EngineEvent, EngineThread, StreamRequest};
@@ -20,7 +23,7 @@ use tessera_runtime::engine::{AbortHandle, CallReport, ReadyCall};
 use tessera_runtime::wire::{CallMeta, Tensor, Tensors};
 use tessera_runtime::{Digest, Tripwires};
 
-use crate::codes::{T0017, T0019};
+use crate::codes::T0017;
 use crate::communicators;
 use crate::media_pipeline::MediaCodec;
 use crate::model::Model;
@@ -31,6 +34,9 @@ use crate::synthetic_delays::SyntheticDelays;
 /// Maximum wait for the next event of a rank. It only ends the wait for a hung rank; no slow
 /// machine reaches it.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// The code of a failed rank. Only tests meet it, so it has no page.
+static RANK_FAILED: Code = Code { id: "in-process", title: "a rank failed", page: "" };
 
 /// A finished chunk, as the callback receives it.
 #[derive(Debug, Clone, Copy)]
@@ -52,8 +58,7 @@ pub struct DeliveredChunk<'a> {
 /// callback handles the previous one, so `requests` is polled one chunk ahead.
 ///
 /// # Errors
-/// Returns why a request is invalid, or how a rank failed (T0019). Weight reloads are not supported
-/// here.
+/// Returns why a request is invalid, or how a rank failed. Weight reloads are not supported here.
 pub fn run(
     plan: &Arc<Plan>,
     model: &Model,
@@ -75,7 +80,7 @@ pub fn run(
         let chunk_request =
             ChunkRequest { prompt_change: request.prompt.is_some(), seed: request.seed, cut: request.cut };
         if request.reload.is_some() {
-            return Err(vec![Diagnostic::error(&T0019, "an in-process run cannot reload weights")]);
+            return Err(vec![Diagnostic::error(&RANK_FAILED, "an in-process run cannot reload weights")]);
         }
         if let Some(prompt) = &request.prompt {
             text = Some(codec.encode_text(prompt).map_err(|d| vec![d])?);
@@ -208,7 +213,7 @@ impl InProcessRanks {
         let event = self.events.recv_timeout(EVENT_TIMEOUT);
         event
             .map(|(rank, event)| (Rank(rank), event))
-            .map_err(|_| Diagnostic::error(&T0019, format!("no rank answered for {EVENT_TIMEOUT:?}")))
+            .map_err(|_| Diagnostic::error(&RANK_FAILED, format!("no rank answered for {EVENT_TIMEOUT:?}")))
     }
 
     /// Starts a call on every rank.
@@ -255,7 +260,7 @@ impl InProcessRanks {
         }
         latents
             .map(|(_, _, tensor)| tensor)
-            .ok_or_else(|| Diagnostic::error(&T0019, "no rank output the chunk's latents"))
+            .ok_or_else(|| Diagnostic::error(&RANK_FAILED, "no rank output the chunk's latents"))
     }
 }
 
@@ -270,5 +275,5 @@ impl Drop for InProcessRanks {
 }
 
 fn rank_error(rank: Rank, text: impl Into<String>) -> Diagnostic {
-    Diagnostic::error(&T0019, format!("rank {rank}: {}", text.into()))
+    Diagnostic::error(&RANK_FAILED, format!("rank {rank}: {}", text.into()))
 }

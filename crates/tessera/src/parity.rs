@@ -10,6 +10,7 @@ use tessera_verify::SealedPlan;
 
 use crate::communicators::{communicator_specs, describe_communicator};
 use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
+use crate::machine_shape::cpu_model;
 use crate::plan::Plan;
 use crate::synthetic_delays::SyntheticDelays;
 
@@ -188,12 +189,6 @@ fn hash_texts(texts: Vec<&str>) -> String {
 /// Returns the trimmed contents of a one-line file, or `unknown` if it cannot be read.
 fn read_line_or_unknown(path: &str) -> String {
     std::fs::read_to_string(path).map_or("unknown".to_string(), |text| text.trim().to_string())
-}
-
-fn cpu_model() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let value = info.lines().find(|l| l.starts_with("model name")).and_then(|l| l.split_once(':'));
-    value.map_or("unknown".to_string(), |(_, v)| v.trim().to_string())
 }
 
 #[cfg(test)]

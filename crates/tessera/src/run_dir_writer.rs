@@ -7,7 +7,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tessera_base::Diagnostic;
 use tessera_report::overlap::OverlapStats;
 use tessera_report::record::{
-    RankRole, RecordLine, RunDevice, RunEnd, RunRecord, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
+    RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunRecord, RunStart, RunStatus, SCHEMA,
+    ScheduledPrompt,
 };
 use tessera_report::timeline::TimelineSpan;
 use tessera_runtime::tripwire::T0765;
@@ -16,12 +17,17 @@ use tessera_runtime::{Failure, FailureClass};
 use crate::clock::format_utc;
 use crate::files::{StagedFolder, lost_output, write_error};
 use crate::html_writer;
+use crate::machine_shape::describe_machine;
 use crate::media_pipeline::{CLIP_FILE, LATENTS_FILE};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, checks_output};
 use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
 use crate::run_dir::read_record;
+use crate::run_settings::build_id;
 use crate::stream_options::{StreamOptions, StreamReport};
+
+/// Event of a run in performance mode; its detail says which gates allowed the run, or who overrode them.
+const PERFORMANCE_EVENT: &str = "performance mode";
 
 /// Writes the run directory with its plan and the first line of its record, atomically. `weights` is
 /// the digest of all weights.
@@ -35,7 +41,15 @@ pub(crate) fn write_run_dir(
     write_run_dir_with(
         plan,
         options,
-        RunStart { started_at: format_utc(started), weights, ..start_line(plan, orders, options) },
+        RunStart {
+            started_at: format_utc(started),
+            weights,
+            host: Some(Box::new(RunHost {
+                build: build_id(),
+                machine_shape: describe_machine(options.device),
+            })),
+            ..start_line(plan, orders, options)
+        },
     )
 }
 
@@ -47,7 +61,17 @@ pub(crate) fn write_run_dir_with(
 ) -> Result<(), Diagnostic> {
     options.check_out()?;
     let mut folder = StagedFolder::create_over(&options.out)?;
-    folder.write(RECORD_FILE, RecordLine::Start(start).to_json().as_bytes())?;
+    let mut lines = RecordLine::Start(start).to_json();
+    if let Some(detail) = &options.performance {
+        lines += &RecordLine::Event(RunEvent {
+            at_ns: 0,
+            event: PERFORMANCE_EVENT.into(),
+            detail: detail.clone(),
+            startup: None,
+        })
+        .to_json();
+    }
+    folder.write(RECORD_FILE, lines.as_bytes())?;
     plan.write_into(&mut folder, "plan/")?;
     folder.commit()
 }
@@ -59,6 +83,7 @@ pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptio
     RunStart {
         schema: SCHEMA,
         tessera: env!("CARGO_PKG_VERSION").into(),
+        host: None,
         plan: sealed.digest_hex(),
         model: plan.model.clone(),
         mesh: sealed.mesh().to_string(),

@@ -14,7 +14,8 @@ use crate::plan::Plan;
 /// Returns the build that every rank reports: the version, and the digest of the file that this
 /// code was loaded from. The file is the executable, or the shared object of a program that embeds
 /// this crate. Two builds of one version differ in their digest.
-pub(crate) fn build_id() -> String {
+#[must_use]
+pub fn build_id() -> String {
     static DIGEST: OnceLock<String> = OnceLock::new();
     let digest = DIGEST.get_or_init(|| match hash_object_file() {
         Ok(digest) => digest,

@@ -50,6 +50,8 @@ pub struct StreamOptions {
     pub device: RunDevice,
     /// Fault, limits and disabled tripwires of a drill; `None` in every other run.
     pub drill: Option<DrillConfig>,
+    /// What allowed a run in performance mode, for the record; `None` outside of this mode.
+    pub performance: Option<String>,
     /// The command line, for the record.
     pub command: Vec<String>,
 }

@@ -3,8 +3,10 @@
 
 use std::path::PathBuf;
 
+use tessera_base::GateStatus;
 use tessera_estimate::load_thresholds;
 use tessera_tools::bringup::{BringupGoals, ItemStatus, check_bringup};
+use tessera_tools::gate_record::{GateRecord, RecordedGate};
 
 use crate::output::{CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout};
 
@@ -49,6 +51,11 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub gates: Option<PathBuf>,
 
+    /// Also write the items with the runs' plan, build and machine to this file, for `tessera stream
+    /// --performance`
+    #[arg(long, value_name = "FILE")]
+    pub gate_record: Option<PathBuf>,
+
     /// Format of the checklist and of diagnostics
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
@@ -57,6 +64,14 @@ pub struct Args {
 /// Evaluates the bring-up checklist on recorded runs.
 pub fn run(args: &Args) -> CliResult {
     let items = check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?;
+    if let Some(path) = &args.gate_record {
+        let recorded = items.iter().map(|i| RecordedGate {
+            gate: i.title.to_string(),
+            value: i.detail.clone(),
+            verdict: GateStatus::from(i.status).name().to_string(),
+        });
+        GateRecord::from_runs("bringup", &args.runs, recorded.collect())?.write(path)?;
+    }
     match args.format {
         OutputFormat::Text => {
             let rows = items.iter().zip(1..).map(|(item, number)| {

@@ -37,9 +37,9 @@ A digest identifies the plan, and does not depend on the machine. Before the fir
 of the plan that it holds; if the digests differ, the run ends.
 
 Exit status:
-  0  a plan, or with --why a legal mapping; gates that warn or fail do not change the status
-  1  no mapping is legal or meets the deadline, a recipe does not fit the devices, or a file
-     could not be used or written
+  0  a plan, or with --why a legal mapping; a gate that only warns does not change the status
+  1  a gate of the report fails, and the report and --out are complete; or no mapping is legal or
+     meets the deadline, a recipe does not fit the devices, or a file could not be used or written
   2  the command line is wrong, or it names a file, a model, a recipe or a knob that does not exist";
 
 /// Maximum number of ranks listed as text. JSON lists all ranks.

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use tessera::files;
 use tessera::record::{RECORD_FILE, StartupMemory};
 use tessera::run_dir::read_flight_records;
-use tessera_base::{Bytes, Diagnostic};
+use tessera_base::{Bytes, Diagnostic, GateStatus};
 use tessera_tools::codes::T0036;
-use tessera_tools::record_check::{GateVerdict, check_record, run_gates};
+use tessera_tools::gate_record::{GateRecord, RecordedGate};
+use tessera_tools::record_check::{check_record, run_gates};
 
 use crate::output::{
     CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_pairs, format_table, print_diagnostics,
@@ -20,11 +21,12 @@ Examples:
   tessera record startup out/demo-1              role, effective settings, watchdogs and armed tripwires of each rank
   tessera record gates out/demo-1                the gates of the manual's pages, with value and limit
   tessera record gates out/demo-1 --format json  for scripts
+  tessera record gates out/demo-1 --gate-record gates.json   for `tessera stream --performance`
 
-The gates need record.jsonl, and flight/ for refusals and collectives. A gate that the run cannot answer is `not measured`; such
-a gate fails nothing.
+The gates need record.jsonl, and flight/ for refusals and collectives. A gate without a subject, such as refusals in a run that
+refused nothing, is `n/a`. A gate for which the run is too short is `not measured`; it does not pass, and it fails nothing.
 
-Exit status: 0 the record is valid or every measured gate passes, 1 it is not or one fails, 2 the folder holds no record.";
+Exit status: 0 the record is valid or no gate fails, 1 it is not or one fails, 2 the folder holds no record.";
 
 /// Check the record of a run against its schema, or compute its gates
 #[derive(Debug, clap::Args)]
@@ -41,7 +43,7 @@ enum Action {
     /// Print what each rank reported at its start: effective settings, watchdogs, armed tripwires
     Startup(RunArgs),
     /// Compute the gates of the manual and compare each with its limit
-    Gates(RunArgs),
+    Gates(GatesArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -55,11 +57,23 @@ struct RunArgs {
     format: OutputFormat,
 }
 
+#[derive(Debug, clap::Args)]
+struct GatesArgs {
+    #[command(flatten)]
+    run: RunArgs,
+
+    /// Also write the gates with the run's plan, build and machine to this file, for `tessera stream
+    /// --performance`
+    #[arg(long, value_name = "FILE")]
+    gate_record: Option<PathBuf>,
+}
+
 impl Args {
     /// Returns the format of the result and of diagnostics.
     pub fn format(&self) -> OutputFormat {
         match &self.action {
-            Action::Check(run) | Action::Startup(run) | Action::Gates(run) => run.format,
+            Action::Check(run) | Action::Startup(run) => run.format,
+            Action::Gates(gates) => gates.run.format,
         }
     }
 }
@@ -69,7 +83,7 @@ pub fn run(args: &Args) -> CliResult {
     match &args.action {
         Action::Check(run) => check(run),
         Action::Startup(run) => print_startups(run),
-        Action::Gates(run) => compute_gates(run),
+        Action::Gates(gates) => compute_gates(&gates.run, gates.gate_record.as_deref()),
     }
 }
 
@@ -142,26 +156,35 @@ fn memory_pairs(report: &StartupMemory) -> Vec<(String, String)> {
     [("memory".to_string(), total)].into_iter().chain(phases).collect()
 }
 
-fn compute_gates(args: &RunArgs) -> CliResult {
+fn compute_gates(args: &RunArgs, gate_record: Option<&Path>) -> CliResult {
     let (record, found) = check_record(&read_record_file(&args.dir)?);
     let Some(record) = record.filter(|_| !found.iter().any(Diagnostic::is_error)) else {
         return Err(found.into());
     };
     let last_rank = record.start.ranks.iter().map(|r| r.rank).max().unwrap_or(0);
     let gates = run_gates(&record, &read_flight_records(&args.dir, last_rank + 1));
+    if let Some(path) = gate_record {
+        let recorded = gates.iter().map(|g| RecordedGate {
+            gate: g.name.to_string(),
+            value: g.value.clone(),
+            verdict: g.verdict.name().to_string(),
+        });
+        GateRecord::from_runs("record gates", std::slice::from_ref(&args.dir), recorded.collect())?
+            .write(path)?;
+    }
     write_stdout(&match args.format {
         OutputFormat::Json => {
             let gates = gates.iter().map(|g| {
-                let verdict = g.verdict.as_str();
+                let verdict = g.verdict.name();
                 serde_json::json!({"gate": g.name, "value": g.value, "limit": g.limit, "verdict": verdict})
             });
             format!("{}\n", serde_json::json!({"gates": gates.collect::<Vec<_>>()}))
         }
         OutputFormat::Text => format_table(
-            gates.iter().map(|g| [g.verdict.as_str(), g.name, &g.value, g.limit].map(String::from)),
+            gates.iter().map(|g| [g.verdict.name(), g.name, &g.value, g.limit].map(String::from)),
             [false; 4],
         ),
     })?;
-    let fails = gates.iter().any(|g| g.verdict == GateVerdict::Fail);
+    let fails = gates.iter().any(|g| g.verdict == GateStatus::Fail);
     Ok(if fails { EXIT_DIAGNOSTICS } else { 0 })
 }

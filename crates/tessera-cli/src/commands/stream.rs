@@ -1,6 +1,7 @@
 //! `tessera stream`: runs a plan as processes on this host.
 
 mod join;
+mod performance;
 mod report;
 
 use std::path::{Path, PathBuf};
@@ -20,6 +21,7 @@ use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
 use crate::progress::run_watched;
 use join::{JoinArgs, read_variable};
+use performance::PerformanceArgs;
 use report::print_report;
 
 const EXAMPLES: &str = "\
@@ -31,6 +33,7 @@ Examples:
   tessera stream --plan my-plan --out my-run
   tessera stream models/wan2.1-14b --mesh tp=8,pp=9 --device sim --cluster gb200-nvl72
   tessera stream models/demo --mesh tp=2 --device cuda      one GPU per rank
+  tessera stream models/demo --mesh tp=2 --performance --gate-record gates.json   only if the gates are green
 
 A stream is generated in chunks of a few frames each. Chunks count from 0. Ctrl-C stops after the current chunk and leaves a
 complete run folder; a second Ctrl-C kills the ranks. Exit status 10 and above tells how a run failed; the message names a
@@ -133,6 +136,9 @@ pub struct Args {
     pub min_generate_ms: Option<String>,
 
     #[command(flatten)]
+    pub performance: PerformanceArgs,
+
+    #[command(flatten)]
     pub join: JoinArgs,
 
     /// Do not show progress
@@ -228,6 +234,7 @@ pub fn run(args: &Args) -> CliResult {
             }
         }
     };
+    let performance = args.performance.check_gates(&plan, args.device, args.format)?;
     let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
     // Joined ranks that share a disk must find the same name, so they reserve none.
     let reserved = match &args.out {
@@ -256,6 +263,7 @@ pub fn run(args: &Args) -> CliResult {
         delays,
         device: args.device,
         drill: None,
+        performance,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
     if args.device == RunDevice::Sim {

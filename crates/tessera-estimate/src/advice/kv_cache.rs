@@ -2,12 +2,12 @@
 //! hit rates that follow.
 
 use tessera_base::Bytes;
+use tessera_base::GateStatus;
 use tessera_cost::params::KvCacheStorage;
 use tessera_cost::tiers::{KvResidency, SegmentReads, spill_bytes};
 use tessera_mesh::MemoryTier;
 use tessera_plan::search::MemoryUse;
 use tessera_plan::search::advice::advise_residency;
-use tessera_plan::search::gates::GateStatus;
 use tessera_report::html::AdviceTable;
 
 use super::MappingContext;

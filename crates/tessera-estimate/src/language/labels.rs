@@ -6,7 +6,7 @@ use tessera_cost::params::Recompute;
 use tessera_mesh::{LinkClass, MemoryTier};
 use tessera_plan::search::axes::choose_axes;
 use tessera_plan::search::mitigation::{self, Symptoms};
-use tessera_plan::search::{Candidate, Job, Pins, RankedCandidate, SearchOutcome, SearchQuery, gates};
+use tessera_plan::search::{Candidate, Job, Pins, RankedCandidate, SearchOutcome, SearchQuery};
 use tessera_report::html::FailureModeAdvice;
 
 use super::question::BuiltQuestion;
@@ -273,7 +273,8 @@ pub(super) fn with_class_prefix(b: &Interval) -> Interval {
 /// Returns a warning if tp or ep groups span several switch domains, with the traffic over the
 /// links between domains.
 pub(super) fn domain_warning(q: &SearchQuery, best: &RankedCandidate) -> Option<String> {
-    let gate = best.gates.iter().find(|g| g.id == "mesh.domain" && g.status == gates::GateStatus::Fail)?;
+    let gate =
+        best.gates.iter().find(|g| g.id == "mesh.domain" && g.status == tessera_base::GateStatus::Fail)?;
     let cluster = &q.machine.cluster;
     let out = best.estimate.link_bytes.get(&LinkClass::Network).copied().unwrap_or(0.0);
     let rate = |class| cluster.link_spec(class).bytes_per_s.value / 1e9;

@@ -130,7 +130,8 @@ pub fn advise_residency(
 
 #[cfg(test)]
 mod tests {
-    use super::super::gates::GateStatus;
+    use tessera_base::GateStatus;
+
     use super::*;
 
     #[test]

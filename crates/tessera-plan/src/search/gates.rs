@@ -8,7 +8,7 @@ mod experts;
 mod inputs;
 mod memory;
 
-use tessera_base::{Bytes, Diagnostic, named_enum};
+use tessera_base::{Bytes, Diagnostic, GateStatus};
 
 use super::thresholds::Thresholds;
 use crate::codes::T1241;
@@ -18,20 +18,6 @@ pub use inputs::{
 };
 pub use memory::should_recompute;
 use memory::{headroom_gate, memory_gate, recompute_gate};
-
-named_enum! {
-    /// Verdict of a gate. `Warn` and `Fail` become warnings, never errors.
-    pub enum GateStatus {
-        /// The value meets the threshold, which is a minimum or a maximum.
-        Pass = "pass",
-        /// The value misses what the gate advises, such as a range of capacities, but no hard limit.
-        Warn = "warn",
-        /// The value is above a maximum or below a minimum.
-        Fail = "fail",
-        /// The gate has no input, or does not apply at this size.
-        NotApplicable = "n/a",
-    }
-}
 
 /// The value of one gate, its limit, and whether the value passes.
 #[derive(Debug, Clone, PartialEq)]

@@ -3,7 +3,7 @@
 //! were rejected.
 
 use maud::{Markup, Render, html};
-use tessera_base::{Bytes, Nanoseconds};
+use tessera_base::{Bytes, GateStatus, Nanoseconds};
 
 use super::RoleMemoryRow;
 use super::layout::{
@@ -88,22 +88,9 @@ pub struct PlanGate {
     /// Limit that the value is compared with, with its unit.
     pub limit: String,
     /// Outcome: pass, warn, fail or not applicable.
-    pub verdict: GateVerdict,
+    pub verdict: GateStatus,
     /// The arithmetic and the term that dominates it.
     pub explanation: String,
-}
-
-/// How the value of a gate compares with its limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GateVerdict {
-    /// The value is within the limit.
-    Pass,
-    /// The value misses what the gate advises, but no hard limit.
-    Warn,
-    /// The value is above a maximum or below a minimum.
-    Fail,
-    /// The gate does not apply to the plan.
-    NotApplicable,
 }
 
 /// A timeline, and the title and note above it on the page.
@@ -274,11 +261,12 @@ fn render_gates(gates: &[PlanGate]) -> Markup {
     let count = |v| gates.iter().filter(|g| g.verdict == v).count();
     let rows = html! {
         @for g in gates {
-            @let (class, word) = match g.verdict {
-                GateVerdict::Pass => ("good", "pass"),
-                GateVerdict::Warn => ("warn", "warn"),
-                GateVerdict::Fail => ("bad", "fail"),
-                GateVerdict::NotApplicable => ("", "n/a"),
+            @let word = g.verdict.name();
+            @let class = match g.verdict {
+                GateStatus::Pass => "good",
+                GateStatus::Warn => "warn",
+                GateStatus::Fail => "bad",
+                GateStatus::NotApplicable | GateStatus::NotMeasured => "",
             };
             tr {
                 td.words { (g.title) small { (g.explanation) } }
@@ -290,10 +278,10 @@ fn render_gates(gates: &[PlanGate]) -> Markup {
         (render_note(format_args!(
             "{} pass, {} warn, {} fail, {} do not apply. Limits are indicative; all of them are in one \
              file that can be replaced.",
-            count(GateVerdict::Pass),
-            count(GateVerdict::Warn),
-            count(GateVerdict::Fail),
-            count(GateVerdict::NotApplicable)
+            count(GateStatus::Pass),
+            count(GateStatus::Warn),
+            count(GateStatus::Fail),
+            count(GateStatus::NotApplicable)
         )))
         (render_table(&html! { th { "gate" } th { "value" } th { "limit" } th {} }, &rows))
     }
@@ -411,7 +399,7 @@ mod tests {
                 title: "overlap".into(),
                 value: "0.50".into(),
                 limit: "≥ 0.60".into(),
-                verdict: GateVerdict::Fail,
+                verdict: GateStatus::Fail,
                 explanation: "all-gather is exposed".into(),
             }],
             timelines: vec![TimelineChart { title: "a layer".into(), note: "by stream".into(), timeline }],

@@ -1,5 +1,7 @@
 //! Tests of the pages of runs and of estimates.
 
+use tessera_base::GateStatus;
+
 use super::*;
 use crate::timeline::tests::sample;
 
@@ -288,7 +290,7 @@ fn an_estimate_shows_scripts_as_text() {
             title: script("gate"),
             value: script("value"),
             limit: script("limit"),
-            verdict: GateVerdict::Pass,
+            verdict: GateStatus::Pass,
             explanation: script("explanation"),
         }],
         timelines: vec![TimelineChart {

@@ -17,7 +17,7 @@ fn codes(file: &str) -> Vec<&'static str> {
     check_record(file.as_bytes()).1.iter().map(|d| d.code.id).collect()
 }
 
-fn verdict(gates: &[RunGate], name: &str) -> GateVerdict {
+fn verdict(gates: &[RunGate], name: &str) -> GateStatus {
     gates.iter().find(|g| g.name == name).unwrap().verdict
 }
 
@@ -47,70 +47,115 @@ fn a_record_is_checked_against_its_schema_and_against_itself() {
     assert_eq!(codes("{}\n"), ["T0901"]);
 }
 
+/// Gives each chunk the times of a call of 10 ms whose ranks are ready `until_ready_ns` after the decision.
+/// The call waits for the call before it, which is done 9 ms after the decision; it is committed
+/// `until_commit_ns` later.
+fn set_pipeline_times(chunk: &mut ChunkRecord, until_ready_ns: u64, until_commit_ns: u64) {
+    let decided_ns = u64::from(chunk.chunk) * 10_000_000;
+    chunk.start_ns = decided_ns + 9_000_000 + until_commit_ns;
+    chunk.pipeline = Some(PipelineTimes {
+        decided_ns,
+        ready_ns: decided_ns + until_ready_ns,
+        done_ns: chunk.start_ns + 9_000_000,
+        period_ns: 10_000_000,
+        stage0_ns: 0,
+        stage1_ns: 9_000_000,
+        idle_ns: until_commit_ns,
+        digest_ns: 0,
+    });
+}
+
+fn commit_gates_of(record: &RunRecord) -> [(GateStatus, String); 2] {
+    let gates = run_gates(record, &[]);
+    assert!(gates[0].name.starts_with("decision to commit, p50") && gates[1].name.ends_with("p99"));
+    [0, 1].map(|i| (gates[i].verdict, gates[i].value.clone()))
+}
+
+#[test]
+fn the_time_to_a_commit_is_that_of_the_control_plane_and_not_the_wait_for_the_previous_call() {
+    let mut record = sample(101);
+    for c in &mut record.chunks {
+        set_pipeline_times(c, 150_000, 50_000);
+    }
+    let both = |status, value: &str| [(status, value.to_string()), (status, value.to_string())];
+    assert_eq!(commit_gates_of(&record), both(GateStatus::Pass, "200.0 µs over 100 chunks"));
+    // The mesh is never idle, and yet the ranks take too long to be ready.
+    for c in &mut record.chunks {
+        set_pipeline_times(c, 2_000_000, 0);
+    }
+    assert_eq!(commit_gates_of(&record), both(GateStatus::Fail, "2000.0 µs over 100 chunks"));
+    // The ranks are ready at once, and the leader takes too long to commit.
+    for c in &mut record.chunks {
+        set_pipeline_times(c, 0, 2_000_000);
+    }
+    assert_eq!(commit_gates_of(&record), both(GateStatus::Fail, "2000.0 µs over 100 chunks"));
+    // Ranks that are ready late, after the previous call, count once.
+    for c in &mut record.chunks {
+        set_pipeline_times(c, 9_150_000, 200_000);
+    }
+    assert_eq!(commit_gates_of(&record)[0].1, "9200.0 µs over 100 chunks");
+}
+
+#[test]
+fn the_first_chunk_is_warm_up_and_a_gate_of_too_few_chunks_is_withheld() {
+    let mut record = sample(101);
+    for c in &mut record.chunks {
+        set_pipeline_times(c, 100_000, 0);
+    }
+    set_pipeline_times(&mut record.chunks[0], 8_000_000, 0);
+    assert_eq!(commit_gates_of(&record).map(|(status, _)| status), [GateStatus::Pass; 2]);
+    // Two of a hundred chunks decide the 99th percentile; one does not.
+    set_pipeline_times(&mut record.chunks[7], 8_000_000, 0);
+    assert_eq!(commit_gates_of(&record).map(|(status, _)| status), [GateStatus::Pass; 2]);
+    set_pipeline_times(&mut record.chunks[8], 8_000_000, 0);
+    assert_eq!(commit_gates_of(&record).map(|(status, _)| status), [GateStatus::Pass, GateStatus::Fail]);
+    record.chunks.truncate(100);
+    let [p50, p99] = commit_gates_of(&record);
+    assert_eq!(p50.0, GateStatus::Pass);
+    assert_eq!(p99, (GateStatus::NotMeasured, "99 chunks after the warm-up, 100 needed".to_string()));
+    record.chunks.truncate(21);
+    assert_eq!(commit_gates_of(&record)[0].0, GateStatus::Pass);
+    record.chunks.truncate(20);
+    assert_eq!(
+        commit_gates_of(&record)[0],
+        (GateStatus::NotMeasured, "19 chunks after the warm-up, 20 needed".to_string())
+    );
+}
+
 #[test]
 fn gates_follow_from_the_chunks_of_a_run() {
     let mut record = sample(4);
     let gates = run_gates(&record, &[]);
-    assert_eq!(verdict(&gates, "decision to commit, p50"), GateVerdict::NotMeasured);
-    assert_eq!(verdict(&gates, "refusal of a bad envelope"), GateVerdict::NotMeasured);
+    assert_eq!(verdict(&gates, "decision to commit, p50"), GateStatus::NotMeasured);
+    assert_eq!(verdict(&gates, "refusal of a bad envelope"), GateStatus::NotApplicable);
+    assert_eq!(verdict(&gates, "collectives that the plan lacks"), GateStatus::NotMeasured);
     for name in ["call ids", "cache epochs", "requests"] {
-        assert_eq!(verdict(&gates, name), GateVerdict::Pass, "{name}");
+        assert_eq!(verdict(&gates, name), GateStatus::Pass, "{name}");
     }
-    // The third call waited for the call before it; that wait is not the control plane's.
-    for (c, (since_decision, idle_ns)) in record.chunks.iter_mut().zip([
-        (200_000, 0),
-        (250_000, 300_000),
-        (9_000_000, 100_000),
-        (250_000, 900_000),
-    ]) {
-        let decided_ns = c.start_ns - since_decision;
-        let (ready_ns, done_ns, period_ns) = (c.start_ns, c.start_ns + 1, u64::from(c.chunk));
-        c.pipeline = Some(PipelineTimes {
-            decided_ns,
-            ready_ns,
-            done_ns,
-            period_ns,
-            stage0_ns: 0,
-            stage1_ns: 0,
-            idle_ns,
-            digest_ns: 0,
-        });
-    }
-    let gates = run_gates(&record, &[]);
-    assert_eq!(gates[0].value, "200.0 µs");
-    assert_eq!((gates[0].verdict, gates[1].verdict), (GateVerdict::Pass, GateVerdict::Pass));
-    record.chunks[3].pipeline = record.chunks[3].pipeline.map(|p| PipelineTimes {
-        decided_ns: p.decided_ns - 2_000_000,
-        idle_ns: 2_000_000,
-        ..p
-    });
-    let gates = run_gates(&record, &[]);
-    assert_eq!((gates[0].verdict, gates[1].verdict), (GateVerdict::Pass, GateVerdict::Fail));
-
     record.chunks[2].call_id = 2;
     record.chunks[1].cache_epoch = 1;
     record.chunks[3].request = Some(2);
     let gates = run_gates(&record, &[]);
     for name in ["call ids", "cache epochs", "requests"] {
-        assert_eq!(verdict(&gates, name), GateVerdict::Fail, "{name}");
+        assert_eq!(verdict(&gates, name), GateStatus::Fail, "{name}");
     }
     // A cut dropped request 3.
     record.chunks.pop();
     record.events[0].event = DROPPED_EVENT.into();
     record.events[0].detail = "request 3, of epoch 0: it waited".into();
-    assert_eq!(verdict(&run_gates(&record, &[]), "requests"), GateVerdict::Pass);
+    assert_eq!(verdict(&run_gates(&record, &[]), "requests"), GateStatus::Pass);
 }
 
 #[test]
 fn memory_that_differs_from_the_plan_by_more_than_its_limit_fails_its_gate() {
     let name = "allocated memory against the plan";
     let mut record = sample(3);
-    assert_eq!(verdict(&run_gates(&record, &[]), name), GateVerdict::NotMeasured);
+    assert_eq!(verdict(&run_gates(&record, &[]), name), GateStatus::NotMeasured);
     for (allocated_bytes, expected) in [
-        (1_050_000, GateVerdict::Pass),
-        (950_000, GateVerdict::Pass),
-        (1_051_000, GateVerdict::Fail),
-        (900_000, GateVerdict::Fail),
+        (1_050_000, GateStatus::Pass),
+        (950_000, GateStatus::Pass),
+        (1_051_000, GateStatus::Fail),
+        (900_000, GateStatus::Fail),
     ] {
         let memory = MemoryRecord { planned_bytes: 1_000_000, allocated_bytes, ..MemoryRecord::default() };
         record.chunks[1].ranks[0].memory = Some(memory);
@@ -153,8 +198,8 @@ fn a_refusal_passes_with_one_code_within_its_limit() {
         let gate = run_gates(&record, &flights).into_iter().find(|g| g.name.starts_with("refusal")).unwrap();
         (gate.verdict, gate.value)
     };
-    assert_eq!(gate(9_000_000, "T0706"), (GateVerdict::Pass, "4.0 ms, codes T0706".to_string()));
-    assert_eq!(gate(1_005_000_000, "T0706").0, GateVerdict::Fail);
-    assert_eq!(gate(9_000_000, "T0705"), (GateVerdict::Fail, "4.0 ms, codes T0705 T0706".to_string()));
-    assert_eq!(verdict(&run_gates(&record, &[]), "refusal of a bad envelope"), GateVerdict::NotMeasured);
+    assert_eq!(gate(9_000_000, "T0706"), (GateStatus::Pass, "4.0 ms, codes T0706".to_string()));
+    assert_eq!(gate(1_005_000_000, "T0706").0, GateStatus::Fail);
+    assert_eq!(gate(9_000_000, "T0705"), (GateStatus::Fail, "4.0 ms, codes T0705 T0706".to_string()));
+    assert_eq!(verdict(&run_gates(&record, &[]), "refusal of a bad envelope"), GateStatus::NotMeasured);
 }

@@ -51,6 +51,7 @@ mod tests {
 
     use super::*;
 
+    // proves: O-13
     #[test]
     fn a_time_includes_the_work_that_was_only_enqueued() {
         let (now_ns, enqueued_ns) = (Cell::new(5), Cell::new(0));

@@ -1,5 +1,5 @@
-//! Checks the operator's manual: every page has its sections, and every tripwire, drill and test
-//! that a page names exists.
+//! Checks the operator's manual: every page has its sections, and every tripwire and drill that a
+//! table or a command names exists.
 //!
 //! The check reads tripwires and drills from the reference pages that the code prints, so that it
 //! compares the manual with the code.
@@ -117,46 +117,25 @@ impl PageCheck<'_, '_> {
         drills.iter().for_each(|row| self.check_expected_codes(row));
     }
 
-    /// Checks that each rule of the contract names its evidence: a drill, a test, or the code of the
-    /// diagnostic that enforces it.
+    /// Checks that each rule of the contract stands in one of its two lists, and that no list is empty.
+    /// The rules themselves are checked with their proofs.
     fn check_contract(&mut self, section: &Section<'_>) {
         let mut counts = [0; CONTRACT_LISTS.len()];
         let mut list = None;
-        let mut rules: Vec<(usize, String)> = Vec::new();
         for (number, line) in (section.line + 1..).zip(&section.lines) {
             if let Some(n) = CONTRACT_LISTS.iter().position(|l| line.trim() == *l) {
                 list = Some(n);
-            } else if let Some(text) = line.strip_prefix("- ") {
+            } else if line.starts_with("- ") {
                 match list {
                     Some(n) => counts[n] += 1,
                     None => {
                         self.report(number, format!("put the rule under {}", CONTRACT_LISTS.join(" or ")))
                     }
                 }
-                rules.push((number, text.to_string()));
-            } else if let Some((_, text)) = rules.last_mut().filter(|_| line.starts_with("  ")) {
-                text.push(' ');
-                text.push_str(line.trim());
             }
         }
         for (name, _) in CONTRACT_LISTS.iter().zip(counts).filter(|(_, count)| *count == 0) {
             self.report(section.line, format!("{} has no rule under {name}", section.name));
-        }
-        for (number, text) in rules {
-            let references = find_references(&text);
-            if references.is_empty() && find_ids(&text).next().is_none() {
-                self.report(number, "name the evidence for this rule: drill `id`, test `name` or a code");
-            }
-            for (kind, name) in references {
-                let head = format!("fn {name}(");
-                match kind {
-                    Reference::Drill => self.check_drill_id(number, name),
-                    Reference::Test if self.facts.tree.rust_files().any(|f| f.text.contains(&head)) => {}
-                    Reference::Test => {
-                        self.report(number, format!("test `{name}` does not exist: correct the name"))
-                    }
-                }
-            }
         }
     }
 
@@ -213,34 +192,6 @@ fn drill_ids(line: &str) -> Vec<&str> {
         let rest = line[at + COMMAND.len()..].split(['`', '#', '|', ';']).next().unwrap_or_default();
         let ids = rest.split_whitespace().take_while(|w| !w.starts_with('-'));
         out.extend(ids.filter(|w| *w != "ID"));
-    }
-    out
-}
-
-/// The kind of evidence that a rule names, besides codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reference {
-    Drill,
-    Test,
-}
-
-/// Finds the names in back quotes after the words drill, drills, test and tests, including further
-/// names of the same list.
-fn find_references(text: &str) -> Vec<(Reference, &str)> {
-    let mut out = Vec::new();
-    let mut kind = None;
-    for (i, piece) in text.split('`').enumerate() {
-        if i % 2 == 1 {
-            out.extend(kind.map(|k| (k, piece)));
-            continue;
-        }
-        let word = piece.trim_end().rsplit(|c: char| !c.is_alphanumeric()).next().unwrap_or_default();
-        kind = match word.to_lowercase().as_str() {
-            "drill" | "drills" => Some(Reference::Drill),
-            "test" | "tests" => Some(Reference::Test),
-            _ if matches!(piece.trim(), "," | "and" | ", and") => kind,
-            _ => None,
-        };
     }
     out
 }
@@ -305,12 +256,12 @@ mod tests {
 | T0101 | a | worker check, leader preflight | [a](../manual/a.md) |\n\
 | T0102 | b | init parity | [a](../manual/a.md) |\n";
     const PAGE: &str = "# A\n\nOne here. Two here.\nThree here.\n\n## Contract\n\nMust:\n\n\
-- One, over\n  two lines: drills `x-y` and `z`.\n- Two: test `a_test`.\n\nForbidden:\n\n- Three (T0101).\n\n\
+- One, over\n  two lines.\n- Two.\n\nForbidden:\n\n- Three.\n\n\
 ## Tripwires\n\n| code | place | asserts | file |\n| --- | --- | --- | --- |\n\
 | T0101 | worker check | a | [x.rs](../../x.rs) |\n| T0102 | init parity | b | [x.rs](../../x.rs) |\n\n\
 ## Break-it tests\n\n| run | breaks | expected |\n| --- | --- | --- |\n\
 | `tessera drill x-y` | a | T0101, rank 1 |\n| `tessera drill z` | b | T0102 |\n\n## Instrumentation\n\nA.\n";
-    const SOURCE: &str = "//! x\n// T0101 T0102\n#[test]\nfn a_test() {}\n";
+    const SOURCE: &str = "//! x\n// T0101 T0102\n";
     const TABLE: &str = "| id | code |\n| --- | --- |\n| `x-y` | T0101 |\n| `z` | T0102 |\n";
 
     fn problems(page: &str, drills: Option<&str>) -> Vec<String> {
@@ -355,12 +306,13 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_names_evidence_that_exists() {
-        assert_one(&problems_after("Two: test `a_test`.", "Two."), "name the evidence for this rule");
-        assert_one(&problems_after("test `a_test`", "test `b_test`"), "test `b_test` does not exist");
-        assert_one(&problems_after("drills `x-y` and `z`", "drills `x-y` and `w`"), "has no drill `w`");
-        let unlisted = problems_after("Forbidden:\n\n- Three (T0101).\n", "");
+    fn a_contract_has_rules_in_both_lists_and_nowhere_else() {
+        let unlisted = problems_after("Forbidden:\n\n- Three.\n", "");
         assert_one(&unlisted, "no rule under Forbidden:");
+        assert_one(
+            &problems_after("Must:\n\n- One", "- Zero.\n\nMust:\n\n- One"),
+            "put the rule under Must:",
+        );
     }
 
     #[test]
@@ -396,12 +348,5 @@ mod tests {
             &problems(&PAGE.replacen("`z` |", "`Z` |", 1).replace("drill z", "drill Z"), None),
             "`Z` is not a drill id",
         );
-    }
-
-    #[test]
-    fn a_list_of_references_ends_with_another_word() {
-        let text = "Call `f`. Drills `a`, `b` and `c`, test `d`; see `e`.";
-        let names: Vec<&str> = find_references(text).into_iter().map(|(_, n)| n).collect();
-        assert_eq!(names, ["a", "b", "c", "d"]);
     }
 }

@@ -84,7 +84,11 @@ impl Library {
     /// Panics if the embedded file is not what `cargo xtask library` writes, which every test that
     /// calls this function finds.
     pub(super) fn read() -> Library {
-        serde_json::from_str(DATA).expect("the embedded library is valid")
+        let mut library: Library = serde_json::from_str(DATA).expect("the embedded library is valid");
+        let rules = library.rules.iter_mut().map(|r| &mut r.text);
+        let symptoms = library.symptoms.iter_mut().flat_map(|s| [&mut s.what, &mut s.first]);
+        rules.chain(symptoms).for_each(|text| *text = strip_markup(text));
+        library
     }
 
     /// The drills that end with a code.
@@ -146,7 +150,8 @@ impl Page {
     }
 }
 
-/// Replaces each link `[text](target)` by its text and drops the stars of emphasis.
+/// Replaces each link `[text](target)` by its text and drops the stars of emphasis; back quotes stay,
+/// because they mark what to type.
 pub(super) fn strip_markup(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -169,6 +174,11 @@ pub(super) fn strip_markup(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn links_become_their_text() {
+        assert_eq!(strip_markup("see [a](b.md), *done* and `f(x)[0]`"), "see a, done and `f(x)[0]`");
+    }
 
     #[test]
     fn every_page_that_the_data_name_is_embedded() {

@@ -157,7 +157,8 @@ fn print_explanation((legal, text): (bool, String), format: OutputFormat) -> Cli
     Ok(if legal { 0 } else { EXIT_DIAGNOSTICS })
 }
 
-/// Prints the report of a search. `streamed` is the cluster and the dtype of a plan that can be
+/// Prints the report of a search, and returns the exit status: a failed gate is a failed check, although
+/// the report and its folder are complete. `streamed` is the cluster and the dtype of a plan that can be
 /// streamed.
 fn print_report(
     report: &EstimateReport,
@@ -186,5 +187,5 @@ fn print_report(
         }
     }
     write_stdout(&text)?;
-    Ok(if report.is_feasible() { 0 } else { EXIT_DIAGNOSTICS })
+    Ok(if report.is_feasible() && !report.has_failed_gate() { 0 } else { EXIT_DIAGNOSTICS })
 }

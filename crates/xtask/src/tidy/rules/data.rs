@@ -4,10 +4,11 @@ use serde_json::{Value, json};
 
 use super::Library;
 
-/// Renders rules, drills, pages of codes and symptoms as JSON, with one entry per line.
+/// Renders rules, drills, pages of codes and symptoms as JSON, with one entry per line. Texts keep the
+/// Markdown of their pages; the binary removes it.
 pub(super) fn render_json(library: &Library) -> String {
     let rules = library.rules.iter().map(|r| {
-        json!({"id": r.id, "page": r.page.name(), "forbidden": r.is_forbidden, "text": strip_markup(&r.text),
+        json!({"id": r.id, "page": r.page.name(), "forbidden": r.is_forbidden, "text": r.text,
             "codes": r.proof.codes, "drills": r.proof.drills})
     });
     let drills = library.drills.iter().map(|d| {
@@ -21,7 +22,7 @@ pub(super) fn render_json(library: &Library) -> String {
         json!({"id": id, "page": page})
     });
     let symptoms = library.symptoms.iter().map(|s| {
-        json!({"title": s.title, "words": s.words, "what": strip_markup(&s.what), "first": strip_markup(&s.first),
+        json!({"title": s.title, "words": s.words, "what": s.what, "first": s.first,
             "codes": s.codes, "drills": s.drills, "pages": s.pages})
     });
     let lists = [
@@ -36,36 +37,4 @@ pub(super) fn render_json(library: &Library) -> String {
 fn render_list(name: &str, entries: impl Iterator<Item = Value>) -> String {
     let lines: Vec<String> = entries.map(|e| e.to_string()).collect();
     format!("\"{name}\": [\n{}\n]", lines.join(",\n"))
-}
-
-/// Replaces each link `[text](target)` by its text and drops the stars of emphasis; back quotes
-/// stay, because they mark what to type.
-fn strip_markup(text: &str) -> String {
-    let mut out = String::new();
-    let mut rest = text;
-    while let Some((before, link)) = rest.split_once('[') {
-        out += before;
-        let parts = link.split_once("](").and_then(|(name, end)| Some((name, end.split_once(')')?.1)));
-        match parts {
-            Some((name, after)) => {
-                out += name;
-                rest = after;
-            }
-            None => {
-                out.push('[');
-                rest = link;
-            }
-        }
-    }
-    (out + rest).replace('*', "")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn links_become_their_text() {
-        assert_eq!(strip_markup("see [a](b.md), *done* and `f(x)[0]`"), "see a, done and `f(x)[0]`");
-    }
 }

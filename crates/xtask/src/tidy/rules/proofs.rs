@@ -68,6 +68,14 @@ fn check_rule(
         && proof.drills.is_empty()
         && proof.tests.is_empty()
         && proof.filetests.is_empty();
+    let rests_on_codes =
+        !is_empty && proof.drills.is_empty() && proof.tests.is_empty() && proof.filetests.is_empty();
+    if rests_on_codes {
+        report(format!(
+            "{} rests on a code alone: name the drill, test or filetest in which it stops this fault",
+            rule.id
+        ));
+    }
     if is_empty == proof.missing.is_none() {
         let id = &rule.id;
         report(format!("{id} needs a code, drill, test or filetest, or `(no proof: reason)`, and not both"));
@@ -167,18 +175,21 @@ mod tests {
     #[test]
     fn a_rule_and_its_proof_name_each_other() {
         let test = "//! x\n// proves: D-01\n#[test]\nfn a_test() {}\n";
-        for proof in ["drill `a-drill`", "T0701", "T0311", "filetest `verify/a.tir`", "no proof: rare"] {
+        for proof in
+            ["drill `a-drill`", "T0701, drill `a-drill`", "filetest `verify/a.tir`", "no proof: rare"]
+        {
             assert_eq!(messages(proof, "//! x\n"), Vec::<String>::new(), "{proof}");
         }
         assert_eq!(messages("test `a_test`", test), Vec::<String>::new());
         for (proof, source, part) in [
             ("by hand", "//! x\n", "needs a code"),
-            ("T0311; (no proof: rare)", "//! x\n", "and not both"),
+            ("T0311", "//! x\n", "rests on a code alone"),
+            ("drill `a-drill`; (no proof: rare)", "//! x\n", "and not both"),
             ("drill `b`", "//! x\n", "no drill `b`"),
-            ("T0799", "//! x\n", "shows T0799"),
+            ("T0799, drill `a-drill`", "//! x\n", "shows T0799"),
             ("filetest `b.tir`", "//! x\n", "no filetest `b.tir`"),
             ("test `a_test`", "//! x\n#[test]\nfn a_test() {}\n", "above it"),
-            ("T0311", test, "does not name the test `a_test`"),
+            ("drill `a-drill`", test, "does not name the test `a_test`"),
         ] {
             let found = messages(proof, source);
             assert!(found.len() == 1 && found[0].contains(part), "{proof}: {found:?}");

@@ -3,26 +3,25 @@
 //!
 //! Plans are sealed and run with the decisions, engines and decoder of a stream; ranks are threads.
 //! The contents of a clip are measured from its pixels and from models/demo/palette.json alone
-//! (support/mod.rs). Each rank has one thread, because the tests of this file run concurrently.
+//! (clip.rs). Each rank has one thread, because the tests of this file run concurrently.
 //!
 //! The following command runs every prompt for 200 chunks in both regimes and prints a table (about
 //! 20 minutes on two cores):
 //!
 //! ```text
-//! cargo test --release -p tessera --test demo -- --ignored --nocapture
+//! cargo test --release -p tessera local::demo -- --ignored --nocapture
 //! ```
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-mod support;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use support::{ClipMeasurement, Prompt, World, render_clip};
-use tessera::local::{self, DeliveredChunk};
-use tessera::{Mapping, Model, Overrides, Plan, Strategy, StreamRequest, Topology, plan};
 use tessera_cpu::kernels::{PixelGeometry, depth_to_space_time, space_time_to_depth};
+
+use super::DeliveredChunk;
+use super::clip::{ClipMeasurement, Prompt, World, render_clip};
+use crate::{Mapping, Model, Overrides, Plan, Strategy, StreamRequest, Topology, local, plan};
 
 const FRAMES: i64 = 12;
 const SEED: u64 = 1;
@@ -74,7 +73,7 @@ fn stream_mapped(
 const ONE_RANK: (&str, Strategy) = ("tp=1", Strategy::Ulysses);
 
 fn request(prompt: Option<Prompt>, seed: u64, cut: bool) -> StreamRequest {
-    let cut = if cut { tessera::SceneCut::Ordered } else { tessera::SceneCut::None };
+    let cut = if cut { crate::SceneCut::Ordered } else { crate::SceneCut::None };
     StreamRequest { prompt: prompt.map(Prompt::text), seed, cut, ..StreamRequest::default() }
 }
 
