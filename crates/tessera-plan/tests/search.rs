@@ -1,6 +1,7 @@
 //! Tests the mapping search: every candidate is counted, the best is optimal, rejections give
 //! reasons, and a better machine is never slower.
 
+use tessera_base::GateStatus;
 use tessera_base::Nanoseconds;
 use tessera_cost::moe::Routing;
 use tessera_cost::params::{
@@ -9,7 +10,6 @@ use tessera_cost::params::{
 use tessera_cost::{CollectiveOp, GroupSpan, MachineModel, Profile};
 use tessera_mesh::{Cluster, LinkClass, MemoryTier, Precision, catalog};
 use tessera_models::zoo;
-use tessera_plan::search::gates::GateStatus;
 use tessera_plan::search::{
     Candidate, Job, MemoryUse, Objective, Pins, RankedCandidate, Reason, SearchOutcome, SearchQuery,
     SearchSpace, StepEstimate, WhyVerdict, estimate_candidate, explain_pins, search,

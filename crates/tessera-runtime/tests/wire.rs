@@ -11,8 +11,9 @@ use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
     CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader,
     F32Bits, FaultReport, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message,
-    MessageKind, PhaseCall, Progress, Ready, Refused, Reload, ScalarArg, SenderRole, ShardFingerprint,
-    Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode, envelope_reference,
+    MessageKind, PhaseCall, Progress, RankMemory, Ready, Refused, Reload, ScalarArg, SenderRole,
+    ShardFingerprint, Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode,
+    envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 

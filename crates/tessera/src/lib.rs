@@ -29,8 +29,10 @@ mod host_memory;
 mod html_writer;
 pub mod join;
 mod kernel_probe;
-#[cfg(test)]
-mod local;
+// No user needs it: the tests of this crate do, and the one that counts every allocation needs a
+// process of its own.
+#[doc(hidden)]
+pub mod local;
 pub mod machine_shape;
 mod media_pipeline;
 mod model;

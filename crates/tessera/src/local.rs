@@ -6,7 +6,9 @@
 //! and the record are absent, because only processes need them. A leader outside the mesh runs on
 //! the calling thread.
 
+#[cfg(test)]
 mod clip;
+#[cfg(test)]
 mod demo;
 
 use std::collections::BTreeMap;

@@ -68,6 +68,7 @@ pub(crate) fn write_run_dir_with(
             event: PERFORMANCE_EVENT.into(),
             detail: detail.clone(),
             startup: None,
+            memory: None,
         })
         .to_json();
     }
