@@ -259,7 +259,7 @@ mod tests {
     fn ids_are_unique_and_every_fault_has_its_drill() {
         let ids: BTreeSet<_> = DRILLS.iter().map(|d| d.id).collect();
         assert_eq!(ids.len(), DRILLS.len());
-        for fault in DrillFault::ALL {
+        for fault in DrillFault::ALL.iter().filter(|f| !DrillFault::DRAWN.contains(f)) {
             let drill = Drill::find(fault.name()).unwrap_or_else(|| panic!("{} has no drill", fault.name()));
             assert_eq!(drill.fault, Some(*fault));
         }
