@@ -1,5 +1,5 @@
 //! Benchmarks: the model alone on one rank; the verifier; the latency of lockstep agreement; runs
-//! with killed processes, cut links and busy cores; long streams; the search over mappings of one
+//! with killed processes, cut links and busy cores; campaigns of drawn faults; long streams; the search over mappings of one
 //! rack and of many.
 //!
 //! Each benchmark prints its result, with `--json` also as JSON on the last line. With `--save` it
@@ -11,6 +11,7 @@ mod dit;
 mod endings;
 mod failover;
 mod false_positives;
+mod faults;
 mod harness;
 mod lockstep;
 mod partition;
@@ -50,6 +51,7 @@ enum Benchmark {
     Dit(dit::Args),
     Verifier(verifier::Args),
     Failover(failover::Args),
+    Faults(faults::Args),
     Lockstep(lockstep::Args),
     Soak(soak::Args),
     Partition(partition::Args),
@@ -66,6 +68,7 @@ fn main() -> ExitCode {
         Benchmark::Dit(args) => dit::run(args),
         Benchmark::Verifier(args) => verifier::run(args),
         Benchmark::Failover(args) => failover::run(args),
+        Benchmark::Faults(args) => faults::run(args),
         Benchmark::Lockstep(args) => lockstep::run(args),
         Benchmark::Soak(args) => soak::run(args),
         Benchmark::Partition(args) => partition::run(args),

@@ -45,14 +45,14 @@ const LIMIT_S: f64 = 10.0;
 const CHUNKS_BEFORE: u64 = 3;
 const ENDLESS_CHUNKS: u32 = 1_000_000;
 /// TCP port on which rank 0 listens for the rendezvous, inside its network namespace.
-const PORT: u16 = 29_500;
+pub const PORT: u16 = 29_500;
 /// Addresses of the ends of the link, by rank, in one /24 network.
-const END_ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
+pub const END_ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
 /// A hardware address that no device has.
 const UNUSED_MAC: &str = "02:00:00:00:00:99";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum LinkCut {
+pub enum LinkCut {
     /// Take one end down
     Down,
     /// Keep both ends up and drop all packets
@@ -168,13 +168,13 @@ fn summarize_cases(args: &Args, cases: &[(LinkCut, RunEndings)]) -> BenchResult 
 }
 
 /// Two network namespaces and the link between them. Dropping the value deletes them.
-struct NetnsPair {
+pub struct NetnsPair {
     names: [String; 2],
     devices: [String; 2],
 }
 
 impl NetnsPair {
-    fn create(tag: &str) -> anyhow::Result<NetnsPair> {
+    pub fn create(tag: &str) -> anyhow::Result<NetnsPair> {
         let id = std::process::id();
         let hosts = NetnsPair {
             names: ["a", "b"].map(|side| format!("tessera-{id}-{tag}-{side}")),
@@ -195,11 +195,11 @@ impl NetnsPair {
     }
 
     /// Returns the prefix of a command that runs at one end.
-    fn command_prefix(&self, end: usize) -> Vec<String> {
+    pub fn command_prefix(&self, end: usize) -> Vec<String> {
         ["ip", "netns", "exec", &self.names[end]].map(String::from).to_vec()
     }
 
-    fn cut_link(&self, cut: LinkCut) -> anyhow::Result<()> {
+    pub fn cut_link(&self, cut: LinkCut) -> anyhow::Result<()> {
         match cut {
             LinkCut::Down => run_ip(&["-n", &self.names[1], "link", "set", &self.devices[1], "down"]),
             LinkCut::Silent => (0..2).try_for_each(|end| {
@@ -229,7 +229,7 @@ fn run_ip(args: &[&str]) -> anyhow::Result<()> {
 }
 
 /// Writes a random secret that only this user can read.
-fn write_secret(path: &Path) -> anyhow::Result<()> {
+pub fn write_secret(path: &Path) -> anyhow::Result<()> {
     use std::io::{Read, Write as _};
     use std::os::unix::fs::OpenOptionsExt;
     let mut random = [0; 32];

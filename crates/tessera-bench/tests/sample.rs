@@ -54,6 +54,19 @@ fn killed_and_stopped_processes_are_named_and_none_is_left() {
 }
 
 #[test]
+fn drawn_faults_are_found_and_their_reports_agree() {
+    let tessera = tessera_binary();
+    let kinds = ["kill", "stop", "pause", "stop-launcher-and-rank", "cut-closed", "flipped-weight"];
+    let kinds = kinds.iter().flat_map(|k| ["--kind", k]);
+    let campaign = ["faults", "--tessera", &tessera, "--faults", "8", "--parallel", "4", "--seed", "5"];
+    let numbers = run_bench(&campaign.into_iter().chain(kinds).collect::<Vec<_>>());
+    assert_eq!(numbers["faults"], 8, "{numbers}");
+    for (defect, count) in numbers["defects"].as_object().unwrap() {
+        assert!(*count == 0 || defect == "late", "{defect}: {numbers}");
+    }
+}
+
+#[test]
 fn a_slow_run_is_not_ended() {
     let tessera = tessera_binary();
     let numbers = run_bench(&["false-positives", "--tessera", &tessera, "--chunks", "100"]);

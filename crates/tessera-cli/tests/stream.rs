@@ -329,12 +329,17 @@ fn the_summary_lists_the_output_files() {
     assert!(err.contains("chunk 1/2") && err.contains("chunk 2/2") && err.contains("denoise"), "{err}");
 }
 
+/// Starts a stream that does not end by itself.
+fn spawn_endless(out: &Path) -> Child {
+    let args = ["stream", "fixtures/wan-odd", "--mesh", "tp=2", "--oversubscribe", "--chunks", "1000000"];
+    tessera_command(&[&args[..], &["--prompt", "red", "--out", out.to_str().unwrap()]].concat())
+        .spawn()
+        .unwrap()
+}
+
 /// Starts a stream that does not end by itself, and waits until a chunk is on disk.
 fn start_endless(out: &Path) -> Child {
-    let args = ["stream", "fixtures/wan-odd", "--mesh", "tp=2", "--oversubscribe", "--chunks", "1000000"];
-    let child = tessera_command(&[&args[..], &["--prompt", "red", "--out", out.to_str().unwrap()]].concat())
-        .spawn()
-        .unwrap();
+    let child = spawn_endless(out);
     let begun = Instant::now();
     while fs::metadata(out.join("latents.f32")).map_or(0, |m| m.len()) == 0 {
         assert!(begun.elapsed() < TIMEOUT, "no chunk was written");
@@ -426,4 +431,45 @@ fn a_killed_rank_is_the_only_cause() {
     assert!(err.contains("a rank died, rank 1") && err.contains("more: tessera explain T07"), "{err}");
     assert!(to_text(&o.stdout).contains("failed"), "{}", to_text(&o.stdout));
     assert!(ranks.iter().all(|p| !Path::new(&format!("/proc/{p}")).exists()), "a rank was left behind");
+}
+
+// proves: S-16
+#[test]
+fn a_stopped_launcher_leaves_no_stopped_rank_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let child = start_endless(&out);
+    let ranks = child_pids(child.id());
+    send_signal(child.id(), "STOP");
+    send_signal(ranks[1], "STOP");
+    let o = wait_for_end(child);
+    let err = to_text(&o.stderr);
+    assert_eq!(o.status.code(), Some(11), "{err}");
+    assert!(
+        err.contains("a rank stalled, rank 1") && err.contains("the launching process was stopped"),
+        "{err}"
+    );
+    let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+    assert!(record.lines().last().unwrap().contains("the launching process was stopped"), "{record}");
+    assert!(ranks.iter().all(|p| !Path::new(&format!("/proc/{p}")).exists()), "a rank was left behind");
+}
+
+// proves: S-17
+#[test]
+fn a_rank_that_is_stopped_before_its_first_heartbeat_ends_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let child = spawn_endless(&dir.path().join("run"));
+    let ranks = loop {
+        let ranks = child_pids(child.id());
+        if ranks.len() == 2 {
+            break ranks;
+        }
+    };
+    send_signal(ranks[1], "STOP");
+    let since = Instant::now();
+    let o = wait_for_end(child);
+    let err = to_text(&o.stderr);
+    assert_eq!(o.status.code(), Some(11), "{err}");
+    assert!(err.contains("a rank stalled, rank 1"), "{err}");
+    assert!(since.elapsed() < Duration::from_secs(30), "the run waited for a rank that was loading");
 }

@@ -233,6 +233,10 @@ impl Backend for CpuBackend {
         self.write_element(name, index, value)
     }
 
+    fn read_weight(&self, name: &str, index: u64) -> Option<f32> {
+        self.read_element(name, index)
+    }
+
     fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint> {
         let mut hash = FingerprintHasher::default();
         hash.update(&self.memory.buffers[*self.buffer_index.get(name)?]);

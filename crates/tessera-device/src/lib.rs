@@ -254,6 +254,12 @@ pub trait Backend {
     /// fault.
     fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool;
 
+    /// Returns one element of a weight in memory, or `None` if there is no such element or if the
+    /// backend reads no single elements. For drills only.
+    fn read_weight(&self, _name: &str, _index: u64) -> Option<f32> {
+        None
+    }
+
     /// Returns the fingerprint of a buffer's contents; `slice` describes the shard.
     fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint>;
 

@@ -304,13 +304,15 @@ impl Investigation<'_> {
         if matches!(self.state, AutopsyRunState::Complete | AutopsyRunState::Interrupted) {
             return Vec::new();
         }
-        let kinds: [&dyn Fn() -> Vec<Finding>; 6] = [
+        let kinds: [&dyn Fn() -> Vec<Finding>; 8] = [
             &|| Vec::from_iter(self.find_mismatch()),
             &|| Vec::from_iter(self.find_own_failure()),
             &|| Vec::from_iter(self.find_reported_failure()),
             &|| Vec::from_iter(self.find_lost_launcher()),
+            &|| Vec::from_iter(self.find_cut_link()),
             &|| self.find_vanished_ranks(),
             &|| self.find_stuck_ranks(),
+            &|| Vec::from_iter(self.find_blamed_rank()),
         ];
         let found = kinds.iter().map(|k| k()).find(|f| !f.is_empty()).unwrap_or_default();
         if found.is_empty() && self.state == AutopsyRunState::Unfinished {
@@ -339,7 +341,7 @@ impl Investigation<'_> {
     /// Finds the rank that first reported a failure of its own.
     fn find_own_failure(&self) -> Option<Finding> {
         let own = self.views.iter().filter_map(|v| {
-            let (at, mark) = v.marks().find(|(_, m)| is_own_failure(v.rank, m))?;
+            let (at, mark) = v.marks().find(|(_, m)| is_own_failure(v.rank, m) && !repeats_relayed(v, m))?;
             Some((v.wall_ns(at), v, mark))
         });
         // Other ranks report deaths, and a rank that names itself as stalled relays its leader's
@@ -441,6 +443,18 @@ impl Investigation<'_> {
         is_lost.then(findings::lost_launcher_finding)
     }
 
+    /// Finds two ranks that both lived and reported each other as dead or stalled: neither is at
+    /// fault, but what connects them.
+    fn find_cut_link(&self) -> Option<Finding> {
+        let reported = |v: &RankView<'_>| {
+            let own = v.marks().map(|(_, m)| m).find(|m| m.event == "failed" && !m.is_relayed)?;
+            own.blamed_rank.filter(|rank| *rank != v.rank && is_death(own.class.as_deref()))
+        };
+        let pairs = self.views.iter().filter_map(|v| Some((v, self.view(reported(v)?)?)));
+        let mut mutual = pairs.filter(|(v, other)| v.rank < other.rank && reported(other) == Some(v.rank));
+        mutual.next().map(|(v, other)| findings::cut_link_finding(v.rank, other.rank))
+    }
+
     /// Returns the failure that ended the run, according to its record.
     fn recorded_cause(&self) -> Option<&FailureCause> {
         self.evidence.record.as_ref()?.cause()
@@ -448,8 +462,10 @@ impl Investigation<'_> {
 
     /// Iterates over the failures that ranks reported, with their times since 1970.
     fn failure_marks(&self) -> impl Iterator<Item = (u64, &FlightMark)> {
-        let marks = self.views.iter().flat_map(|v| v.marks().map(|(at, m)| (v.wall_ns(at), m)));
-        marks.filter(|(_, m)| m.event == "failed")
+        self.views.iter().flat_map(|v| {
+            let failed = v.marks().filter(|(_, m)| m.event == "failed" && !repeats_relayed(v, m));
+            failed.map(|(at, m)| (v.wall_ns(at), m))
+        })
     }
 
     fn view(&self, rank: u32) -> Option<&RankView<'_>> {
@@ -482,12 +498,24 @@ impl Investigation<'_> {
         for cycle in self.waits.cycles.iter().filter(|c| over || long(c)) {
             out.push(findings::cycle_finding(self, cycle));
         }
-        if out.is_empty()
-            && let Some(ranks) = self.waits.stalled_groups.iter().find(|t| long(t))
-        {
-            out.push(findings::transport_finding(self, ranks));
+        if let Some(ranks) = self.waits.stalled_groups.iter().find(|t| long(t)).filter(|_| out.is_empty()) {
+            // A rank that was stopped and continued after the end of the run enters the collective
+            // late, and only the report of its peer shows who was missing.
+            let reported = blamed.first().filter(|_| blamed.len() == 1).and_then(|rank| self.view(*rank));
+            out.push(match reported {
+                Some(v) => findings::silence_finding(self, v),
+                None => findings::transport_finding(self, ranks),
+            });
         }
         out
+    }
+
+    /// Finds the only rank that others reported as dead or stalled, if nothing else distinguishes it:
+    /// it was stopped and continued after the end of the run.
+    fn find_blamed_rank(&self) -> Option<Finding> {
+        let blamed = self.ranks_blamed_by_others();
+        let only = blamed.first().filter(|_| blamed.len() == 1 && self.state == AutopsyRunState::Failed)?;
+        Some(findings::silence_finding(self, self.view(*only)?))
     }
 
     /// Returns whether a rank has been silent for longer than work explains; for a rank without a
@@ -547,6 +575,11 @@ fn is_death(class: Option<&str>) -> bool {
 /// Returns whether a rank reports a failure of its own and does not relay another rank's.
 fn is_own_failure(rank: u32, m: &FlightMark) -> bool {
     m.event == "failed" && !m.is_relayed && m.blamed_rank == Some(rank) && !is_death(m.class.as_deref())
+}
+
+/// Returns whether a rank repeats a failure that it relayed before, as it does when it exits.
+fn repeats_relayed(v: &RankView<'_>, m: &FlightMark) -> bool {
+    !m.is_relayed && v.marks().any(|(_, r)| r.event == "failed" && r.is_relayed && r.code == m.code)
 }
 
 fn format_line_count(n: usize) -> String {

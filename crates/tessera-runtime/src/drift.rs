@@ -32,12 +32,12 @@ pub(crate) fn find_deviation(
     }
 }
 
-/// Returns the rank whose output differs from the majority, and a text. With two ranks there is no
-/// majority, and the text names both.
+/// Returns the rank whose output differs from the majority, and a text that names all ranks. Without
+/// a majority, as with two ranks, nothing tells which output is wrong, and no rank is named.
 pub(crate) fn find_output_mismatch(
     done: &BTreeMap<u32, CallObservation>,
     without_output: &[u32],
-) -> Option<(u32, String)> {
+) -> Option<(Option<u32>, String)> {
     let mut votes: BTreeMap<Digest, Vec<u32>> = BTreeMap::new();
     for (rank, o) in done.iter().filter(|(r, _)| !without_output.contains(r)) {
         votes.entry(o.output).or_default().push(*rank);
@@ -45,9 +45,10 @@ pub(crate) fn find_output_mismatch(
     if votes.len() < 2 {
         return None;
     }
-    // The largest group wins. On a tie the group that holds the lowest rank wins.
-    let winner = votes.values().max_by_key(|ranks| (ranks.len(), std::cmp::Reverse(ranks[0])))?.clone();
-    let outlier = done.keys().copied().find(|r| !winner.contains(r) && !without_output.contains(r))?;
+    let winner = votes.values().max_by_key(|ranks| ranks.len())?;
+    let is_majority = votes.values().filter(|ranks| ranks.len() == winner.len()).count() == 1;
+    let outlier = votes.values().filter(|ranks| *ranks != winner).flatten().min();
+    let outlier = outlier.copied().filter(|_| is_majority);
     let group_texts: Vec<String> = votes.iter().map(|(d, ranks)| format!("ranks {ranks:?} {d}")).collect();
     Some((outlier, format!("output differs: {}", group_texts.join(", "))))
 }
@@ -117,15 +118,16 @@ mod tests {
     fn the_outlier_rank_is_named() {
         let done = |outputs: &[u8]| (0u32..).zip(outputs.iter().map(|o| observed_output(*o))).collect();
         assert_eq!(find_output_mismatch(&done(&[5, 5, 5]), &[]), None);
-        assert_eq!(find_output_mismatch(&done(&[5, 6, 5]), &[]).map(|(r, _)| r), Some(1));
-        assert_eq!(find_output_mismatch(&done(&[6, 5, 5]), &[]).map(|(r, _)| r), Some(0));
+        assert_eq!(find_output_mismatch(&done(&[5, 6, 5]), &[]).map(|(r, _)| r), Some(Some(1)));
+        assert_eq!(find_output_mismatch(&done(&[6, 5, 5]), &[]).map(|(r, _)| r), Some(Some(0)));
         assert_eq!(
             find_output_mismatch(&done(&[5, 0, 5]), &[1]),
             None,
             "a rank without output differs from none"
         );
         let (odd, text) = find_output_mismatch(&done(&[5, 6]), &[]).expect("differ");
-        assert!(odd == 1 && text.contains("ranks [0]") && text.contains("ranks [1]"), "{text}");
+        assert!(odd.is_none() && text.contains("ranks [0]") && text.contains("ranks [1]"), "{text}");
+        assert_eq!(find_output_mismatch(&done(&[5, 6, 5, 6]), &[]).map(|(r, _)| r), Some(None));
     }
 
     fn shard_fingerprint(slice: &str, digest: u8, constant: bool) -> ShardFingerprint {

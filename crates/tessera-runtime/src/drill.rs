@@ -106,6 +106,10 @@ faults! {
     PerturbedInput "perturbed-input",
     /// One element of a weight is changed in memory.
     MutatedWeight "mutated-weight",
+    /// One bit of a weight flips in memory, at a drawn place.
+    FlippedWeight "flipped-weight",
+    /// One bit of a cache flips in memory, at a drawn place.
+    FlippedCache "flipped-cache",
     /// A rank loads the shards of another rank.
     WrongShard "wrong-shard",
     /// One bit of an output is flipped.
@@ -136,6 +140,12 @@ faults! {
     LostCall "lost-call",
     /// A rank receives the commit of the armed call twice.
     SecondCommit "second-commit",
+}
+
+impl DrillFault {
+    /// The faults that only a campaign of drawn faults arms, and no drill: the place of the flipped
+    /// bit decides whether a check can find it.
+    pub const DRAWN: &[DrillFault] = &[DrillFault::FlippedWeight, DrillFault::FlippedCache];
 }
 
 impl FromStr for DrillFault {

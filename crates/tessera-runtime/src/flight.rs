@@ -90,7 +90,8 @@ impl<'a> FlightEvent<'a> {
             Message::Refused(r) => FlightEvent::from_failure(&r.failure),
             Message::Fault(f) => FlightEvent::Failed {
                 class: f.failure.class,
-                rank: Some(own_rank).filter(|_| !f.secondary),
+                // A rank may report another one, such as a leader that does not answer.
+                rank: f.failure.rank.or(Some(own_rank)).filter(|_| !f.secondary),
                 code: &f.failure.code,
                 text: &f.failure.text,
                 secondary: f.secondary,
@@ -115,5 +116,27 @@ impl<'a> FlightEvent<'a> {
             },
             _ => return None,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codes::T0743;
+    use crate::wire::FaultReport;
+
+    #[test]
+    fn a_report_of_another_rank_blames_that_rank() {
+        let blamed = |rank, secondary| {
+            let failure = crate::Failure::new(FailureClass::Stall, rank, &T0743, "no message");
+            let sent = Message::Fault(FaultReport { failure, secondary });
+            match FlightEvent::from_sent(2, &sent) {
+                Some(FlightEvent::Failed { rank, .. }) => rank,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(blamed(Some(0), false), Some(0));
+        assert_eq!(blamed(None, false), Some(2));
+        assert_eq!(blamed(Some(2), true), None, "the cause is elsewhere");
     }
 }

@@ -107,6 +107,8 @@ pub struct Worker {
     pending: VecDeque<PendingCall>,
     running: Option<RunningCall>,
     /// Actions that follow from the current event, in order.
+    /// A failure that another rank caused, and the time until which its cause may be reported.
+    secondary_failure: Option<(Failure, u64)>,
     actions: Vec<Action>,
     ended: bool,
 }
@@ -147,6 +149,7 @@ impl Worker {
             predicted,
             pending: VecDeque::new(),
             running: None,
+            secondary_failure: None,
             actions: Vec::new(),
             ended: false,
         })
@@ -167,7 +170,7 @@ impl Worker {
                 self.loaded_fingerprints = Some(fingerprints);
                 self.send_hello();
             }
-            Event::EngineFailed(failure) => self.report_fault(failure, false),
+            Event::EngineFailed(failure) => self.report_fault(failure),
             Event::CallEnded(outcome) => match *outcome {
                 Ok(report) => self.finish_call(report),
                 Err(fault) => self.report_engine_fault(fault),
@@ -200,6 +203,9 @@ impl Worker {
             let progress = if self.running.is_some() { progress } else { 0 };
             self.actions.push(Action::Send(Message::Heartbeat(Heartbeat { progress })));
         }
+        if let Some((failure, _)) = self.secondary_failure.take_if(|(_, until)| now >= *until) {
+            return self.end_run(failure);
+        }
         if let Some(running) = &mut self.running
             && running.progress != progress
         {
@@ -225,8 +231,7 @@ impl Worker {
             );
             // A process that was suspended reads this report first when it continues. Without it,
             // the closed socket would look like the death of this rank.
-            return self
-                .report_fault(self.local_failure(FailureClass::Stall, Some(above), &T0743, text), false);
+            return self.report_fault(self.local_failure(FailureClass::Stall, Some(above), &T0743, text));
         }
         if let Some(r) = &self.running
             && now.saturating_sub(r.last_progress_ns) > r.deadline_ns
@@ -237,7 +242,7 @@ impl Worker {
             // This rank may be waiting for another one; only the leader sees the progress of all
             // ranks. The failure is therefore secondary.
             let failure = self.local_failure(FailureClass::Stall, Some(self.config.rank), &T0743, text);
-            self.report_fault(failure, true);
+            self.report_secondary(failure);
         }
     }
 
@@ -407,7 +412,11 @@ impl Worker {
             code: fault.code,
             text: fault.text,
         };
-        self.report_fault(failure, stalled || fault.kind == EngineFaultKind::Aborted);
+        if stalled || fault.kind == EngineFaultKind::Aborted {
+            self.report_secondary(failure);
+        } else {
+            self.report_fault(failure);
+        }
     }
 
     fn finish_call(&mut self, report: CallReport) {
@@ -463,9 +472,20 @@ impl Worker {
     }
 
     /// Reports why this rank cannot continue, then ends.
-    fn report_fault(&mut self, failure: Failure, secondary: bool) {
-        self.actions.push(Action::Send(Message::Fault(FaultReport { failure: failure.clone(), secondary })));
+    fn report_fault(&mut self, failure: Failure) {
+        let report = FaultReport { failure: failure.clone(), secondary: false };
+        self.actions.push(Action::Send(Message::Fault(report)));
         self.end_run(failure);
+    }
+
+    /// Reports a failure whose cause is elsewhere, and waits for the report of the cause.
+    fn report_secondary(&mut self, failure: Failure) {
+        if self.secondary_failure.is_none() {
+            let report = FaultReport { failure: failure.clone(), secondary: true };
+            self.actions.push(Action::Send(Message::Fault(report)));
+            self.actions.push(Action::AbortEngine);
+            self.secondary_failure = Some((failure, self.clock.now_ns() + self.config.limits.blame_ns));
+        }
     }
 
     fn end_run(&mut self, failure: Failure) {

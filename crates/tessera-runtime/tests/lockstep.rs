@@ -8,6 +8,7 @@ use std::rc::Rc;
 use support::net::{FIRST, Hop, NEXT, Net, Request};
 use support::{Bug, LeaderPlacement, context_tensor, leader_config, prompt_tensor, worker_config};
 use tessera_runtime::director::{ChunkRequest, SceneCut};
+use tessera_runtime::engine::EngineFault;
 use tessera_runtime::kv_cache::{CacheRegime, Transition};
 use tessera_runtime::leader::Leader;
 use tessera_runtime::wire::{CallAction, Commit, DuplicatePolicy, Message, PhaseCall, Tensor};
@@ -342,6 +343,33 @@ fn a_rank_names_its_upstream_rank() {
         assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(above)), "{f}");
         assert!(f.text.contains(&format!("no message from {who} for")), "{f}");
     }
+}
+
+#[test]
+fn a_rank_whose_engine_was_aborted_waits_for_the_cause() {
+    let config = worker_config(LeaderPlacement::InMesh, 1, CacheRegime::Resident);
+    let blame_ns = config.limits.blame_ns;
+    let aborted_worker = || {
+        let mut worker = Worker::new(config.clone()).expect("legal");
+        let aborted = EngineFault::peer_abort("member 0 disconnected");
+        let actions = worker.handle_event(1, Event::CallEnded(Err(aborted)));
+        let reports = |a: &Action| matches!(a, Action::Send(Message::Fault(f)) if f.secondary);
+        assert!(actions.iter().any(reports), "{actions:?}");
+        assert!(!worker.has_ended(), "{actions:?}");
+        worker
+    };
+    let end = |actions: Vec<Action>| {
+        actions.into_iter().find_map(|a| if let Action::Exit(end) = a { end } else { None })
+    };
+    let mut worker = aborted_worker();
+    let f = end(worker.handle_event(2, Event::UpstreamGone("its socket closed".into()))).expect("a failure");
+    assert_eq!((f.code.as_str(), f.rank), ("T0742", Some(0)), "{f}");
+    // Without a cause the wait ends.
+    let mut worker = aborted_worker();
+    let ticks = (0..).map(|n| 1 + n * blame_ns / 4).take(8);
+    let ends: Vec<_> =
+        ticks.filter_map(|at| end(worker.handle_event(at, Event::Tick { progress: 0 }))).collect();
+    assert_eq!(ends.iter().map(|f| f.code.as_str()).collect::<Vec<_>>(), ["T0745"]);
 }
 
 /// Drops every message on a rank's control link, starting with message number `from`.

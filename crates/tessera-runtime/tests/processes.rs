@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
     match args.get(1).map(String::as_str) {
         Some("as-rank") => as_rank(),
-        Some("as-launcher") => as_launcher(args.get(2).is_some_and(|w| w == "pp")),
+        Some("as-launcher") => as_launcher(args.get(2).is_some_and(|w| w == "pp"), &args[3]),
         _ => {}
     }
     macro_rules! tests {
@@ -78,6 +78,8 @@ fn main() -> ExitCode {
         a_killed_leader_is_named
         a_killed_launcher_leaves_no_process
         a_killed_launcher_leaves_no_stopped_leader
+        a_run_continues_and_ends_under_a_stopped_launcher
+        a_stopped_launcher_leaves_no_stopped_rank
         a_stop_ends_at_a_chunk_boundary
         a_second_stop_kills
         a_stop_while_loading_ends_cleanly
@@ -86,6 +88,7 @@ fn main() -> ExitCode {
         a_stopped_process_is_a_stall
         a_stopped_leader_is_a_stall
         a_stopped_mesh_leader_or_member_is_a_stall
+        a_rank_that_is_stopped_at_its_start_is_a_stall
         an_engine_that_ignores_aborts_is_abandoned
         a_peer_that_does_not_read_is_a_stall
         a_process_that_hangs_on_its_way_out_is_ended
@@ -314,16 +317,19 @@ fn spec(world: World, scenario: &str) -> LaunchSpec {
     }
 }
 
-/// Prints the process ids and the progress of its ranks, for the test that will kill it.
-fn as_launcher(pp: bool) -> ! {
+/// Prints the process ids, the progress and the failure of its ranks, for the test that will kill
+/// or stop it.
+fn as_launcher(pp: bool, scenario: &str) -> ! {
     let world = if pp { Pp1 } else { Mesh };
-    let report = launch_ranks(&spec(world, "endless"), &StopHandle::default(), &mut |event| match event {
+    let report = launch_ranks(&spec(world, scenario), &StopHandle::default(), &mut |event| match event {
         LaunchEvent::Started(pids) => {
             println!("{}", pids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "));
         }
         LaunchEvent::Progress(p) => println!("chunk {}", p.chunk),
     });
-    std::process::exit(report.map_or(1, |r| r.failure.map_or(0, |f| f.class.exit_code())))
+    let failure = report.expect("launched").failure;
+    failure.iter().for_each(|f| println!("{f}"));
+    std::process::exit(failure.map_or(0, |f| f.class.exit_code()))
 }
 
 // Helpers.
@@ -437,23 +443,66 @@ fn a_killed_launcher_leaves_no_stopped_leader() {
 }
 
 fn kill_launcher(world: &str, before: impl Fn(&[u32])) {
+    let (mut launcher, pids, _lines) = start_launcher(world, "endless");
+    before(&pids);
+    launcher.kill().expect("it lives");
+    wait_until_ended(&pids, Duration::from_secs(2));
+    launcher.wait().expect("ended");
+}
+
+/// A person may suspend the launcher by Ctrl-Z, which must not end the run.
+fn a_run_continues_and_ends_under_a_stopped_launcher() {
+    for world in ["mesh", "pp"] {
+        let (mut launcher, pids, _lines) = start_launcher(world, "short");
+        signal(launcher.id(), Signal::STOP);
+        wait_until_ended(&pids, Duration::from_secs(20));
+        signal(launcher.id(), Signal::CONT);
+        assert!(launcher.wait().expect("ended").success());
+    }
+}
+
+/// Only the launcher can kill a rank that is stopped.
+fn a_stopped_launcher_leaves_no_stopped_rank() {
+    for (world, rank) in [("mesh", 1), ("mesh", 0), ("pp", 1), ("pp", 3)] {
+        let (mut launcher, pids, lines) = start_launcher(world, "endless");
+        signal(launcher.id(), Signal::STOP);
+        signal(pids[rank], Signal::STOP);
+        wait_until_ended(&pids, Duration::from_secs(10));
+        let status = launcher.wait().expect("ended").code();
+        assert_eq!(status, Some(FailureClass::Stall.exit_code()), "{world}, rank {rank}");
+        let report = lines.map(|l| l.expect("text")).last().expect("a line");
+        assert!(report.contains(&format!("(rank {rank})")), "{world}: {report}");
+        // A stopped leader cannot report that it missed the launcher's heartbeats.
+        assert!(rank == 0 || report.contains("the launching process was stopped"), "{world}: {report}");
+    }
+}
+
+type OutputLines = std::io::Lines<BufReader<std::process::ChildStdout>>;
+
+/// Starts a launcher and waits for chunk 5. Returns it with the process ids of its ranks and its
+/// further output.
+fn start_launcher(world: &str, scenario: &str) -> (Child, Vec<u32>, OutputLines) {
     let me = std::env::current_exe().expect("a path");
-    let mut launcher: Child =
-        Command::new(me).args(["as-launcher", world]).stdout(Stdio::piped()).spawn().expect("spawned");
+    let mut launcher: Child = Command::new(me)
+        .args(["as-launcher", world, scenario])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("spawned");
     let out = launcher.stdout.take().expect("piped");
     let mut lines = BufReader::new(out).lines();
     let mut next = || lines.next().expect("a line").expect("text");
     let pids: Vec<u32> = next().split(' ').map(|p| p.parse().expect("a number")).collect();
     while next() != "chunk 5" {}
     assert!(pids.iter().all(|p| !has_ended(*p)));
-    before(&pids);
-    launcher.kill().expect("it lives");
+    (launcher, pids, lines)
+}
+
+fn wait_until_ended(pids: &[u32], limit: Duration) {
     let since = Instant::now();
     while !pids.iter().all(|p| has_ended(*p)) {
-        assert!(since.elapsed() < Duration::from_secs(2), "some ranks are still running");
+        assert!(since.elapsed() < limit, "some ranks are still running");
         std::thread::sleep(Duration::from_millis(10));
     }
-    launcher.wait().expect("ended");
 }
 
 fn a_stop_ends_at_a_chunk_boundary() {
@@ -526,6 +575,22 @@ fn a_stopped_mesh_leader_or_member_is_a_stall() {
     signal_rank(Pp1, 1, Signal::STOP, FailureClass::Stall, 5);
     signal_rank(Pp1, 3, Signal::STOP, FailureClass::Stall, 5);
     signal_rank(Pp0, 1, Signal::STOP, FailureClass::Stall, 5);
+}
+
+/// Such a rank has sent no heartbeat, so to the others it is still loading.
+fn a_rank_that_is_stopped_at_its_start_is_a_stall() {
+    for (world, rank) in [(Mesh, 0), (Mesh, 1), (Pp1, 1)] {
+        let since = Instant::now();
+        let report = launch_ranks(&spec(world, "endless"), &StopHandle::default(), &mut |event| {
+            if let LaunchEvent::Started(pids) = event {
+                signal(pids[rank], Signal::STOP);
+            }
+        });
+        let report = report.expect("launched");
+        let f = failure(&report);
+        assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(rank as u32)), "{f}");
+        assert!(since.elapsed() < Duration::from_secs(10), "{:?}: {f}", since.elapsed());
+    }
 }
 
 fn an_engine_that_ignores_aborts_is_abandoned() {

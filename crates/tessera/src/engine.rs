@@ -347,6 +347,42 @@ impl MeshEngine {
         self.backend.write_weight(name, index, value)
     }
 
+    /// Flips one bit of one element of a weight in memory; `draw` selects weight, element and bit.
+    /// Returns the name of the weight, or `None` if the backend reads no single elements. Only
+    /// the campaign of faults uses this fault.
+    pub(crate) fn flip_weight_bit(&mut self, draw: [u32; 3]) -> Option<String> {
+        // Tables that kernels derive from constants have fingerprints and no elements.
+        let names = self.backend.fingerprints().into_iter().map(|print| print.tensor);
+        let names: BTreeSet<String> =
+            names.filter(|name| self.backend.read_weight(name, 0).is_some()).collect();
+        let name = names.iter().nth(draw[0] as usize % names.len().max(1))?;
+        // The number of elements is the first index that the backend cannot read.
+        let (mut elements, mut beyond) = (0, u64::from(u32::MAX));
+        while elements < beyond {
+            let middle = elements.midpoint(beyond);
+            match self.backend.read_weight(name, middle) {
+                Some(_) => elements = middle + 1,
+                None => beyond = middle,
+            }
+        }
+        let index = u64::from(draw[1]) % elements.max(1);
+        let value = self.backend.read_weight(name, index)?;
+        let flipped = f32::from_bits(value.to_bits() ^ (1 << (draw[2] % 32)));
+        self.backend.write_weight(name, index, flipped).then(|| name.clone())
+    }
+
+    /// Flips one bit of one element of a cache in memory; `draw` selects cache, element and bit.
+    /// Returns the name of the cache, or `None` if this rank holds none. Only the campaign of
+    /// faults uses this fault.
+    pub(crate) fn flip_cache_bit(&mut self, draw: [u32; 3]) -> Option<String> {
+        let name = self.buffer_slices.keys().nth(draw[0] as usize % self.buffer_slices.len().max(1))?;
+        let mut values = self.backend.read_buffer(name)?;
+        let index = draw[1] as usize % values.len().max(1);
+        let value = values.get_mut(index)?;
+        *value = f32::from_bits(value.to_bits() ^ (1 << (draw[2] % 32)));
+        self.backend.write_buffer(name, &values).then(|| name.clone())
+    }
+
     /// Makes every later run begin with work that never ends (a fault for drills). Returns if the
     /// backend executes its own work; a backend that works on the calling thread hangs here, from
     /// now on.

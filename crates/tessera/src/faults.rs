@@ -8,5 +8,5 @@ mod program_changes;
 
 pub(crate) use engine::DrillEngine;
 pub(crate) use injector::FaultInjector;
-pub use injector::{DrillConfig, fired_at_ns};
+pub use injector::{DrillConfig, fired_at_ns, flipped_place};
 pub(crate) use media_pipeline::DrillMediaPipeline;

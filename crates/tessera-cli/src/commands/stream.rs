@@ -7,6 +7,7 @@ mod report;
 use std::path::{Path, PathBuf};
 
 use tessera::codes::T0040;
+use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{RunDevice, StreamOptions};
@@ -120,6 +121,11 @@ pub struct Args {
     /// Allow more ranks than CPU cores
     #[arg(long)]
     pub oversubscribe: bool,
+
+    /// Inject a fault, such as flipped-cache@1:7#42 (fault, rank, call, draw of the place), under the
+    /// limits of an ordinary run. Internal: the campaign of faults starts runs with it.
+    #[arg(long, hide = true, value_parser = DrillConfig::from_armed_text)]
+    pub arm_fault: Option<DrillConfig>,
 
     /// Minimum times of the leader's work per chunk, in milliseconds: FIRST to decode the first
     /// latent frame, REST to decode the other latent frames together, ENCODE to encode the anchor
@@ -262,7 +268,7 @@ pub fn run(args: &Args) -> CliResult {
         oversubscribe: args.oversubscribe,
         delays,
         device: args.device,
-        drill: None,
+        drill: args.arm_fault.clone(),
         performance,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };

@@ -181,6 +181,15 @@ impl CpuBackend {
         Ok(())
     }
 
+    pub(super) fn read_element(&self, name: &str, index: u64) -> Option<f32> {
+        let index = usize::try_from(index).ok()?;
+        let mut shards = self.shards.iter().zip(&self.memory.weights).filter(|(p, _)| p.name == name);
+        shards.find_map(|(_, weight)| match weight {
+            WeightData::Packed(w) => w.get(index),
+            WeightData::Plain(v) => v.get(index).copied(),
+        })
+    }
+
     pub(super) fn write_element(&mut self, name: &str, index: u64, value: f32) -> bool {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
         self.shards.iter().zip(&mut self.memory.weights).filter(|(p, _)| p.name == name).any(|(_, weight)| {

@@ -74,12 +74,20 @@ impl PackedWeight {
 
     /// Sets an element by its index in `[N, K]`; returns false if the index is out of range.
     pub fn set(&mut self, index: usize, value: f32) -> bool {
-        let (row, k) = (index / self.k.max(1), index % self.k.max(1));
-        if row >= self.n {
-            return false;
-        }
-        self.panels.get_mut()[row / PANEL * PANEL * self.k + k * PANEL + row % PANEL] = value;
+        let Some(at) = self.panel_index(index) else { return false };
+        self.panels.get_mut()[at] = value;
         true
+    }
+
+    /// Returns an element by its index in `[N, K]`, or `None` if the index is out of range.
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<f32> {
+        self.panel_index(index).map(|at| self.panels.get()[at])
+    }
+
+    fn panel_index(&self, index: usize) -> Option<usize> {
+        let (row, k) = (index / self.k.max(1), index % self.k.max(1));
+        (row < self.n).then(|| row / PANEL * PANEL * self.k + k * PANEL + row % PANEL)
     }
 }
 

@@ -356,6 +356,13 @@ pub(super) fn transport_finding(case: &Investigation<'_>, ranks: &[u32]) -> Find
     Finding::new(FindingClass::Transport, &[], summary, evidence)
 }
 
+/// Builds the finding for two ranks that lost each other.
+pub(super) fn cut_link_finding(a: u32, b: u32) -> Finding {
+    let summary = format!("ranks {a} and {b} lost the connection between them");
+    let evidence = vec!["each of them reported the other one, and both lived on to report it".to_string()];
+    Finding::new(FindingClass::Transport, &[], summary, evidence)
+}
+
 /// Builds the finding for a run whose launcher is gone.
 pub(super) fn lost_launcher_finding() -> Finding {
     let summary = "the launching process ended, and the ranks exited because of it";

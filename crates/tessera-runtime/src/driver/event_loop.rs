@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, getppid, kill_process};
 use tessera_base::{Diagnostic, Diagnostics};
 
 use super::TICK_INTERVAL;
@@ -84,6 +85,7 @@ pub(super) struct RankProcess<E> {
     /// The rank that leads this process, and the link to it.
     pub(super) upstream: Option<(u32, LinkId)>,
     pub(super) launcher: Option<LinkId>,
+    launcher_pid: Option<Pid>,
     pub(super) local: Option<LocalRank>,
     /// Led ranks whose sockets closed.
     pub(super) closed_peers: ClosedPeers,
@@ -118,6 +120,7 @@ impl<E> RankProcess<E> {
             led: BTreeMap::new(),
             upstream: None,
             launcher: None,
+            launcher_pid: None,
             local: None,
             closed_peers: ClosedPeers::default(),
             outcome: None,
@@ -135,8 +138,9 @@ impl<E> RankProcess<E> {
         self.boundary.reactor.add_link(stream, origins).map_err(|e| vec![io_diagnostic("control socket", &e)])
     }
 
-    /// Adds the link to the launcher, if one started this process. Without `origins`, the launcher
-    /// sends nothing: the socket only signals, by closing, that the launcher ended.
+    /// Adds the link to the launcher, the parent of this process, if one started it. Without
+    /// `origins`, the launcher sends nothing: the socket only signals, by closing, that the launcher
+    /// ended.
     pub(super) fn add_launcher(
         &mut self,
         stream: Option<Box<dyn ByteStream>>,
@@ -144,6 +148,7 @@ impl<E> RankProcess<E> {
     ) -> Result<(), Diagnostics> {
         if let Some(stream) = stream {
             self.launcher = Some(self.add_link(stream, origins)?);
+            self.launcher_pid = getppid();
             self.closed_peers.enable_delay();
         }
         Ok(())
@@ -175,11 +180,22 @@ impl<E> RankProcess<E> {
         self.watchdog.exit_within(lifetime, status);
     }
 
+    /// Continues the launcher in case it is stopped, as by Ctrl-Z. Only the launcher can kill a rank
+    /// that is stopped too, so a run that fails must not wait for a person to continue it.
+    fn continue_launcher(&self) {
+        // After the launcher's death this process has another parent.
+        if let Some(pid) = self.launcher_pid.filter(|pid| getppid() == Some(*pid)) {
+            // The signal has no effect on a launcher that runs.
+            let _ = kill_process(pid, Signal::CONT);
+        }
+    }
+
     /// Shuts the process down in bounded time: sends what is queued and gives the engine time to
     /// return from its call.
     pub(super) fn wind_down(mut self, outcome: Option<Failure>) -> Option<Failure> {
         if let Some(failure) = &outcome {
             self.limit_lifetime(failure.class.exit_code());
+            self.continue_launcher();
         }
         self.boundary.record_exit(outcome.as_ref());
         let until = Instant::now() + Duration::from_nanos(self.limits.unwind_ns);
@@ -208,20 +224,14 @@ impl<M: Machine> EventLoop<M> {
         let mut events = Vec::new();
         loop {
             self.process.watchdog.mark_alive();
-            self.process.boundary.reactor.wait_events(TICK_INTERVAL, &mut events);
-            for event in events.drain(..) {
-                // Each event is answered before the next one, so that no answer waits for the rest
-                // of the batch.
-                self.handle_reactor_event(event);
-                self.drain_queue();
-                if self.process.outcome.is_some() {
-                    break;
-                }
+            self.handle_socket_events(TICK_INTERVAL, &mut events);
+            while let Some(event) = self.process.local.as_mut().and_then(LocalRank::next_event) {
+                // A message that arrived before the event explains it: the engine of a rank that was
+                // suspended fails because its peers have ended, and they said why.
+                self.handle_socket_events(Duration::ZERO, &mut events);
+                self.process.queue_local_event(event);
             }
             let EventLoop { machine, process } = &mut self;
-            while let Some(event) = process.local.as_mut().and_then(LocalRank::next_event) {
-                process.queue_local_event(event);
-            }
             machine.poll_threads(process);
             for (rank, how) in process.closed_peers.take_due() {
                 machine.queue_socket_event(process, SocketEvent::Closed { rank, how });
@@ -237,6 +247,21 @@ impl<M: Machine> EventLoop<M> {
                 return M::close_session(self, outcome);
             }
             self.machine.end_turn();
+        }
+    }
+
+    /// Waits at most `limit` for events of sockets and handles them. `events` is empty before and
+    /// after.
+    fn handle_socket_events(&mut self, limit: Duration, events: &mut Vec<ReactorEvent>) {
+        self.process.boundary.reactor.wait_events(limit, events);
+        for event in events.drain(..) {
+            // Each event is answered before the next one, so that no answer waits for the rest of
+            // the batch.
+            self.handle_reactor_event(event);
+            self.drain_queue();
+            if self.process.outcome.is_some() {
+                break;
+            }
         }
     }
 

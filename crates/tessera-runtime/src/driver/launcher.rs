@@ -185,6 +185,8 @@ struct RankProcess {
     /// Stays open as long as the launcher lives, so that its closing notifies the rank.
     link: LinkId,
     exit: Option<RankExit>,
+    /// Time on the launcher's clock at which a signal stopped the process, in nanoseconds.
+    stopped_ns: Option<u64>,
 }
 
 struct RankProcesses {
@@ -213,7 +215,7 @@ impl RankProcesses {
                     io_diagnostic(&format!("starting rank {rank} as `{}`", spec.argv.join(" ")), &e)
                 })?;
             let pid = child.id();
-            self.list.push(RankProcess { child, link, exit: None });
+            self.list.push(RankProcess { child, link, exit: None, stopped_ns: None });
             streams.push(stream);
             // Without a pidfd, the launcher notices a death only at the next tick.
             if let Some(fd) = to_pid(pid).and_then(|p| pidfd_open(p, PidfdFlags::empty()).ok()) {
@@ -253,6 +255,20 @@ impl RankProcesses {
             }
         }
         self.list.iter().all(|r| r.exit.is_some())
+    }
+
+    /// Returns a rank whose process has been stopped by a signal for longer than `limit_ns`.
+    fn find_stopped(&mut self, now_ns: u64, limit_ns: u64) -> Option<u32> {
+        for rank in self.list.iter_mut().filter(|r| r.exit.is_none()) {
+            let changes = WaitIdOptions::STOPPED | WaitIdOptions::CONTINUED | WaitIdOptions::NOHANG;
+            let Some(pid) = to_pid(rank.child.id()) else { continue };
+            if let Ok(Some(change)) = waitid(WaitId::Pid(pid), changes) {
+                rank.stopped_ns = change.stopped().then_some(now_ns);
+            }
+        }
+        let stopped =
+            |r: &RankProcess| r.exit.is_none() && r.stopped_ns.is_some_and(|at| now_ns - at > limit_ns);
+        self.list.iter().position(stopped).map(|rank| rank as u32)
     }
 
     /// Kills the process group of every rank that has not ended.

@@ -23,6 +23,7 @@ use crate::director::ChunkRequest;
 use crate::engine::MediaJob;
 use crate::flight::{FlightEvent, FlightSink};
 use crate::leader::{self, Leader, LeaderConfig, RecordEntry};
+use crate::limits::format_ms;
 use crate::tripwire::CheckSite;
 use crate::wire::{Heartbeat, LAUNCHER, Message};
 use crate::worker::{self, WorkerConfig};
@@ -32,6 +33,8 @@ use crate::{Failure, FailureClass};
 const INTERRUPTED: i32 = 130;
 /// Time limit for closing the output.
 const FINISH_LIMIT: Duration = Duration::from_secs(60);
+/// A launcher that misses this many heartbeats is stopped, and not only slow.
+const MISSED_HEARTBEATS: u64 = 4;
 
 /// The application's part of the leader's process: settings, engine, media, requests and sinks.
 pub struct LeaderParts {
@@ -114,7 +117,8 @@ fn start_process(
     if process.launcher.is_some() {
         outlive_launcher();
     }
-    let machine = LeaderProcess { leader, media, intake, record, stop, stop_requests_seen: 0 };
+    let launcher_seen = Instant::now();
+    let machine = LeaderProcess { leader, media, intake, record, stop, stop_requests_seen: 0, launcher_seen };
     Ok(EventLoop { machine, process })
 }
 
@@ -128,6 +132,8 @@ struct LeaderProcess {
     record: Box<dyn FnMut(&RecordEntry)>,
     stop: Option<StopHandle>,
     stop_requests_seen: u32,
+    /// Time of the launcher's last heartbeat, or of the start.
+    launcher_seen: Instant,
 }
 
 impl Machine for LeaderProcess {
@@ -141,6 +147,10 @@ impl Machine for LeaderProcess {
             SocketEvent::Closed { rank, how } => leader::Event::Gone { rank, how },
             SocketEvent::Failed { rank, failure } => {
                 leader::Event::Failed(Failure { rank: Some(rank), ..failure })
+            }
+            SocketEvent::Launcher(Some(Message::Heartbeat(_))) => {
+                self.launcher_seen = Instant::now();
+                return;
             }
             SocketEvent::Launcher(Some(Message::Stop)) => leader::Event::Stop,
             SocketEvent::Launcher(_) => leader::Event::LauncherGone,
@@ -217,7 +227,7 @@ impl Machine for LeaderProcess {
     fn close_session(mut event_loop: EventLoop<Self>, outcome: Option<Failure>) -> Option<Failure> {
         let EventLoop { machine, process } = &mut event_loop;
         let outcome = outcome.or_else(|| machine.close_output(process));
-        let Some(failure) = outcome else {
+        let Some(mut failure) = outcome else {
             report_to_launcher(process, &Message::Finished);
             process.boundary.record_exit(None);
             // A suspended launcher reads later; until then, the watchdog must see progress.
@@ -240,6 +250,7 @@ impl Machine for LeaderProcess {
             process.boundary.reactor.flush(TICK_INTERVAL);
             return process.wind_down(None);
         }
+        machine.name_stopped_launcher(&process, &mut failure);
         process.boundary.record_mark(Some(FlightEvent::from_failure(&failure)));
         // Peers and launcher get the failure before the record is written, which may block.
         process.boundary.reactor.flush(TICK_INTERVAL);
@@ -249,6 +260,16 @@ impl Machine for LeaderProcess {
 }
 
 impl LeaderProcess {
+    /// Adds to a failure that the launcher was stopped, if it missed several heartbeats.
+    fn name_stopped_launcher(&self, process: &Process, failure: &mut Failure) {
+        let silence_ns = self.launcher_seen.elapsed().as_nanos() as u64;
+        if process.launcher.is_some() && silence_ns > process.limits.heartbeat_ns * MISSED_HEARTBEATS {
+            let silence = format_ms(silence_ns);
+            failure.text +=
+                &format!("; the launching process was stopped: it sent no heartbeat for {silence}");
+        }
+    }
+
     fn apply_action(&mut self, process: &mut Process, action: leader::Action) {
         match action {
             leader::Action::Broadcast(message) => broadcast(process, message),
@@ -257,7 +278,10 @@ impl LeaderProcess {
             leader::Action::Record(entry) => (self.record)(&entry),
             // The launcher gets this report only after the output is closed.
             leader::Action::Report(Message::Finished) => {}
-            leader::Action::Report(message) => {
+            leader::Action::Report(mut message) => {
+                if let Message::Failed(failure) = &mut message {
+                    self.name_stopped_launcher(process, failure);
+                }
                 if let Message::Progress(progress) = &message {
                     (self.record)(&RecordEntry::Progress(progress.clone()));
                 }

@@ -186,10 +186,9 @@ impl PeerLink {
                     if let Err(d) = self.assemble_frames(&buffer[..n], &mut on_frame) {
                         return Some(DisconnectReason::Broken(d));
                     }
+                    // A short read does not mean that nothing is left: an encrypted stream returns one
+                    // record at a time.
                     bytes_read += n;
-                    if n < buffer.len() && !self.stream.holds_input() {
-                        return None;
-                    }
                     if bytes_read >= READ_TURN_BYTES {
                         self.has_more_input = true;
                         return None;

@@ -368,6 +368,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::super::link::BUFFER_GROWTH_BYTES;
+    use super::super::secure::RecordStream;
     use super::*;
     use crate::Digest;
     use crate::wire::{self, CallContext, Commit, Dtype, HEADER_BYTES, Heartbeat, Message, Tensor, Tensors};
@@ -417,13 +418,13 @@ mod tests {
                 peer.write_all(b).expect("written");
             }
         });
-        let got = wait_for_events(&mut reactor, 4);
+        let mut got = wait_for_events(&mut reactor, 5);
         writer.join().expect("no panic");
+        let closed = got.split_off(4);
         for (event, message) in got.iter().zip(&messages) {
             let ReactorEvent::Frame { frame, .. } = event else { panic!("{event:?}") };
             assert_eq!((frame.origin(), frame.decode_message().as_ref()), (1, Ok(message)));
         }
-        let closed = wait_for_events(&mut reactor, 1);
         assert!(
             matches!(&closed[..], [ReactorEvent::Disconnected { reason: DisconnectReason::Closed(_), .. }]),
             "{closed:?}"
@@ -594,6 +595,24 @@ mod tests {
             "{got:?}"
         );
         assert!(reactor.is_flushed());
+    }
+
+    /// A stream of records returns one record per read. The last frames say why the peer ended.
+    #[test]
+    fn every_record_is_reported_before_the_disconnect() {
+        let mut reactor = Reactor::new(&limits()).expect("a reactor");
+        let (here, there) = UnixStream::pair().expect("a pair");
+        let (here, mut there) = RecordStream::new_pair(here, there).expect("randomness");
+        let link = reactor.add_link(Box::new(here), [1]).expect("added");
+        for call_id in 1..=3 {
+            let frame = wire::encode(1, &commit_message(call_id)).expect("within limits");
+            assert_eq!(there.write(&frame).expect("room"), frame.len());
+        }
+        drop(there);
+        reactor.send(link, &Frame::new(0, &commit_message(1)).expect("within limits"));
+        let got = wait_for_events(&mut reactor, 4);
+        let frames = got.iter().filter(|e| matches!(e, ReactorEvent::Frame { .. })).count();
+        assert!(frames == 3 && got.len() == 4, "{got:?}");
     }
 
     #[test]

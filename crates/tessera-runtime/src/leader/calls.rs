@@ -329,7 +329,7 @@ impl Leader {
                     return true;
                 };
                 let text = format!("call {}, chunk {}: {text}", open.call_id(), open.plan.chunk);
-                !self.trip_if_armed(FailureClass::Drift, Some(outlier), &T0744, text)
+                !self.trip_if_armed(FailureClass::Drift, outlier, &T0744, text)
             }
             CallAction::Reload => {
                 let fingerprints = open.fingerprints.clone();

@@ -132,6 +132,7 @@ impl DrillRunner {
                 armed,
                 limits: short_limits(self.setup.device),
                 disabled_tripwires: disabled.clone(),
+                draw: 0,
             }),
             device: self.setup.device,
             command: vec!["tessera".to_string(), "drill".to_string(), drill.id.to_string()],

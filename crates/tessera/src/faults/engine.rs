@@ -74,6 +74,19 @@ impl DrillEngine {
         let names: Vec<String> = self.inner.weight_fingerprints().into_iter().map(|p| p.tensor).collect();
         let _ = names.iter().any(|name| name.contains(part) && self.inner.mutate_weight(name, 0, value));
     }
+
+    /// Flips the drawn bit, if that is the fault.
+    fn flip_bit(&mut self) {
+        let draw = self.injector.draw_place();
+        let place = if self.fires_now(DrillFault::FlippedWeight) {
+            self.inner.flip_weight_bit(draw)
+        } else if self.fires_now(DrillFault::FlippedCache) {
+            self.inner.flip_cache_bit(draw)
+        } else {
+            return;
+        };
+        self.injector.record_place(place.as_deref().unwrap_or("no place"));
+    }
 }
 
 impl Engine for DrillEngine {
@@ -95,6 +108,7 @@ impl Engine for DrillEngine {
         if self.fires_now(DrillFault::MutatedWeight) {
             self.mutate_weight("", 0.125);
         }
+        self.flip_bit();
         if self.fires_now(DrillFault::UndeclaredCapture) {
             self.inner.inject_undeclared_graph();
         }

@@ -6,6 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use tessera_base::random::philox4x32;
 use tessera_device::{Backend, MeshRank, WeightSource};
 use tessera_ir::{Program, Type};
 use tessera_mesh::{Mesh, Rank};
@@ -36,6 +37,9 @@ const PARITY_FAULTS: [DrillFault; 5] = [
 /// File in the run directory with the time at which the fault fired.
 const FIRED_FILE: &str = "fault_fired";
 
+/// File in the run directory with the name of the weight or cache in which a bit was flipped.
+const PLACE_FILE: &str = "fault_place";
+
 /// The drill configuration that every rank receives.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DrillConfig {
@@ -46,6 +50,22 @@ pub struct DrillConfig {
     pub limits: Limits,
     /// Disabled checks; empty except in a self-test.
     pub disabled_tripwires: Tripwires,
+    /// Selects the place of a flipped bit.
+    pub draw: u32,
+}
+
+impl DrillConfig {
+    /// Arms a fault such as `flipped-cache@1:7#42` (fault, rank, call, draw of the place) under the
+    /// limits of an ordinary run. The draw may be left out.
+    ///
+    /// # Errors
+    /// Returns what is wrong with the text.
+    pub fn from_armed_text(text: &str) -> Result<DrillConfig, String> {
+        let (fault, draw) = text.split_once('#').unwrap_or((text, "0"));
+        let draw = draw.parse().map_err(|_| format!("`{draw}` is no draw from 0 to {}", u32::MAX))?;
+        let (limits, disabled_tripwires) = (Limits::default(), Tripwires::default());
+        Ok(DrillConfig { armed: fault.parse()?, limits, disabled_tripwires, draw })
+    }
 }
 
 /// Injects a drill's fault into one rank's programs, weights, messages, engine and media pipeline.
@@ -83,6 +103,12 @@ impl FaultInjector {
         self.rank
     }
 
+    /// Returns random words that select the place of a flipped bit.
+    pub(super) fn draw_place(&self) -> [u32; 3] {
+        let [name, element, bit, _] = philox4x32([self.config.draw, self.rank, 0, 0], [0, 0]);
+        [name, element, bit]
+    }
+
     pub(super) fn armed_fault(&self) -> &ArmedFault {
         &self.config.armed
     }
@@ -92,6 +118,12 @@ impl FaultInjector {
         let made = OpenOptions::new().write(true).create_new(true).open(self.out.join(FIRED_FILE));
         // If the file cannot be written, the run is timed from its start.
         let _ = made.and_then(|mut file| file.write_all(monotonic_ns().to_string().as_bytes()));
+    }
+
+    /// Records the name of the weight or cache in which the fault flipped a bit.
+    pub(super) fn record_place(&self, name: &str) {
+        // Without the file, the place counts as unknown.
+        let _ = std::fs::write(self.out.join(PLACE_FILE), name);
     }
 
     /// Removes the run directory at the delivery of the armed call if that is the fault.
@@ -234,6 +266,11 @@ impl FaultInjector {
 /// clock.
 pub fn fired_at_ns(out: &Path) -> Option<u64> {
     std::fs::read_to_string(out.join(FIRED_FILE)).ok()?.parse().ok()
+}
+
+/// Returns the weight or cache in which the fault of a run flipped a bit.
+pub fn flipped_place(out: &Path) -> Option<String> {
+    std::fs::read_to_string(out.join(PLACE_FILE)).ok()
 }
 
 /// A weight source that gives one rank the shards of another.

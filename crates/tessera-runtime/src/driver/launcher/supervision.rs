@@ -11,7 +11,7 @@ use crate::driver::link::{DisconnectReason, Frame};
 use crate::driver::reactor::{LinkId, ReactorEvent};
 use crate::limits::{AwakeClock, format_ms};
 use crate::tripwire::CheckSite;
-use crate::wire::{LAUNCHER, Message};
+use crate::wire::{Heartbeat, LAUNCHER, Message};
 use crate::{Failure, FailureClass, Limits};
 
 /// Forwards the leader's progress until every rank has exited. Ranks that stay too long are killed.
@@ -36,9 +36,11 @@ pub(super) fn supervise_ranks(
         }
         if check_children {
             supervision.reap_exited();
+            supervision.check_stopped_ranks(now_ns);
             reaped = Instant::now();
         }
         supervision.apply_stop_requests();
+        supervision.send_heartbeat();
         supervision.check_leader_silence(now_ns);
         if supervision.end_if_exited() {
             return supervision.into_report();
@@ -63,6 +65,7 @@ struct Supervision<'a> {
     first_abnormal: Option<RankExit>,
     last_message_ns: Option<u64>,
     ending_since: Option<Instant>,
+    last_heartbeat: Instant,
 }
 
 impl Supervision<'_> {
@@ -81,6 +84,7 @@ impl Supervision<'_> {
             first_abnormal: None,
             last_message_ns: None,
             ending_since: None,
+            last_heartbeat: Instant::now(),
         }
     }
 
@@ -159,6 +163,36 @@ impl Supervision<'_> {
             self.killed = true;
             self.ranks.kill_remaining();
         }
+    }
+
+    /// Sends the leader a heartbeat when one is due, so that its report of a failure can tell that
+    /// the launcher was stopped.
+    fn send_heartbeat(&mut self) {
+        if self.last_heartbeat.elapsed().as_nanos() < u128::from(self.limits.heartbeat_ns) {
+            return;
+        }
+        self.last_heartbeat = Instant::now();
+        // A leader that does not read must not fill its queue.
+        if let Ok(frame) = Frame::new(LAUNCHER, &Message::Heartbeat(Heartbeat { progress: 0 }))
+            && self.ranks.reactor.is_idle(self.leader)
+        {
+            self.ranks.reactor.send(self.leader, &frame);
+        }
+    }
+
+    /// Kills the ranks if one of them is stopped and no rank reports that. A rank that was stopped
+    /// before its first heartbeat looks to the others like one that is still loading.
+    fn check_stopped_ranks(&mut self, now_ns: u64) {
+        // The leader, which sees the progress of all ranks, reports first.
+        let limit_ns = self.limits.stale_ns + 2 * self.limits.heartbeat_ns;
+        let stopped = self.ranks.find_stopped(now_ns, limit_ns);
+        if self.failure.is_some() || self.finished {
+            return;
+        }
+        let Some(rank) = stopped else { return };
+        let text = format!("the process of rank {rank} has been stopped for {}", format_ms(limit_ns));
+        self.failure = Some(Failure::new(FailureClass::Stall, Some(rank), &T0743, text));
+        self.ranks.kill_remaining();
     }
 
     /// Kills the ranks if the leader is silent for too long and has not reported an end.
