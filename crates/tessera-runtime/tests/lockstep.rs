@@ -352,7 +352,7 @@ fn a_rank_whose_engine_was_aborted_waits_for_the_cause() {
     let aborted_worker = || {
         let mut worker = Worker::new(config.clone()).expect("legal");
         let aborted = EngineFault::peer_abort("member 0 disconnected");
-        let actions = worker.handle_event(1, Event::CallEnded(Err(aborted)));
+        let actions = worker.handle_event(1, Event::CallEnded(Box::new(Err(aborted))));
         let reports = |a: &Action| matches!(a, Action::Send(Message::Fault(f)) if f.secondary);
         assert!(actions.iter().any(reports), "{actions:?}");
         assert!(!worker.has_ended(), "{actions:?}");
