@@ -178,6 +178,11 @@ pub trait Engine {
         None
     }
 
+    /// Hashes all weights again at once, and returns a part that changed.
+    fn audit_weights(&mut self) -> Option<RehashResult> {
+        None
+    }
+
     /// Replaces the weights with those at `source`. The runtime calls it between calls, on every
     /// rank. A reload cannot be undone.
     fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
@@ -323,15 +328,15 @@ pub fn run_call(
     }
     let begun = engine.cpu_ns();
     observed.state = run.cache.state_digest();
-    run.check_finite(report.output.as_ref())?;
+    if let Err(not_finite) = run.check_finite(report.output.as_ref()) {
+        run.audit_weights(engine)?;
+        return Err(not_finite);
+    }
     observed.output = report.output.as_ref().map_or(Digest::default(), |t| Digest::hash_bytes(t.data()));
     if call.action == CallAction::Infer
         && let Some(part) = engine.rehash_weights()
     {
-        run.trip_unless(part.digest_now == part.digest_at_load, &T0754, || {
-            let RehashResult { label, digest_at_load, digest_now } = &part;
-            format!("{label} changed after loading: digest {digest_at_load} then, {digest_now} now")
-        })?;
+        run.check_part(&part)?;
         observed.weights = part.digest_now;
     }
     observed.digest_ns = engine.cpu_ns().saturating_sub(begun);
@@ -435,6 +440,19 @@ impl CallRun<'_> {
                  the output ends before chunk {chunk}"
             )
         })
+    }
+
+    fn check_part(&self, part: &RehashResult) -> Result<(), EngineFault> {
+        self.trip_unless(part.digest_now == part.digest_at_load, &T0754, || {
+            let RehashResult { label, digest_at_load, digest_now } = part;
+            format!("{label} changed after loading: digest {digest_at_load} then, {digest_now} now")
+        })
+    }
+
+    /// Hashes all weights again, because a changed weight is the likeliest cause of values that are not
+    /// finite, and a collective spreads these to ranks whose weights are intact.
+    fn audit_weights(&self, engine: &mut dyn Engine) -> Result<(), EngineFault> {
+        engine.audit_weights().map_or(Ok(()), |part| self.check_part(&part))
     }
 
     fn check_call_end(&self) -> Result<(), EngineFault> {

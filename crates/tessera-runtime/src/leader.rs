@@ -459,7 +459,7 @@ impl Leader {
                 peer.reported_failure = true;
                 let failure = with_default_rank(f.failure, rank);
                 if f.secondary {
-                    self.secondary_failure.get_or_insert((failure, now + self.config.limits.blame_ns));
+                    self.add_secondary(failure, now);
                 } else {
                     self.fail_run(failure);
                 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
-use crate::codes::{T0707, T0710, T0712, T0731, T0742, T0743, T0746, T0749};
+use crate::codes::{T0707, T0710, T0712, T0731, T0742, T0743, T0746, T0749, T0771};
 use crate::engine::{CallReport, EngineFault, EngineFaultKind, ReadyCall};
 use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
 use crate::kv_cache::{CacheSpec, CacheState};
@@ -412,7 +412,9 @@ impl Worker {
             code: fault.code,
             text: fault.text,
         };
-        if stalled || fault.kind == EngineFaultKind::Aborted {
+        // A collective brings values that are not finite to every member, so a peer may know the cause.
+        let is_spread = failure.code == T0771.id;
+        if stalled || is_spread || fault.kind == EngineFaultKind::Aborted {
             self.report_secondary(failure);
         } else {
             self.report_fault(failure);

@@ -489,6 +489,20 @@ fn a_secondary_failure_is_never_reported_as_the_cause() {
     assert_eq!(run_to_failure(&mut net).rank, Some(1));
 }
 
+// proves: D-20
+#[test]
+fn values_that_a_collective_made_not_finite_on_all_ranks_blame_none() {
+    let blamed = |ranks: &[u32]| {
+        let mut net = Net::new(3, CacheRegime::Resident, 4);
+        ranks.iter().for_each(|r| net.rank(*r).engine.bug = Bug::NotFiniteAt(2));
+        let failure = run_to_failure(&mut net);
+        assert_eq!(failure.code, "T0771");
+        failure.rank
+    };
+    assert_eq!(blamed(&[1]), Some(1));
+    assert_eq!(blamed(&[1, 2]), None);
+}
+
 fn tamper_envelope(
     rank: u32,
     call: u64,

@@ -14,7 +14,7 @@ use support::{
 };
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, run_call,
+    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult, run_call,
 };
 use tessera_runtime::kv_cache::{CacheRegime, CacheState};
 use tessera_runtime::leader::{self, Leader};
@@ -279,7 +279,10 @@ fn each_tripwire_fires_at_its_site_and_not_when_it_is_disabled() {
 }
 
 /// An engine whose latents are given.
-struct GivenLatents(Vec<f32>);
+struct GivenLatents {
+    latents: Vec<f32>,
+    changed: Option<RehashResult>,
+}
 
 impl Engine for GivenLatents {
     fn run(
@@ -294,7 +297,7 @@ impl Engine for GivenLatents {
     fn reset(&mut self) {}
 
     fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        Ok(Tensor::from_f32("latents", &[self.0.len() as u64], &self.0).ok())
+        Ok(Tensor::from_f32("latents", &[self.latents.len() as u64], &self.latents).ok())
     }
 
     fn program_count(&self) -> ProgramCount {
@@ -302,6 +305,10 @@ impl Engine for GivenLatents {
     }
 
     fn finish_warmup(&mut self) {}
+
+    fn audit_weights(&mut self) -> Option<RehashResult> {
+        self.changed.clone()
+    }
 
     fn abort_handle(&self) -> AbortHandle {
         Arc::new(|| {})
@@ -320,12 +327,14 @@ fn latents_that_are_not_finite_end_the_call_unless_the_tripwire_is_off() {
         reload: None,
         inputs: Tensors::default(),
     };
-    let run = |latents: &[f32], off: &str| {
+    let run_with = |latents: &[f32], changed: Option<RehashResult>, off: &str| {
         let config = worker_config(LeaderPlacement::InMesh, 1, CacheRegime::Resident);
         let mut cache = CacheState::new(config.cache).expect("legal");
         let off = Tripwires::disabling([off]);
-        run_call(&mut GivenLatents(latents.to_vec()), &call, &test_programs(), &mut cache, &off, &|_| {})
+        let mut engine = GivenLatents { latents: latents.to_vec(), changed };
+        run_call(&mut engine, &call, &test_programs(), &mut cache, &off, &|_| {})
     };
+    let run = |latents: &[f32], off: &str| run_with(latents, None, off);
     assert!(run(&[1.0, f32::MAX, -0.0], "").is_ok());
     for (bad, shown) in [(f32::NAN, "NaN"), (f32::INFINITY, "with inf"), (f32::NEG_INFINITY, "with -inf")] {
         let fault = run(&[1.0, bad, 0.0, bad, 2.0], "").unwrap_err();
@@ -335,6 +344,15 @@ fn latents_that_are_not_finite_end_the_call_unless_the_tripwire_is_off() {
         }
         assert!(run(&[1.0, bad], "T0771").is_ok());
     }
+    // The rank whose weights changed names them, so that no rank that a collective reached is blamed.
+    let changed = RehashResult {
+        label: "`w` in memory".to_string(),
+        digest_at_load: Digest([1; 32]),
+        digest_now: Digest([2; 32]),
+    };
+    let fault = run_with(&[f32::NAN], Some(changed), "").unwrap_err();
+    assert_eq!(fault.code, "T0754");
+    assert!(fault.text.contains("`w` in memory changed"), "{}", fault.text);
 }
 
 #[test]

@@ -553,6 +553,10 @@ impl Engine for MeshEngine {
         self.weight_fingerprints.rehash(&mut *self.backend, std::mem::take(&mut self.phases_ns), digest_ns)
     }
 
+    fn audit_weights(&mut self) -> Option<RehashResult> {
+        self.weight_fingerprints.audit(&mut *self.backend)
+    }
+
     fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
         self.weight_fingerprints.reload(&mut *self.backend, source).map_err(|d| {
             let Failure { code, text, .. } = Failure::from_diagnostic(FailureClass::Engine, None, &d);

@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use rustix::time::{ClockId, clock_gettime};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_device::{Backend, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
+use tessera_device::{
+    AuditResult, Backend, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice,
+};
 use tessera_ir::{Opcode, Program, Type};
 use tessera_mesh::Rank;
 use tessera_runtime::engine::{RehashResult, ReloadedWeights, T0737};
@@ -201,19 +203,20 @@ impl WeightFingerprints {
         if audited.bytes > 0 && ns > 0 {
             self.hash_rate = (self.hash_rate + audited.bytes as f64 / ns as f64) / 2.0;
         }
-        if let Some((print, now)) = audited.changed {
-            let what = format!("`{}` {} in memory", print.tensor, print.slice);
-            return Some(RehashResult {
-                label: what,
-                digest_at_load: Digest(print.digest),
-                digest_now: Digest(now),
-            });
+        if let Some(changed) = changed_part(&audited) {
+            return Some(changed);
         }
         if audited.rounds == 0 {
             return None;
         }
         let all = Digest::hash_value("weights", &self.fingerprints);
         Some(RehashResult { label: "all weights".to_string(), digest_at_load: all, digest_now: all })
+    }
+
+    /// Hashes all weights again at once, and returns a part that changed.
+    pub(crate) fn audit(&self, backend: &mut dyn Backend) -> Option<RehashResult> {
+        // A round is under way: its end and another whole round cover every part.
+        (0..2).find_map(|_| changed_part(&backend.audit_weights(self.round_bytes)))
     }
 
     /// Replaces the backend's weights with those of `source`. On failure the old weights stay
@@ -371,6 +374,16 @@ impl WeightShard {
 
 pub(crate) fn to_shard_fingerprint(f: Fingerprint) -> ShardFingerprint {
     ShardFingerprint { tensor: f.tensor, slice: f.slice, digest: Digest(f.digest), constant: f.constant }
+}
+
+/// Returns the part of the weights that an audit found changed.
+fn changed_part(audited: &AuditResult) -> Option<RehashResult> {
+    let (print, now) = audited.changed.as_ref()?;
+    Some(RehashResult {
+        label: format!("`{}` {} in memory", print.tensor, print.slice),
+        digest_at_load: Digest(print.digest),
+        digest_now: Digest(*now),
+    })
 }
 
 #[cfg(test)]

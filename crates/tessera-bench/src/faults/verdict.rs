@@ -283,8 +283,6 @@ fn check_causes(fault: &DrawnFault, reports: &Reports, result: &mut FaultResult)
         FaultKind::KillLauncher => ("T0749", None),
         // A difference between two ranks may show before the hashes; it has no majority.
         FaultKind::FlippedWeight if reports.record_cause()["code"] == "T0744" => ("T0744", None),
-        // A large exponent makes an output that is not finite.
-        FaultKind::FlippedWeight if reports.record_cause()["code"] == "T0771" => ("T0771", Some(rank)),
         FaultKind::FlippedWeight => ("T0754", Some(rank)),
         _ => return check_cut(reports, result),
     };

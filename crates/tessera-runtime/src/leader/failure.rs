@@ -3,7 +3,7 @@
 use tessera_base::{Code, Diagnostics};
 
 use super::{Action, Leader, LeaderStage, RecordEntry};
-use crate::codes::{T0707, T0742};
+use crate::codes::{T0707, T0742, T0771};
 use crate::tripwire::CheckSite;
 use crate::wire::Message;
 use crate::{Failure, FailureClass};
@@ -51,6 +51,20 @@ impl Leader {
             && let Some(failure) = Failure::from_diagnostics(FailureClass::Preflight, None, &found)
         {
             self.fail_run(failure.with_site(CheckSite::Leader));
+        }
+    }
+
+    /// Keeps a secondary failure until its cause arrives. Values that are not finite, reported by two
+    /// ranks, blame neither: a collective gave them to both.
+    pub(super) fn add_secondary(&mut self, failure: Failure, now: u64) {
+        match &mut self.secondary_failure {
+            None => self.secondary_failure = Some((failure, now + self.config.limits.blame_ns)),
+            Some((first, _))
+                if first.code == T0771.id && failure.code == first.code && failure.rank != first.rank =>
+            {
+                first.rank = None;
+            }
+            Some(_) => {}
         }
     }
 

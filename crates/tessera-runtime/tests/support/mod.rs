@@ -191,6 +191,8 @@ pub enum Bug {
     OtherResult(u32),
     /// The nth phase reports that another rank aborted.
     PeerAbortAt(u32),
+    /// The latents of a call are not finite.
+    NotFiniteAt(u32),
 }
 
 /// An engine that hashes all its inputs into a few floats. The result is equal on every rank if
@@ -278,6 +280,9 @@ impl Engine for FakeEngine {
             Bug::FailAt(k) if k == n => return Err(EngineFault::local_failure("out of memory")),
             Bug::PanicAt(k) if k == n => panic!("index out of bounds"),
             Bug::PeerAbortAt(k) if k == n => return Err(EngineFault::peer_abort("aborted by a peer")),
+            Bug::NotFiniteAt(k) if k == n => {
+                return Err(EngineFault { code: "T0771".into(), ..EngineFault::local_failure("NaN") });
+            }
             Bug::HangAt(k) if k == n => {
                 while !self.aborted.load(Ordering::Relaxed) {
                     std::thread::sleep(std::time::Duration::from_millis(5));
