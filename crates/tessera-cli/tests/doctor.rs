@@ -50,7 +50,7 @@ fn an_estimate_folder_is_diagnosed_like_its_query() {
     let folder = dir.path().join("estimate").display().to_string();
     let asked = ["--model", "mixtral-8x7b", "--cluster", "hgx-h200", "--job", "decode", "--pin", "tp=8"];
     let (status, said) = run_for_text(&[&["plan"], &asked[..], &["--out", &folder]].concat());
-    assert_eq!(status, Some(0), "{said}");
+    assert_eq!(status, Some(1), "a gate fails, and the folder is written: {said}");
     let (of_folder, from_folder) = doctor_json(&[&folder]);
     let (of_words, from_words) = doctor_json(&asked);
     assert_eq!((of_folder, &from_folder), (of_words, &from_words));

@@ -19,7 +19,7 @@ fn run(args: &[&str]) -> Output {
 fn stream(mesh: &str, out: &Path, more: &[&str]) -> Output {
     let (mesh, out) = (["--mesh", mesh], ["--out", out.to_str().unwrap()]);
     let words = ["--prompt", "a red square", "--chunks", "2", "--quiet", "--oversubscribe"];
-    run(&[&["stream", "fixtures/wan-odd"], &mesh[..], &out, &words, more].concat())
+    run(&[&["stream", "fixtures/wan-even"], &mesh[..], &out, &words, more].concat())
 }
 
 /// Writes a gate record with one change of its JSON.

@@ -29,7 +29,7 @@ impl MemoryRecord {
     pub fn deviation_percent(&self) -> f64 {
         match self.planned_bytes {
             0 => 0.0,
-            planned => (self.allocated_bytes as f64 / planned as f64 - 1.0) * 100.0,
+            planned => 100.0 * (self.allocated_bytes as f64 - planned as f64) / planned as f64,
         }
     }
 

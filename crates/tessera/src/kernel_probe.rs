@@ -396,7 +396,7 @@ pub(crate) fn shorten_digest(digest: [u8; 32]) -> String {
 /// Returns positive numbers around 1, because some operands are sums of squares. They depend on the
 /// name of the value.
 fn probe_values(name: &str, count: u64) -> Vec<f32> {
-    let seed = name.bytes().fold(0, |seed, b| seed * 31 + u64::from(b));
+    let seed = name.bytes().fold(0u64, |seed, b| seed.wrapping_mul(31).wrapping_add(u64::from(b)));
     let mut drawn = vec![0.0; count.min(DISTINCT_VALUES) as usize];
     fill_normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut drawn);
     drawn.iter_mut().for_each(|x| *x = x.abs() + 0.125);
