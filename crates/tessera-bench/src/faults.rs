@@ -87,7 +87,7 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     kinds.dedup();
     let mut unavailable = Vec::new();
     if kinds.contains(&FaultKind::SlowDisk) {
-        match (0..args.parallel).map(|_| FreezableDisk::mount()).collect::<anyhow::Result<Vec<_>>>() {
+        match (0..args.parallel).map(|_| FreezableDisk::mount_image()).collect::<anyhow::Result<Vec<_>>>() {
             Ok(mounted) => disks.extend(mounted.into_iter().map(Some)),
             Err(e) => unavailable.push((FaultKind::SlowDisk, format!("{e:#}"))),
         }
@@ -129,7 +129,7 @@ impl Campaign<'_> {
             if number - self.args.first >= self.args.faults {
                 return;
             }
-            let fault = DrawnFault::draw(self.args.seed, number, &self.kinds);
+            let fault = DrawnFault::from_seed(self.args.seed, number, &self.kinds);
             let result = self.run_one(&fault, disk);
             let result = result.unwrap_or_else(|e| FaultResult::from_error(fault, &e));
             eprintln!("{}", summary::describe_result(&result));

@@ -164,7 +164,7 @@ fn every_kernel_of_a_gpu_run_is_probed_within_half_a_second() {
         let flight = std::fs::read_to_string(out.join("flight/rank-0.jsonl")).unwrap();
         let line = flight.lines().find(|l| l.contains("\"probed\"")).unwrap();
         let mark: serde_json::Value = serde_json::from_str(line.trim()).unwrap();
-        let detail = mark["detail"].as_str().unwrap();
+        let detail = mark["text"].as_str().unwrap();
         println!("{dtype}: {detail}");
         // The start-up report shows the key and the digest of each kernel.
         let record = std::fs::read_to_string(out.join("record.jsonl")).unwrap();

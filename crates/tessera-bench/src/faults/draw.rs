@@ -37,7 +37,7 @@ impl Layout {
     }
 
     /// Returns mesh, topology and strategy as the command line takes them.
-    pub fn mapping(self) -> [&'static str; 3] {
+    pub fn mapping_flags(self) -> [&'static str; 3] {
         match self {
             Layout::Megatron | Layout::Joined => ["tp=2", "mesh", "megatron"],
             Layout::Ulysses => ["tp=2", "mesh", "ulysses"],
@@ -48,7 +48,7 @@ impl Layout {
     }
 
     /// Returns the number of ranks.
-    pub fn world(self) -> u32 {
+    pub fn rank_count(self) -> u32 {
         if self == Layout::Pp1 { 3 } else { 2 }
     }
 
@@ -141,7 +141,7 @@ impl FaultKind {
     }
 
     /// How often the kind is drawn, relative to the other kinds that a layout allows.
-    fn weight(self) -> usize {
+    fn draw_weight(self) -> usize {
         match self {
             FaultKind::Kill | FaultKind::Stop | FaultKind::Pause => 3,
             FaultKind::FlippedWeight | FaultKind::FlippedCache => 2,
@@ -149,7 +149,7 @@ impl FaultKind {
         }
     }
 
-    fn suits(self, layout: Layout) -> bool {
+    fn applies_to(self, layout: Layout) -> bool {
         let concerns_launcher = matches!(
             self,
             FaultKind::KillLauncher | FaultKind::StopLauncher | FaultKind::StopLauncherAndRank
@@ -204,15 +204,15 @@ impl DrawnFault {
     ///
     /// # Panics
     /// Panics if no layout allows any of `kinds`.
-    pub fn draw(seed: u64, number: u32, kinds: &[FaultKind]) -> DrawnFault {
+    pub fn from_seed(seed: u64, number: u32, kinds: &[FaultKind]) -> DrawnFault {
         let mut rng = Rng::new(seed, [number, 0]);
-        let suited = |layout: Layout| kinds.iter().copied().filter(move |k| k.suits(layout));
+        let suited = |layout: Layout| kinds.iter().copied().filter(move |k| k.applies_to(layout));
         let layouts: Vec<Layout> = Layout::ALL.into_iter().filter(|l| suited(*l).next().is_some()).collect();
         let layout = rng.pick_one(&layouts);
-        let urn: Vec<FaultKind> = suited(layout).flat_map(|k| vec![k; k.weight()]).collect();
+        let urn: Vec<FaultKind> = suited(layout).flat_map(|k| vec![k; k.draw_weight()]).collect();
         let kind = rng.pick_one(&urn);
         let first = if kind.is_armed() { layout.first_mesh_rank() } else { 0 };
-        let rank = first + rng.next_below((layout.world() - first) as usize) as u32;
+        let rank = first + rng.next_below((layout.rank_count() - first) as usize) as u32;
         let ms = |n: usize| Duration::from_millis(n as u64);
         // A cut before the ranks have met is a rendezvous that times out, which is no detection. A
         // rank that is stopped before its first heartbeat may still be loading, unless a launcher
@@ -239,12 +239,12 @@ mod tests {
 
     #[test]
     fn a_seed_draws_every_kind_in_every_layout_that_allows_it() {
-        let draw = |n| DrawnFault::draw(1, n, &FaultKind::ALL);
+        let draw = |n| DrawnFault::from_seed(1, n, &FaultKind::ALL);
         assert_eq!(draw(17), draw(17));
         let drawn: BTreeSet<_> = (0..2000).map(|n| (draw(n).layout, draw(n).kind)).collect();
         for layout in Layout::ALL {
             for kind in FaultKind::ALL {
-                assert_eq!(drawn.contains(&(layout, kind)), kind.suits(layout), "{layout:?} {kind:?}");
+                assert_eq!(drawn.contains(&(layout, kind)), kind.applies_to(layout), "{layout:?} {kind:?}");
             }
         }
     }
@@ -252,8 +252,11 @@ mod tests {
     #[test]
     fn a_flipped_bit_is_on_a_rank_that_computes() {
         for n in 0..500 {
-            let f = DrawnFault::draw(2, n, &[FaultKind::FlippedCache]);
-            assert!(f.rank < f.layout.world() && (f.rank > 0 || f.layout.first_mesh_rank() == 0), "{f:?}");
+            let f = DrawnFault::from_seed(2, n, &[FaultKind::FlippedCache]);
+            assert!(
+                f.rank < f.layout.rank_count() && (f.rank > 0 || f.layout.first_mesh_rank() == 0),
+                "{f:?}"
+            );
         }
     }
 }

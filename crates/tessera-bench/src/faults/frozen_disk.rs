@@ -16,9 +16,9 @@ pub struct FreezableDisk {
 
 impl FreezableDisk {
     /// Creates and mounts an image, which needs root.
-    pub fn mount() -> anyhow::Result<FreezableDisk> {
+    pub fn mount_image() -> anyhow::Result<FreezableDisk> {
         let disk = FreezableDisk { dir: tempfile::tempdir()? };
-        let (image, folder) = (disk.dir.path().join("image"), disk.folder());
+        let (image, folder) = (disk.dir.path().join("image"), disk.mount_point());
         std::fs::create_dir(&folder)?;
         std::fs::File::create(&image)?.set_len(IMAGE_BYTES)?;
         run_command("mkfs.ext4", &["-q", "-F"], &image)?;
@@ -31,26 +31,26 @@ impl FreezableDisk {
     }
 
     /// Returns the folder on the file system.
-    pub fn folder(&self) -> PathBuf {
+    pub fn mount_point(&self) -> PathBuf {
         self.dir.path().join("disk")
     }
 
     /// Blocks all writes to the file system.
-    pub fn freeze(&self) -> anyhow::Result<()> {
-        run_command("fsfreeze", &["-f"], &self.folder())
+    pub fn freeze_writes(&self) -> anyhow::Result<()> {
+        run_command("fsfreeze", &["-f"], &self.mount_point())
     }
 
     /// Lets the blocked writes continue.
-    pub fn thaw(&self) -> anyhow::Result<()> {
-        run_command("fsfreeze", &["-u"], &self.folder())
+    pub fn thaw_writes(&self) -> anyhow::Result<()> {
+        run_command("fsfreeze", &["-u"], &self.mount_point())
     }
 }
 
 impl Drop for FreezableDisk {
     fn drop(&mut self) {
         // Without a freeze or a mount there is nothing to undo.
-        let _ = self.thaw();
-        let _ = run_command("umount", &[], &self.folder());
+        let _ = self.thaw_writes();
+        let _ = run_command("umount", &[], &self.mount_point());
     }
 }
 

@@ -52,7 +52,7 @@ pub struct FaultRun {
 
 impl FaultRun {
     /// Returns the run directory.
-    pub fn out(&self) -> PathBuf {
+    pub fn run_dir(&self) -> PathBuf {
         self.dir.path().join("run")
     }
 }
@@ -123,7 +123,7 @@ impl<'a> StartedRun<'a> {
     ) -> anyhow::Result<StartedRun<'a>> {
         let disk = disk.filter(|_| fault.kind == FaultKind::SlowDisk);
         let dir = match disk {
-            Some(disk) => TempDir::new_in(disk.folder())?,
+            Some(disk) => TempDir::new_in(disk.mount_point())?,
             None => tempfile::tempdir()?,
         };
         let hosts = match fault.kind.needs_namespaces() {
@@ -144,7 +144,7 @@ impl<'a> StartedRun<'a> {
     }
 
     fn command_line(&self, target: &StreamTarget) -> anyhow::Result<Vec<String>> {
-        let [mesh, topology, strategy] = self.fault.layout.mapping().map(str::to_string);
+        let [mesh, topology, strategy] = self.fault.layout.mapping_flags().map(str::to_string);
         let kind = self.fault.kind;
         let endless = !kind.is_harmless() && kind != FaultKind::FlippedCache;
         let chunks = if endless { ENDLESS_CHUNKS } else { FINITE_CHUNKS };
@@ -174,7 +174,7 @@ impl<'a> StartedRun<'a> {
             // Another process may take the port first; the run then fails and counts as not run.
             None => TcpListener::bind((address, 0))?.local_addr()?.port(),
         };
-        for rank in 0..self.fault.layout.world() as usize {
+        for rank in 0..self.fault.layout.rank_count() as usize {
             let folder = self.dir.path().join(format!("rank-{rank}"));
             fs::create_dir(&folder)?;
             let mut argv = self.hosts.as_ref().map_or(Vec::new(), |hosts| hosts.command_prefix(rank));
@@ -183,7 +183,7 @@ impl<'a> StartedRun<'a> {
             argv.extend(["--join-timeout".into(), JOIN_TIMEOUT_S.into()]);
             let variables = [
                 ("RANK", rank.to_string()),
-                ("WORLD_SIZE", self.fault.layout.world().to_string()),
+                ("WORLD_SIZE", self.fault.layout.rank_count().to_string()),
                 ("MASTER_ADDR", address.to_string()),
                 ("MASTER_PORT", port.to_string()),
             ];
@@ -202,7 +202,7 @@ impl<'a> StartedRun<'a> {
                 }
                 _ => find_ranks(self.processes[0].launcher_pid(), &self.tag),
             };
-            if ranks.len() == self.fault.layout.world() as usize {
+            if ranks.len() == self.fault.layout.rank_count() as usize {
                 return Ok(ranks);
             }
             ensure!(since.elapsed() < START_TIMEOUT, "the ranks did not start: {}", self.output_text());
@@ -253,9 +253,9 @@ impl<'a> StartedRun<'a> {
             }
             FaultKind::SlowDisk => {
                 let disk = self.disk.context("no disk to freeze")?;
-                disk.freeze()?;
+                disk.freeze_writes()?;
                 std::thread::sleep(self.fault.duration);
-                disk.thaw()
+                disk.thaw_writes()
             }
             FaultKind::FlippedWeight | FaultKind::FlippedCache => Ok(()),
         }

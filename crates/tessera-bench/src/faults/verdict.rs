@@ -137,7 +137,7 @@ struct Reports {
 
 impl Reports {
     fn read(tessera: &Path, run: &FaultRun, world: u32) -> anyhow::Result<Reports> {
-        let out = run.out();
+        let out = run.run_dir();
         let record = std::fs::read_to_string(out.join("record.jsonl")).unwrap_or_default();
         let last = record.lines().last().and_then(|l| serde_json::from_str::<Value>(l).ok());
         let autopsy = Command::new(tessera).arg("autopsy").arg(&out).args(["--format", "json"]).output();
@@ -161,7 +161,7 @@ impl Reports {
         })
     }
 
-    fn summary(&self) -> String {
+    fn summarize_causes(&self) -> String {
         let terminal: Vec<String> =
             self.terminal.iter().map(|(code, rank)| format_cause(code.as_deref(), *rank)).collect();
         let cause = self.record_cause();
@@ -176,7 +176,7 @@ impl Reports {
     }
 
     /// Returns the times of all marks with this name, with their ranks.
-    fn marks<'a>(&'a self, name: &'a str) -> impl Iterator<Item = (u32, u64)> + 'a {
+    fn mark_times<'a>(&'a self, name: &'a str) -> impl Iterator<Item = (u32, u64)> + 'a {
         self.flights.iter().flat_map(move |f| {
             f.lines.iter().filter_map(move |l| match &l.entry {
                 FlightEntry::Mark(m) if m.event == name => Some((f.header.rank, l.at_ns)),
@@ -220,17 +220,17 @@ pub fn compare_run(
     run: &FaultRun,
     golden: &str,
 ) -> anyhow::Result<FaultResult> {
-    let reports = Reports::read(tessera, run, fault.layout.world())?;
+    let reports = Reports::read(tessera, run, fault.layout.rank_count())?;
     let fault_ns = run.fault_ns.context("the armed fault did not fire")?;
-    let first_failure = reports.marks("failed").map(|(_, at)| at).filter(|at| *at >= fault_ns).min();
+    let first_failure = reports.mark_times("failed").map(|(_, at)| at).filter(|at| *at >= fault_ns).min();
     let mut result = FaultResult {
         fault: *fault,
         moment: classify_moment(fault, &reports, fault_ns),
         seconds_to_detection: first_failure.map(|at| (at - fault_ns) as f64 / 1e9),
         seconds_until_gone: run.seconds_until_gone,
         calls_to_detection: None,
-        outcome: reports.summary(),
-        place: flipped_place(&run.out()),
+        outcome: reports.summarize_causes(),
+        place: flipped_place(&run.run_dir()),
         defects: Vec::new(),
     };
     if run.left_behind > 0 {
@@ -241,7 +241,7 @@ pub fn compare_run(
             if reports.is_complete(golden) {
                 result.outcome = "complete".to_string();
             } else {
-                result.defects.push((Defect::FalseAlarm, reports.summary()));
+                result.defects.push((Defect::FalseAlarm, reports.summarize_causes()));
             }
         }
         FaultKind::FlippedCache if reports.record_cause().is_null() => {
@@ -251,7 +251,7 @@ pub fn compare_run(
         _ => check_causes(fault, &reports, &mut result),
     }
     if fault.kind == FaultKind::FlippedWeight {
-        let begun = reports.marks("commit").filter(|(rank, at)| *rank == fault.rank && *at > fault_ns);
+        let begun = reports.mark_times("commit").filter(|(rank, at)| *rank == fault.rank && *at > fault_ns);
         result.calls_to_detection = Some(begun.count() as u64);
     } else if !fault.kind.is_harmless() && !fault.kind.is_armed() {
         check_times(fault, &mut result);
@@ -263,7 +263,7 @@ pub fn compare_run(
 /// or received.
 fn classify_moment(fault: &DrawnFault, reports: &Reports, fault_ns: u64) -> &'static str {
     let last = |name| {
-        let own = reports.marks(name).filter(|(rank, at)| *rank == fault.rank && *at <= fault_ns);
+        let own = reports.mark_times(name).filter(|(rank, at)| *rank == fault.rank && *at <= fault_ns);
         own.map(|(_, at)| at).max()
     };
     match (last("commit"), last("done")) {
@@ -296,7 +296,7 @@ fn check_causes(fault: &DrawnFault, reports: &Reports, result: &mut FaultResult)
         let is_victim = joined && n as u32 == fault.rank;
         let speaks = fault.kind != FaultKind::KillLauncher && !is_victim;
         if speaks && !is_named(found.as_deref(), *found_rank) {
-            result.defects.push((Defect::WrongTerminal, reports.summary()));
+            result.defects.push((Defect::WrongTerminal, reports.summarize_causes()));
         }
     }
     // Rank 0 writes the record of joined ranks; without a launcher nobody closes it for rank 0.
@@ -305,7 +305,7 @@ fn check_causes(fault: &DrawnFault, reports: &Reports, result: &mut FaultResult)
     let cause = reports.record_cause();
     let is_missing = unwritten && cause.is_null();
     if !is_missing && !is_named(cause["code"].as_str(), cause["rank"].as_u64()) {
-        result.defects.push((Defect::WrongRecord, reports.summary()));
+        result.defects.push((Defect::WrongRecord, reports.summarize_causes()));
     }
     if cause.is_null() && starting {
         // Nothing but flight records that ended before the first call.
@@ -319,7 +319,9 @@ fn check_causes(fault: &DrawnFault, reports: &Reports, result: &mut FaultResult)
         && (!stall || reports.autopsy["triage"] == "hang");
     if !named {
         let triage = reports.autopsy["triage"].as_str().unwrap_or("none");
-        result.defects.push((Defect::WrongAutopsy, format!("{}, triage {triage}", reports.summary())));
+        result
+            .defects
+            .push((Defect::WrongAutopsy, format!("{}, triage {triage}", reports.summarize_causes())));
     }
 }
 
@@ -327,14 +329,14 @@ fn check_causes(fault: &DrawnFault, reports: &Reports, result: &mut FaultResult)
 fn check_cut(reports: &Reports, result: &mut FaultResult) {
     let other = |n: u64| Some(1 - n);
     if (0..).zip(&reports.terminal).any(|(n, (_, rank))| *rank != other(n)) {
-        result.defects.push((Defect::WrongTerminal, reports.summary()));
+        result.defects.push((Defect::WrongTerminal, reports.summarize_causes()));
     }
     if reports.record_cause()["rank"].as_u64() != other(0) {
-        result.defects.push((Defect::WrongRecord, reports.summary()));
+        result.defects.push((Defect::WrongRecord, reports.summarize_causes()));
     }
     // The autopsy sees both ends, so it must find that no rank is at fault.
     if reports.autopsy["findings"][0]["class"] != "transport" || reports.autopsy["culprits"] != json!([]) {
-        result.defects.push((Defect::WrongAutopsy, reports.summary()));
+        result.defects.push((Defect::WrongAutopsy, reports.summarize_causes()));
     }
 }
 
