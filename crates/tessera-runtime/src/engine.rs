@@ -178,10 +178,9 @@ pub trait Engine {
         None
     }
 
-    /// Hashes all weights again at once, and returns a part that changed.
-    fn audit_weights(&mut self) -> Option<RehashResult> {
-        None
-    }
+    /// Hashes all weights again at once, and returns a part that changed. There is no default: an
+    /// engine around another one that forgot it would hide every change.
+    fn audit_weights(&mut self) -> Option<RehashResult>;
 
     /// Replaces the weights with those at `source`. The runtime calls it between calls, on every
     /// rank. A reload cannot be undone.

@@ -249,6 +249,10 @@ impl Engine for AbortIgnoringEngine {
         self.engine.chunk_output()
     }
 
+    fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {
+        self.engine.audit_weights()
+    }
+
     fn abort_handle(&self) -> AbortHandle {
         Arc::new(|| {})
     }

@@ -121,6 +121,10 @@ impl Engine for ScriptedEngine {
         constant_tensor("output").map(Some).map_err(|d| EngineFault::local_failure(d.message))
     }
 
+    fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {
+        None
+    }
+
     fn abort_handle(&self) -> AbortHandle {
         Arc::new(|| {})
     }

@@ -169,6 +169,10 @@ impl Engine for HashEngine {
         self.warmed = Some(self.ran.len() as u32);
     }
 
+    fn audit_weights(&mut self) -> Option<crate::engine::RehashResult> {
+        None
+    }
+
     fn abort_handle(&self) -> AbortHandle {
         Arc::new(|| {})
     }

@@ -340,6 +340,10 @@ impl Engine for FakeEngine {
         Ok(ReloadedWeights { weights: weights_at(other), fingerprints: self.fingerprints.clone() })
     }
 
+    fn audit_weights(&mut self) -> Option<RehashResult> {
+        None
+    }
+
     fn abort_handle(&self) -> AbortHandle {
         let aborted = Arc::clone(&self.aborted);
         Arc::new(move || aborted.store(true, Ordering::Relaxed))

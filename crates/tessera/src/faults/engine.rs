@@ -196,6 +196,10 @@ impl Engine for DrillEngine {
         self.inner.rehash_weights()
     }
 
+    fn audit_weights(&mut self) -> Option<RehashResult> {
+        self.inner.audit_weights()
+    }
+
     fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
         self.inner.reload_weights(source)
     }

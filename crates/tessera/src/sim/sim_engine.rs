@@ -83,6 +83,10 @@ impl Engine for SimEngine {
         self.fold.finish_warmup();
     }
 
+    fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {
+        None
+    }
+
     fn abort_handle(&self) -> AbortHandle {
         self.fold.abort_handle()
     }
