@@ -24,10 +24,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use tessera_runtime::Limits;
 use tessera_runtime::driver::{
     ControlTopology, LaunchEvent, LaunchReport, LaunchSpec, StopHandle, launch_ranks,
 };
+use tessera_runtime::{Limits, Tripwires};
 
 use crate::diagnostics_error;
 use timestamps::timestamps_file;
@@ -92,6 +92,7 @@ pub fn run(config: &HarnessConfig, limits: &Limits) -> anyhow::Result<HarnessRun
         payload: serde_json::to_vec(config)?,
         env: Vec::new(),
         limits: limits.clone(),
+        tripwires: Tripwires::default(),
     };
     let begun = Instant::now();
     let report = launch_ranks(&spec, &StopHandle::default(), &mut |_: LaunchEvent<'_>| {})

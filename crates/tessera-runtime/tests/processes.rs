@@ -30,7 +30,7 @@ use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, MediaPipeline, P
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{Heartbeat, Init, Message, PhaseCall, Tensor, Tensors, WIRE_VERSION, encode};
 use tessera_runtime::worker::{self, Worker};
-use tessera_runtime::{Failure, FailureClass, Limits, Parity};
+use tessera_runtime::{Failure, FailureClass, Limits, Parity, Tripwires};
 
 /// The processes of a run.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -318,6 +318,7 @@ fn spec(world: World, scenario: &str) -> LaunchSpec {
         payload: payload.into_bytes(),
         env: Vec::new(),
         limits: limits(),
+        tripwires: Tripwires::default(),
     }
 }
 

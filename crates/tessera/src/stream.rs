@@ -10,7 +10,7 @@ use tessera_mesh::Rank;
 use tessera_models::PixelDecoder;
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
-use tessera_runtime::{Failure, FailureClass, Limits};
+use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
 
 use crate::codes::{T0015, T0016, T0018};
 use crate::cuda::{self, GpuRankConfig};
@@ -80,6 +80,7 @@ pub fn run(
         payload,
         env: if gpus.is_some() { cuda::missing_env() } else { Vec::new() },
         limits: options.drill.as_ref().map_or_else(Limits::default, |d| d.limits.clone()),
+        tripwires: options.drill.as_ref().map_or_else(Tripwires::default, |d| d.disabled_tripwires.clone()),
     };
     let mut tally = ProgressTally::new(options.chunks);
     let launched = launch_ranks(&spec, interrupt, &mut |event| match event {

@@ -20,7 +20,7 @@ use super::reactor::{LinkId, Reactor, Waker};
 use super::welcome::{io_diagnostic, send_welcome};
 use crate::codes::T0750;
 use crate::wire::{Progress, Welcome};
-use crate::{Failure, Limits};
+use crate::{Failure, Limits, Tripwires};
 
 /// The input of [`launch_ranks`]: command line, environment, links and limits of the ranks.
 #[derive(Debug)]
@@ -43,6 +43,8 @@ pub struct LaunchSpec {
     pub env: Vec<(&'static str, &'static str)>,
     /// Queue depths and time limits of the run.
     pub limits: Limits,
+    /// Disabled tripwires, which the launcher leaves out too.
+    pub tripwires: Tripwires,
 }
 
 /// A handle to stop a launch from any thread, including a signal handler's thread. The first
@@ -155,7 +157,7 @@ pub fn launch_ranks(
     }
     let pids: Vec<u32> = ranks.list.iter().map(|r| r.child.id()).collect();
     on_event(LaunchEvent::Started(&pids));
-    Ok(supervision::supervise_ranks(&spec.limits, stop, on_event, ranks))
+    Ok(supervision::supervise_ranks(spec, stop, on_event, ranks))
 }
 
 fn check_spec(spec: &LaunchSpec) -> Diagnostics {

@@ -64,6 +64,7 @@ pub fn measure_lockstep(topology: ControlTopology, ranks: u32, calls: u32, dir: 
         payload: payload.into_bytes(),
         env: Vec::new(),
         limits: limits(),
+        tripwires: tessera_runtime::Tripwires::default(),
     };
     let report = launch_ranks(&spec, &StopHandle::default(), &mut |_| {}).expect("launched");
     assert_eq!(report.failure, None);

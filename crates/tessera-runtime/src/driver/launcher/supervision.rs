@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 
-use super::{LaunchEvent, LaunchReport, RankExit, RankProcesses, StopHandle};
+use super::{LaunchEvent, LaunchReport, LaunchSpec, RankExit, RankProcesses, StopHandle};
 use crate::codes::{T0742, T0743};
 use crate::driver::TICK_INTERVAL;
 use crate::driver::link::{DisconnectReason, Frame};
@@ -12,16 +12,16 @@ use crate::driver::reactor::{LinkId, ReactorEvent};
 use crate::limits::{AwakeClock, format_ms};
 use crate::tripwire::CheckSite;
 use crate::wire::{Heartbeat, LAUNCHER, Message};
-use crate::{Failure, FailureClass, Limits};
+use crate::{Failure, FailureClass, Limits, Tripwires};
 
 /// Forwards the leader's progress until every rank has exited. Ranks that stay too long are killed.
 pub(super) fn supervise_ranks(
-    limits: &Limits,
+    spec: &LaunchSpec,
     stop: &StopHandle,
     on_event: &mut dyn FnMut(LaunchEvent<'_>),
     ranks: RankProcesses,
 ) -> LaunchReport {
-    let mut supervision = Supervision::new(limits, stop, ranks);
+    let mut supervision = Supervision::new(spec, stop, ranks);
     let start = Instant::now();
     let mut reaped = start;
     let mut clock = AwakeClock::default();
@@ -30,7 +30,7 @@ pub(super) fn supervise_ranks(
         supervision.ranks.reactor.wait_events(TICK_INTERVAL, &mut events);
         // Progress messages alone do not require a check of every child.
         let mut check_children = reaped.elapsed() >= TICK_INTERVAL;
-        let now_ns = clock.advance_to(start.elapsed().as_nanos() as u64, limits.heartbeat_ns);
+        let now_ns = clock.advance_to(start.elapsed().as_nanos() as u64, spec.limits.heartbeat_ns);
         for event in events.drain(..) {
             check_children |= supervision.handle_event(event, now_ns, on_event);
         }
@@ -51,6 +51,7 @@ pub(super) fn supervise_ranks(
 /// The supervised ranks, and how far their run has come.
 struct Supervision<'a> {
     limits: &'a Limits,
+    tripwires: &'a Tripwires,
     stop: &'a StopHandle,
     ranks: RankProcesses,
     leader: LinkId,
@@ -69,9 +70,10 @@ struct Supervision<'a> {
 }
 
 impl Supervision<'_> {
-    fn new<'a>(limits: &'a Limits, stop: &'a StopHandle, ranks: RankProcesses) -> Supervision<'a> {
+    fn new<'a>(spec: &'a LaunchSpec, stop: &'a StopHandle, ranks: RankProcesses) -> Supervision<'a> {
         Supervision {
-            limits,
+            limits: &spec.limits,
+            tripwires: &spec.tripwires,
             stop,
             leader: ranks.list[0].link,
             ranks,
@@ -186,7 +188,7 @@ impl Supervision<'_> {
         // The leader, which sees the progress of all ranks, reports first.
         let limit_ns = self.limits.stale_ns + 2 * self.limits.heartbeat_ns;
         let stopped = self.ranks.find_stopped(now_ns, limit_ns);
-        if self.failure.is_some() || self.finished {
+        if self.failure.is_some() || self.finished || !self.tripwires.is_armed(&T0743) {
             return;
         }
         let Some(rank) = stopped else { return };
