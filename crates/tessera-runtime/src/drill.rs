@@ -116,7 +116,7 @@ faults! {
     PerturbedOutput "perturbed-output",
     /// An element of a weight is NaN when a rank loads it.
     NanWeight "nan-weight",
-    /// An element of a weight becomes NaN in memory, so that a layer computes NaN.
+    /// A layer computes NaN in one call: an element of its weight is NaN until the call ends.
     NanLatent "nan-latent",
     /// A rank loads weights outside of a RELOAD.
     PrivateReload "private-reload",

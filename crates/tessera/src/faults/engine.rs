@@ -28,6 +28,8 @@ pub(crate) struct DrillEngine {
     warmed_up: bool,
     /// Programs whose warm-up was skipped.
     skipped: Vec<String>,
+    /// A weight that is changed for one call, with its own first element.
+    borrowed_weight: Option<(String, f32)>,
 }
 
 impl DrillEngine {
@@ -44,6 +46,7 @@ impl DrillEngine {
             warming_up: false,
             warmed_up: false,
             skipped: Vec::new(),
+            borrowed_weight: None,
         }
     }
 
@@ -70,9 +73,16 @@ impl DrillEngine {
     }
 
     /// Changes one element of the first weight that can be changed and whose name contains `part`.
-    fn mutate_weight(&mut self, part: &str, value: f32) {
-        let names: Vec<String> = self.inner.weight_fingerprints().into_iter().map(|p| p.tensor).collect();
-        let _ = names.iter().any(|name| name.contains(part) && self.inner.mutate_weight(name, 0, value));
+    /// Returns the weight with the element that it had, if the backend reads it.
+    fn mutate_weight(&mut self, part: &str, value: f32) -> Option<(String, f32)> {
+        let prints = self.inner.weight_fingerprints().into_iter();
+        let mut names = prints.map(|p| p.tensor).filter(|name| name.contains(part));
+        names
+            .find_map(|name| {
+                let before = self.inner.read_weight(&name, 0);
+                self.inner.mutate_weight(&name, 0, value).then_some((name, before))
+            })
+            .and_then(|(name, before)| Some((name, before?)))
     }
 
     /// Flips the drawn bit, if that is the fault.
@@ -115,7 +125,7 @@ impl Engine for DrillEngine {
         // Every call computes with the weights of a feed-forward layer. Those of cross-attention are
         // unused until the prompt changes.
         if self.fires_now(DrillFault::NanLatent) {
-            self.mutate_weight(".ffn.", f32::NAN);
+            self.borrowed_weight = self.mutate_weight(".ffn.", f32::NAN);
         }
         // A changed program first acts in this call, which the limit of the drill counts from.
         if self.in_armed_call && self.injector.changes_programs() {
@@ -160,6 +170,10 @@ impl Engine for DrillEngine {
 
     fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
         let output = self.inner.chunk_output()?;
+        // The layer computed NaN, and the weights are as they were loaded.
+        if let Some((name, value)) = self.borrowed_weight.take() {
+            self.inner.mutate_weight(&name, 0, value);
+        }
         let Some(tensor) = output.as_ref().filter(|_| self.fires_now(DrillFault::PerturbedOutput)) else {
             return Ok(output);
         };
