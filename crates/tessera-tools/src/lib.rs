@@ -15,6 +15,7 @@ pub mod codes;
 pub mod doctor;
 pub mod drawings;
 pub mod drill;
+pub mod flight_dumps;
 pub mod gate_record;
 pub mod measure;
 pub mod trace;
@@ -47,5 +48,6 @@ pub fn diagnostic_registry() -> Registry {
         tessera_device::CODES,
         tessera_sim::CODES,
         tessera_report::CODES,
+        tessera_torch::CODES,
     ])
 }

@@ -1,10 +1,11 @@
 //! `tessera autopsy`: finds the rank that failed or blocks a run, from the flight records of its
-//! ranks.
+//! ranks, or from the Flight Recorder dumps of a PyTorch run.
 
 use std::path::PathBuf;
 
 use tessera::terminal::print_stderr_line;
 use tessera_tools::autopsy::{draw_findings, examine_run};
+use tessera_tools::flight_dumps::{examine_flight_dumps, find_dumps};
 
 use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, write_stdout};
 
@@ -14,6 +15,7 @@ Examples:
   tessera autopsy out/demo-1 --svg why       draw the mismatched or blocked collective, as why/diverged-1.svg
   tessera autopsy out/demo-1 --format json   for scripts: culprits, class, chain of waits, every rank
   tessera autopsy gathered/                  flight records of several hosts: rank-0.jsonl, rank-1.jsonl…
+  tessera autopsy /tmp/nccl_trace            PyTorch's Flight Recorder dumps of NCCL: rank_0, rank_1…
 
 An autopsy only reads files, so it can run at any time during the run. It reads record.jsonl, flight/ and plan/, and reports
 records that are missing, truncated, or from another run.
@@ -24,7 +26,7 @@ Exit status: 0 no failure found, 1 the report names a failure, 2 the folder hold
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Run folder, or a folder of flight records
+    /// Run folder, a folder of flight records, or of PyTorch's Flight Recorder dumps
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
 
@@ -40,8 +42,16 @@ pub struct Args {
 
 /// Reads the flight records of a run and names the rank that failed or blocks the others.
 pub fn run(args: &Args) -> CliResult {
-    let found = examine_run(&args.dir).map_err(CliError::usage)?;
     let name = args.dir.display().to_string();
+    if let Some(dumps) = find_dumps(&args.dir).map_err(CliError::usage)? {
+        let found = examine_flight_dumps(&dumps).map_err(CliError::usage)?;
+        match args.format {
+            OutputFormat::Text => write_stdout(&found.to_text(&name))?,
+            OutputFormat::Json => write_stdout(&format!("{}\n", found.to_json()))?,
+        }
+        return Ok(if found.accuses() { EXIT_DIAGNOSTICS } else { 0 });
+    }
+    let found = examine_run(&args.dir).map_err(CliError::usage)?;
     match args.format {
         OutputFormat::Text => write_stdout(&found.to_text(&name))?,
         OutputFormat::Json => {

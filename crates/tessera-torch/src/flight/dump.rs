@@ -1,0 +1,391 @@
+//! The Flight Recorder dump of one rank.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io::BufRead;
+use std::sync::Arc;
+
+use serde_json::Value as Json;
+use tessera_base::Diagnostic;
+
+use crate::codes::{T1400, T1401, T1402, T1403};
+use crate::pickle::{PickleProblem, PickleValue, read_pickle};
+
+/// Number of entries that are kept of a dump, from its end. PyTorch's own ring holds 2,000.
+const MAX_ENTRIES: usize = 1 << 16;
+
+/// The progress of a collective on its rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum EntryState {
+    /// The host enqueued the collective.
+    Scheduled,
+    /// The device started it. Known only with `TORCH_NCCL_ENABLE_TIMING=1`.
+    Started,
+    /// The device completed it.
+    Completed,
+}
+
+/// A line of the Python or C++ stack at which a collective was issued.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct StackFrame {
+    /// Function.
+    pub function: Arc<str>,
+    /// Source file.
+    pub file: Arc<str>,
+    /// Line, from 1.
+    pub line: u32,
+}
+
+/// A collective, or one send or receive, of a dump.
+#[derive(Debug, Clone)]
+pub struct FlightEntry {
+    /// Index in the rank's own ring of all that it issued.
+    pub record_id: u64,
+    /// Name of the process group.
+    pub group: Arc<str>,
+    /// Sequence number of the collective in its group, from 1. One launch of several collectives has
+    /// one number.
+    pub sequence: u64,
+    /// Whether it is a send or a receive.
+    pub is_p2p: bool,
+    /// Operation without the backend, such as `all_reduce` or `send 0->1`.
+    pub op: Arc<str>,
+    /// Shapes of the inputs, in elements.
+    pub input_shapes: Arc<[Vec<u64>]>,
+    /// Shapes of the outputs, in elements.
+    pub output_shapes: Arc<[Vec<u64>]>,
+    /// Dtypes of the inputs, as PyTorch names them: `Float`, `BFloat16`.
+    pub input_dtypes: Arc<[Arc<str>]>,
+    /// Progress at the time of the dump.
+    pub state: EntryState,
+    /// When the host issued it, in nanoseconds since 1970.
+    pub created_ns: u64,
+    /// Stack of the call, innermost first; empty if it was not recorded.
+    pub frames: Arc<[StackFrame]>,
+}
+
+/// A process group as a rank knows it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FlightGroup {
+    /// Description, such as `default_pg`.
+    pub description: String,
+    /// Members by global rank, in the order of their group ranks.
+    pub ranks: Vec<u32>,
+}
+
+/// The dump of one rank.
+#[derive(Debug, Clone, Default)]
+pub struct FlightDump {
+    /// Rank, from the name of the file.
+    pub rank: u32,
+    /// Version of the format: major and minor.
+    pub version: (u32, u32),
+    /// Groups by name.
+    pub groups: BTreeMap<String, FlightGroup>,
+    /// The last entries, oldest first.
+    pub entries: Vec<FlightEntry>,
+    /// Whether the ring, or this reader, lost entries before the first one.
+    pub lost_head: bool,
+}
+
+/// Reads a dump in either form.
+///
+/// # Errors
+/// T1400 to T1403, each with the file's name.
+pub fn read_dump(name: &str, rank: u32, mut reader: impl BufRead) -> Result<FlightDump, Diagnostic> {
+    let first = reader.fill_buf().ok().and_then(|b| b.first().copied());
+    let mut builder = DumpBuilder::default();
+    let header = match first {
+        Some(b'{') => read_json(name, reader, &mut builder)?,
+        Some(0x80) => {
+            let take = &mut |entry: PickleValue| builder.add_entry(&entry);
+            let value =
+                read_pickle(reader, "entries", take).map_err(|e| pickle_error(name, &e.problem, e.byte))?;
+            Header::from_node(&value)
+        }
+        _ => return Err(unreadable(name, "it begins neither as a pickle nor as JSON".to_string())),
+    };
+    builder.finish(name, rank, header)
+}
+
+fn unreadable(name: &str, why: String) -> Diagnostic {
+    Diagnostic::error(&T1400, format!("{name} is no readable Flight Recorder dump"))
+        .with_label(name, why)
+        .with_hint("leave the file out of the folder: its rank then counts as one without a dump")
+}
+
+fn pickle_error(name: &str, problem: &PickleProblem, byte: u64) -> Diagnostic {
+    match problem {
+        PickleProblem::Executes(opcode) => {
+            Diagnostic::error(&T1401, format!("{name} would run code: opcode {opcode} at byte {byte}"))
+                .with_label(name, "nothing was run")
+        }
+        PickleProblem::Unknown(opcode) => {
+            unreadable(name, format!("unknown opcode {opcode:#04x} at byte {byte}"))
+        }
+        PickleProblem::Malformed(why) | PickleProblem::TooLarge(why) => {
+            unreadable(name, format!("{why}, at byte {byte}"))
+        }
+    }
+}
+
+/// A value of a dump in either form.
+trait Node: Sized {
+    fn field(&self, key: &str) -> Option<Self>;
+    fn fields(&self) -> Vec<(String, Self)>;
+    fn items(&self) -> Vec<Self>;
+    fn text(&self) -> Option<String>;
+    fn int(&self) -> Option<i64>;
+    fn flag(&self) -> bool;
+}
+
+impl Node for PickleValue {
+    fn field(&self, key: &str) -> Option<PickleValue> {
+        self.get(key)
+    }
+
+    fn fields(&self) -> Vec<(String, PickleValue)> {
+        self.pairs().into_iter().filter_map(|(k, v)| Some((k.as_text()?.to_string(), v))).collect()
+    }
+
+    fn items(&self) -> Vec<PickleValue> {
+        PickleValue::items(self).unwrap_or_default()
+    }
+
+    fn text(&self) -> Option<String> {
+        self.as_text().map(|t| t.to_string())
+    }
+
+    fn int(&self) -> Option<i64> {
+        self.as_int()
+    }
+
+    fn flag(&self) -> bool {
+        self.as_bool() == Some(true)
+    }
+}
+
+impl Node for Json {
+    fn field(&self, key: &str) -> Option<Json> {
+        self.get(key).cloned()
+    }
+
+    fn fields(&self) -> Vec<(String, Json)> {
+        let pairs = self.as_object().into_iter().flatten();
+        pairs.map(|(k, v)| (k.clone(), v.clone())).collect()
+    }
+
+    fn items(&self) -> Vec<Json> {
+        self.as_array().cloned().unwrap_or_default()
+    }
+
+    fn text(&self) -> Option<String> {
+        self.as_str().map(str::to_string)
+    }
+
+    fn int(&self) -> Option<i64> {
+        self.as_i64()
+    }
+
+    fn flag(&self) -> bool {
+        self.as_bool() == Some(true)
+    }
+}
+
+/// What a dump states about itself and its groups.
+#[derive(Debug, Default)]
+struct Header {
+    version: String,
+    groups: BTreeMap<String, FlightGroup>,
+}
+
+impl Header {
+    fn from_node(node: &impl Node) -> Header {
+        let mut groups = BTreeMap::new();
+        for (name, config) in node.field("pg_config").map(|c| c.fields()).unwrap_or_default() {
+            let text = |key: &str| config.field(key).and_then(|v| v.text()).unwrap_or_default();
+            // PyTorch writes the members as the text of a list: "[0, 1]".
+            let ranks = text("ranks");
+            let ranks = ranks.trim_matches(['[', ']']).split(',').filter_map(|r| r.trim().parse().ok());
+            groups.insert(name, FlightGroup { description: text("desc"), ranks: ranks.collect() });
+        }
+        let version = node.field("version").and_then(|v| v.text()).unwrap_or_default();
+        Header { version, groups }
+    }
+}
+
+/// Reads the JSON form entry by entry.
+fn read_json(name: &str, reader: impl BufRead, builder: &mut DumpBuilder) -> Result<Header, Diagnostic> {
+    let mut deserializer = serde_json::Deserializer::from_reader(reader);
+    let header = serde::de::DeserializeSeed::deserialize(json::TopLevel(builder), &mut deserializer)
+        .map_err(|e| unreadable(name, e.to_string()))?;
+    Ok(Header::from_node(&header))
+}
+
+/// The JSON form in pieces: a list of millions of entries never stands in memory.
+mod json {
+    use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+    use serde_json::{Map, Value as Json};
+
+    use super::DumpBuilder;
+
+    pub(super) struct TopLevel<'a>(pub(super) &'a mut DumpBuilder);
+
+    impl<'de> DeserializeSeed<'de> for TopLevel<'_> {
+        type Value = Json;
+
+        fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Json, D::Error> {
+            d.deserialize_map(self)
+        }
+    }
+
+    impl<'de> Visitor<'de> for TopLevel<'_> {
+        type Value = Json;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("a Flight Recorder dump")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Json, A::Error> {
+            let mut rest = Map::new();
+            while let Some(key) = map.next_key::<String>()? {
+                if key == "entries" {
+                    map.next_value_seed(Entries(&mut *self.0))?;
+                } else {
+                    rest.insert(key, map.next_value()?);
+                }
+            }
+            Ok(Json::Object(rest))
+        }
+    }
+
+    struct Entries<'a>(&'a mut DumpBuilder);
+
+    impl<'de> DeserializeSeed<'de> for Entries<'_> {
+        type Value = ();
+
+        fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(), D::Error> {
+            d.deserialize_seq(self)
+        }
+    }
+
+    impl<'de> Visitor<'de> for Entries<'_> {
+        type Value = ();
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("a list of entries")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+            while let Some(entry) = seq.next_element::<Json>()? {
+                self.0.add_entry(&entry).map_err(A::Error::custom)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Collects entries, each text and stack once.
+#[derive(Default)]
+struct DumpBuilder {
+    entries: VecDeque<FlightEntry>,
+    lost_head: bool,
+    texts: HashMap<String, Arc<str>>,
+    stacks: HashMap<Arc<[StackFrame]>, ()>,
+    is_gloo: bool,
+}
+
+impl DumpBuilder {
+    fn add_entry(&mut self, node: &impl Node) -> Result<(), String> {
+        let number = |key: &str| node.field(key).and_then(|v| v.int()).unwrap_or(-1);
+        let record_id = u64::try_from(number("record_id")).map_err(|_| "an entry without record_id")?;
+        let name =
+            node.field("profiling_name").and_then(|v| v.text()).ok_or("an entry without profiling_name")?;
+        let (backend, op) = name.split_once(':').unwrap_or(("nccl", &name));
+        self.is_gloo |= backend == "gloo";
+        let group = node.field("process_group").and_then(|g| g.items().first()?.text()).unwrap_or_default();
+        let is_p2p = node.field("is_p2p").is_some_and(|v| v.flag());
+        // A launch of several sends has the number of the group's next collective; its own number counts.
+        let sequence = number(if is_p2p { "p2p_seq_id" } else { "collective_seq_id" });
+        let state = match node.field("state").and_then(|v| v.text()).as_deref() {
+            Some("completed") => EntryState::Completed,
+            Some("started") => EntryState::Started,
+            _ => EntryState::Scheduled,
+        };
+        let (frames, input_dtypes) = (self.read_frames(node), node.field("input_dtypes"));
+        let input_dtypes = input_dtypes.map(|d| d.items()).unwrap_or_default();
+        let entry = FlightEntry {
+            record_id,
+            group: self.intern(&group),
+            sequence: u64::try_from(sequence).unwrap_or(0),
+            is_p2p,
+            op: self.intern(op),
+            input_shapes: read_shapes(node, "input_sizes"),
+            output_shapes: read_shapes(node, "output_sizes"),
+            input_dtypes: input_dtypes.iter().map(|d| self.intern(&d.text().unwrap_or_default())).collect(),
+            state,
+            created_ns: u64::try_from(number("time_created_ns")).unwrap_or(0),
+            frames,
+        };
+        if self.entries.len() == MAX_ENTRIES {
+            self.entries.pop_front();
+            self.lost_head = true;
+        }
+        self.entries.push_back(entry);
+        Ok(())
+    }
+
+    fn read_frames(&mut self, node: &impl Node) -> Arc<[StackFrame]> {
+        let mut frames = Vec::new();
+        for f in node.field("frames").map(|f| f.items()).unwrap_or_default() {
+            let text = |key: &str| f.field(key).and_then(|v| v.text()).unwrap_or_default();
+            let line = f.field("line").and_then(|v| v.int()).unwrap_or(0);
+            frames.push(StackFrame {
+                function: self.intern(&text("name")),
+                file: self.intern(&text("filename")),
+                line: u32::try_from(line).unwrap_or(0),
+            });
+        }
+        let frames: Arc<[StackFrame]> = frames.into();
+        if let Some((known, ())) = self.stacks.get_key_value(&frames) {
+            return known.clone();
+        }
+        if self.stacks.len() < MAX_ENTRIES {
+            self.stacks.insert(frames.clone(), ());
+        }
+        frames
+    }
+
+    fn intern(&mut self, text: &str) -> Arc<str> {
+        if let Some(known) = self.texts.get(text) {
+            return known.clone();
+        }
+        let new: Arc<str> = text.into();
+        if self.texts.len() < MAX_ENTRIES {
+            self.texts.insert(text.to_string(), new.clone());
+        }
+        new
+    }
+
+    fn finish(self, name: &str, rank: u32, header: Header) -> Result<FlightDump, Diagnostic> {
+        if self.is_gloo {
+            return Err(Diagnostic::error(&T1403, format!("{name} is a dump of the gloo backend"))
+                .with_label(name, "its groups and states do not say which member is where"));
+        }
+        let parts =
+            header.version.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+        let Some(version @ (2, _)) = parts else {
+            let found = if header.version.is_empty() { "none" } else { &header.version };
+            return Err(Diagnostic::error(&T1402, format!("{name} has format version {found}"))
+                .with_label(name, "known are the versions 2.0 to 2.10"));
+        };
+        // The ring numbers what it records from 0, so a later first number shows what it lost.
+        let lost_head = self.lost_head || self.entries.front().is_some_and(|e| e.record_id > 0);
+        Ok(FlightDump { rank, version, groups: header.groups, entries: self.entries.into(), lost_head })
+    }
+}
+
+fn read_shapes<N: Node>(node: &N, key: &str) -> Arc<[Vec<u64>]> {
+    let shapes = node.field(key).map(|s| s.items()).unwrap_or_default();
+    let extents = |shape: &N| shape.items().iter().filter_map(|n| u64::try_from(n.int()?).ok()).collect();
+    shapes.iter().map(extents).collect()
+}

@@ -1,0 +1,131 @@
+//! The report as text and as JSON.
+
+use serde_json::{Value, json};
+
+use crate::findings::{FaultKind, FlightFinding, FlightReport, list_ranks};
+
+/// Maximum number of ranks whose waits the text lists.
+const MAX_WAITS: usize = 24;
+
+impl FlightReport {
+    /// Returns whether the report accuses a rank.
+    #[must_use]
+    pub fn accuses(&self) -> bool {
+        !self.findings.is_empty()
+    }
+
+    /// Formats the report as text; `name` is the display name of the folder.
+    #[must_use]
+    pub fn to_text(&self, name: &str) -> String {
+        let n = self.ranks.len();
+        let mut out =
+            format!("{name}: Flight Recorder dumps of {n} rank{}\n\n", if n == 1 { "" } else { "s" });
+        if self.findings.is_empty() {
+            out += "no problem found: no rank departed from its peers\n\n";
+        }
+        for f in &self.findings {
+            out += &f.to_text();
+        }
+        let waiting: Vec<_> = self.waits.iter().filter(|w| !w.awaited.is_empty()).collect();
+        if !waiting.is_empty() {
+            out += "who waits for whom\n";
+            for w in waiting.iter().take(MAX_WAITS) {
+                out += &format!(
+                    "  rank {} waits for {} in {} of {}",
+                    w.rank,
+                    list_ranks(&w.awaited),
+                    w.call,
+                    w.group
+                );
+                out += &w.site.as_ref().map_or("\n".to_string(), |s| format!(", {s}\n"));
+            }
+            if waiting.len() > MAX_WAITS {
+                out += &format!("  and {} more ranks\n", waiting.len() - MAX_WAITS);
+            }
+            out.push('\n');
+        }
+        out += "notes\n";
+        self.notes.iter().for_each(|n| out += &format!("  {n}\n"));
+        out
+    }
+
+    /// Returns the report as JSON.
+    #[must_use]
+    pub fn to_json(&self) -> Value {
+        let findings: Vec<Value> = self.findings.iter().map(FlightFinding::to_json).collect();
+        let waits = self.waits.iter().map(|w| {
+            json!({"rank": w.rank, "awaited": w.awaited, "call": w.call, "group": w.group, "site": w.site})
+        });
+        json!({
+            "findings": findings,
+            "waits": waits.collect::<Vec<_>>(),
+            "ranks": self.ranks,
+            "missing": self.missing,
+            "notes": self.notes,
+        })
+    }
+}
+
+impl FlightFinding {
+    fn to_text(&self) -> String {
+        let at = self.sequence.map_or(String::new(), |s| format!(" {s}"));
+        let mut out = match self.kind {
+            FaultKind::WaitCycle => format!("cause: {} {}", list_ranks(&self.ranks), self.kind.name()),
+            _ => format!(
+                "cause: {}: {}, at collective{at} of {}",
+                list_ranks(&self.ranks),
+                self.kind.name(),
+                self.group
+            ),
+        };
+        out += &format!(" ({})\n", self.certainty.name());
+        for side in &self.sides {
+            out += &format!("  {}: {}", list_ranks(&side.ranks), side.call);
+            out += &side.site.as_ref().map_or("\n".to_string(), |s| format!("\n    {s}\n"));
+        }
+        self.doubts.iter().for_each(|d| out += &format!("  but {d}\n"));
+        out += &format!("next: {}\n\n", self.next_step());
+        out
+    }
+
+    /// Returns what the user should do.
+    #[must_use]
+    pub fn next_step(&self) -> &'static str {
+        match self.kind {
+            FaultKind::Skipped | FaultKind::Extra => {
+                "look for a condition on rank, data or a cache around this call: every rank must issue it, or none"
+            }
+            FaultKind::OtherOp => {
+                "look at the branch that leads to these two lines: the ranks took different ones"
+            }
+            FaultKind::OtherShape => {
+                "compare what the ranks' inputs were padded or bucketed to: the sizes must be agreed on before the call"
+            }
+            FaultKind::OtherDtype => "compare the ranks' autocast and precision settings around this call",
+            FaultKind::WaitCycle => "issue the collectives of these groups in one order on every rank",
+            FaultKind::HostSilent => {
+                "look at what this rank's host does: py-spy dump --pid PID shows whether it reads data, compiles, or waits for a lock"
+            }
+            FaultKind::DeviceBehind => {
+                "look at what this rank's device runs: a long kernel before the collective, or a clock that was lowered"
+            }
+            FaultKind::NoDump => {
+                "look at the log and the host of this rank: a signal, dmesg for the OOM killer, nvidia-smi for Xid errors"
+            }
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        let sides = self.sides.iter().map(|s| json!({"ranks": s.ranks, "call": s.call, "site": s.site}));
+        json!({
+            "kind": self.kind.name(),
+            "ranks": self.ranks,
+            "certainty": self.certainty.name(),
+            "doubts": self.doubts,
+            "group": self.group,
+            "sequence": self.sequence,
+            "sides": sides.collect::<Vec<_>>(),
+            "next": self.next_step(),
+        })
+    }
+}
