@@ -20,8 +20,15 @@ fn read_folder(folder: &Path) -> BTreeMap<u32, FlightDump> {
         let name = path.file_name().unwrap().to_str().unwrap().to_string();
         let Some(rank) = name.strip_prefix("rank_").and_then(|r| r.parse().ok()) else { continue };
         let file = File::open(&path).unwrap();
-        if file.metadata().unwrap().len() == 0 { continue; }
-        match read_dump(&name, rank, BufReader::new(file)) { Ok(dump) => { dumps.insert(rank, dump); } Err(e) => println!("{} {e:?}", path.display()) }
+        if file.metadata().unwrap().len() == 0 {
+            continue;
+        }
+        match read_dump(&name, rank, BufReader::new(file)) {
+            Ok(dump) => {
+                dumps.insert(rank, dump);
+            }
+            Err(e) => println!("{} {e:?}", path.display()),
+        }
     }
     dumps
 }

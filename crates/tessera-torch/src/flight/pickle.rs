@@ -235,7 +235,7 @@ impl<R: BufRead> Machine<R> {
             b'G' => {
                 self.read_bytes::<8>()?;
                 V::Float
-            },
+            }
             b'X' => {
                 let n = u64::from(u32::from_le_bytes(self.read_bytes()?));
                 self.read_text(n)?
