@@ -24,7 +24,7 @@ macro_rules! codes {
 ///
 /// Id ranges: `T00` application and command line, `T01` mesh, `T02` IR text and types, `T03`
 /// verifier, `T04` models, `T05` weights, `T06` plan, `T07` lockstep, `T08` devices, `T09` output
-/// folders, `T11` clusters and resource needs, `T12` mapping search.
+/// folders, `T11` clusters and resource needs, `T12` mapping search, `T13` CUDA, `T14` PyTorch runs.
 #[derive(Debug)]
 pub struct Code {
     /// Stable id such as `T0312`.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use tessera::files::open_regular_file;
 use tessera_base::Diagnostic;
 use tessera_torch::codes::{T1400, T1404};
-use tessera_torch::{FlightDump, FlightReport, examine_dumps, read_dump};
+use tessera_torch::flight::{FlightDump, FlightReport, examine_dumps, read_dump};
 
 /// Lists the dumps of a folder by rank, or `None` if it holds none. A dump has a name that ends in the
 /// rank and no extension, and begins as a pickle or as a JSON object.
@@ -43,8 +43,10 @@ pub fn examine_flight_dumps(files: &BTreeMap<u32, PathBuf>) -> Result<FlightRepo
     let mut notes = Vec::new();
     for (rank, path) in files {
         let name = path.display().to_string();
-        let file = open_regular_file(path)
-            .map_err(|e| Diagnostic::error(&T1400, format!("{name} cannot be read")).with_label(name.clone(), e.to_string()))?;
+        let file = open_regular_file(path).map_err(|e| {
+            Diagnostic::error(&T1400, format!("{name} cannot be read"))
+                .with_label(name.clone(), e.to_string())
+        })?;
         match read_dump(&name, *rank, BufReader::with_capacity(1 << 16, file)) {
             Ok(dump) => drop(dumps.insert(*rank, dump)),
             Err(d) if d.code == &T1400 => {

@@ -1,4 +1,5 @@
-//! The diagnostic codes of this crate, in order of id.
+//! The diagnostic codes of this crate, in order of id: `T140` Flight Recorder dumps, `T141` and `T142`
+//! compile traces, `T143` to `T144` lint rules.
 
 tessera_base::codes! {
     T1400: "Flight Recorder dump cannot be read",

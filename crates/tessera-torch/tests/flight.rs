@@ -7,7 +7,7 @@ use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use tessera_torch::{FlightDump, FlightReport, examine_dumps, read_dump};
+use tessera_torch::flight::{FlightDump, FlightReport, examine_dumps, read_dump};
 
 fn recorded_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/flight")

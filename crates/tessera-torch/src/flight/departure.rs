@@ -1,6 +1,7 @@
 //! The first position of a group at which a rank departed from its peers.
 
-use crate::sequence::{Call, CallSignature, GroupSequences, MemberSequence};
+use super::dump::EntryState;
+use super::sequence::{Call, CallSignature, GroupSequences, MemberSequence};
 
 /// How many of the following collectives must agree to call one skipped or extra.
 const LOOK_AHEAD: usize = 3;
@@ -196,7 +197,7 @@ pub(crate) fn find_front(group: &GroupSequences<'_>) -> Option<GroupFront> {
         };
         side.push(*rank);
         let call = member.calls.get(&front.sequence);
-        if call.is_some_and(|c| c.state == crate::dump::EntryState::Started) {
+        if call.is_some_and(|c| c.state == EntryState::Started) {
             front.started.push(*rank);
         }
     }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use serde_json::Value as Json;
 use tessera_base::Diagnostic;
 
+use super::pickle::{PickleProblem, PickleValue, read_pickle};
 use crate::codes::{T1400, T1401, T1402, T1403};
-use crate::pickle::{PickleProblem, PickleValue, read_pickle};
 
 /// Number of entries that are kept of a dump, from its end. PyTorch's own ring holds 2,000.
 const MAX_ENTRIES: usize = 1 << 16;

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::named_enum;
 
-use crate::departure::{Decision, Departure, DepartureKind, find_departure};
-use crate::dump::{FlightDump, FlightEntry};
-use crate::sequence::{GroupSequences, align_groups};
-use crate::wait::{Wait, Waits};
+use super::departure::{Decision, Departure, DepartureKind, find_departure};
+use super::dump::{FlightDump, FlightEntry};
+use super::sequence::{GroupSequences, align_groups};
+use super::wait::{Wait, Waits};
 
 named_enum! {
     /// How a rank departed from its peers.

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::findings::{FaultKind, FlightFinding, FlightReport, list_ranks};
+use super::findings::{FaultKind, FlightFinding, FlightReport, list_ranks};
 
 /// Maximum number of ranks whose waits the text lists.
 const MAX_WAITS: usize = 24;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::dump::{EntryState, FlightDump, FlightEntry};
+use super::dump::{EntryState, FlightDump, FlightEntry};
 
 /// One rank's collectives in one group.
 #[derive(Debug, Clone, Default)]

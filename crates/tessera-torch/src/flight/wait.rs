@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::departure::{GroupFront, find_front};
-use crate::dump::{EntryState, FlightDump, FlightEntry};
-use crate::sequence::{GroupSequences, launch_states};
+use super::departure::{GroupFront, find_front};
+use super::dump::{EntryState, FlightDump, FlightEntry};
+use super::sequence::{GroupSequences, launch_states};
 
 /// A collective, a send or a receive in which a rank waits.
 #[derive(Debug, Clone)]

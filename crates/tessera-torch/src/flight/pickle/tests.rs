@@ -1,3 +1,5 @@
+//! Opcodes that are read, and files that are rejected.
+
 use super::*;
 
 fn read(bytes: &[u8]) -> Result<PickleValue, PickleError> {
