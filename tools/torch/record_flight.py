@@ -10,6 +10,7 @@ the same form either way. Needs torch with NCCL, and nothing else.
 """
 
 import concurrent.futures
+import datetime
 import json
 import os
 import signal
@@ -18,10 +19,12 @@ import subprocess
 import sys
 import time
 
-# Seconds after which NCCL's watchdog gives a collective up and writes its dump.
+# Seconds after which NCCL's watchdog gives a collective up and writes its dump. Healthy runs set up their
+# connections within one, which takes longer where ranks share a GPU.
 TIMEOUT_S = 6
+HEALTHY_TIMEOUT_S = 60
 # Seconds after which the recorder kills what is left of a case.
-LIMIT_S = 45
+LIMIT_S = int(os.environ.get("LIMIT_S", "45"))
 
 # name: (ranks, kind of fault, rank at fault). A fault without a rank is a wait cycle or is invisible.
 FAULTS = {
@@ -35,6 +38,8 @@ FAULTS = {
     "dtype": (2, "dtype", 1),
     "reduction": (2, "invisible", None),
     "order": (2, "wait cycle", None),
+    "order_host": (2, "wait cycle", None),
+    "order4": (4, "wait cycle", None),
     "cycle3": (3, "wait cycle", None),
     "host_silent": (2, "host silent", 1),
     "host_silent4": (4, "host silent", 2),
@@ -106,17 +111,25 @@ def run_fault(case, rank, world, dist, torch, device, out):
         write_dump(torch, out, rank)
         time.sleep(3)
         return
-    if case == "order":
+    if case in ("order", "order_host"):
+        # Every rank enqueues both collectives; the streams of the devices wait for each other.
         groups = make_groups(dist, torch, device, [[0, 1], [0, 1]], rank)
         for g in groups if rank == 0 else reversed(groups):
             dist.all_reduce(ones(512), group=g)
-            torch.cuda.synchronize()
+            if case == "order_host":
+                wait_for_stream(torch)
+    elif case == "order4":
+        # Rows and columns of a 2 x 2 mesh: ranks 1 and 2 begin with their columns.
+        groups = make_groups(dist, torch, device, [[0, 1], [2, 3], [0, 2], [1, 3]], rank)
+        row, column = groups[rank // 2], groups[2 + rank % 2]
+        for g in (column, row) if rank in (1, 2) else (row, column):
+            dist.all_reduce(ones(512), group=g)
     elif case == "cycle3":
         groups = make_groups(dist, torch, device, [[0, 1], [1, 2], [0, 2]], rank)
         first, second = [(0, 2), (1, 0), (2, 1)][rank]
         for g in (groups[first], groups[second]):
             dist.all_reduce(ones(512), group=g)
-            torch.cuda.synchronize()
+            wait_for_stream(torch)
     elif at_fault and kind == "host_silent":
         time.sleep(LIMIT_S)
     elif at_fault and kind == "device_behind":
@@ -134,12 +147,21 @@ def run_fault(case, rank, world, dist, torch, device, out):
     time.sleep(LIMIT_S)
 
 
+def wait_for_stream(torch):
+    """Waits on the host. A device synchronisation would keep the watchdog from querying its events."""
+    while not torch.cuda.current_stream().query():
+        time.sleep(0.05)
+
+
 def make_groups(dist, torch, device, members, rank):
-    """Makes groups whose communicators exist: making them blocks, and would hang in place of the fault."""
-    groups = [dist.new_group(m) for m in members]
+    """Makes groups whose communicators exist and are connected for the sizes of the fault: connecting blocks
+    the host inside NCCL, where no watchdog sees it, and would hang in place of the fault."""
+    # A group does not inherit the timeout of the default group.
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    groups = [dist.new_group(m, timeout=timeout) for m in members]
     for group, m in zip(groups, members):
         if rank in m:
-            dist.all_reduce(torch.ones(16, device=device), group=group)
+            dist.all_reduce(torch.ones(512, device=device), group=group)
         torch.cuda.synchronize()
     return groups
 
@@ -231,14 +253,13 @@ def write_dump(torch, out, rank, as_json=False):
 
 
 def run_rank(case, rank, world, out):
-    import datetime
-
     import torch
     import torch.distributed as dist
 
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=TIMEOUT_S), device_id=None)
+    timeout = TIMEOUT_S if case in FAULTS else HEALTHY_TIMEOUT_S
+    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=timeout), device_id=None)
     if case in FAULTS:
         run_fault(case, rank, world, dist, torch, device, out)
     else:

@@ -17,7 +17,7 @@ import time
 
 from record_flight import free_port
 
-LIMIT_S = 45
+LIMIT_S = int(os.environ.get("LIMIT_S", "45"))
 
 # name: what a reader must say
 CASES = {
@@ -36,6 +36,8 @@ CASES = {
     "extra": "an extra collective on rank 1",
     "two_groups": "nothing",
     "layers": "a break for each layer, on both ranks",
+    "backward": "nothing; the gradients have collectives too",
+    "eager_on_one": "rank 1 runs without compilation",
 }
 
 
@@ -106,7 +108,15 @@ def run_rank(case, rank):
         def step(x, w):
             return torch.relu(x @ w).sin().sum()
 
+    if case == "backward":
+
+        def step(x, w):
+            y = funcol.all_gather_tensor_autograd(torch.relu(x @ w), 0, group)
+            return funcol.reduce_scatter_tensor_autograd(y.sin(), "sum", 0, group).sum()
+
     compiled = torch.compile(step, mode=mode, dynamic=False)
+    if case == "eager_on_one" and rank == 1:
+        compiled = step
     w = torch.ones(64, 64, device=device)
     sizes = [32, 32, 32, 32]
     if case == "recompile_on_both" or case == "recompile_on_one" and rank == 1:
@@ -130,7 +140,10 @@ def run_rank(case, rank):
             compiled(torch.ones(32, 64, device=device), w)
     else:
         for n in sizes:
-            compiled(torch.ones(n, 64, device=device), w)
+            x = torch.ones(n, 64, device=device, requires_grad=case == "backward")
+            y = compiled(x, w)
+            if case == "backward":
+                y.backward()
     torch.cuda.synchronize()
     print(f"rank {rank} of {case} ends", flush=True)
     os._exit(0)
