@@ -4,12 +4,15 @@
 //! NCCL's process group writes one dump per rank when a collective times out. This module aligns the
 //! dumps by process group and sequence number, and finds the first position at which a rank departed.
 
+mod causes;
 mod departure;
 mod dump;
 mod findings;
 mod pickle;
 mod render;
 mod sequence;
+mod signature;
+mod transfer;
 mod wait;
 
 pub use dump::{EntryState, FlightDump, FlightEntry, FlightGroup, StackFrame, read_dump};

@@ -1,41 +1,47 @@
 //! The first position of a group at which a rank departed from its peers.
 
-use super::dump::EntryState;
-use super::sequence::{Call, CallSignature, GroupSequences, MemberSequence};
+use super::dump::{EntryState, FlightEntry};
+use super::sequence::{GroupSequences, MemberSequence};
+use super::signature::{CallSignature, SignatureField};
 
 /// How many of the following collectives must agree to call one skipped or extra.
 const LOOK_AHEAD: usize = 3;
+/// Maximum number of sides of a position that are compared by call site. Ranks whose call sites all differ
+/// run different programs, in which no site is the right one.
+const MAX_SIDES: usize = 8;
 
 /// How a rank departed from its peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum DepartureKind {
+pub(super) enum DepartureKind {
     /// The rank did not issue a collective that its peers issued.
     Skipped,
     /// The rank issued a collective that its peers did not issue.
     Extra,
-    /// The rank issued another collective, named by the first field that differs.
-    Other(&'static str),
+    /// The rank issued another collective, which differs first in this property.
+    Other(SignatureField),
 }
 
 /// A position at which members issued different collectives.
 #[derive(Debug, Clone)]
-pub(crate) struct Departure<'a> {
+pub(super) struct Departure<'a> {
     /// Sequence number of the position.
-    pub(crate) sequence: u64,
-    pub(crate) kind: DepartureKind,
-    /// Ranks that departed. If nothing tells the sides apart, the ranks of both.
-    pub(crate) ranks: Vec<u32>,
-    /// Whether a majority, or the collectives before, tell which side departed.
-    pub(crate) decided: Option<Decision>,
+    pub(super) sequence: u64,
+    pub(super) kind: DepartureKind,
+    /// Ranks that departed. If the dumps do not show which side did, the ranks of both.
+    pub(super) ranks: Vec<u32>,
+    /// What shows which side departed.
+    pub(super) decision: Option<Decision>,
+    /// Whether only the call sites differ here, because the collectives are of equal signature.
+    pub(super) by_call_site: bool,
     /// What the ranks issued, each different collective once, with its ranks.
-    pub(crate) sides: Vec<(Vec<u32>, Call<'a>)>,
+    pub(super) sides: Vec<(Vec<u32>, &'a FlightEntry)>,
     /// When the first rank issued its collective of this position, in nanoseconds since 1970.
-    pub(crate) created_ns: u64,
+    pub(super) created_ns: u64,
 }
 
-/// What tells which side departed.
+/// What shows which side departed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Decision {
+pub(super) enum Decision {
     /// More ranks are on the other side.
     Majority,
     /// Earlier in the run all ranks issued what the other side issued here.
@@ -43,69 +49,138 @@ pub(crate) enum Decision {
 }
 
 /// Returns the first position at which members of a group issued different collectives.
-pub(crate) fn find_departure<'a>(group: &GroupSequences<'a>) -> Option<Departure<'a>> {
+pub(super) fn find_departure<'a>(group: &GroupSequences<'a>) -> Option<Departure<'a>> {
     let mut positions: Vec<u64> = group.sequences.values().flat_map(|s| s.calls.keys().copied()).collect();
     positions.sort_unstable();
     positions.dedup();
-    positions.into_iter().find_map(|sequence| compare_position(group, sequence))
+    let first = |by| positions.iter().find_map(|sequence| compare_position(group, *sequence, by));
+    let by_signature = first(MatchBy::Signature);
+    // Collectives of equal signature that are out of step differ in their call sites alone. A run that
+    // does not wait has no reason to be examined so closely.
+    let waits = group.sequences.values().flat_map(|s| s.calls.values()).any(|e| e.state != EntryState::Completed);
+    let by_call_site = if waits { first(MatchBy::CallSite) } else { None };
+    match (by_signature, by_call_site) {
+        (Some(signature), Some(site)) if site.sequence < signature.sequence => Some(site),
+        (None, Some(site)) => Some(site),
+        (signature, _) => signature,
+    }
 }
 
-fn compare_position<'a>(group: &GroupSequences<'a>, sequence: u64) -> Option<Departure<'a>> {
-    let mut sides: Vec<(CallSignature, Vec<u32>, Call<'a>)> = Vec::new();
-    for (rank, member) in &group.sequences {
-        let Some(call) = member.calls.get(&sequence) else { continue };
-        let signature = CallSignature::from_entry(call.entry);
-        match sides.iter_mut().find(|(s, ..)| s.find_difference(&signature).is_none()) {
-            Some((_, ranks, _)) => ranks.push(*rank),
-            None => sides.push((signature, vec![*rank], *call)),
-        }
+/// What two collectives must share to be the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum MatchBy {
+    Signature,
+    CallSite,
+}
+
+impl MatchBy {
+    fn are_equal(self, a: &FlightEntry, b: &FlightEntry) -> bool {
+        let same_site = self == MatchBy::Signature || a.stack_hash == b.stack_hash;
+        same_site && CallSignature::from_entry(a).agrees_with(&CallSignature::from_entry(b))
     }
-    if sides.len() < 2 {
+}
+
+/// Ranks that issued the same collective at a position.
+struct Side<'a> {
+    signature: CallSignature,
+    ranks: Vec<u32>,
+    entry: &'a FlightEntry,
+}
+
+fn compare_position<'a>(group: &GroupSequences<'a>, sequence: u64, by: MatchBy) -> Option<Departure<'a>> {
+    let mut sides = split_position(group, sequence, by);
+    if sides.len() < 2 || by == MatchBy::CallSite && sides.len() > MAX_SIDES {
         return None;
     }
-    sides.sort_by_key(|(_, ranks, _)| std::cmp::Reverse(ranks.len()));
-    let created_ns = sides.iter().map(|(.., call)| call.entry.created_ns).min().unwrap_or(0);
-    let is_majority = sides[0].1.len() > sides[1].1.len();
+    sides.sort_by_key(|side| std::cmp::Reverse(side.ranks.len()));
+    let shift = find_shift(group, sequence, sides[0].ranks[0], sides[1].ranks[0], by);
+    if by == MatchBy::CallSite && shift.is_none() {
+        return None;
+    }
+    let is_majority = sides[0].ranks.len() > sides[1].ranks.len();
+    let field = sides[0].signature.find_difference(&sides[1].signature).unwrap_or(SignatureField::Op);
+    let at_fault = sides.iter().skip(usize::from(is_majority));
     let mut departure = Departure {
         sequence,
-        kind: DepartureKind::Other(sides[0].0.find_difference(&sides[1].0).unwrap_or("op")),
-        ranks: sides.iter().skip(usize::from(is_majority)).flat_map(|(_, ranks, _)| ranks.clone()).collect(),
-        decided: is_majority.then_some(Decision::Majority),
-        sides: sides.iter().map(|(_, ranks, call)| (ranks.clone(), *call)).collect(),
-        created_ns,
+        kind: DepartureKind::Other(field),
+        ranks: at_fault.flat_map(|side| side.ranks.clone()).collect(),
+        decision: is_majority.then_some(Decision::Majority),
+        by_call_site: by == MatchBy::CallSite,
+        sides: sides.iter().map(|side| (side.ranks.clone(), side.entry)).collect(),
+        created_ns: sides.iter().map(|side| side.entry.created_ns).min().unwrap_or(0),
     };
-    if is_majority {
-        if let Some(kind) = shift_kind(group, sequence, sides[0].1[0], sides[1].1[0]) {
-            departure.kind = kind;
-        }
-    } else {
-        decide_by_history(group, &mut departure, &sides);
+    match shift {
+        Some(kind) if is_majority => departure.kind = kind,
+        None if is_majority => {}
+        _ => decide_by_history(group, &mut departure, &sides, shift, by),
     }
     departure.ranks.sort_unstable();
     Some(departure)
 }
 
-/// Returns whether a rank skipped a collective or issued an extra one, if its later collectives are
+fn split_position<'a>(group: &GroupSequences<'a>, sequence: u64, by: MatchBy) -> Vec<Side<'a>> {
+    let mut sides: Vec<Side<'a>> = Vec::new();
+    for (rank, member) in &group.sequences {
+        let Some(entry) = member.calls.get(&sequence).copied() else { continue };
+        let signature = CallSignature::from_entry(entry);
+        let is_same = |side: &&mut Side<'_>| {
+            side.signature.agrees_with(&signature)
+                && (by == MatchBy::Signature || side.entry.stack_hash == entry.stack_hash)
+        };
+        match sides.iter_mut().find(is_same) {
+            Some(side) => side.ranks.push(*rank),
+            None => sides.push(Side { signature, ranks: vec![*rank], entry }),
+        }
+        if sides.len() > MAX_SIDES && by == MatchBy::CallSite {
+            break;
+        }
+    }
+    sides
+}
+
+/// Returns whether a rank skipped a collective or issued an extra one: its later collectives are then
 /// those of a peer, shifted by one.
-fn shift_kind(group: &GroupSequences<'_>, sequence: u64, peer: u32, rank: u32) -> Option<DepartureKind> {
-    let peer = group.sequences.get(&peer)?;
-    let rank = group.sequences.get(&rank)?;
-    if is_shifted(rank, sequence, peer, sequence + 1) {
+fn find_shift(
+    group: &GroupSequences<'_>,
+    sequence: u64,
+    peer: u32,
+    rank: u32,
+    by: MatchBy,
+) -> Option<DepartureKind> {
+    let (peer, rank) = (group.sequences.get(&peer)?, group.sequences.get(&rank)?);
+    let goes_on = |from_rank: u64, from_peer: u64| count_equal(rank, from_rank, peer, from_peer, by);
+    // Two stacks that differ in one place alone, such as a branch on the rank, are no shift.
+    let needed = if by == MatchBy::CallSite { 2 } else { 1 };
+    if by == MatchBy::CallSite && goes_on(sequence + 1, sequence + 1).is_none_or(|n| n > 0) {
+        return None;
+    }
+    if goes_on(sequence, sequence + 1).is_some_and(|n| n >= needed) {
         Some(DepartureKind::Skipped)
-    } else if is_shifted(rank, sequence + 1, peer, sequence) {
+    } else if goes_on(sequence + 1, sequence).is_some_and(|n| n >= needed) {
         Some(DepartureKind::Extra)
     } else {
         None
     }
 }
 
-/// Returns whether the collectives of two ranks agree from these positions on, as far as both go.
-fn is_shifted(a: &MemberSequence<'_>, from_a: u64, b: &MemberSequence<'_>, from_b: u64) -> bool {
-    let calls = |m: &MemberSequence<'_>, from: u64| -> Vec<CallSignature> {
-        m.calls.range(from..).take(LOOK_AHEAD).map(|(_, c)| CallSignature::from_entry(c.entry)).collect()
-    };
-    let (a, b) = (calls(a, from_a), calls(b, from_b));
-    !a.is_empty() && !b.is_empty() && a.iter().zip(&b).all(|(a, b)| a.find_difference(b).is_none())
+/// Returns how many of the next collectives of two ranks were compared and are all equal, or `Some(0)` if
+/// one differs, or `None` if there is nothing to compare.
+fn count_equal(
+    a: &MemberSequence<'_>,
+    from_a: u64,
+    b: &MemberSequence<'_>,
+    from_b: u64,
+    by: MatchBy,
+) -> Option<usize> {
+    let mut count = 0;
+    let pairs = a.calls.range(from_a..).zip(b.calls.range(from_b..)).take(LOOK_AHEAD);
+    for ((_, a), (_, b)) in pairs {
+        if !by.are_equal(a, b) {
+            return Some(0);
+        }
+        count += 1;
+    }
+    (count > 0).then_some(count)
 }
 
 /// Decides between two sides of equal size by what the ranks did before: a collective that all ranks
@@ -113,93 +188,43 @@ fn is_shifted(a: &MemberSequence<'_>, from_a: u64, b: &MemberSequence<'_>, from_
 fn decide_by_history(
     group: &GroupSequences<'_>,
     departure: &mut Departure<'_>,
-    sides: &[(CallSignature, Vec<u32>, Call<'_>)],
+    sides: &[Side<'_>],
+    shift: Option<DepartureKind>,
+    by: MatchBy,
 ) {
     let seen_before: Vec<bool> =
-        sides.iter().map(|side| was_issued_before(group, departure.sequence, side)).collect();
-    let shift = shift_kind(group, departure.sequence, sides[0].1[0], sides[1].1[0]);
+        sides.iter().map(|side| was_issued_before(group, departure.sequence, side.entry, by)).collect();
     // Which side issued the collective that the other lacks, if the rest is shifted by one.
     let holder = match shift {
-        Some(DepartureKind::Skipped) => Some(0),
-        Some(DepartureKind::Extra) => Some(1),
-        _ => None,
-    };
-    if let Some(holder) = holder {
-        let other = 1 - holder;
-        let (kind, side) = if seen_before[holder] {
-            (DepartureKind::Skipped, other)
-        } else {
-            (DepartureKind::Extra, holder)
-        };
-        departure.kind = kind;
-        // A collective that nobody issued before may as well be new on all ranks but one, unless the
-        // other side went on as in earlier rounds.
-        if seen_before[holder] || seen_before[other] {
-            departure.ranks.clone_from(&sides[side].1);
-            departure.decided = Some(Decision::History);
+        Some(DepartureKind::Skipped) => 0,
+        Some(DepartureKind::Extra) => 1,
+        _ => {
+            if sides.len() == 2 && seen_before[0] != seen_before[1] {
+                departure.ranks.clone_from(&sides[usize::from(seen_before[0])].ranks);
+                departure.decision = Some(Decision::History);
+            }
+            return;
         }
-        return;
-    }
-    if sides.len() == 2 && seen_before[0] != seen_before[1] {
-        departure.ranks.clone_from(&sides[usize::from(seen_before[0])].1);
-        departure.decided = Some(Decision::History);
+    };
+    let other = 1 - holder;
+    let (kind, side) = if seen_before[holder] {
+        (DepartureKind::Skipped, other)
+    } else {
+        (DepartureKind::Extra, holder)
+    };
+    departure.kind = kind;
+    // A collective that nobody issued before may as well be new on all ranks but one, unless the other
+    // side went on as in earlier rounds.
+    if seen_before[holder] || seen_before[other] {
+        departure.ranks.clone_from(&sides[side].ranks);
+        departure.decision = Some(Decision::History);
     }
 }
 
-/// Returns whether every rank issued a side's collective before, from the same line.
-fn was_issued_before(
-    group: &GroupSequences<'_>,
-    sequence: u64,
-    side: &(CallSignature, Vec<u32>, Call<'_>),
-) -> bool {
-    let (signature, _, call) = side;
+/// Returns whether every rank issued this collective before, from the same line.
+fn was_issued_before(group: &GroupSequences<'_>, sequence: u64, entry: &FlightEntry, by: MatchBy) -> bool {
     group.sequences.values().all(|member| {
-        member.calls.range(..sequence).any(|(_, c)| {
-            CallSignature::from_entry(c.entry).find_difference(signature).is_none()
-                && c.entry.frames == call.entry.frames
-        })
+        let mut before = member.calls.range(..sequence);
+        before.any(|(_, e)| e.stack_hash == entry.stack_hash && by.are_equal(e, entry))
     })
-}
-
-/// The members of a group by how far they came.
-#[derive(Debug, Default)]
-pub(crate) struct GroupFront {
-    /// Number of the first collective that no member completed although one enqueued it.
-    pub(crate) sequence: u64,
-    /// Ranks that enqueued it.
-    pub(crate) waiting: Vec<u32>,
-    /// Ranks that did not enqueue it.
-    pub(crate) behind: Vec<u32>,
-    /// Ranks without a dump.
-    pub(crate) missing: Vec<u32>,
-    /// Ranks whose dump is older than another's: that one completed what this one had not enqueued.
-    pub(crate) older: Vec<u32>,
-    /// Ranks whose device started it, if the recorder shows that.
-    pub(crate) started: Vec<u32>,
-}
-
-/// Returns the front of a group, if a member waits there.
-pub(crate) fn find_front(group: &GroupSequences<'_>) -> Option<GroupFront> {
-    let completed = group.sequences.values().map(MemberSequence::last_completed).max()?;
-    let pending = |m: &MemberSequence<'_>| m.calls.range(completed + 1..).next().map(|(seq, _)| *seq);
-    let mut front = GroupFront {
-        sequence: group.sequences.values().filter_map(pending).min()?,
-        missing: group.members.iter().copied().filter(|r| !group.sequences.contains_key(r)).collect(),
-        ..GroupFront::default()
-    };
-    for (rank, member) in &group.sequences {
-        let side = match member.last_enqueued() {
-            n if n >= front.sequence => &mut front.waiting,
-            // A ring that lost the group's head may have lost all of it.
-            n if n < completed && (n > 0 || !member.lost_head) => &mut front.older,
-            0 if member.lost_head => &mut front.older,
-            _ => &mut front.behind,
-        };
-        side.push(*rank);
-        let call = member.calls.get(&front.sequence);
-        if call.is_some_and(|c| c.state == EntryState::Started) {
-            front.started.push(*rank);
-        }
-    }
-    Some(front)
 }

@@ -1,6 +1,7 @@
 //! The Flight Recorder dump of one rank.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::BufRead;
 use std::sync::Arc;
 
@@ -45,6 +46,9 @@ pub struct FlightEntry {
     /// Sequence number of the collective in its group, from 1. One launch of several collectives has
     /// one number.
     pub sequence: u64,
+    /// Numbers of its launch in the group, of collectives and of sends and receives. The parts of a
+    /// coalesced launch have those of the entry that ends it.
+    pub launch: (u64, u64),
     /// Whether it is a send or a receive.
     pub is_p2p: bool,
     /// Operation without the backend, such as `all_reduce` or `send 0->1`.
@@ -55,12 +59,17 @@ pub struct FlightEntry {
     pub output_shapes: Arc<[Vec<u64>]>,
     /// Dtypes of the inputs, as PyTorch names them: `Float`, `BFloat16`.
     pub input_dtypes: Arc<[Arc<str>]>,
-    /// Progress at the time of the dump.
+    /// Progress at the time of the dump. The collectives of a coalesced launch have that of the launch.
     pub state: EntryState,
+    /// Whether the watchdog took the collective off its list, which it does within a second of the end.
+    pub retired: bool,
     /// When the host issued it, in nanoseconds since 1970.
     pub created_ns: u64,
     /// Stack of the call, innermost first; empty if it was not recorded.
     pub frames: Arc<[StackFrame]>,
+    /// Hash of the functions, file names and lines of the stack, without the folders, in which hosts may
+    /// differ; 0 without a stack.
+    pub stack_hash: u64,
 }
 
 /// A process group as a rank knows it.
@@ -81,6 +90,9 @@ pub struct FlightDump {
     pub version: (u32, u32),
     /// Groups by name.
     pub groups: BTreeMap<String, FlightGroup>,
+    /// Number of the last collective that the rank enqueued, by name of the group, where the dump has it.
+    /// A ring that lost all entries of a group still has this.
+    pub last_enqueued: BTreeMap<String, u64>,
     /// The last entries, oldest first.
     pub entries: Vec<FlightEntry>,
     /// Whether the ring, or this reader, lost entries before the first one.
@@ -196,6 +208,8 @@ impl Node for Json {
 struct Header {
     version: String,
     groups: BTreeMap<String, FlightGroup>,
+    /// Number of the last enqueued collective, by the rank's own number of the group.
+    last_enqueued: BTreeMap<u64, u64>,
 }
 
 impl Header {
@@ -208,9 +222,22 @@ impl Header {
             let ranks = ranks.trim_matches(['[', ']']).split(',').filter_map(|r| r.trim().parse().ok());
             groups.insert(name, FlightGroup { description: text("desc"), ranks: ranks.collect() });
         }
+        let mut last_enqueued = BTreeMap::new();
+        for (number, status) in node.field("pg_status").map(|s| s.fields()).unwrap_or_default() {
+            let last = status.field("last_enqueued_collective").and_then(|v| read_number(&v));
+            if let (Ok(number), Some(last)) = (number.parse(), last) {
+                // -1 stands for none.
+                last_enqueued.insert(number, u64::try_from(last).unwrap_or(0));
+            }
+        }
         let version = node.field("version").and_then(|v| v.text()).unwrap_or_default();
-        Header { version, groups }
+        Header { version, groups, last_enqueued }
     }
+}
+
+/// Reads a number, which the JSON form writes as text in some places.
+fn read_number(node: &impl Node) -> Option<i64> {
+    node.int().or_else(|| node.text()?.parse().ok())
 }
 
 /// Reads the JSON form entry by entry.
@@ -288,9 +315,11 @@ mod json {
 #[derive(Default)]
 struct DumpBuilder {
     entries: VecDeque<FlightEntry>,
+    /// The rank's own number of each group that an entry names.
+    group_numbers: BTreeMap<Arc<str>, u64>,
     lost_head: bool,
     texts: HashMap<String, Arc<str>>,
-    stacks: HashMap<Arc<[StackFrame]>, ()>,
+    stacks: HashMap<Arc<[StackFrame]>, u64>,
     is_gloo: bool,
 }
 
@@ -303,28 +332,35 @@ impl DumpBuilder {
         let (backend, op) = name.split_once(':').unwrap_or(("nccl", &name));
         self.is_gloo |= backend == "gloo";
         let group = node.field("process_group").and_then(|g| g.items().first()?.text()).unwrap_or_default();
+        let group = self.intern(&group);
+        if let Ok(number) = u64::try_from(number("pg_id")) {
+            self.group_numbers.insert(group.clone(), number);
+        }
         let is_p2p = node.field("is_p2p").is_some_and(|v| v.flag());
-        // A launch of several sends has the number of the group's next collective; its own number counts.
-        let sequence = number(if is_p2p { "p2p_seq_id" } else { "collective_seq_id" });
+        let sequence = |key: &str| u64::try_from(number(key)).unwrap_or(0);
+        let launch = (sequence("collective_seq_id"), sequence("p2p_seq_id"));
         let state = match node.field("state").and_then(|v| v.text()).as_deref() {
             Some("completed") => EntryState::Completed,
             Some("started") => EntryState::Started,
             _ => EntryState::Scheduled,
         };
-        let (frames, input_dtypes) = (self.read_frames(node), node.field("input_dtypes"));
+        let ((frames, stack_hash), input_dtypes) = (self.read_frames(node), node.field("input_dtypes"));
         let input_dtypes = input_dtypes.map(|d| d.items()).unwrap_or_default();
         let entry = FlightEntry {
             record_id,
-            group: self.intern(&group),
-            sequence: u64::try_from(sequence).unwrap_or(0),
+            group,
+            sequence: if is_p2p { launch.1 } else { launch.0 },
+            launch,
             is_p2p,
             op: self.intern(op),
             input_shapes: read_shapes(node, "input_sizes"),
             output_shapes: read_shapes(node, "output_sizes"),
             input_dtypes: input_dtypes.iter().map(|d| self.intern(&d.text().unwrap_or_default())).collect(),
             state,
+            retired: node.field("retired").is_some_and(|v| v.flag()),
             created_ns: u64::try_from(number("time_created_ns")).unwrap_or(0),
             frames,
+            stack_hash,
         };
         if self.entries.len() == MAX_ENTRIES {
             self.entries.pop_front();
@@ -334,7 +370,7 @@ impl DumpBuilder {
         Ok(())
     }
 
-    fn read_frames(&mut self, node: &impl Node) -> Arc<[StackFrame]> {
+    fn read_frames(&mut self, node: &impl Node) -> (Arc<[StackFrame]>, u64) {
         let mut frames = Vec::new();
         for f in node.field("frames").map(|f| f.items()).unwrap_or_default() {
             let text = |key: &str| f.field(key).and_then(|v| v.text()).unwrap_or_default();
@@ -346,13 +382,14 @@ impl DumpBuilder {
             });
         }
         let frames: Arc<[StackFrame]> = frames.into();
-        if let Some((known, ())) = self.stacks.get_key_value(&frames) {
-            return known.clone();
+        if let Some((known, hash)) = self.stacks.get_key_value(&frames) {
+            return (known.clone(), *hash);
         }
+        let hash = hash_stack(&frames);
         if self.stacks.len() < MAX_ENTRIES {
-            self.stacks.insert(frames.clone(), ());
+            self.stacks.insert(frames.clone(), hash);
         }
-        frames
+        (frames, hash)
     }
 
     fn intern(&mut self, text: &str) -> Arc<str> {
@@ -380,8 +417,61 @@ impl DumpBuilder {
         };
         // The ring numbers what it records from 0, so a later first number shows what it lost.
         let lost_head = self.lost_head || self.entries.front().is_some_and(|e| e.record_id > 0);
-        Ok(FlightDump { rank, version, groups: header.groups, entries: self.entries.into(), lost_head })
+        let last_enqueued = self.name_groups(&header);
+        let mut entries: Vec<FlightEntry> = self.entries.into();
+        complete_coalesced_parts(&mut entries);
+        Ok(FlightDump { rank, version, groups: header.groups, last_enqueued, entries, lost_head })
     }
+}
+
+impl DumpBuilder {
+    /// Returns the numbers of the header by name of the group. A rank numbers its groups in the order of
+    /// their names, which are numbers too, so a group without an entry still has its place.
+    fn name_groups(&self, header: &Header) -> BTreeMap<String, u64> {
+        let mut numbers: BTreeMap<u64, String> =
+            self.group_numbers.iter().map(|(name, number)| (*number, name.to_string())).collect();
+        let mut names: Vec<(u64, &String)> =
+            header.groups.keys().filter_map(|name| Some((name.parse().ok()?, name))).collect();
+        names.sort_unstable();
+        let in_order = || header.last_enqueued.keys().copied().zip(names.iter().map(|(_, name)| *name));
+        let agrees = |(number, name): (u64, &String)| numbers.get(&number).is_none_or(|n| n == name);
+        if names.len() == header.last_enqueued.len() && in_order().all(agrees) {
+            numbers = in_order().map(|(number, name)| (number, name.clone())).collect();
+        }
+        let known = header.last_enqueued.iter();
+        known.filter_map(|(number, last)| Some((numbers.get(number)?.clone(), *last))).collect()
+    }
+}
+
+/// Name of the entry that PyTorch adds at the end of a coalesced launch.
+pub(super) const COALESCED_LAUNCH: &str = "coalesced";
+
+/// Gives the parts of a coalesced launch, which never complete by themselves, the state of the entry that
+/// ends the launch.
+fn complete_coalesced_parts(entries: &mut [FlightEntry]) {
+    let mut launches: HashMap<Arc<str>, FlightEntry> = HashMap::new();
+    for entry in entries.iter_mut().rev() {
+        if &*entry.op == COALESCED_LAUNCH {
+            launches.insert(entry.group.clone(), entry.clone());
+        } else if let Some(launch) = launches.get(&entry.group)
+            && launch.launch == entry.launch
+        {
+            entry.state = entry.state.max(launch.state);
+            entry.retired |= launch.retired;
+        }
+    }
+}
+
+fn hash_stack(frames: &[StackFrame]) -> u64 {
+    if frames.is_empty() {
+        return 0;
+    }
+    let mut hasher = DefaultHasher::new();
+    for frame in frames {
+        let file = frame.file.rsplit('/').next();
+        (&frame.function, file, frame.line).hash(&mut hasher);
+    }
+    hasher.finish().max(1)
 }
 
 fn read_shapes<N: Node>(node: &N, key: &str) -> Arc<[Vec<u64>]> {

@@ -1,12 +1,13 @@
-//! The causes of a hang, with how sure the dumps make each of them.
+//! What the dumps of a run show: causes, waits and notes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::named_enum;
 
-use super::departure::{Decision, Departure, DepartureKind, find_departure};
-use super::dump::{FlightDump, FlightEntry};
-use super::sequence::{GroupSequences, align_groups};
+use super::causes::find_causes;
+use super::dump::{EntryState, FlightDump, FlightEntry};
+use super::sequence::align_groups;
+use super::transfer::Transfers;
 use super::wait::{Wait, Waits};
 
 named_enum! {
@@ -22,11 +23,11 @@ named_enum! {
         OtherShape = "passed another shape",
         /// The rank passed another dtype.
         OtherDtype = "passed another dtype",
-        /// The ranks wait for each other in a cycle, over two groups or more.
+        /// The ranks wait for each other in a cycle.
         WaitCycle = "wait for each other",
         /// The rank's host issued nothing more, although its device was idle.
         HostSilent = "host is silent",
-        /// The rank's device did not start what its peers' devices started.
+        /// The rank's device did not start or complete what its peers' devices did.
         DeviceBehind = "device is behind",
         /// The rank left no dump, and others wait for it.
         NoDump = "left no dump",
@@ -40,7 +41,7 @@ named_enum! {
         Certain = "certain",
         /// Something is missing that could show another explanation.
         Likely = "likely",
-        /// The dumps show that something departed, and not which side.
+        /// The dumps show that ranks departed from each other, and not which side did.
         Unclear = "unclear",
     }
 }
@@ -50,7 +51,7 @@ named_enum! {
 pub struct FlightFinding {
     /// How the ranks departed.
     pub kind: FaultKind,
-    /// Ranks at fault; several if the dumps do not tell them apart, or for a cycle all of its ranks.
+    /// Ranks at fault; both sides if the dumps do not show which side departed, and the ranks of a cycle.
     pub ranks: Vec<u32>,
     /// How sure this is.
     pub certainty: Certainty,
@@ -58,7 +59,7 @@ pub struct FlightFinding {
     pub doubts: Vec<String>,
     /// The group, such as `group 0 (default_pg)`.
     pub group: String,
-    /// Number of the collective in its group, from 1; `None` for a send or a receive.
+    /// Number of the collective in its group, from 1; `None` for a send, a receive or a cycle.
     pub sequence: Option<u64>,
     /// What each side issued there.
     pub sides: Vec<CallSide>,
@@ -69,8 +70,10 @@ pub struct FlightFinding {
 pub struct CallSide {
     /// The ranks.
     pub ranks: Vec<u32>,
-    /// Op, elements and dtype, such as `all_reduce of 2048 Float`.
+    /// Op, number, dtype and shapes, such as `all_reduce 7 of Float [2048]`.
     pub call: String,
+    /// Group of the collective.
+    pub group: String,
     /// The innermost line of the user's program, such as `train.py:72 in step`.
     pub site: Option<String>,
 }
@@ -80,7 +83,7 @@ pub struct CallSide {
 pub struct RankWait {
     /// The rank.
     pub rank: u32,
-    /// The ranks that have not issued their side.
+    /// The ranks for which it waits.
     pub awaited: Vec<u32>,
     /// What it waits in.
     pub call: String,
@@ -93,7 +96,7 @@ pub struct RankWait {
 /// What the dumps of a run show.
 #[derive(Debug, Clone, Default)]
 pub struct FlightReport {
-    /// Causes, the first one first. Empty if nobody is accused.
+    /// Causes, the first one first. Empty if no rank is accused.
     pub findings: Vec<FlightFinding>,
     /// The wait graph at the time of the dumps.
     pub waits: Vec<RankWait>,
@@ -109,154 +112,47 @@ pub struct FlightReport {
 #[must_use]
 pub fn examine_dumps(dumps: &BTreeMap<u32, FlightDump>) -> FlightReport {
     let groups = align_groups(dumps);
-    let waits = Waits::from_groups(dumps, &groups);
+    let transfers = Transfers::from_dumps(dumps, &groups);
+    let mut waits = Waits::from_hosts(&groups, &transfers);
     let members: BTreeSet<u32> = groups.iter().flat_map(|g| g.members.iter().copied()).collect();
     let missing: Vec<u32> = members.into_iter().filter(|r| !dumps.contains_key(r)).collect();
-    let mut report = FlightReport {
-        ranks: dumps.keys().copied().collect(),
-        waits: waits.by_rank.iter().map(|(rank, w)| RankWait::from_wait(*rank, w)).collect(),
-        missing,
-        ..FlightReport::default()
-    };
-    let departures: Vec<_> = groups.iter().filter_map(|g| Some((g, find_departure(g)?))).collect();
-    let first = departures.iter().min_by_key(|(_, d)| d.created_ns);
-    if let Some((group, departure)) = first {
-        report.findings.push(departure_finding(dumps, group, departure));
-        if departures.len() > 1 {
-            report.notes.push(format!("{} later groups differ too, as consequences", departures.len() - 1));
-        }
-    } else {
-        report.findings = wait_findings(dumps, &groups, &waits);
-    }
-    report.notes.extend(list_notes(dumps, &waits, &report));
-    report
-}
-
-fn departure_finding(
-    dumps: &BTreeMap<u32, FlightDump>,
-    group: &GroupSequences<'_>,
-    departure: &Departure<'_>,
-) -> FlightFinding {
-    let kind = match departure.kind {
-        DepartureKind::Skipped => FaultKind::Skipped,
-        DepartureKind::Extra => FaultKind::Extra,
-        DepartureKind::Other("dtype") => FaultKind::OtherDtype,
-        DepartureKind::Other("shape") => FaultKind::OtherShape,
-        DepartureKind::Other(_) => FaultKind::OtherOp,
-    };
-    let mut doubts = Vec::new();
-    let first_known =
-        group.sequences.values().filter(|s| s.lost_head).filter_map(|s| s.calls.keys().next()).max();
-    if first_known.is_some_and(|first| *first >= departure.sequence) {
-        doubts.push("the rings lost what came before, so an earlier departure may be lost too".to_string());
-    }
-    if group.members.iter().any(|r| !dumps.contains_key(r)) {
-        doubts.push("a member of the group left no dump".to_string());
-    }
-    match departure.decided {
-        Some(Decision::Majority) => {}
-        Some(Decision::History) => {
-            doubts.push(
-                "the sides have equally many ranks; earlier rounds of the program tell them apart".into(),
-            );
-        }
-        None => {
-            doubts.push("the sides have equally many ranks, and no earlier round tells them apart".into())
-        }
-    }
-    let certainty = match (departure.decided, doubts.len()) {
-        (None, _) => Certainty::Unclear,
-        (_, 0) => Certainty::Certain,
-        _ => Certainty::Likely,
-    };
-    let sides = departure.sides.iter().map(|(ranks, call)| CallSide {
-        ranks: ranks.clone(),
-        call: describe_call(call.entry),
-        site: find_user_site(call.entry),
-    });
-    FlightFinding {
-        kind,
-        ranks: departure.ranks.clone(),
-        certainty,
-        doubts,
-        group: group.label(),
-        sequence: Some(departure.sequence),
-        sides: sides.collect(),
-    }
-}
-
-/// Finds the ranks at which chains of waits end.
-fn wait_findings(
-    dumps: &BTreeMap<u32, FlightDump>,
-    groups: &[GroupSequences<'_>],
-    waits: &Waits<'_>,
-) -> Vec<FlightFinding> {
-    if let Some(cycle) = waits.find_cycle() {
-        let sides: Vec<CallSide> =
-            cycle.iter().filter_map(|r| Some(wait_side(*r, waits.by_rank.get(r)?))).collect();
-        let group =
-            cycle.first().and_then(|r| waits.by_rank.get(r)).map_or(String::new(), |w| w.group.clone());
-        return vec![FlightFinding {
-            kind: FaultKind::WaitCycle,
-            ranks: cycle,
-            certainty: Certainty::Certain,
-            doubts: Vec::new(),
-            group,
-            sequence: None,
-            sides,
-        }];
-    }
-    let mut findings = Vec::new();
-    for root in waits.roots().difference(&waits.older) {
-        let waiting = waits.by_rank.iter().filter(|(_, w)| w.awaited.contains(root));
-        let Some((_, wait)) = waiting.clone().next() else { continue };
-        let mut doubts = vec!["dumps do not say when they were written".to_string()];
-        let kind = if dumps.contains_key(root) { FaultKind::HostSilent } else { FaultKind::NoDump };
-        if kind == FaultKind::NoDump {
-            doubts = vec![
-                "a rank that was killed or stopped leaves no dump, and neither does one whose host is gone"
-                    .into(),
-            ];
-        }
-        findings.push(FlightFinding {
-            kind,
-            ranks: vec![*root],
-            certainty: Certainty::Likely,
-            doubts,
-            group: wait.group.clone(),
-            sequence: (!wait.entry.is_p2p).then_some(wait.entry.sequence),
-            sides: waiting.map(|(r, w)| wait_side(*r, w)).collect(),
-        });
-    }
+    let mut findings = find_causes(dumps, &groups, &transfers, &waits);
+    let mut notes = list_notes(dumps, &waits, &missing);
     if findings.is_empty() {
-        findings.extend(waits.stalled.iter().find_map(|stalled| device_finding(groups, stalled)));
+        let devices = Waits::from_devices(dumps, &groups);
+        findings = super::causes::find_device_causes(&waits.stalled, &devices);
+        if findings.is_empty() && !waits.stalled.is_empty() {
+            notes.push(STALLED_NOTE.to_string());
+        } else if !findings.is_empty() {
+            waits.by_rank = devices.by_rank;
+        }
     }
-    findings
+    notes.push(NOT_RECORDED_NOTE.to_string());
+    FlightReport {
+        findings,
+        waits: waits.by_rank.iter().map(|(rank, w)| RankWait::from_wait(*rank, w)).collect(),
+        ranks: dumps.keys().copied().collect(),
+        missing,
+        notes,
+    }
 }
 
-/// Finds the devices that did not start a collective that others started.
-fn device_finding(
-    groups: &[GroupSequences<'_>],
-    (members, started, entry): &(Vec<u32>, Vec<u32>, &FlightEntry),
-) -> Option<FlightFinding> {
-    let behind: Vec<u32> = members.iter().copied().filter(|r| !started.contains(r)).collect();
-    if started.is_empty() || behind.is_empty() {
-        return None;
+const STALLED_NOTE: &str = "all members enqueued a collective that no device completed: the dumps show no rank at fault; \
+with TORCH_NCCL_ENABLE_TIMING=1 they show which device started it";
+const NOT_RECORDED_NOTE: &str = "not recorded, so not compared: the reduction, the root, the splits of an all-to-all, the \
+contents, and what a CUDA graph replays; dumps cannot show ranks that compute on different weights";
+
+impl FlightDump {
+    /// Returns whether the rank made progress when it wrote the dump: the watchdog had yet to take the
+    /// newest completed collective off its list. It does so within a second, and a hang lasts longer.
+    pub(super) fn is_moving(&self) -> bool {
+        let completed = || self.entries.iter().rev().filter(|e| e.state == EntryState::Completed);
+        let uses_retired = completed().any(|e| e.retired);
+        uses_retired && completed().next().is_some_and(|e| !e.retired)
     }
-    let group = groups.iter().find(|g| *g.name == *entry.group)?;
-    let side = CallSide { ranks: started.clone(), call: describe_call(entry), site: find_user_site(entry) };
-    Some(FlightFinding {
-        kind: FaultKind::DeviceBehind,
-        ranks: behind,
-        certainty: Certainty::Likely,
-        doubts: vec!["dumps do not say what the device runs instead".to_string()],
-        group: group.label(),
-        sequence: Some(entry.sequence),
-        sides: vec![side],
-    })
 }
 
-fn list_notes(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, report: &FlightReport) -> Vec<String> {
+fn list_notes(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, missing: &[u32]) -> Vec<String> {
     let mut notes = Vec::new();
     let lost: Vec<u32> = dumps.values().filter(|d| d.lost_head).map(|d| d.rank).collect();
     if !lost.is_empty() {
@@ -269,26 +165,15 @@ fn list_notes(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, report: &Fli
             list_ranks(&older)
         ));
     }
-    if !report.missing.is_empty() {
-        notes.push(format!("{} left no dump", list_ranks(&report.missing)));
+    let moving: Vec<u32> =
+        waits.find_roots().into_iter().filter(|r| dumps.get(r).is_some_and(FlightDump::is_moving)).collect();
+    if !moving.is_empty() {
+        notes.push(format!("{} made progress when the dump was written, so it is not silent", list_ranks(&moving)));
     }
-    if report.findings.is_empty() && !waits.stalled.is_empty() {
-        notes.push(
-            "all members enqueued a collective that no device completed: the dumps show no rank at fault; with \
-             TORCH_NCCL_ENABLE_TIMING=1 they show which device started it"
-                .to_string(),
-        );
+    if !missing.is_empty() {
+        notes.push(format!("{} left no dump", list_ranks(missing)));
     }
-    notes.push(
-        "not recorded, so not compared: the reduction, roots, the splits of an all-to-all, contents, and what a CUDA graph \
-         replays"
-            .to_string(),
-    );
     notes
-}
-
-fn wait_side(rank: u32, wait: &Wait<'_>) -> CallSide {
-    CallSide { ranks: vec![rank], call: describe_call(wait.entry), site: find_user_site(wait.entry) }
 }
 
 impl RankWait {
@@ -303,24 +188,46 @@ impl RankWait {
     }
 }
 
-/// Describes a collective: op, shapes, dtype.
+impl CallSide {
+    pub(super) fn from_entry(ranks: Vec<u32>, entry: &FlightEntry, group: String) -> CallSide {
+        CallSide { ranks, call: describe_call(entry), group, site: find_user_site(entry) }
+    }
+}
+
+/// Describes a collective: op, number, dtype, shapes.
 fn describe_call(entry: &FlightEntry) -> String {
     let shapes: Vec<String> = entry.input_shapes.iter().take(3).map(|s| format!("{s:?}")).collect();
     let more = if entry.input_shapes.len() > 3 { ", …" } else { "" };
-    let dtype = entry.input_dtypes.first().map_or("", |d| d);
     let number = if entry.is_p2p { String::new() } else { format!(" {}", entry.sequence) };
-    format!("{}{number} of {dtype} {}{more}", entry.op, shapes.join(", "))
+    match entry.input_dtypes.first() {
+        None => format!("{}{number}", entry.op),
+        Some(dtype) => format!("{}{number} of {dtype} {}{more}", entry.op, shapes.join(", ")),
+    }
 }
 
 /// Returns the innermost line that is not of PyTorch itself.
 fn find_user_site(entry: &FlightEntry) -> Option<String> {
-    let is_own = |file: &str| !file.contains("/torch/distributed/") && !file.contains("/torch/nn/");
+    let is_own = |file: &str| !file.contains("/torch/") && !file.starts_with("??");
     let frame = entry.frames.iter().find(|f| is_own(&f.file)).or(entry.frames.first())?;
     Some(format!("{}:{} in {}", frame.file, frame.line, frame.function))
 }
 
-/// Lists ranks: `rank 3`, `ranks 0, 2`.
-pub(crate) fn list_ranks(ranks: &[u32]) -> String {
-    let texts: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+/// Lists ranks: `rank 3`, `ranks 0, 2`. A long list of consecutive ranks is shortened: `ranks 0 to 1022`.
+pub(super) fn list_ranks(ranks: &[u32]) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for rank in ranks {
+        match runs.last_mut() {
+            Some((_, end)) if *end + 1 == *rank => *end = *rank,
+            _ => runs.push((*rank, *rank)),
+        }
+    }
+    let texts: Vec<String> = runs
+        .iter()
+        .map(|(first, last)| match last - first {
+            0 => first.to_string(),
+            1 => format!("{first}, {last}"),
+            _ => format!("{first} to {last}"),
+        })
+        .collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, texts.join(", "))
 }

@@ -80,7 +80,7 @@ impl FlightFinding {
         };
         out += &format!(" ({})\n", self.certainty.name());
         for side in &self.sides {
-            out += &format!("  {}: {}", list_ranks(&side.ranks), side.call);
+            out += &format!("  {}: {} of {}", list_ranks(&side.ranks), side.call, side.group);
             out += &side.site.as_ref().map_or("\n".to_string(), |s| format!("\n    {s}\n"));
         }
         self.doubts.iter().for_each(|d| out += &format!("  but {d}\n"));
@@ -116,7 +116,9 @@ impl FlightFinding {
     }
 
     fn to_json(&self) -> Value {
-        let sides = self.sides.iter().map(|s| json!({"ranks": s.ranks, "call": s.call, "site": s.site}));
+        let sides = self.sides.iter().map(|s| {
+            json!({"ranks": s.ranks, "call": s.call, "group": s.group, "site": s.site})
+        });
         json!({
             "kind": self.kind.name(),
             "ranks": self.ranks,

@@ -2,93 +2,97 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::departure::{GroupFront, find_front};
 use super::dump::{EntryState, FlightDump, FlightEntry};
-use super::sequence::{GroupSequences, launch_states};
+use super::sequence::{GroupSequences, MemberSequence};
+use super::transfer::{Transfers, UnmatchedTransfer};
 
 /// A collective, a send or a receive in which a rank waits.
 #[derive(Debug, Clone)]
-pub(crate) struct Wait<'a> {
+pub(super) struct Wait<'a> {
     /// The entry in which the rank waits.
-    pub(crate) entry: &'a FlightEntry,
+    pub(super) entry: &'a FlightEntry,
     /// Name and description of the group.
-    pub(crate) group: String,
-    /// Ranks that have not enqueued their side of it.
-    pub(crate) awaited: BTreeSet<u32>,
+    pub(super) group: String,
+    /// Ranks for whose side it waits.
+    pub(super) awaited: BTreeSet<u32>,
+}
+
+/// A collective that all members enqueued and no device completed.
+#[derive(Debug, Clone)]
+pub(super) struct StalledCollective<'a> {
+    pub(super) group: String,
+    pub(super) entry: &'a FlightEntry,
+    /// Ranks whose device started it; known only with timing.
+    pub(super) started: Vec<u32>,
+    pub(super) members: Vec<u32>,
+    /// Ranks whose device has yet to complete an earlier collective, which a peer's device completed.
+    pub(super) behind: Vec<u32>,
 }
 
 /// The waits of all ranks, and what else their dumps show.
 #[derive(Debug, Default)]
-pub(crate) struct Waits<'a> {
+pub(super) struct Waits<'a> {
     /// The first wait of each rank.
-    pub(crate) by_rank: BTreeMap<u32, Wait<'a>>,
+    pub(super) by_rank: BTreeMap<u32, Wait<'a>>,
     /// Ranks whose dump is older than those of ranks that wait for them.
-    pub(crate) older: BTreeSet<u32>,
-    /// Groups of which all members enqueued a collective that no device completed: members, those
-    /// whose device started it, and one of the entries.
-    pub(crate) stalled: Vec<(Vec<u32>, Vec<u32>, &'a FlightEntry)>,
+    pub(super) older: BTreeSet<u32>,
+    pub(super) stalled: Vec<StalledCollective<'a>>,
 }
 
 impl<'a> Waits<'a> {
-    pub(crate) fn from_groups(
-        dumps: &'a BTreeMap<u32, FlightDump>,
-        groups: &[GroupSequences<'a>],
-    ) -> Waits<'a> {
+    /// Finds which ranks wait for a rank that has not enqueued its side.
+    pub(super) fn from_hosts(groups: &[GroupSequences<'a>], transfers: &Transfers<'a>) -> Waits<'a> {
         let mut waits = Waits::default();
         for group in groups {
-            if let Some(front) = find_front(group) {
+            if let Some(front) = GroupFront::find(group) {
                 waits.add_front(group, &front);
             }
         }
-        waits.add_transfers(dumps, groups);
+        for UnmatchedTransfer { rank, peer, entry, group } in transfers.find_unmatched(groups) {
+            waits.add(rank, Wait { entry, group, awaited: BTreeSet::from([peer]) });
+        }
+        waits
+    }
+
+    /// Finds which devices wait for a device that is still in an earlier collective. Each rank is taken
+    /// to execute its collectives in the order of its program, as those of one stream are.
+    pub(super) fn from_devices(
+        dumps: &'a BTreeMap<u32, FlightDump>,
+        groups: &[GroupSequences<'a>],
+    ) -> Waits<'a> {
+        let pending = list_pending(dumps, groups);
+        let mut waits = Waits::default();
+        for (rank, own) in &pending {
+            let Some((head, entry)) = own.first() else { continue };
+            let is_behind = |member: &u32| {
+                let theirs = pending.get(member).map_or(&[][..], Vec::as_slice);
+                theirs.first().is_some_and(|(h, _)| h != head) && theirs.iter().any(|(h, _)| h == head)
+            };
+            let group = &groups[head.0];
+            let awaited = group.members.iter().copied().filter(is_behind).collect();
+            waits.add(*rank, Wait { entry, group: group.label(), awaited });
+        }
         waits
     }
 
     fn add_front(&mut self, group: &GroupSequences<'a>, front: &GroupFront) {
-        let awaited: BTreeSet<u32> =
-            front.behind.iter().chain(&front.missing).chain(&front.older).copied().collect();
+        let absent = front.behind.iter().chain(&front.missing).chain(&front.older);
+        let awaited: BTreeSet<u32> = absent.copied().collect();
         self.older.extend(&front.older);
         for rank in &front.waiting {
-            let calls = group.sequences.get(rank).map(|s| s.calls.range(front.sequence..));
-            let Some((_, call)) = calls.and_then(|mut c| c.next()) else { continue };
-            self.add(*rank, Wait { entry: call.entry, group: group.label(), awaited: awaited.clone() });
+            let sequence = group.sequences.get(rank);
+            let Some(entry) = sequence.and_then(|s| s.first_after(front.completed)) else { continue };
+            self.add(*rank, Wait { entry, group: group.label(), awaited: awaited.clone() });
         }
-        let first = front.waiting.first().and_then(|r| group.sequences.get(r)?.calls.get(&front.sequence));
-        if let (true, Some(call)) = (awaited.is_empty(), first) {
-            self.stalled.push((front.waiting.clone(), front.started.clone(), call.entry));
-        }
-    }
-
-    /// Adds sends and receives whose peer has not enqueued its side.
-    fn add_transfers(&mut self, dumps: &'a BTreeMap<u32, FlightDump>, groups: &[GroupSequences<'a>]) {
-        let transfers: BTreeMap<u32, Vec<Transfer<'a>>> =
-            dumps.iter().map(|(rank, dump)| (*rank, list_transfers(dump, groups))).collect();
-        for (rank, own) in &transfers {
-            for t in own.iter().filter(|t| t.is_pending) {
-                let back =
-                    |m: &&Transfer<'_>| m.peer == *rank && m.is_send != t.is_send && m.group == t.group;
-                let matched = transfers.get(&t.peer).is_some_and(|theirs| {
-                    // Only transfers that are pending on both sides can belong together, and they
-                    // complete in order.
-                    let before = |own: &[Transfer<'_>]| {
-                        own.iter()
-                            .filter(|o| {
-                                o.is_pending
-                                    && o.peer == t.peer
-                                    && o.is_send == t.is_send
-                                    && o.group == t.group
-                            })
-                            .take_while(|o| o.entry.record_id < t.entry.record_id)
-                            .count()
-                    };
-                    theirs.iter().filter(back).filter(|m| m.is_pending).count() > before(own)
-                });
-                if !matched {
-                    let group = groups.iter().find(|g| g.name == t.group && g.members.contains(rank));
-                    let group = group.map_or_else(|| t.group.clone(), GroupSequences::label);
-                    self.add(*rank, Wait { entry: t.entry, group, awaited: BTreeSet::from([t.peer]) });
-                }
-            }
+        let first = front.waiting.first().and_then(|r| group.sequences.get(r)?.first_after(front.completed));
+        if let (true, Some(entry)) = (awaited.is_empty(), first) {
+            self.stalled.push(StalledCollective {
+                group: group.label(),
+                entry,
+                started: front.started.clone(),
+                members: front.waiting.clone(),
+                behind: front.device_behind.clone(),
+            });
         }
     }
 
@@ -101,55 +105,116 @@ impl<'a> Waits<'a> {
     }
 
     /// Returns the ranks that others wait for and that wait for no rank.
-    pub(crate) fn roots(&self) -> BTreeSet<u32> {
+    pub(super) fn find_roots(&self) -> BTreeSet<u32> {
         let awaited = self.by_rank.values().flat_map(|w| w.awaited.iter().copied());
         awaited.filter(|r| self.by_rank.get(r).is_none_or(|w| w.awaited.is_empty())).collect()
     }
 
     /// Returns the ranks of a cycle of waits, in the order in which each waits for the next.
-    pub(crate) fn find_cycle(&self) -> Option<Vec<u32>> {
+    pub(super) fn find_cycle(&self) -> Option<Vec<u32>> {
+        // Ranks from which every chain of waits ends.
+        let mut ended: BTreeSet<u32> = BTreeSet::new();
         for start in self.by_rank.keys() {
             let mut path: Vec<u32> = vec![*start];
-            while let Some(next) =
-                path.last().and_then(|r| self.by_rank.get(r)).and_then(|w| w.awaited.first().copied())
-            {
-                if let Some(at) = path.iter().position(|r| *r == next) {
-                    return Some(path.split_off(at));
+            while let Some(rank) = path.last() {
+                let awaited = self.by_rank.get(rank).map(|w| &w.awaited);
+                match awaited.and_then(|a| a.iter().copied().find(|next| !ended.contains(next))) {
+                    None => {
+                        ended.insert(*rank);
+                        path.pop();
+                    }
+                    Some(next) => match path.iter().position(|r| *r == next) {
+                        Some(at) => return Some(path.split_off(at)),
+                        None => path.push(next),
+                    },
                 }
-                path.push(next);
             }
         }
         None
     }
 }
 
-struct Transfer<'a> {
-    entry: &'a FlightEntry,
-    group: String,
-    peer: u32,
-    is_send: bool,
-    is_pending: bool,
+/// A position of a group: index of the group, and the collective's number.
+type Position = (usize, u64);
+
+/// Lists the collectives of each rank that no member's device completed, in the order of the program.
+fn list_pending<'a>(
+    dumps: &'a BTreeMap<u32, FlightDump>,
+    groups: &[GroupSequences<'a>],
+) -> BTreeMap<u32, Vec<(Position, &'a FlightEntry)>> {
+    let mut pending: BTreeMap<u32, Vec<(Position, &FlightEntry)>> =
+        dumps.keys().map(|rank| (*rank, Vec::new())).collect();
+    for (at, group) in groups.iter().enumerate() {
+        let completed = group.last_completed();
+        for (rank, sequence) in &group.sequences {
+            let waiting = sequence.calls.range(completed + 1..).map(|(seq, e)| ((at, *seq), *e));
+            pending.entry(*rank).or_default().extend(waiting);
+        }
+    }
+    pending.values_mut().for_each(|own| own.sort_by_key(|(_, e)| e.record_id));
+    pending
 }
 
-/// Lists the sends and receives of a dump. PyTorch records them as `send 0->1` and `recv 1<-0`, with
-/// ranks of the group.
-fn list_transfers<'a>(dump: &'a FlightDump, groups: &[GroupSequences<'a>]) -> Vec<Transfer<'a>> {
-    let states = launch_states(dump);
-    let mut found = Vec::new();
-    for (entry, state) in dump.entries.iter().zip(states).filter(|(e, _)| e.is_p2p) {
-        let Some((verb, ends)) = entry.op.split_once(' ') else { continue };
-        let peer = ends.split_once("->").or_else(|| ends.split_once("<-")).map(|(_, peer)| peer);
-        let Some(index) = peer.and_then(|p| p.trim().parse::<usize>().ok()) else { continue };
-        let members = groups.iter().find(|g| *g.name == *entry.group && g.members.contains(&dump.rank));
-        let Some(peer) = members.and_then(|g| g.members.get(index).copied()) else { continue };
-        let is_pending = state != EntryState::Completed;
-        found.push(Transfer {
-            entry,
-            group: entry.group.to_string(),
-            peer,
-            is_send: verb == "send",
-            is_pending,
-        });
+/// The members of a group by how far they came.
+#[derive(Debug, Default)]
+struct GroupFront {
+    /// Number of the last collective that some member completed.
+    completed: u64,
+    /// Ranks that enqueued the next one.
+    waiting: Vec<u32>,
+    /// Ranks that did not enqueue it.
+    behind: Vec<u32>,
+    /// Ranks without a dump.
+    missing: Vec<u32>,
+    /// Ranks whose dump is older than another's: that one completed what this one had not enqueued.
+    older: Vec<u32>,
+    /// Ranks whose device started it, if the recorder shows that.
+    started: Vec<u32>,
+    /// Ranks that enqueued as much as any member, and whose device did not complete what another did.
+    device_behind: Vec<u32>,
+}
+
+impl GroupFront {
+    /// Returns the front of a group, if a member waits there.
+    fn find(group: &GroupSequences<'_>) -> Option<GroupFront> {
+        let completed = group.last_completed();
+        let sequences = group.sequences.values();
+        let next = sequences.filter_map(|m| m.first_after(completed)).map(|e| e.sequence).min()?;
+        let newest = group.sequences.values().map(|m| m.last_enqueued).max().unwrap_or(0);
+        let missing = group.members.iter().copied().filter(|r| !group.sequences.contains_key(r));
+        let mut front = GroupFront { completed, missing: missing.collect(), ..GroupFront::default() };
+        for (rank, member) in &group.sequences {
+            let side = match member.last_enqueued {
+                n if n >= next => &mut front.waiting,
+                // A ring that lost the group's head may have lost all of it.
+                n if n < completed && (n > 0 || !member.lost_head) => &mut front.older,
+                0 if member.lost_head => &mut front.older,
+                _ => &mut front.behind,
+            };
+            side.push(*rank);
+            let is_started = |e: &&FlightEntry| e.state == EntryState::Started;
+            if member.calls.get(&next).is_some_and(|e| is_started(e)) {
+                front.started.push(*rank);
+            }
+            // A dump of an earlier moment would hold fewer collectives.
+            if member.is_pending(completed) && member.last_enqueued == newest {
+                front.device_behind.push(*rank);
+            }
+        }
+        Some(front)
     }
-    found
+}
+
+impl GroupSequences<'_> {
+    /// Returns the last number that the device of some member completed, or 0.
+    fn last_completed(&self) -> u64 {
+        self.sequences.values().map(MemberSequence::last_completed).max().unwrap_or(0)
+    }
+}
+
+impl MemberSequence<'_> {
+    /// Returns whether the rank enqueued this collective and its device did not complete it.
+    pub(super) fn is_pending(&self, sequence: u64) -> bool {
+        self.calls.get(&sequence).is_some_and(|e| e.state != EntryState::Completed)
+    }
 }

@@ -1,0 +1,282 @@
+//! From departures and waits to the ranks at fault, with how sure the dumps make it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::departure::{Decision, Departure, DepartureKind, find_departure};
+use super::dump::{EntryState, FlightDump, FlightEntry};
+use super::findings::{CallSide, Certainty, FaultKind, FlightFinding};
+use super::sequence::GroupSequences;
+use super::signature::SignatureField;
+use super::transfer::{MismatchedTransfer, Transfers};
+use super::wait::{StalledCollective, Wait, Waits};
+
+/// Finds what the ranks' hosts did: a departure, a cycle of waits, or the ranks at which waits end.
+pub(super) fn find_causes(
+    dumps: &BTreeMap<u32, FlightDump>,
+    groups: &[GroupSequences<'_>],
+    transfers: &Transfers<'_>,
+    waits: &Waits<'_>,
+) -> Vec<FlightFinding> {
+    let departures = groups.iter().filter_map(|g| Some((g, find_departure(g)?)));
+    // What differs later in other groups is a consequence of the first departure.
+    if let Some((group, departure)) = departures.min_by_key(|(_, d)| d.created_ns) {
+        return vec![explain_departure(dumps, group, &departure)];
+    }
+    if let Some(mismatch) = transfers.find_mismatch(groups) {
+        return vec![explain_mismatch(&mismatch)];
+    }
+    if let Some(cycle) = waits.find_cycle() {
+        return vec![explain_cycle(&cycle, waits, groups)];
+    }
+    explain_roots(dumps, waits)
+}
+
+/// Finds what the ranks' devices did, once every host enqueued its side.
+pub(super) fn find_device_causes(
+    stalled: &[StalledCollective<'_>],
+    devices: &Waits<'_>,
+) -> Vec<FlightFinding> {
+    if let Some(cycle) = devices.find_cycle() {
+        let mut finding = explain_cycle(&cycle, devices, &[]);
+        finding.certainty = Certainty::Likely;
+        finding.doubts.push(
+            "dumps do not record streams: two collectives on streams of their own do not wait for each other"
+                .to_string(),
+        );
+        return vec![finding];
+    }
+    stalled.iter().find_map(explain_stall).into_iter().collect()
+}
+
+fn explain_departure(
+    dumps: &BTreeMap<u32, FlightDump>,
+    group: &GroupSequences<'_>,
+    departure: &Departure<'_>,
+) -> FlightFinding {
+    let kind = match departure.kind {
+        DepartureKind::Skipped => FaultKind::Skipped,
+        DepartureKind::Extra => FaultKind::Extra,
+        DepartureKind::Other(field) => kind_of_field(field),
+    };
+    let mut doubts = Vec::new();
+    let lost = group.sequences.values().filter(|s| s.lost_head);
+    let first_known = lost.filter_map(|s| s.calls.keys().next()).max();
+    if first_known.is_some_and(|first| *first >= departure.sequence) {
+        doubts.push("the rings lost what came before, so an earlier departure may be lost too".to_string());
+    }
+    if group.members.iter().any(|r| !dumps.contains_key(r)) {
+        doubts.push("a member of the group left no dump".to_string());
+    }
+    if departure.by_call_site {
+        doubts.push("the collectives are of equal size here; their call sites alone show the shift".to_string());
+    }
+    doubts.extend(match departure.decision {
+        Some(Decision::Majority) => None,
+        Some(Decision::History) => {
+            Some("the sides have equally many ranks; earlier rounds of the program show which one departed".into())
+        }
+        None => Some("the sides have equally many ranks, and no earlier round shows which one departed".into()),
+    });
+    let certainty = match (departure.decision, doubts.len()) {
+        (None, _) => Certainty::Unclear,
+        (_, 0) => Certainty::Certain,
+        _ => Certainty::Likely,
+    };
+    let sides = departure.sides.iter();
+    FlightFinding {
+        kind,
+        ranks: departure.ranks.clone(),
+        certainty,
+        doubts,
+        group: group.label(),
+        sequence: Some(departure.sequence),
+        sides: sides.map(|(ranks, e)| CallSide::from_entry(ranks.clone(), e, group.label())).collect(),
+    }
+}
+
+fn kind_of_field(field: SignatureField) -> FaultKind {
+    match field {
+        SignatureField::Op => FaultKind::OtherOp,
+        SignatureField::Dtype => FaultKind::OtherDtype,
+        SignatureField::Shape => FaultKind::OtherShape,
+    }
+}
+
+fn explain_mismatch(mismatch: &MismatchedTransfer<'_>) -> FlightFinding {
+    let side = |(rank, entry): (u32, &FlightEntry)| CallSide::from_entry(vec![rank], entry, mismatch.group.clone());
+    FlightFinding {
+        kind: kind_of_field(mismatch.field),
+        ranks: BTreeSet::from([mismatch.sender.0, mismatch.receiver.0]).into_iter().collect(),
+        certainty: Certainty::Unclear,
+        doubts: vec!["nothing shows which of sender and receiver is right".to_string()],
+        group: mismatch.group.clone(),
+        sequence: None,
+        sides: vec![side(mismatch.sender), side(mismatch.receiver)],
+    }
+}
+
+/// Explains ranks that wait for each other. If the ranks wait in two collectives alone, and fewer of them
+/// in one, those departed.
+fn explain_cycle(cycle: &[u32], waits: &Waits<'_>, groups: &[GroupSequences<'_>]) -> FlightFinding {
+    let in_cycle: Vec<(u32, &Wait<'_>)> =
+        cycle.iter().filter_map(|r| Some((*r, waits.by_rank.get(r)?))).collect();
+    let mut sides: Vec<(Vec<u32>, &Wait<'_>)> = Vec::new();
+    for (rank, wait) in in_cycle {
+        // All ranks that wait in the same collective stand on the same side.
+        let same = waits.by_rank.iter().filter(|(_, w)| w.is_same_collective(wait)).map(|(r, _)| *r);
+        if !sides.iter().any(|(ranks, _)| ranks.contains(&rank)) {
+            sides.push((same.collect(), wait));
+        }
+    }
+    let mut finding = FlightFinding {
+        kind: FaultKind::WaitCycle,
+        ranks: cycle.to_vec(),
+        certainty: Certainty::Certain,
+        doubts: Vec::new(),
+        group: sides.first().map_or(String::new(), |(_, w)| w.group.clone()),
+        sequence: None,
+        sides: sides
+            .iter()
+            .map(|(ranks, w)| CallSide::from_entry(ranks.clone(), w.entry, w.group.clone()))
+            .collect(),
+    };
+    sides.sort_by_key(|(ranks, _)| ranks.len());
+    if let [(few, wait), (many, _)] = &sides[..]
+        && few.len() < many.len()
+    {
+        finding.ranks.clone_from(few);
+        if !was_issued_before(groups, wait.entry) {
+            finding.kind = FaultKind::Extra;
+            finding.group.clone_from(&wait.group);
+            finding.sequence = (!wait.entry.is_p2p).then_some(wait.entry.sequence);
+            finding.certainty = Certainty::Likely;
+            finding.doubts.push("the others may have been about to issue it later".to_string());
+        }
+    }
+    finding
+}
+
+/// Returns whether all members issued the same collective from the same line before.
+fn was_issued_before(groups: &[GroupSequences<'_>], entry: &FlightEntry) -> bool {
+    let own = groups.iter().filter(|g| *g.name == *entry.group);
+    let mut members = own.flat_map(|g| g.sequences.values());
+    entry.stack_hash != 0
+        && members.all(|m| {
+            let mut before = m.calls.range(..entry.sequence);
+            before.any(|(_, e)| e.stack_hash == entry.stack_hash)
+        })
+}
+
+/// Explains the ranks at which chains of waits end.
+fn explain_roots(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>) -> Vec<FlightFinding> {
+    let is_suspect = |r: &u32| !waits.older.contains(r) && !dumps.get(r).is_some_and(FlightDump::is_moving);
+    let roots: Vec<u32> = waits.find_roots().into_iter().filter(is_suspect).collect();
+    if let Some(finding) = explain_minority(dumps, waits, &roots) {
+        return vec![finding];
+    }
+    // Ranks that are awaited in the same collective for the same reason make one finding.
+    let mut findings: Vec<FlightFinding> = Vec::new();
+    for root in roots {
+        let Some(finding) = explain_root(dumps, waits, root) else { continue };
+        let same = |f: &&mut FlightFinding| {
+            f.kind == finding.kind && f.group == finding.group && f.sequence == finding.sequence
+        };
+        match findings.iter_mut().find(same) {
+            Some(known) => known.ranks.push(root),
+            None => findings.push(finding),
+        }
+    }
+    findings
+}
+
+fn explain_root(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, root: u32) -> Option<FlightFinding> {
+    let waiting: Vec<(&u32, &Wait<'_>)> = waits.by_rank.iter().filter(|(_, w)| w.awaited.contains(&root)).collect();
+    let (_, wait) = waiting.first()?;
+    let (kind, doubt) = match dumps.get(&root) {
+        None => (
+            FaultKind::NoDump,
+            "a rank that was killed or stopped leaves no dump, and neither does one whose host is gone",
+        ),
+        Some(dump) if dump.entries.iter().any(|e| e.state != EntryState::Completed) => (
+            FaultKind::DeviceBehind,
+            "the host may be behind as well: it has not issued the collective in which the others wait",
+        ),
+        Some(_) => (FaultKind::HostSilent, "dumps do not say when they were written, nor what the host does"),
+    };
+    let mut sides: Vec<(Vec<u32>, &Wait<'_>)> = Vec::new();
+    for (rank, wait) in &waiting {
+        match sides.iter_mut().find(|(_, w)| w.is_same_collective(wait)) {
+            Some((ranks, _)) => ranks.push(**rank),
+            None => sides.push((vec![**rank], wait)),
+        }
+    }
+    let sides = sides.into_iter();
+    Some(FlightFinding {
+        kind,
+        ranks: vec![root],
+        certainty: Certainty::Likely,
+        doubts: vec![doubt.to_string()],
+        group: wait.group.clone(),
+        sequence: (!wait.entry.is_p2p).then_some(wait.entry.sequence),
+        sides: sides.map(|(ranks, w)| CallSide::from_entry(ranks, w.entry, w.group.clone())).collect(),
+    })
+}
+
+/// Accuses the ranks that wait, if fewer ranks wait than are awaited: most ranks then ended before a
+/// collective that those few issued.
+fn explain_minority(
+    dumps: &BTreeMap<u32, FlightDump>,
+    waits: &Waits<'_>,
+    roots: &[u32],
+) -> Option<FlightFinding> {
+    let waiting: Vec<u32> =
+        waits.by_rank.iter().filter(|(_, w)| !w.awaited.is_empty()).map(|(r, _)| *r).collect();
+    let wait = waits.by_rank.get(waiting.first()?)?;
+    let in_one_collective = waits.by_rank.values().all(|w| w.awaited.is_empty() || w.is_same_collective(wait));
+    let has_dumps = roots.iter().all(|r| dumps.contains_key(r));
+    if waiting.len() >= roots.len() || wait.entry.is_p2p || !in_one_collective || !has_dumps {
+        return None;
+    }
+    Some(FlightFinding {
+        kind: FaultKind::Extra,
+        ranks: waiting.clone(),
+        certainty: Certainty::Likely,
+        doubts: vec!["the hosts of the others may be silent, all before the same collective".to_string()],
+        group: wait.group.clone(),
+        sequence: Some(wait.entry.sequence),
+        sides: vec![CallSide::from_entry(waiting, wait.entry, wait.group.clone())],
+    })
+}
+
+/// Explains a collective that all members enqueued: which devices did not start or complete what others did.
+fn explain_stall(stalled: &StalledCollective<'_>) -> Option<FlightFinding> {
+    let members = stalled.members.iter().copied();
+    let late: Vec<u32> = members.filter(|r| !stalled.started.contains(r)).collect();
+    let is_split = |ranks: &[u32]| !ranks.is_empty() && ranks.len() < stalled.members.len();
+    let ranks = if is_split(&stalled.behind) {
+        stalled.behind.clone()
+    } else if is_split(&late) {
+        late
+    } else {
+        return None;
+    };
+    let others = stalled.members.iter().copied().filter(|r| !ranks.contains(r)).collect();
+    Some(FlightFinding {
+        kind: FaultKind::DeviceBehind,
+        ranks,
+        certainty: Certainty::Likely,
+        doubts: vec!["dumps do not say what the device runs instead".to_string()],
+        group: stalled.group.clone(),
+        sequence: Some(stalled.entry.sequence),
+        sides: vec![CallSide::from_entry(others, stalled.entry, stalled.group.clone())],
+    })
+}
+
+impl Wait<'_> {
+    /// Returns whether both ranks wait in one collective. A send or a receive is the same as itself alone.
+    fn is_same_collective(&self, other: &Wait<'_>) -> bool {
+        let (own, other) = (self.entry, other.entry);
+        let same_number = own.group == other.group && own.sequence == other.sequence;
+        std::ptr::eq(own, other) || !own.is_p2p && !other.is_p2p && same_number
+    }
+}
