@@ -10,6 +10,7 @@
 
 pub mod apng;
 pub mod autopsy;
+mod canvas;
 mod codes;
 mod counterexample;
 pub mod flight;
@@ -25,6 +26,8 @@ pub mod record_check;
 mod stats;
 mod svg;
 pub mod timeline;
+mod wait_graph;
 
 pub use codes::CODES;
 pub use counterexample::{draw_counterexample, draw_counterexample_with_lines};
+pub use wait_graph::{WaitGraphDrawing, WaitGraphRow, draw_wait_graph};

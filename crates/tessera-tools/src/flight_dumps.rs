@@ -1,13 +1,16 @@
 //! Reads a folder of PyTorch Flight Recorder dumps, one file per rank.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use tessera::files::open_regular_file;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+
+use tessera::files::{open_regular_file, write_error, write_file};
 use tessera_base::Diagnostic;
+use tessera_report::{WaitGraphDrawing, WaitGraphRow, draw_wait_graph};
 use tessera_torch::codes::{T1400, T1404};
-use tessera_torch::flight::{FlightDump, FlightReport, examine_dumps, read_dump};
+use tessera_torch::flight::{FlightDump, FlightFinding, FlightReport, examine_dumps, list_ranks, read_dump};
 
 /// Lists the dumps of a folder by rank, or `None` if it holds none. A dump has a name that ends in the
 /// rank and no extension, and begins as a pickle or as a JSON object.
@@ -34,24 +37,22 @@ pub fn find_dumps(dir: &Path) -> Result<Option<BTreeMap<u32, PathBuf>>, Diagnost
     Ok((!found.is_empty()).then_some(found))
 }
 
-/// Examines the dumps of a run.
+/// Examines the dumps of a run. Files are read in parallel, and of each the last entries are kept, so
+/// memory does not grow with the size of the files.
 ///
 /// # Errors
 /// T1401 to T1403. A dump that is cut off counts as missing, and a note says so.
 pub fn examine_flight_dumps(files: &BTreeMap<u32, PathBuf>) -> Result<FlightReport, Diagnostic> {
+    let read: Vec<(u32, Result<FlightDump, Diagnostic>)> =
+        files.par_iter().map(|(rank, path)| (*rank, read_dump_file(*rank, path))).collect();
     let mut dumps: BTreeMap<u32, FlightDump> = BTreeMap::new();
     let mut notes = Vec::new();
-    for (rank, path) in files {
-        let name = path.display().to_string();
-        let file = open_regular_file(path).map_err(|e| {
-            Diagnostic::error(&T1400, format!("{name} cannot be read"))
-                .with_label(name.clone(), e.to_string())
-        })?;
-        match read_dump(&name, *rank, BufReader::with_capacity(1 << 16, file)) {
-            Ok(dump) => drop(dumps.insert(*rank, dump)),
+    for (rank, dump) in read {
+        match dump {
+            Ok(dump) => drop(dumps.insert(rank, dump)),
             Err(d) if d.code == &T1400 => {
-                let why = d.labels.first().map_or(String::new(), |l| l.message.clone());
-                notes.push(format!("{name} cannot be read: {why}"));
+                let why = d.labels.first().map_or(String::new(), |l| format!(": {}", l.message));
+                notes.push(format!("{}{why}", d.message));
             }
             Err(d) => return Err(d),
         }
@@ -59,6 +60,97 @@ pub fn examine_flight_dumps(files: &BTreeMap<u32, PathBuf>) -> Result<FlightRepo
     let mut report = examine_dumps(&dumps);
     report.notes.extend(notes);
     Ok(report)
+}
+
+fn read_dump_file(rank: u32, path: &Path) -> Result<FlightDump, Diagnostic> {
+    let name = path.display().to_string();
+    let file = open_regular_file(path).map_err(|e| {
+        Diagnostic::error(&T1400, format!("{name} cannot be read")).with_label(name.clone(), e.to_string())
+    })?;
+    read_dump(&name, rank, BufReader::with_capacity(1 << 16, file))
+}
+
+/// Draws what the ranks issued where they departed, and which ranks wait for which, as `flight.svg` in a
+/// folder. Returns the path, or `None` if there is nothing to draw.
+///
+/// # Errors
+/// T0014 if the file cannot be written.
+pub fn draw_flight_report(report: &FlightReport, folder: &Path) -> Result<Option<PathBuf>, Diagnostic> {
+    let Some(finding) = report.findings.first() else { return Ok(None) };
+    let drawing = WaitGraphDrawing {
+        title: finding.summarise(),
+        subtitle: format!("{}; an arrow leads to the ranks for which a rank waits", finding.certainty.name()),
+        rows: list_rows(report, finding),
+    };
+    std::fs::create_dir_all(folder).map_err(|e| write_error(folder, &e))?;
+    let path = folder.join("flight.svg");
+    write_file(&path, draw_wait_graph(&drawing).as_bytes())?;
+    Ok(Some(path))
+}
+
+/// Ranks that do the same, while rows are collected.
+struct RankGroup {
+    ranks: BTreeSet<u32>,
+    /// Ranks for which they wait.
+    awaited: BTreeSet<u32>,
+    action: String,
+    details: String,
+}
+
+/// Lists ranks that do the same: those that wait in one collective, the sides of a departure, and the
+/// ranks for which others wait.
+fn list_rows(report: &FlightReport, finding: &FlightFinding) -> Vec<WaitGraphRow> {
+    let groups = group_ranks(report, finding);
+    let find_rows = |awaited: &BTreeSet<u32>| -> Vec<usize> {
+        let hit = groups.iter().enumerate().filter(|(_, other)| !other.ranks.is_disjoint(awaited));
+        hit.map(|(at, _)| at).collect()
+    };
+    let to_row = |group: &RankGroup| {
+        let ranks: Vec<u32> = group.ranks.iter().copied().collect();
+        WaitGraphRow {
+            ranks: list_ranks(&ranks),
+            action: group.action.clone(),
+            details: group.details.clone(),
+            is_at_fault: ranks.iter().all(|r| finding.ranks.contains(r)),
+            awaited_rows: find_rows(&group.awaited),
+        }
+    };
+    groups.iter().map(to_row).collect()
+}
+
+fn group_ranks(report: &FlightReport, finding: &FlightFinding) -> Vec<RankGroup> {
+    let mut groups: Vec<RankGroup> = Vec::new();
+    let join_details = |group: &str, site: &Option<String>| match site {
+        Some(site) => format!("{group} · {site}"),
+        None => group.to_string(),
+    };
+    for w in report.waits.iter().filter(|w| !w.awaited.is_empty()) {
+        let (awaited, action) = (w.awaited.iter().copied().collect(), format!("waits in {}", w.call));
+        let details = join_details(&w.group, &w.site);
+        let same = |g: &&mut RankGroup| g.awaited == awaited && g.action == action && g.details == details;
+        match groups.iter_mut().find(same) {
+            Some(group) => drop(group.ranks.insert(w.rank)),
+            None => groups.push(RankGroup { ranks: BTreeSet::from([w.rank]), awaited, action, details }),
+        }
+    }
+    for side in &finding.sides {
+        let ranks: BTreeSet<u32> = side.ranks.iter().copied().collect();
+        if !ranks.is_empty() && groups.iter().all(|g| g.ranks.is_disjoint(&ranks)) {
+            let details = join_details(&side.group, &side.site);
+            let action = format!("issued {}", side.call);
+            groups.push(RankGroup { ranks, awaited: BTreeSet::new(), action, details });
+        }
+    }
+    let awaited: BTreeSet<u32> = groups.iter().flat_map(|g| g.awaited.iter().copied()).collect();
+    let rest = awaited.into_iter().filter(|r| groups.iter().all(|g| !g.ranks.contains(r)));
+    let (at_fault, others): (BTreeSet<u32>, BTreeSet<u32>) = rest.partition(|r| finding.ranks.contains(r));
+    for (ranks, action) in [(at_fault, finding.kind.name()), (others, "issued nothing more")] {
+        if !ranks.is_empty() {
+            let (action, details) = (action.to_string(), String::new());
+            groups.push(RankGroup { ranks, awaited: BTreeSet::new(), action, details });
+        }
+    }
+    groups
 }
 
 /// Returns the number at the end of a name such as `rank_3` or `nccl_trace_rank_12`.

@@ -16,4 +16,6 @@ mod transfer;
 mod wait;
 
 pub use dump::{EntryState, FlightDump, FlightEntry, FlightGroup, StackFrame, read_dump};
-pub use findings::{CallSide, Certainty, FaultKind, FlightFinding, FlightReport, RankWait, examine_dumps};
+pub use findings::{
+    CallSide, Certainty, FaultKind, FlightFinding, FlightReport, RankWait, examine_dumps, list_ranks,
+};

@@ -110,7 +110,10 @@ fn the_lowest_rank_is_no_reference() {
 fn text_and_json_say_the_same() {
     let report = check_case(&recorded("dtype")).unwrap();
     let text = report.to_text("recorded");
-    assert!(text.contains("cause: rank 1: passed another dtype, at collective 10 of group 0 (default_pg)"), "{text}");
+    assert!(
+        text.contains("cause: rank 1: passed another dtype, at collective 10 of group 0 (default_pg)"),
+        "{text}"
+    );
     let json = report.to_json();
     assert_eq!(json["findings"][0]["kind"], "passed another dtype");
     assert_eq!(json["findings"][0]["ranks"], serde_json::json!([1]));

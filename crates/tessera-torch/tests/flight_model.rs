@@ -64,7 +64,11 @@ fn parse_word(
         "ag" => ("_all_gather_base".to_string(), false),
         _ => ("all_reduce".to_string(), false),
     };
-    if is_p2p { number.1 += 1 } else { number.0 += 1 }
+    if is_p2p {
+        number.1 += 1
+    } else {
+        number.0 += 1
+    }
     let shape = if is_p2p { vec![512] } else { vec![count] };
     let frame =
         StackFrame { function: "step".into(), file: "train.py".into(), line: line.parse().unwrap_or(1) };
@@ -173,9 +177,15 @@ fn rows_and_columns_in_different_orders_are_a_cycle() {
 
 #[test]
 fn groups_in_one_order_that_are_all_pending_are_no_cycle() {
-    assert_healthy(&examine(GRID, &["1:ar64! 3:ar64!", "1:ar64! 4:ar64!", "2:ar64! 3:ar64!", "2:ar64! 4:ar64!"]));
+    assert_healthy(&examine(
+        GRID,
+        &["1:ar64! 3:ar64!", "1:ar64! 4:ar64!", "2:ar64! 3:ar64!", "2:ar64! 4:ar64!"],
+    ));
     // One member completed the first collective, so the other's lag is no wait.
-    assert_healthy(&examine(GRID, &["1:ar64! 3:ar64!", "1:ar64 4:ar64!", "2:ar64 3:ar64!", "2:ar64 4:ar64!"]));
+    assert_healthy(&examine(
+        GRID,
+        &["1:ar64! 3:ar64!", "1:ar64 4:ar64!", "2:ar64 3:ar64!", "2:ar64 4:ar64!"],
+    ));
 }
 
 #[test]
@@ -205,7 +215,8 @@ fn a_missing_dump_is_suspect_only_if_ranks_wait_for_it() {
 
 #[test]
 fn a_rank_that_progressed_when_it_wrote_its_dump_is_not_silent() {
-    let mut dumps = build_dumps(WORLD, &["0:ar64 0:ar64 0:ar64!", "0:ar64 0:ar64", "0:ar64 0:ar64", "0:ar64 0:ar64"]);
+    let mut dumps =
+        build_dumps(WORLD, &["0:ar64 0:ar64 0:ar64!", "0:ar64 0:ar64", "0:ar64 0:ar64", "0:ar64 0:ar64"]);
     for rank in 1..4 {
         dumps.get_mut(&rank).unwrap().entries.last_mut().unwrap().retired = false;
     }
@@ -216,7 +227,8 @@ fn a_rank_that_progressed_when_it_wrote_its_dump_is_not_silent() {
 
 #[test]
 fn a_ring_that_lost_a_whole_group_still_has_its_count() {
-    let mut dumps = build_dumps(GRID, &["0:ar64 0:ar64!", "0:ar64 0:ar64!", "2:ar64 2:ar64", "0:ar64 0:ar64!"]);
+    let mut dumps =
+        build_dumps(GRID, &["0:ar64 0:ar64!", "0:ar64 0:ar64!", "2:ar64 2:ar64", "0:ar64 0:ar64!"]);
     let silent = dumps.get_mut(&2).unwrap();
     silent.lost_head = true;
     // Without a count, the rank may have enqueued any number.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use tessera::terminal::print_stderr_line;
 use tessera_tools::autopsy::{draw_findings, examine_run};
-use tessera_tools::flight_dumps::{examine_flight_dumps, find_dumps};
+use tessera_tools::flight_dumps::{draw_flight_report, examine_flight_dumps, find_dumps};
 
 use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, write_stdout};
 
@@ -48,6 +48,11 @@ pub fn run(args: &Args) -> CliResult {
         match args.format {
             OutputFormat::Text => write_stdout(&found.to_text(&name))?,
             OutputFormat::Json => write_stdout(&format!("{}\n", found.to_json()))?,
+        }
+        if let Some(folder) = &args.svg
+            && let Some(file) = draw_flight_report(&found, folder)?
+        {
+            print_stderr_line(&format!("wrote {}", file.display()));
         }
         return Ok(if found.accuses() { EXIT_DIAGNOSTICS } else { 0 });
     }

@@ -68,14 +68,18 @@ fn explain_departure(
         doubts.push("a member of the group left no dump".to_string());
     }
     if departure.by_call_site {
-        doubts.push("the collectives are of equal size here; their call sites alone show the shift".to_string());
+        doubts.push(
+            "the collectives are of equal size here; their call sites alone show the shift".to_string(),
+        );
     }
     doubts.extend(match departure.decision {
         Some(Decision::Majority) => None,
-        Some(Decision::History) => {
-            Some("the sides have equally many ranks; earlier rounds of the program show which one departed".into())
+        Some(Decision::History) => Some(
+            "the sides have equally many ranks; earlier rounds of the program show which one departed".into(),
+        ),
+        None => {
+            Some("the sides have equally many ranks, and no earlier round shows which one departed".into())
         }
-        None => Some("the sides have equally many ranks, and no earlier round shows which one departed".into()),
     });
     let certainty = match (departure.decision, doubts.len()) {
         (None, _) => Certainty::Unclear,
@@ -103,7 +107,8 @@ fn kind_of_field(field: SignatureField) -> FaultKind {
 }
 
 fn explain_mismatch(mismatch: &MismatchedTransfer<'_>) -> FlightFinding {
-    let side = |(rank, entry): (u32, &FlightEntry)| CallSide::from_entry(vec![rank], entry, mismatch.group.clone());
+    let side =
+        |(rank, entry): (u32, &FlightEntry)| CallSide::from_entry(vec![rank], entry, mismatch.group.clone());
     FlightFinding {
         kind: kind_of_field(mismatch.field),
         ranks: BTreeSet::from([mismatch.sender.0, mismatch.receiver.0]).into_iter().collect(),
@@ -190,7 +195,8 @@ fn explain_roots(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>) -> Vec<Fl
 }
 
 fn explain_root(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, root: u32) -> Option<FlightFinding> {
-    let waiting: Vec<(&u32, &Wait<'_>)> = waits.by_rank.iter().filter(|(_, w)| w.awaited.contains(&root)).collect();
+    let waiting: Vec<(&u32, &Wait<'_>)> =
+        waits.by_rank.iter().filter(|(_, w)| w.awaited.contains(&root)).collect();
     let (_, wait) = waiting.first()?;
     let (kind, doubt) = match dumps.get(&root) {
         None => (
@@ -232,7 +238,8 @@ fn explain_minority(
     let waiting: Vec<u32> =
         waits.by_rank.iter().filter(|(_, w)| !w.awaited.is_empty()).map(|(r, _)| *r).collect();
     let wait = waits.by_rank.get(waiting.first()?)?;
-    let in_one_collective = waits.by_rank.values().all(|w| w.awaited.is_empty() || w.is_same_collective(wait));
+    let in_one_collective =
+        waits.by_rank.values().all(|w| w.awaited.is_empty() || w.is_same_collective(wait));
     let has_dumps = roots.iter().all(|r| dumps.contains_key(r));
     if waiting.len() >= roots.len() || wait.entry.is_p2p || !in_one_collective || !has_dumps {
         return None;

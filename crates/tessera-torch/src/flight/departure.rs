@@ -57,7 +57,8 @@ pub(super) fn find_departure<'a>(group: &GroupSequences<'a>) -> Option<Departure
     let by_signature = first(MatchBy::Signature);
     // Collectives of equal signature that are out of step differ in their call sites alone. A run that
     // does not wait has no reason to be examined so closely.
-    let waits = group.sequences.values().flat_map(|s| s.calls.values()).any(|e| e.state != EntryState::Completed);
+    let waits =
+        group.sequences.values().flat_map(|s| s.calls.values()).any(|e| e.state != EntryState::Completed);
     let by_call_site = if waits { first(MatchBy::CallSite) } else { None };
     match (by_signature, by_call_site) {
         (Some(signature), Some(site)) if site.sequence < signature.sequence => Some(site),
@@ -207,11 +208,8 @@ fn decide_by_history(
         }
     };
     let other = 1 - holder;
-    let (kind, side) = if seen_before[holder] {
-        (DepartureKind::Skipped, other)
-    } else {
-        (DepartureKind::Extra, holder)
-    };
+    let (kind, side) =
+        if seen_before[holder] { (DepartureKind::Skipped, other) } else { (DepartureKind::Extra, holder) };
     departure.kind = kind;
     // A collective that nobody issued before may as well be new on all ranks but one, unless the other
     // side went on as in earlier rounds.

@@ -168,7 +168,10 @@ fn list_notes(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, missing: &[u
     let moving: Vec<u32> =
         waits.find_roots().into_iter().filter(|r| dumps.get(r).is_some_and(FlightDump::is_moving)).collect();
     if !moving.is_empty() {
-        notes.push(format!("{} made progress when the dump was written, so it is not silent", list_ranks(&moving)));
+        notes.push(format!(
+            "{} made progress when the dump was written, so it is not silent",
+            list_ranks(&moving)
+        ));
     }
     if !missing.is_empty() {
         notes.push(format!("{} left no dump", list_ranks(missing)));
@@ -213,7 +216,8 @@ fn find_user_site(entry: &FlightEntry) -> Option<String> {
 }
 
 /// Lists ranks: `rank 3`, `ranks 0, 2`. A long list of consecutive ranks is shortened: `ranks 0 to 1022`.
-pub(super) fn list_ranks(ranks: &[u32]) -> String {
+#[must_use]
+pub fn list_ranks(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for rank in ranks {
         match runs.last_mut() {

@@ -67,18 +67,20 @@ impl FlightReport {
 }
 
 impl FlightFinding {
+    /// Returns the cause on one line, such as `rank 1: skipped a collective, at collective 7 of group 0`.
+    #[must_use]
+    pub fn summarise(&self) -> String {
+        let (ranks, kind) = (list_ranks(&self.ranks), self.kind.name());
+        match (self.kind, self.sequence) {
+            (FaultKind::WaitCycle, _) if self.ranks.len() > 1 => format!("{ranks} {kind}"),
+            (FaultKind::WaitCycle, _) => format!("{ranks} issued collectives in an order of its own"),
+            (_, Some(number)) => format!("{ranks}: {kind}, at collective {number} of {}", self.group),
+            (_, None) => format!("{ranks}: {kind}, at a send or receive of {}", self.group),
+        }
+    }
+
     fn to_text(&self) -> String {
-        let at = self.sequence.map_or(String::new(), |s| format!(" {s}"));
-        let mut out = match self.kind {
-            FaultKind::WaitCycle => format!("cause: {} {}", list_ranks(&self.ranks), self.kind.name()),
-            _ => format!(
-                "cause: {}: {}, at collective{at} of {}",
-                list_ranks(&self.ranks),
-                self.kind.name(),
-                self.group
-            ),
-        };
-        out += &format!(" ({})\n", self.certainty.name());
+        let mut out = format!("cause: {} ({})\n", self.summarise(), self.certainty.name());
         for side in &self.sides {
             out += &format!("  {}: {} of {}", list_ranks(&side.ranks), side.call, side.group);
             out += &side.site.as_ref().map_or("\n".to_string(), |s| format!("\n    {s}\n"));
@@ -116,9 +118,10 @@ impl FlightFinding {
     }
 
     fn to_json(&self) -> Value {
-        let sides = self.sides.iter().map(|s| {
-            json!({"ranks": s.ranks, "call": s.call, "group": s.group, "site": s.site})
-        });
+        let sides = self
+            .sides
+            .iter()
+            .map(|s| json!({"ranks": s.ranks, "call": s.call, "group": s.group, "site": s.site}));
         json!({
             "kind": self.kind.name(),
             "ranks": self.ranks,

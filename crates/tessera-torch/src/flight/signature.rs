@@ -58,7 +58,10 @@ impl CallSignature {
 /// Returns one name for the names under which versions of PyTorch record an op.
 fn normalise_op(op: &str) -> &str {
     match op {
-        "_all_gather_base" | "all_gather_single" | "all_gather_into_tensor" | "_allgather_base"
+        "_all_gather_base"
+        | "all_gather_single"
+        | "all_gather_into_tensor"
+        | "_allgather_base"
         | "allgather" => "all_gather",
         "_reduce_scatter_base" | "reduce_scatter_single" | "reduce_scatter_tensor" => "reduce_scatter",
         "allreduce" => "all_reduce",

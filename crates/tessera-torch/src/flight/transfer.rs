@@ -104,7 +104,12 @@ impl<'a> Transfers<'a> {
         for (channel, own, theirs, rank, peer) in sends.chain(receives) {
             let group = find_label(groups, channel.group, rank);
             let unmatched = own.list_unmatched(theirs).into_iter();
-            found.extend(unmatched.map(|entry| UnmatchedTransfer { rank, peer, entry, group: group.clone() }));
+            found.extend(unmatched.map(|entry| UnmatchedTransfer {
+                rank,
+                peer,
+                entry,
+                group: group.clone(),
+            }));
         }
         found
     }
@@ -119,7 +124,8 @@ impl<'a> Transfers<'a> {
                 continue;
             }
             let mut pairs = sends.entries.iter().zip(&receives.entries);
-            let differing = pairs.find_map(|(send, receive)| Some((compare(send, receive)?, *send, *receive)));
+            let differing =
+                pairs.find_map(|(send, receive)| Some((compare(send, receive)?, *send, *receive)));
             if let Some((field, send, receive)) = differing {
                 found.push(MismatchedTransfer {
                     field,
