@@ -89,4 +89,8 @@ tessera_base::codes! {
     T1424: "unlogged compile activity",
     "A compile has no end or no graph in the log, a number is missing, or a rank left no log. What it compiled is then not compared \
     with its peers. The usual reason is a run that was killed, or TORCH_TRACE on some hosts only.";
+
+    T1425: "folder holds two kinds of recordings",
+    "The folder holds compile traces of a PyTorch run beside a plan, a run or an estimate of Tessera, and the command cannot know which \
+    one is meant. Move the files dedicated_log_torch_trace_… into a folder of their own.";
 }

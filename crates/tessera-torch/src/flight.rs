@@ -13,5 +13,5 @@ mod sequence;
 mod wait;
 
 pub use dump::{EntryState, FlightDump, FlightEntry, FlightGroup, StackFrame, read_dump};
-pub(crate) use findings::list_ranks;
+pub use findings::list_ranks;
 pub use findings::{CallSide, Certainty, FaultKind, FlightFinding, FlightReport, RankWait, examine_dumps};

@@ -320,7 +320,8 @@ fn find_user_site(entry: &FlightEntry) -> Option<String> {
 }
 
 /// Lists ranks: `rank 3`, `ranks 0, 2`.
-pub(crate) fn list_ranks(ranks: &[u32]) -> String {
+#[must_use]
+pub fn list_ranks(ranks: &[u32]) -> String {
     let texts: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, texts.join(", "))
 }

@@ -50,6 +50,7 @@ pub fn compare_ranks(run: &RunLogs) -> RankComparison {
         stage: run.common_stage(Direction::Forward),
         ..RankComparison::default()
     };
+    out.diagnostics.extend(run.notes.iter().map(|n| Diagnostic::warning(&T1417, n.clone())));
     out.diagnostics.extend(list_unknown(run));
     let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
     let mut groups: BTreeSet<Rc<str>> = BTreeSet::new();

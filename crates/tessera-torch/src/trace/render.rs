@@ -30,7 +30,7 @@ impl CompileReport {
         }
         for (c, ranks) in &sides {
             out += &format!(
-                "  {}: {} graphs, {} graph breaks, {} recompiles, {} CUDA graphs recorded again, {} unlogged\n",
+                "  {}: graphs {}, graph breaks {}, recompiles {}, CUDA graphs recorded again {}, unlogged {}\n",
                 list_ranks(ranks),
                 c.graphs,
                 c.breaks,
@@ -110,8 +110,8 @@ impl Activity {
 impl BudgetLine {
     fn to_line(&self) -> String {
         let verdict = if self.passes() { "pass" } else { "FAIL" };
-        let detail = if self.detail.is_empty() { String::new() } else { format!(": {}", self.detail) };
-        format!("{verdict}  {} {} (limit {}){detail}", self.value, self.title, self.limit)
+        let detail = if self.detail.is_empty() { String::new() } else { format!(", {}", self.detail) };
+        format!("{verdict}  {}: {} (limit {}){detail}", self.title, self.value, self.limit)
     }
 }
 
