@@ -119,8 +119,12 @@ pub fn summarize_comparison(compared: &RankComparison) -> String {
         return format!("no collective in a compiled graph, so nothing to compare; {LIMITS}");
     }
     let count = |n: usize, word: &str| format!("{n} {word}{}", if n == 1 { "" } else { "s" });
+    let verdict = match compared.diagnostics.len() {
+        0 => "every rank compiled the same sequences".to_string(),
+        n => format!("no difference is certain, and {} to read", count(n, "warning")),
+    };
     format!(
-        "{}, {}, {}: every rank compiled the same sequences; {LIMITS}",
+        "{}, {}, {}: {verdict}; {LIMITS}",
         count(compared.ranks, "rank"),
         count(compared.collectives, "compiled collective"),
         count(compared.groups, "group"),

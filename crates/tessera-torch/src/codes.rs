@@ -50,8 +50,8 @@ tessera_base::codes! {
     one rank runs eagerly is not in its log: if that rank has more graph breaks than its peers, this is a warning T1417 instead.";
 
     T1415: "ranks compiled groups in different orders",
-    "Each process group by itself has one sequence, but two ranks reach two groups in opposite orders. One rank then waits in the first \
-    group and the other one in the second, and neither comes on. Issue the collectives of both groups in one order on all ranks.";
+    "Each process group by itself has one sequence, but ranks reach the groups in orders that wait for each other: one rank waits in the \
+    first group for a rank that waits in the second, and so on around. Issue the collectives of the groups in one order on all ranks.";
 
     T1416: "recompiled collectives on some ranks only",
     "A rank compiled a frame again, and the new graph holds a collective that no graph of another member holds: the rank saw a size or \
@@ -87,7 +87,8 @@ tessera_base::codes! {
     later, and a timeout of the others looks like a hang. Fill the caches of all ranks from one place, or clear all of them.";
 
     T1424: "unlogged compile activity",
-    "A compile has no end or no graph in the log, a number is missing, or a rank left no log. What it compiled is then not compared \
+    "A compile has no end or no graph in the log, a function runs eagerly because it could not be compiled, a number is missing, or a \
+    rank left no log. What it compiled is then not compared \
     with its peers. The usual reason is a run that was killed, or TORCH_TRACE on some hosts only.";
 
     T1425: "folder holds two kinds of recordings",

@@ -127,6 +127,17 @@ fn two_groups_in_opposite_orders_are_reported_and_in_one_order_are_not() {
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!(found[0].0, "T1415");
     assert_eq!(compare(&[a.clone(), a]), []);
+    // Three ranks, each pair with a group, and no two of them share two groups.
+    let in_order = |groups: [&str; 2]| {
+        let calls = groups.map(|g| format!("_c10d_functional.all_gather_into_tensor.default(x, 2, '{g}')"));
+        log().compile(0, 0, &[&calls[0], &calls[1]])
+    };
+    let all = [in_order(["01", "02"]), in_order(["12", "01"]), in_order(["02", "12"])];
+    let found = compare(&all);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].0 == "T1415" && found[0].1.starts_with("ranks 0, 1, 2 "), "{found:?}");
+    let [first, second, _] = all;
+    assert_eq!(compare(&[first, second, in_order(["12", "02"])]), []);
 }
 
 #[test]
@@ -222,6 +233,11 @@ fn a_group_of_some_ranks_is_complete_if_its_size_says_so() {
     let all = [in_pair.clone(), in_pair, other.clone(), other];
     assert_eq!(compare(&all), []);
     assert_eq!(compare(&all[..3])[0].0, "T1414");
+    // Without a size in the log, sides of two ranks or more may be groups of their own.
+    let (sum, twice) = (log().compile(0, 0, &[PAIR]), log().compile(0, 0, &[PAIR, PAIR]));
+    let found = compare(&[sum.clone(), sum.clone(), twice.clone(), twice.clone()]);
+    assert_eq!(found.iter().map(|f| f.0).collect::<Vec<_>>(), ["T1417"]);
+    assert_eq!(compare(&[sum.clone(), sum, twice])[0].0, "T1414");
 }
 
 #[test]
@@ -263,6 +279,15 @@ fn each_line_of_the_budget_and_each_rule_of_structure_can_turn() {
     assert_eq!(
         (failing(&report), applies(&report)),
         (vec!["breaks", "unlogged"], vec!["a break repeats with the layers"])
+    );
+    // At the recompile limit PyTorch logs a failed compile, and runs the frame eagerly.
+    let failed =
+        r#""compilation_metrics": {"compile_id": "0/1", "fail_type": "Unsupported", "fail_reason": "limit"}"#;
+    let full = steady.clone().record(failed, &context(0, 1), "");
+    let report = examine(&[full.clone(), full]);
+    assert_eq!(
+        (failing(&report), applies(&report)),
+        (vec!["unlogged"], vec!["a whole function runs eagerly"])
     );
     // A gap in the numbers, and a compile without a graph or an end.
     let gap = steady.clone().compile(0, 2, &[SUM]);

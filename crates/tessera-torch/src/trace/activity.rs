@@ -94,6 +94,12 @@ impl Compile {
         self.recordings.iter().map(|n| n.saturating_sub(1) as usize).sum()
     }
 
+    /// Returns whether PyTorch runs the function eagerly, because it could not compile it.
+    #[must_use]
+    pub fn runs_eagerly(&self) -> bool {
+        self.failure.is_some() || self.breaks.iter().any(|b| b.runs_eagerly)
+    }
+
     fn activity(&self, kind: ActivityKind, site: Option<&str>, reason: String, count: usize) -> Activity {
         Activity {
             kind,
@@ -170,6 +176,8 @@ fn list_unlogged(log: &RankLog) -> Vec<Activity> {
         let unlogged = |reason: String| compile.activity(ActivityKind::Unlogged, None, reason, 1);
         if !compile.is_finished {
             out.push(unlogged("the log holds no end of this compile".to_string()));
+        } else if let Some(why) = compile.failure.as_ref().filter(|_| compile.breaks.is_empty()) {
+            out.push(unlogged(format!("the function runs eagerly, which is not logged: {why}")));
         } else if compile.failure.is_none() && compile.ops > 0 && compile.graphs.is_empty() {
             out.push(unlogged(format!("{} ops were traced, and no graph is logged", compile.ops)));
         }

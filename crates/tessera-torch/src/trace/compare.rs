@@ -15,6 +15,8 @@ use crate::flight::list_ranks;
 
 /// Name that PyTorch gives to the group of all ranks.
 const DEFAULT_GROUP: &str = "0";
+/// Maximum length of sequences that are compared in any order, which takes quadratic time.
+const MAX_PERMUTED: usize = 4096;
 /// What a comparison of compile traces cannot see.
 pub const LIMITS: &str = "compared is what was compiled, in the order of the compiles: a log does not show what ran, how often, \
                           or any eager collective";
@@ -68,13 +70,13 @@ pub fn compare_ranks(run: &RunLogs) -> RankComparison {
         for (rank, s) in &ranks {
             *counts.entry(*rank).or_default() += s.first.len() + s.again.len();
         }
-        let mut equal_groups = BTreeSet::new();
+        let mut equal_groups = BTreeMap::new();
         let names: BTreeSet<Rc<str>> = ranks.values().flat_map(RankSequence::groups).collect();
         for name in &names {
             let group = GroupSequences::new(run, name, direction, &ranks);
             let found = group.compare(run);
-            if !found.iter().any(Diagnostic::is_error) {
-                equal_groups.insert(name.clone());
+            if found.is_empty() && !group.may_be_several() {
+                equal_groups.insert(name.clone(), group.members.keys().copied().collect());
             }
             out.diagnostics.extend(found);
         }
@@ -126,6 +128,12 @@ impl<'a> GroupSequences<'a> {
     fn is_split_by_size(&self, sides: &[Side<'_, '_>]) -> bool {
         let size = self.group_size().filter(|n| *n > 0 && self.members.len() > *n);
         size.is_some_and(|n| sides.iter().all(|s| s.ranks.len() % n == 0 && !s.calls.is_empty()))
+    }
+
+    /// Returns whether the name may stand for several groups, whose members the log does not tell apart.
+    fn may_be_several(&self) -> bool {
+        let n = self.members.len();
+        &*self.name != DEFAULT_GROUP && self.group_size().map_or(n > 3, |size| n > size)
     }
 
     fn describe_group(&self) -> String {
@@ -185,7 +193,7 @@ impl<'a> GroupSequences<'a> {
         };
         let message = format!("{who}: {kind} at number {} of {}", at + 1, self.describe_group());
         let fewer = at_index.iter().any(|s| s.calls.is_empty());
-        let doubt = self.explain_shorter(run, first, sides);
+        let doubt = self.explain_shorter(run, first, sides).or_else(|| self.explain_shared_name(sides));
         let code = match (&doubt, fewer || kind.starts_with("an extra")) {
             (Some(_), _) => &T1417,
             (None, true) => &T1414,
@@ -213,6 +221,17 @@ impl<'a> GroupSequences<'a> {
         d.with_hint("make the ranks trace the same code: tessera doctor on this folder lists breaks and recompiles of each")
     }
 
+    /// Returns why the sides may be groups of their own: the log names no members, and no op takes the
+    /// size of the group.
+    fn explain_shared_name(&self, sides: &[Side<'_, '_>]) -> Option<String> {
+        let may_share = self.may_be_several() && self.group_size().is_none();
+        (may_share && sides.iter().all(|s| s.ranks.len() > 1 && !s.calls.is_empty())).then(|| {
+            "PyTorch may give disjoint groups one name, and no collective here shows the size of the group: each \
+             side may be a group of its own"
+                .to_string()
+        })
+    }
+
     /// Returns why a shorter sequence may be no difference: its log ends early, or it broke the graph
     /// at the collective, which then ran eagerly and is not in the log.
     fn explain_shorter(
@@ -225,7 +244,7 @@ impl<'a> GroupSequences<'a> {
         let eager = |rank: u32| {
             run.logs
                 .get(&rank)
-                .map_or(0, |l| l.count_breaks() + l.compiles.iter().filter(|c| c.failure.is_some()).count())
+                .map_or(0, |l| l.count_breaks() + l.compiles.iter().filter(|c| c.runs_eagerly()).count())
         };
         let most_breaks = longest.ranks.iter().map(|r| eager(*r)).max().unwrap_or(0);
         let mut reasons = BTreeSet::new();
@@ -237,7 +256,8 @@ impl<'a> GroupSequences<'a> {
                 ));
             } else if eager(*rank) > most_breaks && is_subsequence(calls, longest.calls) {
                 reasons.insert(format!(
-                    "rank {rank} has more graph breaks; a collective between graphs runs eagerly and is not logged"
+                    "rank {rank} has more graph breaks: a collective between graphs runs eagerly, and a part of a \
+                     graph may run several times; the log shows neither"
                 ));
             } else {
                 return None;
@@ -305,6 +325,7 @@ fn name_difference(a: &[PlacedCall<'_>], b: &[PlacedCall<'_>]) -> String {
     }
     let mut rest: Vec<&PlacedCall<'_>> = b.iter().collect();
     let is_permuted = a.len() == b.len()
+        && a.len() <= MAX_PERMUTED
         && a.iter().all(|x| rest.iter().position(|y| y.matches(x)).map(|at| rest.swap_remove(at)).is_some());
     if is_permuted {
         return "another order".to_string();

@@ -161,15 +161,23 @@ fn find_repeated_break(run: &RunLogs, budget: &Budget) -> StructureRule {
     rule("a break repeats with the layers", most.map_or(0, |(_, n)| *n), budget.break_repeats, detail)
 }
 
-/// A break after which PyTorch runs the function eagerly, as it does within a loop.
+/// A function that PyTorch gave up compiling: after a break within a loop, an error, or at the
+/// recompile limit.
 fn find_eager_frame(run: &RunLogs) -> StructureRule {
-    let eager: Vec<_> = run.breaks().filter(|(_, b)| b.runs_eagerly).collect();
-    let detail = eager.first().map(|(rank, b)| {
-        let site = b.site.as_deref().unwrap_or("an unknown line");
-        format!("{site} on rank {rank}: a break within a loop comes with every pass of it; move it out of the loop")
-    });
-    let ranks = run.logs.len().max(1);
-    rule("a break makes a whole function run eagerly", eager.len().div_ceil(ranks), 1.0, detail)
+    let mut most: (usize, Option<String>) = (0, None);
+    for (rank, log) in &run.logs {
+        let eager: Vec<&Compile> = log.compiles.iter().filter(|c| c.runs_eagerly()).collect();
+        let Some(first) = eager.first().filter(|_| eager.len() > most.0) else { continue };
+        let detail = match first.breaks.iter().find(|b| b.runs_eagerly) {
+            Some(b) => {
+                let site = b.site.as_deref().unwrap_or("an unknown line");
+                format!("a break within a loop comes with every pass of it; move {site} out of the loop")
+            }
+            None => first.failure.clone().unwrap_or_default(),
+        };
+        most = (eager.len(), Some(format!("{} {} on rank {rank}: {detail}", first.id, first.function)));
+    }
+    rule("a whole function runs eagerly", most.0, 1.0, most.1)
 }
 
 /// A frame that nears the limit at which PyTorch runs it eagerly.

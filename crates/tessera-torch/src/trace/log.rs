@@ -14,6 +14,8 @@ use crate::codes::T1410;
 
 /// Maximum number of compiles of a log; later ones mark the log as cut.
 const MAX_COMPILES: usize = 1 << 16;
+/// Maximum number of collectives of a log, over all graphs; graphs beyond mark the log as cut.
+const MAX_CALLS: usize = 1 << 20;
 /// Maximum number of interned file names.
 const MAX_STRINGS: usize = 1 << 16;
 /// Maximum number of breaks, recompiles or cache events that are kept per compile.
@@ -134,6 +136,7 @@ struct LogReader {
     /// The compile that the payload belongs to.
     current: Option<usize>,
     records: usize,
+    calls: usize,
     first_s: Option<f64>,
 }
 
@@ -159,6 +162,7 @@ pub fn read_log(name: &str, rank: Option<u32>, reader: impl BufRead) -> Result<R
         payload: Payload::Skipped,
         current: None,
         records: 0,
+        calls: 0,
         first_s: None,
     };
     let mut lines = LineReader::new(reader);
@@ -353,7 +357,11 @@ impl LogReader {
         match payload {
             Payload::Graph(stage, graph) => {
                 let graph = graph.finish();
-                self.log.is_cut |= graph.is_cut;
+                self.calls += graph.calls.len();
+                self.log.is_cut |= graph.is_cut || self.calls > MAX_CALLS;
+                if self.calls > MAX_CALLS {
+                    return;
+                }
                 compile.graphs.entry(stage).or_default().push(graph);
             }
             Payload::Break(text) if compile.breaks.len() < MAX_EVENTS => {

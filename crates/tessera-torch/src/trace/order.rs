@@ -1,66 +1,80 @@
-//! Compares the order of collectives over several groups.
+//! Checks that collectives of several groups have an order that all ranks can keep.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use tessera_base::Diagnostic;
 
-use super::sequence::{PlacedCall, RankSequence, split_sides};
+use super::sequence::{PlacedCall, RankSequence};
 use crate::codes::T1415;
 use crate::flight::list_ranks;
 
-/// A call with its number in its group, from 1.
-type NumberedCall<'a> = (usize, PlacedCall<'a>);
+/// Maximum number of ranks of a wait cycle that a diagnostic shows.
+const MAX_SHOWN: usize = 6;
 
-/// Reports the first ranks that compiled the collectives of two groups in different orders, although
-/// each group by itself has one sequence: one rank then waits in the first group and the other one in
-/// the second.
-pub(crate) fn check_group_order(
-    ranks: &BTreeMap<u32, RankSequence<'_>>,
-    equal_groups: &BTreeSet<Rc<str>>,
-) -> Option<Diagnostic> {
-    let merged: BTreeMap<u32, &[PlacedCall<'_>]> =
-        ranks.iter().map(|(rank, s)| (*rank, s.first.as_slice())).collect();
-    let sides = split_sides(&merged);
-    for (at, a) in sides.iter().enumerate() {
-        for b in &sides[at + 1..] {
-            let groups = |calls: &[PlacedCall<'_>]| -> BTreeSet<Rc<str>> {
-                calls.iter().map(|c| c.call.group.clone()).filter(|g| equal_groups.contains(g)).collect()
-            };
-            let common = groups(a.calls).intersection(&groups(b.calls)).cloned().collect();
-            let (x, y) = (number_calls(a.calls, &common), number_calls(b.calls, &common));
-            let Some((x, y)) = x.iter().zip(&y).find(|(x, y)| x.1.call.group != y.1.call.group) else {
-                continue;
-            };
-            let side = |(number, call): &NumberedCall<'_>| {
-                format!("number {number} of group {} first: {}", call.call.group, call.describe())
-            };
-            let message = format!(
-                "{} and {} compiled groups {} and {} in different orders",
-                list_ranks(&a.ranks),
-                list_ranks(&b.ranks),
-                x.1.call.group,
-                y.1.call.group
-            );
-            return Some(
-                Diagnostic::error(&T1415, message)
-                    .with_label(list_ranks(&a.ranks), side(x))
-                    .with_label(list_ranks(&b.ranks), side(y))
-                    .with_hint("issue the collectives of the two groups in one order on all ranks"),
-            );
-        }
-    }
-    None
+/// The ranks, each at its next collective.
+struct Positions<'a> {
+    calls: BTreeMap<u32, Vec<PlacedCall<'a>>>,
+    next: BTreeMap<u32, usize>,
 }
 
-/// Returns the calls of these groups.
-fn number_calls<'a>(calls: &[PlacedCall<'a>], groups: &BTreeSet<Rc<str>>) -> Vec<NumberedCall<'a>> {
-    let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut out = Vec::new();
-    for call in calls.iter().filter(|c| groups.contains(&c.call.group)) {
-        let number = seen.entry(&call.call.group).or_default();
-        *number += 1;
-        out.push((*number, *call));
+/// Reports a wait cycle: ranks that reach groups in orders that wait for each other, although each
+/// group by itself has one sequence. `groups` holds the members of each group; the collectives of
+/// other groups are left out.
+///
+/// A rank here waits in one collective until all members have reached it. If some order of all
+/// collectives agrees with every rank, then all ranks come to their end, whoever moves first.
+pub(crate) fn check_group_order(
+    ranks: &BTreeMap<u32, RankSequence<'_>>,
+    groups: &BTreeMap<Rc<str>, BTreeSet<u32>>,
+) -> Option<Diagnostic> {
+    let calls = ranks.iter().map(|(rank, s)| {
+        let of_groups = s.first.iter().filter(|c| groups.contains_key(&c.call.group));
+        (*rank, of_groups.copied().collect())
+    });
+    let mut at = Positions { calls: calls.collect(), next: ranks.keys().map(|r| (*r, 0)).collect() };
+    let mut reached: Vec<Rc<str>> = groups.keys().cloned().collect();
+    while let Some(group) = reached.pop() {
+        let Some(members) = groups.get(&group) else { continue };
+        if members.iter().all(|r| at.group(*r) == Some(&group)) {
+            for rank in members {
+                at.next.entry(*rank).and_modify(|n| *n += 1);
+                reached.extend(at.group(*rank).cloned());
+            }
+        }
     }
-    out
+    let mut rank = *at.next.keys().find(|r| at.group(**r).is_some())?;
+    let mut path = Vec::new();
+    while !path.contains(&rank) {
+        path.push(rank);
+        let group = at.group(rank)?;
+        rank = *groups.get(group)?.iter().find(|r| at.group(**r) != Some(group))?;
+    }
+    let cycle = &path[path.iter().position(|r| *r == rank)?..];
+    let mut d = Diagnostic::error(
+        &T1415,
+        format!(
+            "{} compiled collectives of several groups in orders that wait for each other",
+            list_ranks(cycle)
+        ),
+    );
+    for rank in cycle.iter().take(MAX_SHOWN) {
+        let call = at.call(*rank)?;
+        d = d.with_label(
+            format!("rank {rank}"),
+            format!("waits in group {}: {}", call.call.group, call.describe()),
+        );
+    }
+    Some(d.with_hint("issue the collectives of the groups in one order on all ranks"))
+}
+
+impl<'a> Positions<'a> {
+    fn call(&self, rank: u32) -> Option<&PlacedCall<'a>> {
+        self.calls.get(&rank)?.get(*self.next.get(&rank)?)
+    }
+
+    /// Returns the group of the rank's next collective; `None` at its end.
+    fn group(&self, rank: u32) -> Option<&Rc<str>> {
+        self.call(rank).map(|c| &c.call.group)
+    }
 }

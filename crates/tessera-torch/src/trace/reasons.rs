@@ -66,6 +66,12 @@ pub(crate) fn read_break(text: &str) -> GraphBreak {
     if reason.is_empty() {
         reason = first.to_string();
     }
+    let called = text.split_once("User code traceback:").map_or("", |(_, rest)| rest);
+    let called = called.split("Traceback (most recent").next().unwrap_or("");
+    let site = match site.filter(|s| is_user_file(s)) {
+        None => last_user_line(called).or_else(|| first.split_once(" at ").map(|(_, s)| quote_line(s))),
+        site => site,
+    };
     let runs_eagerly = text.contains("falling back to eager");
     GraphBreak { site, reason: quote_line(&reason), runs_eagerly }
 }
@@ -79,13 +85,17 @@ pub(crate) fn read_recompile(text: &str) -> Recompile {
     let (guard, _) = first.split_once(" #").unwrap_or((first, ""));
     // The compile that did not fit stands in front: `0/1: scale == 2.5`.
     let guard = guard.split_once(": ").filter(|(id, _)| id.contains('/')).map_or(guard, |(_, rest)| rest);
+    Recompile { guard: quote_line(guard), site: last_user_line(text) }
+}
+
+/// Returns the last `FILE:LINE` of a Python traceback that is not of PyTorch itself.
+fn last_user_line(text: &str) -> Option<String> {
     let frames = text.lines().filter_map(|l| l.trim().strip_prefix("File \""));
     let mut sites = frames.filter_map(|l| {
         let (file, rest) = l.split_once("\", line ")?;
         Some(format!("{file}:{}", rest.split(',').next()?))
     });
-    let site = sites.rfind(|s| is_user_file(s)).map(|s| quote_line(&s));
-    Recompile { guard: quote_line(guard), site }
+    sites.rfind(|s| is_user_file(s)).map(|s| quote_line(&s))
 }
 
 #[cfg(test)]
