@@ -8,15 +8,15 @@ use super::check_renders;
 /// beside a copy of itself must not differ from it.
 pub(super) fn check_logs(bytes: &[u8]) {
     let (first, second) = bytes.split_at(bytes.iter().position(|b| *b == 0xff).unwrap_or(bytes.len()));
-    examine(first, second);
-    examine(second, first);
-    for code in examine(first, first) {
+    examine_logs(first, second);
+    examine_logs(second, first);
+    for code in examine_logs(first, first) {
         assert!(!["T1413", "T1415", "T1416"].contains(&code), "a log differs from itself: {code}");
     }
 }
 
 /// Compares and examines two logs, and returns the codes of what differs.
-fn examine(first: &[u8], second: &[u8]) -> Vec<&'static str> {
+fn examine_logs(first: &[u8], second: &[u8]) -> Vec<&'static str> {
     let mut logs = Vec::new();
     for (rank, bytes) in (0..).zip([first, second]) {
         match read_log("log", Some(rank), bytes) {

@@ -94,7 +94,7 @@ struct OpForm {
     group: usize,
 }
 
-const fn form(
+const fn op_form(
     name: &'static str,
     shown: &'static str,
     operand: usize,
@@ -106,27 +106,27 @@ const fn form(
 
 /// The ops of `torch.distributed._functional_collectives`; the group is its name.
 const FUNCTIONAL: &[OpForm] = &[
-    form("all_reduce", "all_reduce", 0, [Some(1), None, None], 2),
-    form("all_gather_into_tensor", "all_gather_into_tensor", 0, [None, Some(1), None], 2),
-    form("reduce_scatter_tensor", "reduce_scatter_tensor", 0, [Some(1), Some(2), None], 3),
-    form("all_to_all_single", "all_to_all_single", 0, [None, None, None], 3),
-    form("broadcast", "broadcast", 0, [None, None, Some(1)], 2),
+    op_form("all_reduce", "all_reduce", 0, [Some(1), None, None], 2),
+    op_form("all_gather_into_tensor", "all_gather_into_tensor", 0, [None, Some(1), None], 2),
+    op_form("reduce_scatter_tensor", "reduce_scatter_tensor", 0, [Some(1), Some(2), None], 3),
+    op_form("all_to_all_single", "all_to_all_single", 0, [None, None, None], 3),
+    op_form("broadcast", "broadcast", 0, [None, None, Some(1)], 2),
 ];
 
 /// The ops that `torch.distributed` calls in place; the group is an object.
 const IN_PLACE: &[OpForm] = &[
-    form("allreduce", "all_reduce", 0, [Some(2), None, None], 1),
-    form("allgather", "all_gather", 1, [None, None, None], 2),
-    form("_allgather_base", "all_gather_into_tensor", 1, [None, None, None], 2),
-    form("reduce_scatter", "reduce_scatter", 1, [Some(3), None, None], 2),
-    form("_reduce_scatter_base", "reduce_scatter_tensor", 1, [Some(3), None, None], 2),
-    form("alltoall", "all_to_all", 1, [None, None, None], 2),
-    form("alltoall_base", "all_to_all_single", 1, [None, None, None], 2),
-    form("broadcast", "broadcast", 0, [None, None, Some(2)], 1),
-    form("reduce", "reduce", 0, [Some(2), None, Some(3)], 1),
-    form("gather", "gather", 1, [None, None, Some(3)], 2),
-    form("scatter", "scatter", 0, [None, None, Some(3)], 2),
-    form("barrier", "barrier", 0, [None, None, None], 1),
+    op_form("allreduce", "all_reduce", 0, [Some(2), None, None], 1),
+    op_form("allgather", "all_gather", 1, [None, None, None], 2),
+    op_form("_allgather_base", "all_gather_into_tensor", 1, [None, None, None], 2),
+    op_form("reduce_scatter", "reduce_scatter", 1, [Some(3), None, None], 2),
+    op_form("_reduce_scatter_base", "reduce_scatter_tensor", 1, [Some(3), None, None], 2),
+    op_form("alltoall", "all_to_all", 1, [None, None, None], 2),
+    op_form("alltoall_base", "all_to_all_single", 1, [None, None, None], 2),
+    op_form("broadcast", "broadcast", 0, [None, None, Some(2)], 1),
+    op_form("reduce", "reduce", 0, [Some(2), None, Some(3)], 1),
+    op_form("gather", "gather", 1, [None, None, Some(3)], 2),
+    op_form("scatter", "scatter", 0, [None, None, Some(3)], 2),
+    op_form("barrier", "barrier", 0, [None, None, None], 1),
 ];
 
 /// What a call of `torch.ops` is.
@@ -162,7 +162,7 @@ pub(crate) fn parse_call(
     let known = forms.iter().filter(|_| is_functional || namespace == "c10d");
     let Some(form) = known.into_iter().find(|f| f.name == single) else { return unknown() };
     let Some(group) = arguments.get(form.group) else { return unknown() };
-    let name = match (is_by_name, unquote(group)) {
+    let name = match (is_by_name, strip_quotes(group)) {
         (true, Some(name)) => name.to_string(),
         _ => format!("object {group}"),
     };
@@ -174,7 +174,7 @@ pub(crate) fn parse_call(
     });
     Some(ParsedCall::Collective(Box::new(CollectiveCall {
         op: format!("{}{coalesced}", form.shown),
-        reduction: text(form.reduction).map(|r| unquote(r).unwrap_or(r).to_string()),
+        reduction: text(form.reduction).map(|r| strip_quotes(r).unwrap_or(r).to_string()),
         operands,
         result: None,
         group: name.into(),
@@ -184,7 +184,7 @@ pub(crate) fn parse_call(
     })))
 }
 
-fn unquote(text: &str) -> Option<&str> {
+fn strip_quotes(text: &str) -> Option<&str> {
     let quote = text.chars().next().filter(|c| matches!(c, '\'' | '"'))?;
     text.strip_prefix(quote)?.strip_suffix(quote)
 }

@@ -158,7 +158,7 @@ fn find_repeated_break(run: &RunLogs, budget: &Budget) -> StructureRule {
     }
     let most = sites.iter().max_by_key(|(key, n)| (**n, std::cmp::Reverse(**key)));
     let detail = most.map(|((rank, site), _)| format!("{site} on rank {rank}: move it out of the layer"));
-    rule("a break repeats with the layers", most.map_or(0, |(_, n)| *n), budget.break_repeats, detail)
+    build_rule("a break repeats with the layers", most.map_or(0, |(_, n)| *n), budget.break_repeats, detail)
 }
 
 /// A function that PyTorch gave up compiling: after a break within a loop, an error, or at the
@@ -177,7 +177,7 @@ fn find_eager_frame(run: &RunLogs) -> StructureRule {
         };
         most = (eager.len(), Some(format!("{} {} on rank {rank}: {detail}", first.id, first.function)));
     }
-    rule("a whole function runs eagerly", most.0, 1.0, most.1)
+    build_rule("a whole function runs eagerly", most.0, 1.0, most.1)
 }
 
 /// A frame that nears the limit at which PyTorch runs it eagerly.
@@ -198,7 +198,7 @@ fn find_full_frame(run: &RunLogs, budget: &Budget) -> StructureRule {
         let at = log.recompile_limit;
         format!("frame {id} ({function}) on rank {rank} has {n} compiles, and at {at} runs eagerly")
     });
-    rule("a frame nears its recompile limit", fullest.map_or(0, |(_, f)| f.0), limit, detail)
+    build_rule("a frame nears its recompile limit", fullest.map_or(0, |(_, f)| f.0), limit, detail)
 }
 
 /// New graphs in each of the last windows.
@@ -221,7 +221,7 @@ fn find_growth(run: &RunLogs, budget: &Budget) -> StructureRule {
         }
     }
     let detail = format!("rank {} compiles new graphs in each of the last {} windows", most.1, most.0);
-    rule("unique graphs keep growing", most.0, budget.growth_window, Some(detail))
+    build_rule("unique graphs keep growing", most.0, budget.growth_window, Some(detail))
 }
 
 /// Guards on a number, a flag or a size: a value that one rank can decide for all.
@@ -237,10 +237,10 @@ fn find_leader_value(run: &RunLogs) -> StructureRule {
         };
         most = (decided.len(), Some(format!("`{}` on rank {rank}: {advice}", first.guard)));
     }
-    rule("a guard names a value that the leader decides", most.0, 1.0, most.1)
+    build_rule("a guard names a value that the leader decides", most.0, 1.0, most.1)
 }
 
-fn rule(title: &'static str, value: usize, limit: f64, detail: Option<String>) -> StructureRule {
+fn build_rule(title: &'static str, value: usize, limit: f64, detail: Option<String>) -> StructureRule {
     let mut rule = StructureRule { title, value: value as f64, limit, detail: String::new() };
     if rule.applies() {
         rule.detail = detail.unwrap_or_default();
