@@ -11,10 +11,10 @@ this machine. Both files may be edited: every figure names its source.";
 lists. A language model needs only config.json; a video model also needs stream.toml, which defines how it is streamed.";
 
     T0051: "folder contains nothing to examine",
-    "The doctor examines three kinds of folders: a run folder of `tessera stream --out` \
-with record.jsonl and the plan that ran, a sealed plan with seal.json, and a folder of `tessera \
+    "The doctor examines four kinds of folders: a run folder of `tessera stream --out` \
+with record.jsonl and the plan that ran, a sealed plan with seal.json, a folder of `tessera \
 plan --out` whose estimate.json contains the query (the model and the options of that \
-estimate). This folder is none of them, or its content cannot be read. An estimate.json of an \
+estimate), and the folder of TORCH_TRACE with the compile traces of a PyTorch run. This folder is none of them, or its content cannot be read. An estimate.json of an \
 older build does not contain the query: plan again.";
 
     T0056: "prefetch hit rate does not apply",

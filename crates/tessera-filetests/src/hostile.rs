@@ -1,11 +1,12 @@
 //! Checks on hostile input: arbitrary bytes as program text, as mutations of valid plans, as
-//! recorded traces, and as data from a socket. For every input the parser, the verifier and the
-//! wire code must return a result without a panic, and accepted input must satisfy their
+//! recorded traces, as data from a socket, and as compile traces of PyTorch. For every input the
+//! parser, the verifier, the wire code and the readers must return a result without a panic, and accepted input must satisfy their
 //! guarantees.
 //!
 //! Each function panics if a guarantee is broken. Fuzzers call the functions with bytes of their
 //! choice; a test calls them with bytes drawn from a seed.
 
+mod compile_traces;
 mod fuzz_input;
 mod mutate;
 mod random_traces;
@@ -185,6 +186,15 @@ pub fn fuzz_traces(bytes: &[u8]) {
     } else if found.iter().all(|d| ["T0311", "T0312"].contains(&d.code.id)) {
         assert!(!generated.all_ranks_terminate(), "traces rejected for their order terminate: {generated:?}");
     }
+}
+
+/// Treats bytes as the compile traces of two PyTorch ranks. The reader must accept or reject them, and
+/// a trace must not differ from itself.
+///
+/// # Panics
+/// If a guarantee is broken.
+pub fn fuzz_compile_traces(bytes: &[u8]) {
+    compile_traces::check_logs(bytes);
 }
 
 /// Treats bytes as data from an untrusted peer: frames with their checksums unchanged and

@@ -1,5 +1,7 @@
 //! Hostile input from a fixed seed: a few seconds of fuzzing in every test run.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 mod common;
 
 use tessera_base::random::philox4x32;
@@ -107,5 +109,26 @@ fn mutated_frames_decode_or_are_rejected() {
             *cut = 255;
         }
         hostile::fuzz_wire(&bytes);
+    }
+}
+
+#[test]
+fn mutated_compile_traces_are_read_or_rejected() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tessera-torch/tests/traces");
+    let mut logs = Vec::new();
+    for case in std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()) {
+        let files = std::fs::read_dir(case).unwrap().map(|e| e.unwrap().path());
+        logs.extend(files.filter(|f| f.extension().is_some_and(|e| e == "log")));
+    }
+    logs.sort();
+    let logs: Vec<String> = logs.iter().map(|f| std::fs::read_to_string(f).unwrap()).collect();
+    assert!(logs.len() > 20);
+    let mut draws = RandomBytes { seed: 5, drawn: 0 };
+    for i in 0..600 {
+        let (log, other) = (&logs[i % logs.len()], &logs[draws.next_number() % logs.len()]);
+        let mut bytes = draws.mutate_text(log, other);
+        bytes.push(0xff);
+        bytes.extend_from_slice(log.as_bytes());
+        hostile::fuzz_compile_traces(&bytes);
     }
 }

@@ -81,9 +81,10 @@ arithmetic and the legal neighbours. Examine the plan again once one of its mapp
 
     T0053: "folders cannot be examined together",
     "The doctor compares several runs with each other, so all folders must be run folders \
-of `tessera stream --out`. Examine a plan or an estimate separately. The options --overflows, \
+of `tessera stream --out`. Examine a plan, an estimate or a folder of compile traces separately. The options --overflows, \
 --drifted, --a2a-rate and --peak-gb describe a run on another machine; they apply to a recipe, \
-a model or an estimate, and not to a recorded run or a sealed plan.";
+a model or an estimate, and not to a recorded run or a sealed plan. The options --budget and --ranks apply to a folder of \
+compile traces alone.";
 
     T0061: "a rank of a benchmark exited or stopped responding",
     "`tessera bench dit` runs one process for each GPU. One of them exited, or wrote \

@@ -22,6 +22,7 @@ use tessera_models::zoo;
 use tessera_plan::search::mitigation::FailureMode;
 use tessera_plan::search::recipe;
 
+use crate::compile_traces::find_compile_traces;
 use crate::measure::Host;
 
 /// What a folder contains for the doctor, detected by the presence of a file.
@@ -33,16 +34,20 @@ pub enum FolderKind {
     Plan,
     /// An estimate from op rows: the folder holds `estimate.json` and neither a seal nor a record.
     Estimate,
+    /// Compile traces of a PyTorch run: the folder holds `dedicated_log_torch_trace_*.log`.
+    CompileTraces,
 }
 
 impl FolderKind {
-    /// Detects the kind by the file that each variant names, in declaration order.
+    /// Detects the kind by the file that each variant names.
     ///
     /// # Errors
-    /// T0051.
+    /// T0051; T1425 if compile traces lie beside something else.
     pub fn from_folder(folder: &Path) -> Result<FolderKind, Diagnostic> {
         let has = |name: &str| folder.join(name).is_file();
-        if has(RECORD_FILE) {
+        if find_compile_traces(folder)?.is_some() {
+            Ok(FolderKind::CompileTraces)
+        } else if has(RECORD_FILE) {
             Ok(FolderKind::Run)
         } else if has("seal.json") {
             Ok(FolderKind::Plan)
@@ -52,9 +57,12 @@ impl FolderKind {
             Err(Diagnostic::error(&T0051, format!("{} contains nothing to examine", folder.display()))
                 .with_label(
                     folder.display().to_string(),
-                    format!("no {RECORD_FILE}, no seal.json, no estimate.json"),
+                    format!("no {RECORD_FILE}, no seal.json, no estimate.json, no dedicated_log_torch_trace_*.log"),
                 )
-                .with_hint("name a folder that `tessera stream --out` or `tessera plan --out` wrote"))
+                .with_hint(
+                    "name a folder that `tessera stream --out` or `tessera plan --out` wrote, or the folder of \
+                     TORCH_TRACE",
+                ))
         }
     }
 }

@@ -2,7 +2,8 @@
 //! measure a machine, benchmark the DiT, and check a bring-up.
 //!
 //! Each module is one tool and one verb of the command line, except [`charts`], [`drawings`] and
-//! [`trace`], which `check` uses. The run time ([`tessera`]) knows none of them.
+//! [`trace`], which `check` uses, [`compile_traces`], which `check` and `doctor` use, and
+//! [`flight_dumps`], which `autopsy` uses. The run time ([`tessera`]) knows none of them.
 
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stderr, clippy::print_stdout)]
@@ -12,6 +13,7 @@ pub mod bench;
 pub mod bringup;
 pub mod charts;
 pub mod codes;
+pub mod compile_traces;
 pub mod doctor;
 pub mod drawings;
 pub mod drill;

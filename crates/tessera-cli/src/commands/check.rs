@@ -1,4 +1,4 @@
-//! `tessera check`: verifies plan folders, program files, and traces of collectives.
+//! `tessera check`: verifies plan folders, program files, traces of collectives, and compile traces.
 
 use std::path::{Path, PathBuf};
 
@@ -9,17 +9,20 @@ use tessera::files::read_text_file;
 use tessera::terminal::print_stderr_line;
 use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics};
 use tessera_tools::charts::{check_chart, is_chart};
+use tessera_tools::codes::T0053;
+use tessera_tools::compile_traces::{check_compile_traces, find_compile_traces, summarize_comparison};
 use tessera_tools::drawings::DrawingDir;
 use tessera_tools::trace::{self, check_trace};
 
 use crate::flags::named_values;
-use crate::output::{CliResult, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout};
+use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
   tessera check my-plan
   tessera check filetests/check/pipeline.tir
   tessera check trace/rank-*.jsonl            the collectives that the ranks of any framework launched
+  tessera check torch-trace --ranks 8         the collectives that the ranks of a PyTorch run compiled (TORCH_TRACE=torch-trace)
   tessera check layer.mmd                     a timeline as a Gantt chart: overlap ratio, bubble, impossible intervals
   tessera check my-plan --svg why             draw each counterexample, as why/T0311-1.svg
   tessera check my-plan --format github       annotations for a GitHub workflow
@@ -28,6 +31,8 @@ A folder with seal.json is a plan; its content must match its digest. A .tir fil
 and the ranks are verified together if every rank has a program. A .mmd file is a Mermaid Gantt chart, drawn by hand or written
 by `tessera plan --out` as timeline.mmd. Each section of the chart is a stream of a rank or a pipeline stage. A trace has one
 .jsonl file per rank; the .jsonl files on the command line, or those in a folder, form one trace (docs/guides/trace-import.md).
+The logs that TORCH_TRACE writes into a folder, one per rank, show what each rank compiled, not what ran
+(docs/guides/compile-traces.md).
 
 Exit status: 0 no errors (there may be warnings), 1 something was rejected, 2 usage error.";
 
@@ -36,7 +41,8 @@ Exit status: 0 no errors (there may be warnings), 1 something was rejected, 2 us
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Plan folders, folders with the .jsonl files of a trace, and .tir, .mmd or .jsonl files
+    /// Plan folders, folders with the .jsonl files of a trace or the logs of TORCH_TRACE, and .tir,
+    /// .mmd or .jsonl files
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
 
@@ -56,6 +62,11 @@ pub struct Args {
     /// are not verified for this, because they do not record when a graph ends.
     #[arg(long)]
     pub no_graph_mixing: bool,
+
+    /// Number of ranks of the PyTorch run whose TORCH_TRACE folder is given; without it, the rank
+    /// numbers and group sizes in the logs tell
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub ranks: Option<u32>,
 }
 
 /// Values of `--format`, each with its help text.
@@ -70,8 +81,14 @@ pub fn run(args: &Args) -> CliResult {
     let mut drawings = args.svg.as_deref().map(DrawingDir::create_in).transpose()?;
     let limits = DeviceLimits { graph_mixing_off: args.no_graph_mixing, ..DeviceLimits::default() };
     let mut status = 0;
-    for input in classify_paths(&args.paths) {
-        let outcome = check_input(&input, &limits);
+    let inputs = classify_paths(&args.paths).map_err(CliError::usage)?;
+    if args.ranks.is_some() && !inputs.iter().any(|i| matches!(i, CheckInput::CompileTraces(..))) {
+        let d = Diagnostic::error(&T0053, "--ranks is given without a folder of compile traces")
+            .with_hint("it applies to the folder of TORCH_TRACE: tessera check --help");
+        return Err(CliError::usage(d));
+    }
+    for input in inputs {
+        let outcome = check_input(&input, &limits, args.ranks);
         print_diagnostics(&outcome.diagnostics, args.format, &*outcome.source);
         if let Some(drawings) = &mut drawings {
             for file in drawings.write_drawings(&outcome.diagnostics, &*outcome.source)? {
@@ -95,17 +112,24 @@ enum CheckInput {
     Chart(PathBuf),
     /// The name of the trace in messages, and its files, one per rank.
     Trace(String, Vec<PathBuf>),
+    /// The folder of a PyTorch run's compile traces, and its files, one per rank.
+    CompileTraces(PathBuf, Vec<PathBuf>),
 }
 
 /// Classifies the paths, in their order. Loose trace files form one trace, at the position of the
 /// first.
-fn classify_paths(paths: &[PathBuf]) -> Vec<CheckInput> {
+///
+/// # Errors
+/// T1425 for a folder with compile traces and something else.
+fn classify_paths(paths: &[PathBuf]) -> Result<Vec<CheckInput>, Diagnostic> {
     let trace_files: Vec<PathBuf> =
         paths.iter().filter(|p| trace::is_trace(p) && !p.is_dir()).cloned().collect();
     let mut trace_added = false;
     let mut out = Vec::new();
     for path in paths {
-        if path.is_dir() {
+        if let Some(logs) = find_compile_traces(path)? {
+            out.push(CheckInput::CompileTraces(path.clone(), logs));
+        } else if path.is_dir() {
             let plan = ["seal.json", "mapping.toml", "programs"].iter().any(|f| path.join(f).exists());
             out.push(match trace::trace_files(path) {
                 Ok(files) if !plan => CheckInput::Trace(path.display().to_string(), files),
@@ -125,7 +149,7 @@ fn classify_paths(paths: &[PathBuf]) -> Vec<CheckInput> {
             out.push(CheckInput::Trace(name, trace_files.clone()));
         }
     }
-    out
+    Ok(out)
 }
 
 /// Returns the text of a named file, if it is available.
@@ -148,12 +172,24 @@ enum VerifiedSummary {
         launches: usize,
         groups: usize,
     },
+    /// What was compared of compile traces.
+    CompileTraces(String),
     /// One sentence per measurement of a chart, such as its overlap ratio and the goal.
     Chart(Vec<String>),
 }
 
-fn check_input(input: &CheckInput, limits: &DeviceLimits) -> CheckOutcome {
+fn check_input(input: &CheckInput, limits: &DeviceLimits, ranks: Option<u32>) -> CheckOutcome {
     match input {
+        CheckInput::CompileTraces(_, logs) => {
+            let (diagnostics, summary) = match check_compile_traces(logs, ranks) {
+                Err(diagnostics) => (diagnostics, None),
+                Ok(compared) => {
+                    let summary = VerifiedSummary::CompileTraces(summarize_comparison(&compared));
+                    (compared.diagnostics, Some(summary))
+                }
+            };
+            CheckOutcome { diagnostics, source: Box::new(|_| None), summary }
+        }
         CheckInput::Plan(folder) => {
             let source = Box::new(|at: &str| read_text_file(Path::new(at)).ok());
             match Plan::read_with_limits(folder, limits) {
@@ -207,9 +243,10 @@ fn check_input(input: &CheckInput, limits: &DeviceLimits) -> CheckOutcome {
 
 fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: DiagnosticFormat) -> String {
     let path = match input {
-        CheckInput::Plan(path) | CheckInput::Programs(path) | CheckInput::Chart(path) => {
-            path.display().to_string()
-        }
+        CheckInput::Plan(path)
+        | CheckInput::Programs(path)
+        | CheckInput::Chart(path)
+        | CheckInput::CompileTraces(path, _) => path.display().to_string(),
         CheckInput::Trace(name, _) => name.clone(),
     };
     match (summary, format) {
@@ -226,6 +263,10 @@ fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: Diagnosti
         (VerifiedSummary::DigestWithoutRanks(digest), _) => {
             format!("{path}: each program verified alone, ranks not compared, digest {digest}\n")
         }
+        (VerifiedSummary::CompileTraces(compared), DiagnosticFormat::Json) => {
+            serde_json::json!({"path": path, "equal": true, "compared": compared}).to_string() + "\n"
+        }
+        (VerifiedSummary::CompileTraces(compared), _) => format!("{path}: {compared}\n"),
         (VerifiedSummary::Chart(measured), DiagnosticFormat::Json) => {
             serde_json::json!({"path": path, "measured": measured}).to_string() + "\n"
         }

@@ -1,10 +1,11 @@
-//! `tessera doctor`: describes this machine, or diagnoses a plan or runs.
+//! `tessera doctor`: describes this machine, or diagnoses a plan, runs, or what a PyTorch run compiled.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tessera_base::Diagnostic;
 use tessera_estimate::{load_machine, read_query};
 use tessera_tools::codes::T0053;
+use tessera_tools::compile_traces::{examine_compile_traces, find_compile_traces};
 use tessera_tools::doctor::{
     DoctorReport, FAILURE_MODES, FolderKind, ReportedSigns, describe_machine, examine_estimate, examine_plan,
     open_folders,
@@ -20,6 +21,8 @@ Examples:
   tessera doctor --model deepseek-v3 --pin tp=8 --overflows 3  diagnose a model whose run counted 3 infinities or NaNs
   tessera doctor my-plan                                       diagnose a plan folder from tessera plan --out
   tessera doctor out/demo-1 out/demo-2                         diagnose runs of one plan, oldest first
+  tessera doctor torch-trace                                   what a PyTorch run compiled, from TORCH_TRACE=torch-trace
+  tessera doctor torch-trace --budget compile.toml             the same against limits of your own
 
 The doctor looks for four failure modes: congested all-to-alls, memory overflow, fp8 instability, and results that differ
 between reruns. For each one found it lists mitigations: changes of the plan that may remove it, each with its estimated
@@ -27,15 +30,22 @@ effect. docs/guides/plan-a-rack.md explains the estimates. Results are compared 
 model, prompts, seed and number of chunks. If the model ran outside Tessera, for example in your training
 framework, state what that run showed with --overflows, --drifted, --a2a-rate and --peak-gb.
 
-Exit status: 0 no failure mode found, 1 at least one found, 2 usage error or nothing to diagnose.";
+In a folder of TORCH_TRACE logs the doctor counts graph breaks, recompiles, CUDA graphs that were recorded again, caches that
+some ranks missed, and gaps, for each rank. It compares the numbers with a budget, and says when to stop tuning and to change
+the structure (docs/guides/compile-traces.md).
 
-/// Diagnose this machine, a plan or runs, and estimate what each mitigation would gain
+Exit status: 0 no failure mode found and every budget line passes, 1 at least one found or failed, 2 usage error or nothing to
+diagnose.";
+
+/// Diagnose this machine, a plan or runs, and estimate what each mitigation would gain; or count what
+/// a PyTorch run compiled
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Run folders (from `tessera stream --out`), or one folder of a plan or an estimate (from
-    /// `tessera plan --out`); with neither a folder nor a model, the doctor describes this machine
-    #[arg(value_name = "PLAN|RUN")]
+    /// `tessera plan --out`), or of TORCH_TRACE; with neither a folder nor a model, the doctor
+    /// describes this machine
+    #[arg(value_name = "PLAN|RUN|TRACE")]
     pub folders: Vec<PathBuf>,
 
     #[command(flatten)]
@@ -58,6 +68,14 @@ pub struct Args {
     #[arg(long, value_name = "GB")]
     pub peak_gb: Option<f64>,
 
+    /// Limits for a folder of TORCH_TRACE, in TOML; absent keys keep their built-in values
+    #[arg(long, value_name = "FILE")]
+    pub budget: Option<PathBuf>,
+
+    /// Number of ranks of the PyTorch run; without it, the logs of TORCH_TRACE tell
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub ranks: Option<u32>,
+
     /// Format of the report and of diagnostics
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
@@ -76,7 +94,21 @@ fn diagnose_args(args: &Args) -> CliResult {
         drifted: args.drifted,
     };
     let has_model = args.search_args.recipe.is_some() || args.search_args.zoo.is_some();
+    let of_traces = args.budget.is_some() || args.ranks.is_some();
+    if let ([one], false, false) = (&args.folders[..], has_model, signs.is_any_given())
+        && FolderKind::from_folder(one)? == FolderKind::CompileTraces
+    {
+        return diagnose_compile_traces(one, args);
+    }
     let report = match (&args.folders[..], has_model) {
+        _ if of_traces => {
+            return Err(Diagnostic::error(
+                &T0053,
+                "--budget or --ranks is given without a folder of TORCH_TRACE",
+            )
+            .with_hint("name the folder with dedicated_log_torch_trace_… of all ranks: tessera doctor --help")
+            .into());
+        }
         ([], false) if !signs.is_any_given() => return print_machine(args.format),
         ([], true) => examine_estimate(&args.search_args.named_query()?, &signs)?,
         ([one], false) if FolderKind::from_folder(one)? == FolderKind::Estimate => {
@@ -105,6 +137,16 @@ fn diagnose_args(args: &Args) -> CliResult {
         OutputFormat::Json => render_json(&report) + "\n",
     })?;
     Ok(if report.failures.is_empty() { 0 } else { EXIT_DIAGNOSTICS })
+}
+
+fn diagnose_compile_traces(folder: &Path, args: &Args) -> CliResult {
+    let logs = find_compile_traces(folder)?.unwrap_or_default();
+    let report = examine_compile_traces(&logs, args.ranks, args.budget.as_deref())?;
+    write_stdout(&match args.format {
+        OutputFormat::Text => report.to_text(&folder.display().to_string()),
+        OutputFormat::Json => format!("{}\n", report.to_json()),
+    })?;
+    Ok(if report.passes() { 0 } else { EXIT_DIAGNOSTICS })
 }
 
 fn print_machine(format: OutputFormat) -> CliResult {

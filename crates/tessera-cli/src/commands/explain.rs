@@ -37,6 +37,7 @@ const CODE_AREAS: &[(&str, &str)] = &[
     ("T11", "clusters and cost models"),
     ("T12", "mapping search"),
     ("T13", "GPUs and their libraries"),
+    ("T14", "PyTorch runs"),
 ];
 
 /// Explain a diagnostic code, a symptom, a rule, a drill or a page of the manual

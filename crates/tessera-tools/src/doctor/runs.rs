@@ -66,7 +66,7 @@ pub fn open_folders(folders: &[PathBuf]) -> Result<PlanWithRuns, Diagnostics> {
             }
             Ok(_) => ds.push(
                 Diagnostic::error(&T0053, format!("{} is not a run folder", folder.display()))
-                    .with_label(folder.display().to_string(), "a plan or an estimate")
+                    .with_label(folder.display().to_string(), "a plan, an estimate or compile traces")
                     .with_hint("several folders must all be runs; examine this one separately"),
             ),
             Err(d) => ds.push(d),
