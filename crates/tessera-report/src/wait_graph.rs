@@ -24,8 +24,8 @@ pub struct WaitGraphRow {
     pub action: String,
     /// Where, such as the group and the line of the program.
     pub details: String,
-    /// Whether these ranks are at fault.
-    pub is_at_fault: bool,
+    /// Why the row is marked, such as `at fault`; empty for a row that is not.
+    pub mark: &'static str,
     /// Indices of the rows for which they wait.
     pub awaited_rows: Vec<usize>,
 }
@@ -70,16 +70,15 @@ pub fn draw_wait_graph(drawing: &WaitGraphDrawing) -> String {
 }
 
 fn draw_row(out: &mut String, row: &WaitGraphRow, y: i32) {
-    let class = if row.is_at_fault { "held" } else { "card" };
+    let class = if row.mark.is_empty() { "card" } else { "held" };
     draw_rect(out, class, (PADDING, y), (BOX_RIGHT - PADDING, ROW_H), 8);
     let inner = BOX_RIGHT - PADDING - 36;
-    let name = if row.is_at_fault { "r x" } else { "r" };
+    let name = if row.mark.is_empty() { "r" } else { "r x" };
     draw_label(out, (PADDING + 18, y + 25), name, &row.ranks, inner);
     draw_label(out, (PADDING + 18, y + 46), "m", &row.action, inner);
     draw_label(out, (PADDING + 18, y + 65), "c", &row.details, inner);
-    if row.is_at_fault {
-        draw_text(out, (BOX_RIGHT - 76, y + 25), "x b", "at fault", None);
-    }
+    let mark_width = 7 * row.mark.len() as i32;
+    draw_text(out, (BOX_RIGHT - 20 - mark_width, y + 25), "x b", row.mark, None);
 }
 
 #[cfg(test)]
@@ -94,7 +93,7 @@ mod tests {
     #[test]
     fn each_wait_is_an_arrow_and_the_rank_at_fault_is_marked() {
         let mut rows = vec![row("ranks 0, 1", &[1]), row("rank 2 <b>", &[])];
-        rows[1].is_at_fault = true;
+        rows[1].mark = "at fault";
         let svg = draw_wait_graph(&WaitGraphDrawing { title: "t".into(), rows, ..Default::default() });
         assert_eq!(svg.matches("<path class=\"wait\"").count(), 1);
         assert_eq!(svg.matches("at fault").count(), 1);

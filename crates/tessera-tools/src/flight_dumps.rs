@@ -10,7 +10,9 @@ use tessera::files::{open_regular_file, write_error, write_file};
 use tessera_base::Diagnostic;
 use tessera_report::{WaitGraphDrawing, WaitGraphRow, draw_wait_graph};
 use tessera_torch::codes::{T1400, T1404};
-use tessera_torch::flight::{FlightDump, FlightFinding, FlightReport, examine_dumps, list_ranks, read_dump};
+use tessera_torch::flight::{
+    FaultKind, FlightDump, FlightFinding, FlightReport, examine_dumps, list_ranks, read_dump,
+};
 
 /// Lists the dumps of a folder by rank, or `None` if it holds none. A dump has a name that ends in the
 /// rank and no extension, and begins as a pickle or as a JSON object.
@@ -77,11 +79,11 @@ fn read_dump_file(rank: u32, path: &Path) -> Result<FlightDump, Diagnostic> {
 /// T0014 if the file cannot be written.
 pub fn draw_flight_report(report: &FlightReport, folder: &Path) -> Result<Option<PathBuf>, Diagnostic> {
     let Some(finding) = report.findings.first() else { return Ok(None) };
-    let drawing = WaitGraphDrawing {
-        title: finding.summarise(),
-        subtitle: format!("{}; an arrow leads to the ranks for which a rank waits", finding.certainty.name()),
-        rows: list_rows(report, finding),
-    };
+    let rows = list_rows(report, finding);
+    let has_arrows = rows.iter().any(|row| !row.awaited_rows.is_empty());
+    let arrows = if has_arrows { "; an arrow leads to the ranks that are waited for" } else { "" };
+    let subtitle = format!("{}{arrows}", finding.certainty.name());
+    let drawing = WaitGraphDrawing { title: finding.summarise(), subtitle, rows };
     std::fs::create_dir_all(folder).map_err(|e| write_error(folder, &e))?;
     let path = folder.join("flight.svg");
     write_file(&path, draw_wait_graph(&drawing).as_bytes())?;
@@ -105,13 +107,15 @@ fn list_rows(report: &FlightReport, finding: &FlightFinding) -> Vec<WaitGraphRow
         let hit = groups.iter().enumerate().filter(|(_, other)| !other.ranks.is_disjoint(awaited));
         hit.map(|(at, _)| at).collect()
     };
+    let is_cycle = finding.kind == FaultKind::WaitCycle && finding.ranks.len() > 1;
+    let mark = if is_cycle { "in the cycle" } else { "at fault" };
     let to_row = |group: &RankGroup| {
         let ranks: Vec<u32> = group.ranks.iter().copied().collect();
         WaitGraphRow {
             ranks: list_ranks(&ranks),
             action: group.action.clone(),
             details: group.details.clone(),
-            is_at_fault: ranks.iter().all(|r| finding.ranks.contains(r)),
+            mark: if ranks.iter().all(|r| finding.ranks.contains(r)) { mark } else { "" },
             awaited_rows: find_rows(&group.awaited),
         }
     };
@@ -125,7 +129,7 @@ fn group_ranks(report: &FlightReport, finding: &FlightFinding) -> Vec<RankGroup>
         None => group.to_string(),
     };
     for w in report.waits.iter().filter(|w| !w.awaited.is_empty()) {
-        let (awaited, action) = (w.awaited.iter().copied().collect(), format!("waits in {}", w.call));
+        let (awaited, action) = (w.awaited.iter().copied().collect(), format!("inside {}", w.call));
         let details = join_details(&w.group, &w.site);
         let same = |g: &&mut RankGroup| g.awaited == awaited && g.action == action && g.details == details;
         match groups.iter_mut().find(same) {

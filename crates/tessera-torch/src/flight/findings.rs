@@ -202,9 +202,20 @@ fn describe_call(entry: &FlightEntry) -> String {
     let shapes: Vec<String> = entry.input_shapes.iter().take(3).map(|s| format!("{s:?}")).collect();
     let more = if entry.input_shapes.len() > 3 { ", …" } else { "" };
     let number = if entry.is_p2p { String::new() } else { format!(" {}", entry.sequence) };
+    let op = name_function(&entry.op);
     match entry.input_dtypes.first() {
-        None => format!("{}{number}", entry.op),
-        Some(dtype) => format!("{}{number} of {dtype} {}{more}", entry.op, shapes.join(", ")),
+        None => format!("{op}{number}"),
+        Some(dtype) => format!("{op}{number} of {dtype} {}{more}", shapes.join(", ")),
+    }
+}
+
+/// Returns the function of `torch.distributed` that issues a recorded op.
+fn name_function(op: &str) -> &str {
+    match op {
+        "_all_gather_base" => "all_gather_into_tensor",
+        "_reduce_scatter_base" => "reduce_scatter_tensor",
+        "alltoall_base" => "all_to_all_single",
+        _ => op,
     }
 }
 

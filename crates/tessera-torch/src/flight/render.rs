@@ -2,9 +2,9 @@
 
 use serde_json::{Value, json};
 
-use super::findings::{FaultKind, FlightFinding, FlightReport, list_ranks};
+use super::findings::{FaultKind, FlightFinding, FlightReport, RankWait, list_ranks};
 
-/// Maximum number of ranks whose waits the text lists.
+/// Maximum number of lines of the wait graph.
 const MAX_WAITS: usize = 24;
 
 impl FlightReport {
@@ -26,27 +26,39 @@ impl FlightReport {
         for f in &self.findings {
             out += &f.to_text();
         }
-        let waiting: Vec<_> = self.waits.iter().filter(|w| !w.awaited.is_empty()).collect();
-        if !waiting.is_empty() {
-            out += "who waits for whom\n";
-            for w in waiting.iter().take(MAX_WAITS) {
-                out += &format!(
-                    "  rank {} waits for {} in {} of {}",
-                    w.rank,
-                    list_ranks(&w.awaited),
-                    w.call,
-                    w.group
-                );
-                out += &w.site.as_ref().map_or("\n".to_string(), |s| format!(", {s}\n"));
-            }
-            if waiting.len() > MAX_WAITS {
-                out += &format!("  and {} more ranks\n", waiting.len() - MAX_WAITS);
-            }
-            out.push('\n');
-        }
+        out += &self.waits_to_text();
         out += "notes\n";
         self.notes.iter().for_each(|n| out += &format!("  {n}\n"));
         out
+    }
+
+    /// Formats the wait graph, a line for all ranks that wait in the same way.
+    fn waits_to_text(&self) -> String {
+        let mut lines: Vec<(Vec<u32>, &RankWait)> = Vec::new();
+        for w in self.waits.iter().filter(|w| !w.awaited.is_empty()) {
+            let same = |(_, other): &&mut (Vec<u32>, &RankWait)| {
+                (&other.awaited, &other.call, &other.group, &other.site)
+                    == (&w.awaited, &w.call, &w.group, &w.site)
+            };
+            match lines.iter_mut().find(same) {
+                Some((ranks, _)) => ranks.push(w.rank),
+                None => lines.push((vec![w.rank], w)),
+            }
+        }
+        if lines.is_empty() {
+            return String::new();
+        }
+        let mut out = "wait graph\n".to_string();
+        for (ranks, w) in lines.iter().take(MAX_WAITS) {
+            let verb = if ranks.len() == 1 { "waits" } else { "wait" };
+            let (ranks, awaited) = (list_ranks(ranks), list_ranks(&w.awaited));
+            out += &format!("  {ranks} {verb} for {awaited} in {} of {}", w.call, w.group);
+            out += &w.site.as_ref().map_or("\n".to_string(), |s| format!(", {s}\n"));
+        }
+        if lines.len() > MAX_WAITS {
+            out += &format!("  and {} more\n", lines.len() - MAX_WAITS);
+        }
+        out + "\n"
     }
 
     /// Returns the report as JSON.

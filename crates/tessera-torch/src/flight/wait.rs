@@ -193,7 +193,7 @@ impl GroupFront {
             };
             side.push(*rank);
             let is_started = |e: &&FlightEntry| e.state == EntryState::Started;
-            if member.calls.get(&next).is_some_and(|e| is_started(e)) {
+            if member.calls.get(&next).is_some_and(is_started) {
                 front.started.push(*rank);
             }
             // A dump of an earlier moment would hold fewer collectives.
