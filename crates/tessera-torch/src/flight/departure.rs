@@ -2,7 +2,7 @@
 
 use super::dump::{EntryState, FlightEntry};
 use super::sequence::{GroupSequences, MemberSequence};
-use super::signature::{CallSignature, SignatureField};
+use super::signature::{SignatureField, find_difference};
 
 /// How many of the following collectives must agree to call one skipped or extra.
 const LOOK_AHEAD: usize = 3;
@@ -77,13 +77,12 @@ enum MatchBy {
 impl MatchBy {
     fn are_equal(self, a: &FlightEntry, b: &FlightEntry) -> bool {
         let same_site = self == MatchBy::Signature || a.stack_hash == b.stack_hash;
-        same_site && CallSignature::from_entry(a).agrees_with(&CallSignature::from_entry(b))
+        same_site && find_difference(a, b).is_none()
     }
 }
 
 /// Ranks that issued the same collective at a position.
 struct Side<'a> {
-    signature: CallSignature,
     ranks: Vec<u32>,
     entry: &'a FlightEntry,
 }
@@ -99,7 +98,7 @@ fn compare_position<'a>(group: &GroupSequences<'a>, sequence: u64, by: MatchBy) 
         return None;
     }
     let is_majority = sides[0].ranks.len() > sides[1].ranks.len();
-    let field = sides[0].signature.find_difference(&sides[1].signature).unwrap_or(SignatureField::Op);
+    let field = find_difference(sides[0].entry, sides[1].entry).unwrap_or(SignatureField::Op);
     let at_fault = sides.iter().skip(usize::from(is_majority));
     let mut departure = Departure {
         sequence,
@@ -123,14 +122,9 @@ fn split_position<'a>(group: &GroupSequences<'a>, sequence: u64, by: MatchBy) ->
     let mut sides: Vec<Side<'a>> = Vec::new();
     for (rank, member) in &group.sequences {
         let Some(entry) = member.calls.get(&sequence).copied() else { continue };
-        let signature = CallSignature::from_entry(entry);
-        let is_same = |side: &&mut Side<'_>| {
-            side.signature.agrees_with(&signature)
-                && (by == MatchBy::Signature || side.entry.stack_hash == entry.stack_hash)
-        };
-        match sides.iter_mut().find(is_same) {
+        match sides.iter_mut().find(|side| by.are_equal(side.entry, entry)) {
             Some(side) => side.ranks.push(*rank),
-            None => sides.push(Side { signature, ranks: vec![*rank], entry }),
+            None => sides.push(Side { ranks: vec![*rank], entry }),
         }
         if sides.len() > MAX_SIDES && by == MatchBy::CallSite {
             break;

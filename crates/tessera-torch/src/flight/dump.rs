@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::BufRead;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use serde_json::Value as Json;
@@ -145,7 +146,7 @@ trait Node: Sized {
     fn field(&self, key: &str) -> Option<Self>;
     fn fields(&self) -> Vec<(String, Self)>;
     fn items(&self) -> Vec<Self>;
-    fn text(&self) -> Option<String>;
+    fn text(&self) -> Option<Rc<str>>;
     fn int(&self) -> Option<i64>;
     fn flag(&self) -> bool;
 }
@@ -163,8 +164,8 @@ impl Node for PickleValue {
         PickleValue::items(self).unwrap_or_default()
     }
 
-    fn text(&self) -> Option<String> {
-        self.as_text().map(|t| t.to_string())
+    fn text(&self) -> Option<Rc<str>> {
+        self.as_text()
     }
 
     fn int(&self) -> Option<i64> {
@@ -190,8 +191,8 @@ impl Node for Json {
         self.as_array().cloned().unwrap_or_default()
     }
 
-    fn text(&self) -> Option<String> {
-        self.as_str().map(str::to_string)
+    fn text(&self) -> Option<Rc<str>> {
+        self.as_str().map(Rc::from)
     }
 
     fn int(&self) -> Option<i64> {
@@ -220,7 +221,8 @@ impl Header {
             // PyTorch writes the members as the text of a list: "[0, 1]".
             let ranks = text("ranks");
             let ranks = ranks.trim_matches(['[', ']']).split(',').filter_map(|r| r.trim().parse().ok());
-            groups.insert(name, FlightGroup { description: text("desc"), ranks: ranks.collect() });
+            groups
+                .insert(name, FlightGroup { description: text("desc").to_string(), ranks: ranks.collect() });
         }
         let mut last_enqueued = BTreeMap::new();
         for (number, status) in node.field("pg_status").map(|s| s.fields()).unwrap_or_default() {
@@ -231,7 +233,7 @@ impl Header {
             }
         }
         let version = node.field("version").and_then(|v| v.text()).unwrap_or_default();
-        Header { version, groups, last_enqueued }
+        Header { version: version.to_string(), groups, last_enqueued }
     }
 }
 

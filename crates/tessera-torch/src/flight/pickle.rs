@@ -366,11 +366,11 @@ impl<R: BufRead> Machine<R> {
     fn pop_to_mark(&mut self) -> Step<Vec<PickleValue>> {
         let n = self.count_above_mark()?;
         let at = self.stack.len() - n;
-        let items = self.stack.drain(at..).filter_map(|item| match item {
+        let mut items = Vec::with_capacity(n);
+        items.extend(self.stack.drain(at..).filter_map(|item| match item {
             StackItem::Value(value) => Some(value),
             StackItem::Mark => None,
-        });
-        let items = items.collect();
+        }));
         self.pop_mark()?;
         Ok(items)
     }

@@ -4,15 +4,6 @@ use std::sync::Arc;
 
 use super::dump::FlightEntry;
 
-/// The recorded properties of a collective that all members must share.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct CallSignature {
-    op: Arc<str>,
-    dtypes: Vec<Arc<str>>,
-    /// Elements of inputs and outputs; `None` where members may differ, as in an uneven all-to-all.
-    elements: Option<(u64, u64)>,
-}
-
 /// A property in which two collectives differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SignatureField {
@@ -21,38 +12,46 @@ pub(super) enum SignatureField {
     Shape,
 }
 
-impl CallSignature {
-    pub(super) fn from_entry(entry: &FlightEntry) -> CallSignature {
-        let op = normalise_op(&entry.op);
-        let volume = |shape: &Vec<u64>| shape.iter().fold(1, |n: u64, extent| n.saturating_mul(*extent));
-        let count =
-            |shapes: &[Vec<u64>]| shapes.iter().map(volume).fold(0, |n: u64, more| n.saturating_add(more));
-        // The same number of elements in another shape is the same collective. The list forms of a
-        // gather and a scatter may have another size on each rank.
-        let uniform = !matches!(op, "gather" | "scatter" | "all_to_all" | "all_to_all_uneven")
-            && !matches!(&*entry.op, "all_gather" | "reduce_scatter" | "all_gather_v");
-        let elements = uniform.then(|| (count(&entry.input_shapes), count(&entry.output_shapes)));
-        // Only the root of a gather or a scatter passes the list.
-        let mut dtypes: Vec<Arc<str>> = entry.input_dtypes.to_vec();
+/// Returns the first recorded property in which two collectives differ although all members must share it.
+pub(super) fn find_difference(a: &FlightEntry, b: &FlightEntry) -> Option<SignatureField> {
+    // Most collectives are equal in every word.
+    if a.op == b.op
+        && a.input_shapes == b.input_shapes
+        && a.output_shapes == b.output_shapes
+        && a.input_dtypes == b.input_dtypes
+    {
+        return None;
+    }
+    if normalise_op(&a.op) != normalise_op(&b.op) {
+        return Some(SignatureField::Op);
+    }
+    // Only the root of a gather or a scatter passes the list.
+    let dtypes = |e: &FlightEntry| {
+        let mut dtypes: Vec<Arc<str>> = e.input_dtypes.to_vec();
         dtypes.dedup();
-        CallSignature { op: if op == &*entry.op { entry.op.clone() } else { op.into() }, dtypes, elements }
+        dtypes
+    };
+    let (dtypes_a, dtypes_b) = (dtypes(a), dtypes(b));
+    if !dtypes_a.is_empty() && !dtypes_b.is_empty() && dtypes_a != dtypes_b {
+        return Some(SignatureField::Dtype);
     }
+    let differ = has_equal_sizes(a) && has_equal_sizes(b) && count_elements(a) != count_elements(b);
+    differ.then_some(SignatureField::Shape)
+}
 
-    /// Returns the first property in which two collectives differ.
-    pub(super) fn find_difference(&self, other: &CallSignature) -> Option<SignatureField> {
-        if self.op != other.op {
-            return Some(SignatureField::Op);
-        }
-        if !self.dtypes.is_empty() && !other.dtypes.is_empty() && self.dtypes != other.dtypes {
-            return Some(SignatureField::Dtype);
-        }
-        let differ = matches!((self.elements, other.elements), (Some(a), Some(b)) if a != b);
-        differ.then_some(SignatureField::Shape)
-    }
+/// Returns whether all members of such a collective pass the same number of elements. The list forms of
+/// a gather and a scatter may have another size on each rank.
+fn has_equal_sizes(entry: &FlightEntry) -> bool {
+    !matches!(normalise_op(&entry.op), "gather" | "scatter" | "all_to_all" | "all_to_all_uneven")
+        && !matches!(&*entry.op, "all_gather" | "reduce_scatter" | "all_gather_v")
+}
 
-    pub(super) fn agrees_with(&self, other: &CallSignature) -> bool {
-        self.find_difference(other).is_none()
-    }
+/// Counts the elements of inputs and outputs. The same number in another shape is the same collective.
+fn count_elements(entry: &FlightEntry) -> (u64, u64) {
+    let volume = |shape: &Vec<u64>| shape.iter().fold(1, |n: u64, extent| n.saturating_mul(*extent));
+    let count =
+        |shapes: &[Vec<u64>]| shapes.iter().map(volume).fold(0, |n: u64, more| n.saturating_add(more));
+    (count(&entry.input_shapes), count(&entry.output_shapes))
 }
 
 /// Returns one name for the names under which versions of PyTorch record an op.
