@@ -424,6 +424,7 @@ fn every_subcommand_has_help_with_examples() {
     assert_fails(&["strem"], 2, &["stream"]);
 }
 
+// proves: P-13
 #[test]
 fn lint_finds_a_conditional_collective_and_certifies_nothing() {
     let dir = tempfile::tempdir().unwrap();
