@@ -15,7 +15,9 @@ use tessera_tools::drawings::DrawingDir;
 use tessera_tools::trace::{self, check_trace};
 
 use crate::flags::named_values;
-use crate::output::{CliError, CliResult, DIAGNOSTIC_FORMATS, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout};
+use crate::output::{
+    CliError, CliResult, DIAGNOSTIC_FORMATS, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout,
+};
 
 const EXAMPLES: &str = "\
 Examples:
