@@ -13,6 +13,7 @@ mod failover;
 mod false_positives;
 mod faults;
 mod harness;
+mod ledger;
 mod lockstep;
 mod partition;
 mod process_list;
@@ -53,6 +54,7 @@ enum Benchmark {
     Failover(failover::Args),
     Faults(faults::Args),
     Lockstep(lockstep::Args),
+    Ledger(ledger::Args),
     Soak(soak::Args),
     Partition(partition::Args),
     Search(search::Args),
@@ -70,6 +72,7 @@ fn main() -> ExitCode {
         Benchmark::Failover(args) => failover::run(args),
         Benchmark::Faults(args) => faults::run(args),
         Benchmark::Lockstep(args) => lockstep::run(args),
+        Benchmark::Ledger(args) => ledger::run(args),
         Benchmark::Soak(args) => soak::run(args),
         Benchmark::Partition(args) => partition::run(args),
         Benchmark::Search(args) => search::run(args),

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, bail};
 
 /// Folder of saved results, relative to the workspace root.
-const RUNS_DIR: &str = "bench/runs";
+pub const RUNS_DIR: &str = "bench/runs";
 /// Maximum number of results of one benchmark per day. More indicate a mistake.
 const MAX_RUNS_PER_DAY: u32 = 1000;
 

@@ -22,7 +22,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tessera_base::DiagnosticFormat;
 
-use commands::{autopsy, bench, bringup, check, doctor, drill, explain, measure, plan, record, stream, wire};
+use commands::{
+    autopsy, bench, bringup, check, doctor, drill, explain, lint, measure, plan, record, stream, wire,
+};
 use output::{CliError, CliResult};
 use parse::invalid_argument;
 
@@ -50,6 +52,7 @@ struct Cli {
 enum CliCommand {
     Plan(Box<plan::Args>),
     Check(check::Args),
+    Lint(lint::Args),
     Doctor(Box<doctor::Args>),
     Drill(drill::Args),
     Measure(measure::Args),
@@ -86,6 +89,7 @@ fn main() -> ExitCode {
     let (format, outcome): (_, CliResult) = match Cli::parse().command {
         CliCommand::Plan(args) => (args.format.into(), plan::run(&args)),
         CliCommand::Check(args) => (args.format, check::run(&args)),
+        CliCommand::Lint(args) => (args.format, lint::run(&args)),
         CliCommand::Doctor(args) => (args.format.into(), doctor::run(&args)),
         CliCommand::Measure(args) => (args.format.into(), measure::run(&args)),
         CliCommand::Drill(args) => (args.format.into(), drill::run(&args)),

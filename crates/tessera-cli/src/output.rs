@@ -128,6 +128,13 @@ pub fn write_stdout(text: &str) -> Result<(), Diagnostic> {
     }
 }
 
+/// Values of `--format` where a finding has a place in a file, each with its help text.
+pub const DIAGNOSTIC_FORMATS: &[(&str, DiagnosticFormat, &str)] = &[
+    ("text", DiagnosticFormat::Text, "Human-readable text"),
+    ("json", DiagnosticFormat::Json, "One JSON object per line"),
+    ("github", DiagnosticFormat::Github, "GitHub workflow commands, which GitHub shows as annotations"),
+];
+
 /// The values of `--format` of most subcommands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum OutputFormat {

@@ -102,3 +102,25 @@ fn a_folder_without_a_run_is_rejected() {
     assert_eq!(status, Some(1));
     assert!(said.contains("named twice"), "{said}");
 }
+
+// proves: P-29
+#[test]
+fn the_ship_checklist_is_red_at_its_first_open_item() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    for name in ["a", "b", "c"] {
+        run_stream(&dir.path().join(name), &[]);
+    }
+    // A run of two chunks shows no steady state, so that no drill is started.
+    let (status, said) = run_for_text(&["bringup", &at("a"), &at("b"), &at("c"), "--ship", &at("c")]);
+    assert_eq!(status, Some(1), "{said}");
+    let fail = said.lines().position(|l| l.contains("fail") && l.contains("2 chunks, 10000 are needed"));
+    assert_eq!(said.matches("  pass").count(), 4, "{said}");
+    assert_eq!(said.matches("blocked").count(), 3, "{said}");
+    assert!(fail.is_some() && said.contains("\nred\n"), "{said}");
+
+    let (status, said) = run_for_text(&["bringup", &at("a"), &at("b"), "--ship", &at("c")]);
+    assert!(status == Some(1) && said.contains("2 of 3 runs"), "{said}");
+    let (status, said) = run_for_text(&["bringup", &at("a"), "--ship", &at("none")]);
+    assert!(status == Some(1) && said.contains("T0045"), "{said}");
+}

@@ -31,6 +31,7 @@ fn every_fault_ends_as_expected_in_time_and_leaves_no_process() {
     assert!(took < SUITE_TIMEOUT, "{took:?}");
 }
 
+// proves: P-28
 #[test]
 fn a_drill_without_its_check_turns_red() {
     let effective = ["effective-backend", "group-order", "program-set", "unarmed-check"];

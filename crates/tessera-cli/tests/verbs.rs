@@ -423,3 +423,28 @@ fn every_subcommand_has_help_with_examples() {
     );
     assert_fails(&["strem"], 2, &["stream"]);
 }
+
+// proves: P-13
+#[test]
+fn lint_finds_a_conditional_collective_and_certifies_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let source =
+        "import torch.distributed as dist\n\n\ndef save(rank):\n    if rank == 0:\n        dist.barrier()\n";
+    fs::write(dir.path().join("save.py"), source).unwrap();
+    let o = tessera_in(dir.path(), &["lint", "."]);
+    assert_failed(&o, 1, &["error[T1435]", "--> ./save.py:6:9", "5 |     if rank == 0:"]);
+    assert!(stdout(&o).contains("errors: 1, warnings: 0") && stdout(&o).contains("certifies nothing"));
+    let o = tessera_in(dir.path(), &["lint", "save.py", "--format", "github"]);
+    assert!(stdout(&o).starts_with("::error file=save.py,line=6,col=9,title=T1435::"), "{}", stdout(&o));
+    let o = tessera_in(dir.path(), &["lint", "save.py", "--format", "json"]);
+    assert!(stdout(&o).ends_with(
+        "{\"certifies\":false,\"errors\":1,\"files\":1,\"omitted\":0,\"suppressed\":0,\"warnings\":0}\n"
+    ));
+
+    // Negative control: the barrier for all ranks, and the rule suppressed.
+    fs::write(dir.path().join("save.py"), source.replace("    if rank == 0:\n        ", "    ")).unwrap();
+    assert!(success_stdout(&tessera_in(dir.path(), &["lint", "."])).contains("errors: 0, warnings: 0"));
+    fs::write(dir.path().join("save.py"), source.replace("()\n", "()  # tessera: ignore T1435\n")).unwrap();
+    assert!(success_stdout(&tessera_in(dir.path(), &["lint", "."])).contains("suppressed by comments: 1"));
+    assert_failed(&tessera_in(dir.path(), &["lint", "none.py"]), 2, &["T1430", "does not exist"]);
+}

@@ -1,6 +1,8 @@
 //! The bring-up checklist from the first run to production scale. Six ordered items are answered
 //! from the files that runs leave behind; an item passes only if all items before it pass.
 
+mod ship;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -16,6 +18,8 @@ use tessera_report::record::{RunDevice, RunRecord, RunStatus};
 use tessera_runtime::parity::KERNEL_KEY;
 
 use crate::codes::T0045;
+
+pub use ship::check_ship;
 
 /// Number of runs of one request that must agree before their golden hash counts as stable.
 const STABLE_RUNS: usize = 3;
@@ -112,27 +116,7 @@ struct CheckedRun {
 /// # Errors
 /// T0045 for every folder that is not a run directory or is named twice.
 pub fn check_bringup(folders: &[PathBuf], goals: &BringupGoals) -> Result<Vec<ChecklistItem>, Diagnostics> {
-    let (mut runs, mut diagnostics) = (Vec::new(), Vec::new());
-    let mut known: Vec<PathBuf> = Vec::new();
-    for folder in folders {
-        let canonical = folder.canonicalize().unwrap_or_else(|_| folder.clone());
-        if known.contains(&canonical) {
-            diagnostics.push(
-                Diagnostic::error(&T0045, format!("{} is named twice", folder.display()))
-                    .with_label(folder.display().to_string(), "a run always agrees with itself")
-                    .with_hint("run the same request again with another --out folder"),
-            );
-            continue;
-        }
-        known.push(canonical);
-        match open_run(folder) {
-            Ok(run) => runs.push(run),
-            Err(d) => diagnostics.push(d),
-        }
-    }
-    if !diagnostics.is_empty() {
-        return Err(diagnostics);
-    }
+    let runs = open_runs(folders)?;
     let Some(last) = runs.last() else {
         return Err(vec![
             Diagnostic::error(&T0045, "no run is named").with_hint("name run directories, oldest first"),
@@ -168,6 +152,35 @@ pub fn check_bringup(folders: &[PathBuf], goals: &BringupGoals) -> Result<Vec<Ch
         items.push(ChecklistItem { title, status: standing, detail: answer });
     }
     Ok(items)
+}
+
+/// Opens run directories.
+///
+/// # Errors
+/// T0045 for every folder that is not a run directory or is named twice.
+fn open_runs(folders: &[PathBuf]) -> Result<Vec<CheckedRun>, Diagnostics> {
+    let (mut runs, mut diagnostics) = (Vec::new(), Vec::new());
+    let mut known: Vec<PathBuf> = Vec::new();
+    for folder in folders {
+        let canonical = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+        if known.contains(&canonical) {
+            diagnostics.push(
+                Diagnostic::error(&T0045, format!("{} is named twice", folder.display()))
+                    .with_label(folder.display().to_string(), "a run always agrees with itself")
+                    .with_hint("run the same request again with another --out folder"),
+            );
+            continue;
+        }
+        known.push(canonical);
+        match open_run(folder) {
+            Ok(run) => runs.push(run),
+            Err(d) => diagnostics.push(d),
+        }
+    }
+    if !diagnostics.is_empty() {
+        return Err(diagnostics);
+    }
+    Ok(runs)
 }
 
 fn open_run(folder: &Path) -> Result<CheckedRun, Diagnostic> {

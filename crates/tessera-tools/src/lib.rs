@@ -19,6 +19,7 @@ pub mod drawings;
 pub mod drill;
 pub mod flight_dumps;
 pub mod gate_record;
+pub mod lint;
 pub mod measure;
 pub mod trace;
 pub mod wire_dump;

@@ -94,4 +94,107 @@ tessera_base::codes! {
     T1425: "folder holds two kinds of recordings",
     "The folder holds compile traces of a PyTorch run beside a plan, a run or an estimate of Tessera, and the command cannot know which \
     one is meant. Move the files dedicated_log_torch_trace_… into a folder of their own.";
+
+    T1430: "Python file cannot be linted",
+    "A file is read as Python 3 if it is UTF-8, has at most 1 MiB and is nested no deeper than Python itself allows. The message names \
+    the first line that does not parse. The rest of the file is linted all the same, but a rule may miss what stands near the mistake. \
+    Correct the file, or leave it out.";
+
+    T1431: "work object kept",
+    "A collective with async_op=True returns a work object, and its tensor is undefined until somebody waits for it. A work object that \
+    leaves its function, in an attribute, a list, a global variable or a return value, can be waited for twice, never, or after the \
+    tensor was read, and no reader of one function sees which. In compiled code the object breaks the graph in any case.\n\n\n\
+    Bad: `self.work = dist.all_reduce(x, async_op=True)`\n\n\
+    Good: `work = dist.all_reduce(x, async_op=True); overlap(); work.wait()`\n\n\
+    Good: `x = funcol.all_reduce(x, \"sum\", group)` in compiled code\n\n\
+    A list is fine if the same function waits for all its members.";
+
+    T1432: "process group in compiled code",
+    "A compiled function that takes, makes or captures a ProcessGroup object depends on an object that the compiler cannot trace. It breaks \
+    the graph or compiles again for each group, and a group that one rank makes alone is a hang. The group belongs to the program: make all \
+    groups once, in the same order on all ranks, and name them.\n\n\n\
+    Bad: a compiled `forward(x, group: dist.ProcessGroup)`\n\n\
+    Good: `return funcol.all_reduce(x, \"sum\", NAME)`, with `NAME = group.group_name` made before";
+
+    T1433: "in-place collective in compiled code",
+    "torch.distributed.all_reduce and its relatives write into their argument and give nothing back, so the compiler cannot order them by \
+    their data. Newer versions of PyTorch rewrite some of them; the others break the graph, once for each layer, and each break is a place \
+    where ranks can part. The functional collectives are made for compiled code.\n\n\n\
+    Bad: `dist.all_reduce(y); return y`\n\n\
+    Good: `return funcol.all_reduce(y, \"sum\", group)`\n\n\
+    Good: a function under torch.compiler.disable, if the break is meant and there are few of them";
+
+    T1434: "functional collective in eager code",
+    "A functional collective allocates its result, and eager code wraps it in a tensor that waits when it is first read. In eager code this \
+    only costs: an operator measured a slower run than with the in-place ones. Use the in-place collective where the code runs eagerly, and \
+    choose by torch.compiler.is_compiling() where it runs both ways.\n\n\n\
+    Bad: `y = funcol.all_reduce(y, \"sum\", group)` in a function that nothing compiles\n\n\
+    Good: the functional one under `if torch.compiler.is_compiling()`, the in-place one under `else`";
+
+    T1435: "collective under a condition on the rank",
+    "All members of a group must call the same collectives in the same order. Under a condition on the rank, some of them call one that the \
+    others do not, or leave before it, and all wait until a timeout. Both arms of the condition may call it, and so may two conditions of \
+    which each rank meets exactly one. Sends and receives are not meant: they name their peer.\n\n\n\
+    Bad: `if rank == 0: dist.barrier()`\n\n\
+    Bad: `if rank != 0: return` before a later collective\n\n\
+    Good: `if rank == 0: save(state)`, and then `dist.barrier()` on all ranks";
+
+    T1436: "collective under a condition on a rank's own data",
+    "A value that a rank computes from its own tensors, clock or memory can differ from that of its peers: a NaN on one rank, a rank without \
+    tokens, a timeout that one rank sees first. A collective under such a condition is then called by some members alone. Let all ranks decide \
+    from one value: reduce it first, or let one rank decide and send the decision.\n\n\n\
+    Bad: `if loss.item() > limit: dist.all_reduce(x)`\n\n\
+    Good: the same after `dist.all_reduce(loss, op=dist.ReduceOp.MAX)`";
+
+    T1437: "collective under a debug switch",
+    "The environment belongs to a process. A variable that somebody sets on the rank with the bug adds a collective there, and the debug \
+    feature is then the hang. Issue the collective always, or read the switch on one rank and send its value to all.\n\n\n\
+    Bad: `if os.environ.get(\"DEBUG\"): dist.barrier()`\n\n\
+    Good: `debug = [os.environ.get(\"DEBUG\")]; dist.broadcast_object_list(debug)`, and then `if debug[0]: dist.barrier()`";
+
+    T1438: "collective in a try that goes on after an error",
+    "An error on one rank, such as running out of memory, leaves the block before its collective, and the handler lets the rank go on. Its next \
+    collective then meets another one of its peers. A collective inside the handler is called by the failed ranks alone. Let the error end the \
+    rank, or handle it around the part without collectives.\n\n\n\
+    Bad: `step(x); dist.all_reduce(x)` under `try`, with `except RuntimeError: log()`\n\n\
+    Good: `step(x)` under `try`, with `except RuntimeError: failed.fill_(1)`, and then `dist.all_reduce(failed)` on all ranks";
+
+    T1439: "tensor read before its wait",
+    "Until the wait, the memory of a collective with async_op=True belongs to the collective, and a read gives old, new or mixed values. The ops \
+    of torch.ops._c10d_functional return such a tensor too, and the result is what wait_tensor returns: not the tensor that it was given.\n\n\n\
+    Bad: `work = dist.all_reduce(x, async_op=True); y = x * 2; work.wait()`\n\n\
+    Good: `work = dist.all_reduce(x, async_op=True); work.wait(); y = x * 2`\n\n\
+    Good: `x = wait_tensor(all_reduce(x, \"sum\", group)); y = x * 2`";
+
+    T1440: "result of a collective dropped",
+    "A functional collective leaves its operand as it was: without its result, each rank goes on with its own part, and nothing hangs. A work \
+    object that is dropped leaves nobody to wait for it. A call of wait_tensor without a use of its result waits for nothing in compiled code.\n\n\n\
+    Bad: `funcol.all_reduce(y, \"sum\", group); return y`\n\n\
+    Good: `y = funcol.all_reduce(y, \"sum\", group); return y`";
+
+    T1441: "side effect in compiled code",
+    "A print, a log line, a clock, a random number of Python or a change of a global variable either breaks the graph or happens while the \
+    program is compiled and never again. If one rank alone logs, one rank alone breaks. Do it outside of the compiled region, or under \
+    `if not torch.compiler.is_compiling()`.\n\n\n\
+    Bad: `print(x.shape)` in a compiled `forward(x)`\n\n\
+    Good: `y = forward(x); print(y.shape)`";
+
+    T1442: "read from the device in compiled code",
+    ".item(), .tolist(), .cpu() and .numpy() give the value of a tensor to Python. They break the graph, stop the host until the device is done, \
+    and what Python does with the value may then differ between ranks. Keep the value in a tensor, or let the caller pass it in.\n\n\n\
+    Bad: `if scale.item() > 1: x = x / scale`\n\n\
+    Good: `x = torch.where(scale > 1, x / scale, x)`";
+
+    T1443: "every rank sends before it receives",
+    "A blocking send ends when its peer receives. In a ring in which all ranks send first, nobody receives, and small messages hide it until \
+    they grow. Post both operations together, or let even and odd ranks begin differently.\n\n\n\
+    Bad: `dist.send(x, dst=(rank + 1) % size); dist.recv(y, src=(rank - 1) % size)`\n\n\
+    Good: `for r in dist.batch_isend_irecv([send, recv]): r.wait()`";
+
+    T1444: "collective for each item of one rank",
+    "The loop runs over what this rank alone has, such as every n-th file, and issues a collective in each turn. If the ranks have different \
+    numbers of items, the rank with the most waits for the others. Agree on the number first, by a reduction with MIN or MAX, or move the collective \
+    behind the loop.\n\n\n\
+    Bad: `for name in files[rank::size]: dist.all_reduce(load(name))`\n\n\
+    Good: `for name in files[rank::size]: total += load(name)`, and then `dist.all_reduce(total)`";
 }

@@ -2,6 +2,7 @@
 //!
 //! * [`flight`]: the Flight Recorder dumps of a run that hangs.
 //! * [`trace`]: the compile traces of a run that compiles too much, or differently on its ranks.
+//! * [`lint`]: the sources of a program, before it runs.
 //!
 //! Nothing here needs Python or PyTorch, executes anything of what it reads, or issues a collective.
 //! The crate knows no file system, no plan and no run of Tessera.
@@ -11,6 +12,7 @@
 
 pub mod codes;
 pub mod flight;
+pub mod lint;
 pub mod trace;
 
 pub use codes::CODES;

@@ -3,18 +3,21 @@
 
 use std::path::PathBuf;
 
+use tessera::terminal::print_stderr_line;
 use tessera_base::GateStatus;
 use tessera_estimate::load_thresholds;
-use tessera_tools::bringup::{BringupGoals, ItemStatus, check_bringup};
+use tessera_tools::bringup::{BringupGoals, ItemStatus, check_bringup, check_ship};
 use tessera_tools::gate_record::{GateRecord, RecordedGate};
 
 use crate::output::{CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout};
+use crate::parse::current_exe_path;
 
 const EXAMPLES: &str = "\
 Examples:
   tessera stream models/demo --mesh tp=2 --out a        record a run; repeat with --out b and --out c
   tessera bringup a b c                                 evaluate the checklist on the three runs
   tessera bringup a b c --format json | jq '.[0]'       print the first item as JSON
+  tessera bringup a b c --ship long                     evaluate the ship checklist; long is a run of 10,000 chunks
 
 The checklist has six items, in the order of a bring-up. Each item is one check of the runs:
 
@@ -34,6 +37,9 @@ and the numbers found:
   blocked  the runs meet the requirement, but an earlier item is open or failed
   open     the runs recorded nothing that answers the item
   fail     the runs do not meet the requirement
+
+The ship checklist has eight items of its own: the plan, parity, one hash, the gates of a long run, the drills and their self-test.
+It stops at the first item that does not pass, and the last line is green or red. The last two items take some minutes.
 
 Exit status: 0 every item passes or does not apply, 1 an item is open, blocked or failed, or a folder holds no run.";
 
@@ -56,6 +62,11 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub gate_record: Option<PathBuf>,
 
+    /// Evaluate the ship checklist instead, with this run of 10,000 chunks or more, and the drills of this
+    /// machine
+    #[arg(long, value_name = "RUN", conflicts_with_all = ["gates", "gate_record"])]
+    pub ship: Option<PathBuf>,
+
     /// Format of the checklist and of diagnostics
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
@@ -63,7 +74,13 @@ pub struct Args {
 
 /// Evaluates the bring-up checklist on recorded runs.
 pub fn run(args: &Args) -> CliResult {
-    let items = check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?;
+    let items = match &args.ship {
+        Some(long) => check_ship(&current_exe_path()?, &args.runs, long, &mut |title| {
+            print_stderr_line(&format!("{title}…"));
+        })?,
+        None => check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?,
+    };
+    let fine = items.iter().all(|i| matches!(i.status, ItemStatus::Pass | ItemStatus::NotApplicable));
     if let Some(path) = &args.gate_record {
         let recorded = items.iter().map(|i| RecordedGate {
             gate: i.title.to_string(),
@@ -78,7 +95,12 @@ pub fn run(args: &Args) -> CliResult {
                 let (status, title) = (item.status.name().to_string(), item.title.to_string());
                 [number.to_string(), status, title, item.detail.clone()]
             });
-            write_stdout(&format_table(rows, [true, false, false, false]))?;
+            let verdict = match (&args.ship, fine) {
+                (None, _) => "",
+                (_, true) => "green\n",
+                (_, false) => "red\n",
+            };
+            write_stdout(&(format_table(rows, [true, false, false, false]) + verdict))?;
         }
         OutputFormat::Json => {
             let list: Vec<serde_json::Value> = items
@@ -88,6 +110,5 @@ pub fn run(args: &Args) -> CliResult {
             write_stdout(&format!("{}\n", serde_json::Value::from(list)))?;
         }
     }
-    let fine = items.iter().all(|i| matches!(i.status, ItemStatus::Pass | ItemStatus::NotApplicable));
     Ok(if fine { 0 } else { EXIT_DIAGNOSTICS })
 }

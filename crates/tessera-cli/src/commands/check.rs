@@ -15,7 +15,9 @@ use tessera_tools::drawings::DrawingDir;
 use tessera_tools::trace::{self, check_trace};
 
 use crate::flags::named_values;
-use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout};
+use crate::output::{
+    CliError, CliResult, DIAGNOSTIC_FORMATS, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout,
+};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -47,7 +49,7 @@ pub struct Args {
     pub paths: Vec<PathBuf>,
 
     /// Format of diagnostics and summary lines
-    #[arg(long, value_parser = named_values(FORMATS), default_value = "text")]
+    #[arg(long, value_parser = named_values(DIAGNOSTIC_FORMATS), default_value = "text")]
     pub format: DiagnosticFormat,
 
     /// Draw counterexamples as SVG files in this folder; existing drawings of the same name are
@@ -68,13 +70,6 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
 }
-
-/// Values of `--format`, each with its help text.
-const FORMATS: &[(&str, DiagnosticFormat, &str)] = &[
-    ("text", DiagnosticFormat::Text, "Human-readable text"),
-    ("json", DiagnosticFormat::Json, "One JSON object per line"),
-    ("github", DiagnosticFormat::Github, "GitHub workflow commands, which GitHub shows as annotations"),
-];
 
 /// Verifies the given plan folders, program files or traces of collectives.
 pub fn run(args: &Args) -> CliResult {

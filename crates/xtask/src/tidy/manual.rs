@@ -20,6 +20,14 @@ const TRIPWIRES: &str = "docs/reference/tripwires.md";
 const DRILLS: &str = "docs/reference/drills.md";
 /// The sections of every page, in this order. [`OPTIONAL_SECTION`] may follow.
 const SECTIONS: [&str; 4] = ["Contract", "Tripwires", "Break-it tests", "Instrumentation"];
+/// The page about compiled programs has sections of its own, each with rules.
+const COMPILE: &str = "docs/manual/compile.md";
+const COMPILE_SECTIONS: [&str; 4] = [
+    "Invariants across ranks",
+    "What to pin at init and what to carry in the envelope",
+    "Tests that catch divergence early",
+    "Patterns to avoid",
+];
 /// An optional last section, of any length.
 const OPTIONAL_SECTION: &str = "Details";
 /// Number of sentences before the first section.
@@ -52,7 +60,9 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
         for (number, line) in (1..).zip(page.text.lines()) {
             drill_ids(line).into_iter().for_each(|id| check.check_drill_id(number, id));
         }
-        if page.path != format!("{MANUAL}README.md") {
+        if page.path == COMPILE {
+            check.check_compile_sections();
+        } else if page.path != format!("{MANUAL}README.md") {
             check.check_sections();
         }
     }
@@ -76,6 +86,18 @@ struct PageCheck<'c, 'a> {
 impl PageCheck<'_, '_> {
     fn report(&mut self, line: usize, message: impl Into<String>) {
         self.found.push(Problem::new(&self.page.path, line, message));
+    }
+
+    /// Checks the sections of the page about compiled programs. That its items are rules with proofs is
+    /// checked with the rules.
+    fn check_compile_sections(&mut self) {
+        let sections = split_sections(&self.page.text);
+        if sections.iter().map(|s| s.name).ne(COMPILE_SECTIONS) {
+            self.report(0, format!("write exactly the sections {}", COMPILE_SECTIONS.join(", ")));
+        }
+        for s in sections.iter().filter(|s| !s.lines.iter().any(|l| l.contains("**P-"))) {
+            self.report(s.line, format!("{} has no rule", s.name));
+        }
     }
 
     /// Checks the structure of the page and the content of its sections.
@@ -288,6 +310,22 @@ mod tests {
         assert_eq!(problems(PAGE, Some(TABLE)), Vec::<String>::new());
         assert_eq!(problems(PAGE, None), Vec::<String>::new());
         assert_eq!(problems(&format!("{PAGE}\n## Details\n\nMore.\n"), None), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_page_about_compiled_programs_has_its_four_sections_with_rules() {
+        let page: String = COMPILE_SECTIONS.iter().map(|s| format!("## {s}\n\n- **P-01** x\n\n")).collect();
+        let check_page = |text: &str| {
+            let mut found = Vec::new();
+            check(&Tree::from_files(&[(COMPILE, text)]), &mut found);
+            found.into_iter().map(|p| p.to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(check_page(&page), Vec::<String>::new());
+        assert_one(&check_page(&format!("{page}## More\n\n- **P-02** y\n")), "write exactly the sections");
+        assert_one(
+            &check_page(&page.replacen("- **P-01** x", "Nothing.", 1)),
+            "Invariants across ranks has no rule",
+        );
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde::Deserialize;
 const DATA: &str = include_str!("../../../../../docs/library/library.json");
 
 /// Every page with rules, by its name.
-pub(super) const PAGES: [Page; 8] = [
+pub(super) const PAGES: [Page; 9] = [
     Page { name: "control-plane", text: include_str!("../../../../../docs/manual/control-plane.md") },
     Page { name: "determinism", text: include_str!("../../../../../docs/manual/determinism.md") },
     Page { name: "groups", text: include_str!("../../../../../docs/manual/groups.md") },
@@ -15,6 +15,7 @@ pub(super) const PAGES: [Page; 8] = [
     Page { name: "overlap", text: include_str!("../../../../../docs/manual/overlap.md") },
     Page { name: "replay", text: include_str!("../../../../../docs/manual/replay.md") },
     Page { name: "shutdown", text: include_str!("../../../../../docs/manual/shutdown.md") },
+    Page { name: "compile", text: include_str!("../../../../../docs/manual/compile.md") },
     Page { name: "captured-regions", text: include_str!("../../../../../docs/guides/captured-regions.md") },
 ];
 

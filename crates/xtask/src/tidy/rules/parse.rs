@@ -7,7 +7,7 @@ use super::super::codes::find_ids;
 use super::{ProofNames, RULE_PAGES, Rule, RulePage, rule_ids};
 
 /// Lines after which the rules name something that must not happen.
-const FORBIDDEN_MARKERS: [&str; 2] = ["Forbidden:", "## Do not"];
+const FORBIDDEN_MARKERS: [&str; 3] = ["Forbidden:", "## Do not", "## Patterns to avoid"];
 /// Lines after which they name something that must hold.
 const MUST_MARKERS: [&str; 3] = ["Must:", "## Do", "## Graphs and communication libraries"];
 
