@@ -7,6 +7,7 @@
 mod causes;
 mod departure;
 mod dump;
+mod examine;
 mod findings;
 mod pickle;
 mod render;
@@ -16,6 +17,5 @@ mod transfer;
 mod wait;
 
 pub use dump::{EntryState, FlightDump, FlightEntry, FlightGroup, StackFrame, read_dump};
-pub use findings::{
-    CallSide, Certainty, FaultKind, FlightFinding, FlightReport, RankWait, examine_dumps, list_ranks,
-};
+pub use examine::examine_dumps;
+pub use findings::{CallSide, Certainty, FaultKind, FlightFinding, FlightReport, RankWait, list_ranks};

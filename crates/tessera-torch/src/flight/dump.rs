@@ -100,6 +100,16 @@ pub struct FlightDump {
     pub lost_head: bool,
 }
 
+impl FlightDump {
+    /// Returns whether the rank made progress when it wrote the dump: the watchdog had yet to take the
+    /// newest completed collective off its list. It does so within a second, and a hang lasts longer.
+    pub(super) fn is_moving(&self) -> bool {
+        let completed = || self.entries.iter().rev().filter(|e| e.state == EntryState::Completed);
+        let uses_retired = completed().any(|e| e.retired);
+        uses_retired && completed().next().is_some_and(|e| !e.retired)
+    }
+}
+
 /// Reads a dump in either form.
 ///
 /// # Errors

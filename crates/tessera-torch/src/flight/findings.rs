@@ -1,14 +1,9 @@
 //! What the dumps of a run show: causes, waits and notes.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use tessera_base::named_enum;
 
-use super::causes::find_causes;
-use super::dump::{EntryState, FlightDump, FlightEntry};
-use super::sequence::align_groups;
-use super::transfer::Transfers;
-use super::wait::{Wait, Waits};
+use super::dump::FlightEntry;
+use super::wait::Wait;
 
 named_enum! {
     /// How a rank departed from its peers.
@@ -108,79 +103,11 @@ pub struct FlightReport {
     pub notes: Vec<String>,
 }
 
-/// Finds the rank that departed first.
-#[must_use]
-pub fn examine_dumps(dumps: &BTreeMap<u32, FlightDump>) -> FlightReport {
-    let groups = align_groups(dumps);
-    let transfers = Transfers::from_dumps(dumps, &groups);
-    let mut waits = Waits::from_hosts(&groups, &transfers);
-    let members: BTreeSet<u32> = groups.iter().flat_map(|g| g.members.iter().copied()).collect();
-    let missing: Vec<u32> = members.into_iter().filter(|r| !dumps.contains_key(r)).collect();
-    let mut findings = find_causes(dumps, &groups, &transfers, &waits);
-    let mut notes = list_notes(dumps, &waits, &missing);
-    if findings.is_empty() {
-        let devices = Waits::from_devices(dumps, &groups);
-        findings = super::causes::find_device_causes(&waits.stalled, &devices);
-        if findings.is_empty() && !waits.stalled.is_empty() {
-            notes.push(STALLED_NOTE.to_string());
-        } else if !findings.is_empty() {
-            waits.by_rank = devices.by_rank;
-        }
-    }
-    notes.push(NOT_RECORDED_NOTE.to_string());
-    FlightReport {
-        findings,
-        waits: waits.by_rank.iter().map(|(rank, w)| RankWait::from_wait(*rank, w)).collect(),
-        ranks: dumps.keys().copied().collect(),
-        missing,
-        notes,
-    }
-}
-
-const STALLED_NOTE: &str = "all members enqueued a collective that no device completed: the dumps show no rank at fault; \
-with TORCH_NCCL_ENABLE_TIMING=1 they show which device started it";
-const NOT_RECORDED_NOTE: &str = "not recorded, so not compared: the reduction, the root, the splits of an all-to-all, the \
-contents, and what a CUDA graph replays; dumps cannot show ranks that compute on different weights";
-
-impl FlightDump {
-    /// Returns whether the rank made progress when it wrote the dump: the watchdog had yet to take the
-    /// newest completed collective off its list. It does so within a second, and a hang lasts longer.
-    pub(super) fn is_moving(&self) -> bool {
-        let completed = || self.entries.iter().rev().filter(|e| e.state == EntryState::Completed);
-        let uses_retired = completed().any(|e| e.retired);
-        uses_retired && completed().next().is_some_and(|e| !e.retired)
-    }
-}
-
-fn list_notes(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, missing: &[u32]) -> Vec<String> {
-    let mut notes = Vec::new();
-    let lost: Vec<u32> = dumps.values().filter(|d| d.lost_head).map(|d| d.rank).collect();
-    if !lost.is_empty() {
-        notes.push(format!("the ring of {} lost its oldest entries", list_ranks(&lost)));
-    }
-    if !waits.older.is_empty() {
-        let older: Vec<u32> = waits.older.iter().copied().collect();
-        notes.push(format!(
-            "the dump of {} is older than those of ranks that wait for it",
-            list_ranks(&older)
-        ));
-    }
-    let moving: Vec<u32> =
-        waits.find_roots().into_iter().filter(|r| dumps.get(r).is_some_and(FlightDump::is_moving)).collect();
-    if !moving.is_empty() {
-        notes.push(format!(
-            "{} made progress when the dump was written, so it is not silent",
-            list_ranks(&moving)
-        ));
-    }
-    if !missing.is_empty() {
-        notes.push(format!("{} left no dump", list_ranks(missing)));
-    }
-    notes
-}
+/// Maximum number of ranks that a list names one by one.
+const MAX_LISTED_RANKS: usize = 8;
 
 impl RankWait {
-    fn from_wait(rank: u32, wait: &Wait<'_>) -> RankWait {
+    pub(super) fn from_wait(rank: u32, wait: &Wait<'_>) -> RankWait {
         RankWait {
             rank,
             awaited: wait.awaited.iter().copied().collect(),
@@ -226,13 +153,15 @@ fn find_user_site(entry: &FlightEntry) -> Option<String> {
     Some(format!("{}:{} in {}", frame.file, frame.line, frame.function))
 }
 
-/// Lists ranks: `rank 3`, `ranks 0, 2`. A long list of consecutive ranks is shortened: `ranks 0 to 1022`.
+/// Lists ranks: `rank 3`, `ranks 0, 2`. In a long list, consecutive ranks are a range: `ranks 0 to 1022`.
 #[must_use]
 pub fn list_ranks(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for rank in ranks {
         match runs.last_mut() {
-            Some((_, end)) if *end + 1 == *rank => *end = *rank,
+            Some((_, end)) if ranks.len() > MAX_LISTED_RANKS && end.checked_add(1) == Some(*rank) => {
+                *end = *rank
+            }
             _ => runs.push((*rank, *rank)),
         }
     }
