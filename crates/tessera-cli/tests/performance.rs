@@ -16,7 +16,7 @@ fn run(args: &[&str]) -> Output {
 }
 
 /// Streams two chunks of a fixture into a new folder.
-fn stream(mesh: &str, out: &Path, more: &[&str]) -> Output {
+fn run_stream(mesh: &str, out: &Path, more: &[&str]) -> Output {
     let (mesh, out) = (["--mesh", mesh], ["--out", out.to_str().unwrap()]);
     let words = ["--prompt", "a red square", "--chunks", "2", "--quiet", "--oversubscribe"];
     run(&[&["stream", "fixtures/wan-even"], &mesh[..], &out, &words, more].concat())
@@ -42,7 +42,7 @@ fn performance_mode_starts_only_behind_green_gates_of_this_plan() {
     let path = |name: &str| dir.path().join(name);
     let (measured, gates) = (path("measured"), path("gates.json"));
     let gates_text = gates.to_str().unwrap();
-    let o = stream("tp=1", &measured, &[]);
+    let o = run_stream("tp=1", &measured, &[]);
     assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
     let o = run(&["record", "gates", measured.to_str().unwrap(), "--gate-record", gates_text]);
     assert_eq!(o.status.code(), Some(0), "{}{}", to_text(&o.stdout), to_text(&o.stderr));
@@ -50,7 +50,7 @@ fn performance_mode_starts_only_behind_green_gates_of_this_plan() {
 
     let refuse = |mesh: &str, more: &[&str], parts: &[&str]| {
         let out = path("refused");
-        let o = stream(mesh, &out, &[&["--performance"], more].concat());
+        let o = run_stream(mesh, &out, &[&["--performance"], more].concat());
         let err = to_text(&o.stderr);
         assert_eq!(o.status.code(), Some(1), "{err}");
         assert!(err.contains("error[T0063]") && parts.iter().all(|p| err.contains(p)), "{parts:?}: {err}");
@@ -72,8 +72,11 @@ fn performance_mode_starts_only_behind_green_gates_of_this_plan() {
     refuse("tp=1", &named, &["gate `call ids`: fail"]);
 
     let overridden = path("overridden");
-    let o =
-        stream("tp=1", &overridden, &[&["--performance", "--override-gates", "a demo"], &named[..]].concat());
+    let o = run_stream(
+        "tp=1",
+        &overridden,
+        &[&["--performance", "--override-gates", "a demo"], &named[..]].concat(),
+    );
     let err = to_text(&o.stderr);
     assert_eq!(o.status.code(), Some(0), "{err}");
     assert!(err.contains("warning[T0063]") && err.contains("the gates are overridden: a demo"), "{err}");
@@ -84,7 +87,7 @@ fn performance_mode_starts_only_behind_green_gates_of_this_plan() {
 
     write_changed(&gates, &written, |r| set_verdicts(r, "pass"));
     let green = path("green");
-    let o = stream("tp=1", &green, &[&["--performance"], &named[..]].concat());
+    let o = run_stream("tp=1", &green, &[&["--performance"], &named[..]].concat());
     assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
     let record = fs::read_to_string(green.join("record.jsonl")).unwrap();
     assert!(record.contains("allow this run") && !record.contains("overridden"));

@@ -14,18 +14,18 @@ impl MemoryBudget {
         MemoryBudget { left_bytes: Some(bytes) }
     }
 
-    /// Takes `bytes` bytes for `what`.
+    /// Reserves `bytes` bytes for `what`.
     ///
     /// # Errors
     /// T0804, with both numbers.
-    pub(crate) fn take(&mut self, what: &str, bytes: u64) -> Result<(), Diagnostic> {
+    pub(crate) fn reserve_bytes(&mut self, what: &str, bytes: u64) -> Result<(), Diagnostic> {
         let Some(left) = &mut self.left_bytes else { return Ok(()) };
         match left.checked_sub(bytes) {
             Some(rest) => {
                 *left = rest;
                 Ok(())
             }
-            None => Err(self.refuse(what, bytes)),
+            None => Err(self.build_refusal(what, bytes)),
         }
     }
 
@@ -40,15 +40,15 @@ impl MemoryBudget {
     /// T0804 if the budget or the host does not have the memory.
     pub(crate) fn allocate_zeros(&mut self, what: &str, elements: u64) -> Result<Vec<f32>, Diagnostic> {
         let bytes = elements.saturating_mul(4);
-        self.take(what, bytes)?;
+        self.reserve_bytes(what, bytes)?;
         let mut values = Vec::new();
         let len = usize::try_from(elements).unwrap_or(usize::MAX);
-        values.try_reserve_exact(len).map_err(|_| self.refuse(what, bytes))?;
+        values.try_reserve_exact(len).map_err(|_| self.build_refusal(what, bytes))?;
         values.resize(len, 0.0);
         Ok(values)
     }
 
-    fn refuse(&self, what: &str, bytes: u64) -> Diagnostic {
+    fn build_refusal(&self, what: &str, bytes: u64) -> Diagnostic {
         let host = match self.left_bytes {
             None => "refuses the allocation".to_string(),
             Some(left) => format!("{left} bytes available"),
@@ -79,8 +79,8 @@ mod tests {
         let text = refused(&mut budget, 21);
         assert!(text.contains("84 bytes") && text.contains("80 bytes available"), "{text}");
         assert_eq!(budget.allocate_zeros("the rest", 20), Ok(vec![0.0; 20]));
-        assert!(budget.take("one byte", 1).is_err());
+        assert!(budget.reserve_bytes("one byte", 1).is_err());
         budget.give_back(1);
-        assert!(budget.take("one byte", 1).is_ok());
+        assert!(budget.reserve_bytes("one byte", 1).is_ok());
     }
 }

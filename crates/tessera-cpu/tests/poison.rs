@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, WeightSource};
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, WeightSource};
 use tessera_ir::{Slots, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
 
@@ -28,19 +28,42 @@ impl Observer for IgnoreProgress {
     fn on_progress(&mut self, _: u32) {}
 }
 
-/// Runs a program of one rank twice, without a verifier, and returns the bits of its output `y`.
-/// `slots` gives the slot of each value that an op writes, by name.
-fn run(text: &str, slots: &[(&str, u32)], is_poisoned: bool) -> Result<Vec<u32>, Fault> {
+/// A chain of three ops, each of which needs only the result of the op before.
+const SILU_CHAIN: &str = "program @p role(r) {
+  %x = input : f32[2, 3]
+  %a = ttile.silu %x
+  %b = ttile.silu %a
+  %y = ttile.silu %b
+  output \"y\", %y
+}";
+
+fn open_backend() -> CpuBackend {
     let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
-    let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
-    if is_poisoned {
-        cpu.poison_temporaries();
-    }
+    CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1))
+}
+
+/// Loads a program with slots of these sizes; `slots` gives the slot of each value by name.
+fn load_program(
+    cpu: &mut CpuBackend,
+    text: &str,
+    slots: &[(&str, u32)],
+    slot_bytes: Vec<u64>,
+) -> ProgramHandle {
     let p = parse_all(text, "test").unwrap().remove(0);
     let slot_of = |name: &str| slots.iter().find(|(n, _)| *n == name).map(|(_, slot)| *slot);
     let value_slots = p.values.iter().map(|v| slot_of(&v.name)).collect();
+    cpu.load(&Arc::new(p), &Slots { slot_bytes, value_slots }, &mut NoWeights).unwrap()
+}
+
+/// Runs a program of one rank twice, without a verifier, and returns the bits of its output `y`.
+/// `slots` gives the slot of each value that an op writes, by name.
+fn run(text: &str, slots: &[(&str, u32)], is_poisoned: bool) -> Result<Vec<u32>, Fault> {
+    let mut cpu = open_backend();
+    if is_poisoned {
+        cpu.poison_temporaries();
+    }
     let slot_bytes = vec![64; slots.iter().map(|(_, slot)| *slot as usize + 1).max().unwrap()];
-    let loaded = cpu.load(&Arc::new(p), &Slots { slot_bytes, value_slots }, &mut NoWeights).unwrap();
+    let loaded = load_program(&mut cpu, text, slots, slot_bytes);
     let x = [1.0, -2.0, 3.0, 0.5, 0.0, 7.0];
     let call = CallData { scalars: BTreeMap::new(), inputs: BTreeMap::from([("x", &x[..])]) };
     for _ in 0..2 {
@@ -125,15 +148,8 @@ fn a_slot_that_another_stream_may_still_read_is_not_overwritten() {
 
 #[test]
 fn a_freed_slot_is_reused_on_its_own_stream_without_an_event() {
-    let text = "program @p role(r) {
-  %x = input : f32[2, 3]
-  %a = ttile.silu %x
-  %b = ttile.silu %a
-  %y = ttile.silu %b
-  output \"y\", %y
-}";
     let slots = [("a", 0), ("b", 1), ("y", 0)];
-    assert_eq!(run(text, &slots, true), run(text, &slots, false));
+    assert_eq!(run(SILU_CHAIN, &slots, true), run(SILU_CHAIN, &slots, false));
 }
 
 #[test]
@@ -153,36 +169,20 @@ fn a_value_whose_slot_was_reused_is_not_read() {
 /// Two programs whose large temporaries have other slot numbers share the memory of the larger one.
 #[test]
 fn programs_share_their_temporaries_whatever_the_numbers_of_their_slots() {
-    let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
-    let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+    let mut cpu = open_backend();
     let text = "program @p { %x = input : f32[100] %a = toperator.silu %x %y = toperator.silu %a \
                 output \"y\", %y }";
     for slot_bytes in [vec![1600, 400], vec![400, 1600]] {
-        let p = parse_all(text, "test").unwrap().remove(0);
-        let value_slots = p.values.iter().map(|v| ["a", "y"].iter().position(|n| *n == v.name));
-        let value_slots = value_slots.map(|s| s.map(|s| s as u32)).collect();
-        cpu.load(&Arc::new(p), &Slots { slot_bytes, value_slots }, &mut NoWeights).unwrap();
+        load_program(&mut cpu, text, &[("a", 0), ("y", 1)], slot_bytes);
     }
     assert_eq!(cpu.memory_use().temporary_bytes, 2048, "1600 and 400 bytes in whole cache lines");
 }
 
 #[test]
 fn results_that_reuse_a_slot_are_counted() {
-    let text = "program @p role(r) {
-  %x = input : f32[2, 3]
-  %a = ttile.silu %x
-  %b = ttile.silu %a
-  %y = ttile.silu %b
-  output \"y\", %y
-}";
     let count = |slots: &[(&str, u32)]| {
-        let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
-        let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
-        let p = parse_all(text, "test").unwrap().remove(0);
-        let slot_of = |name: &str| slots.iter().find(|(n, _)| *n == name).map(|(_, slot)| *slot);
-        let value_slots = p.values.iter().map(|v| slot_of(&v.name)).collect();
-        let slots = Slots { slot_bytes: vec![24; 3], value_slots };
-        let loaded = cpu.load(&Arc::new(p), &slots, &mut NoWeights).unwrap();
+        let mut cpu = open_backend();
+        let loaded = load_program(&mut cpu, SILU_CHAIN, slots, vec![24; 3]);
         let call = CallData { scalars: BTreeMap::new(), inputs: BTreeMap::from([("x", &[0.5; 6][..])]) };
         for _ in 0..3 {
             cpu.run(loaded, &call, &mut IgnoreProgress).unwrap();

@@ -113,7 +113,7 @@ impl DeviceMemory {
 
 impl DeviceSlice<'_, u32> {
     /// Writes the word to every element and waits for completion.
-    pub(crate) fn fill(self, word: u32) -> CudaResult<()> {
+    pub(crate) fn fill_with_word(self, word: u32) -> CudaResult<()> {
         // SAFETY: the slice is alive.
         unsafe { sys::cuMemsetD32_v2(self.address, word, self.len) }.result()?;
         sync_default_stream()

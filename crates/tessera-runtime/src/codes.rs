@@ -304,8 +304,8 @@ again. If the file holds none, the element became infinite when it was rounded t
 or infinite, so the run ended, and the output holds no frame of this chunk or a later one.\n\n\
 The rank has hashed all its weights again, and none changed: a rank with a changed weight reports T0754. A collective brings \
 such values to every member, so the failure names a rank only if no other rank reported the same. Either a value left the \
-range of its dtype inside the model, which a wider `--dtype` avoids, or a kernel or the memory of a device computed a wrong value. Run the same prompt and seed again on the \
-CPU, or on another mesh: if the same chunk fails, the model or its dtype is the cause, otherwise a device is.";
+range of its dtype inside the model, which a wider `--dtype` avoids, or a kernel or the memory of a device computed a wrong \
+value. Run the same prompt and seed again on the CPU, or on another mesh: if the same chunk fails, the model or its dtype is the cause, otherwise a device is.";
 
     T0775: "a kernel computes other numbers on one rank",
     "Before the first call every rank runs each kernel of its programs on the same fixed inputs and reports a digest of the \

@@ -33,7 +33,7 @@ pub(crate) fn find_deviation(
 }
 
 /// Returns the rank whose output differs from the majority, and a text that names all ranks. Without
-/// a majority, as with two ranks, nothing tells which output is wrong, and no rank is named.
+/// a majority, as with two ranks, the outputs do not show which one is wrong, and no rank is named.
 pub(crate) fn find_output_mismatch(
     done: &BTreeMap<u32, CallObservation>,
     without_output: &[u32],

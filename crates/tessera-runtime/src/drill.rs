@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
 
 use crate::driver::MessageDirection;
-use crate::wire::{self, CallAction, Envelope, Message, Tensor, Tensors};
+use crate::wire::{self, CallAction, Envelope, F32Bits, Message, ScalarArg, Tensor, Tensors};
 use crate::{Digest, Limits};
 
 macro_rules! faults {
@@ -116,7 +116,7 @@ faults! {
     PerturbedOutput "perturbed-output",
     /// An element of a weight is NaN when a rank loads it.
     NanWeight "nan-weight",
-    /// A layer computes NaN in one call: an element of its weight is NaN until the call ends.
+    /// The layers of a rank compute NaN in one call, because its timesteps and sigmas are NaN.
     NanLatent "nan-latent",
     /// A rank loads weights outside of a RELOAD.
     PrivateReload "private-reload",
@@ -394,6 +394,17 @@ pub fn inject_call_fault(armed: &ArmedFault, call: &mut crate::engine::ReadyCall
         // The phases after that forward would issue collectives on peers that are still inside it.
         DrillFault::MissingForward => meta.phases.truncate(last_forward),
         DrillFault::ResetOnOne => meta.reset_kv = true,
+        // Weights and inputs stay intact, so that only the check of the latents finds the fault.
+        DrillFault::NanLatent => {
+            let nan = F32Bits::new(f32::NAN);
+            for (_, arg) in meta.phases.iter_mut().flat_map(|p| &mut p.args) {
+                match arg {
+                    ScalarArg::I64(_) => {}
+                    ScalarArg::F32(value) => *value = nan,
+                    ScalarArg::F32s(values) => values.fill(nan),
+                }
+            }
+        }
         _ => return false,
     }
     true

@@ -28,7 +28,7 @@ pub fn parity_reference() -> String {
     let mut out = "# Parity keys\n\n\
 The ranks compare these keys. There are four classes. *At init*: compared over all ranks before the first call; a difference\n\
 ends the run. *At init, if reported*: the same, over the ranks that have the key. *In envelope*: carried by every call and\n\
-checked by every rank. *Best effort*: recorded; a difference is reported and refused with nothing. Values are effective ones:\n\
+checked by every rank. *Best effort*: recorded; a difference is reported and stops nothing. Values are effective ones:\n\
 what `auto` resolved to on that rank. A key that ends with a colon is the beginning of several keys. This page is generated\n\
 from the tables in the code.\n\n\
 | key | class | why | refused with |\n| --- | --- | --- | --- |\n"

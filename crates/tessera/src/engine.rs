@@ -347,11 +347,6 @@ impl MeshEngine {
         self.backend.write_weight(name, index, value)
     }
 
-    /// Returns one element of a weight, or `None` if the backend reads no single elements.
-    pub(crate) fn read_weight(&self, name: &str, index: u64) -> Option<f32> {
-        self.backend.read_weight(name, index)
-    }
-
     /// Flips one bit of one element of a weight in memory; `draw` selects weight, element and bit.
     /// Returns the name of the weight, or `None` if the backend reads no single elements. Only
     /// the campaign of faults uses this fault.

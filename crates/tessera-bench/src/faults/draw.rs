@@ -15,7 +15,7 @@ pub enum Layout {
     Pp0,
     /// A leader, the mesh leader and one member.
     Pp1,
-    /// Two pipeline stages.
+    /// Two ranks, one for each pipeline stage.
     Stages,
     /// Two ranks that joined over TCP, without a launcher.
     Joined,
@@ -58,7 +58,7 @@ impl Layout {
     }
 }
 
-/// What breaks.
+/// A fault that the campaign injects from outside, or arms in a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum FaultKind {
     /// SIGKILL of a rank

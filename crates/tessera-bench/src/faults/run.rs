@@ -307,7 +307,7 @@ fn shut_connections(process: Process) -> anyhow::Result<()> {
     let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
     let mut count = 0;
     for fd in open_fds(process.pid)? {
-        // A descriptor that was closed meanwhile is no connection.
+        // A descriptor that was closed since it was listed is not a connection.
         let Ok(socket) = pidfd_getfd(&pidfd, fd, PidfdGetfdFlags::empty()) else { continue };
         if is_tcp_connection(&socket) {
             shutdown(&socket, Shutdown::Both)?;

@@ -31,7 +31,7 @@ impl CpuBackend {
         };
         let data: &[f32] = match op.operands.first() {
             Some(v) if contributes => {
-                self.memory.view().view_value(&prepared.locations[v.0 as usize], call)?
+                self.memory.view_all().view_value(&prepared.locations[v.0 as usize], call)?
             }
             _ => &[],
         };
@@ -54,7 +54,7 @@ impl CpuBackend {
         let (seat, mut none) = (self.placement, Vec::new());
         let result = result_op.results.first();
         let memory = match result.map(|r| &prepared.locations[r.0 as usize]) {
-            Some(ValueLocation::Slot(place)) => &mut self.memory.temporaries[place.range()],
+            Some(ValueLocation::Slot(place)) => &mut self.memory.temporaries[place.to_range()],
             _ => &mut none[..],
         };
         let end = &mut self.endpoints[at];

@@ -37,7 +37,7 @@ pub(super) struct SlotPlace {
 }
 
 impl SlotPlace {
-    pub(super) fn range(self) -> Range<usize> {
+    pub(super) fn to_range(self) -> Range<usize> {
         self.start..self.start + self.len
     }
 }
@@ -85,7 +85,7 @@ impl BackendMemory {
     }
 
     /// Returns a view of all values.
-    pub(super) fn view(&self) -> MemoryView<'_> {
+    pub(super) fn view_all(&self) -> MemoryView<'_> {
         let (weights, buffers) = (self.weights.as_slice(), self.buffers.as_slice());
         MemoryView { weights, buffers, before: &self.temporaries, after: (self.temporaries.len(), &[]) }
     }
@@ -147,7 +147,7 @@ impl<'a> MemoryView<'a> {
             place.start.checked_sub(after_start).and_then(|start| after.get(start..start + place.len));
         let shared =
             || Fault::Failed(format!("slot {} holds an operand and the result of one op", place.slot));
-        self.before.get(place.range()).or(behind).ok_or_else(shared)
+        self.before.get(place.to_range()).or(behind).ok_or_else(shared)
     }
 }
 

@@ -80,7 +80,7 @@ impl OpOrder {
 impl MemoryCheck {
     /// Fills all temporaries with poison, and begins the check of a run.
     pub(super) fn begin_run(p: &Program, temporaries: &mut [f32]) -> MemoryCheck {
-        temporaries.fill(poison());
+        temporaries.fill(make_poison_value());
         let mut ends: Vec<usize> = (0..p.ops.len()).collect();
         let definitions = p.defining_ops();
         for (i, op) in p.ops.iter().enumerate().filter(|(_, op)| op.opcode == Opcode::Wait) {
@@ -106,7 +106,7 @@ impl MemoryCheck {
         for v in op.used_values() {
             let ValueLocation::Slot(place) = locations[v.0 as usize] else { continue };
             let slot = place.slot;
-            if let Some(why) = self.find_read_error(p, at, v, slot, &temporaries[place.range()]) {
+            if let Some(why) = self.find_read_error(p, at, v, slot, &temporaries[place.to_range()]) {
                 let name = value_name(p, v);
                 return Err(access_error(p, at, &format!("reads {name} from slot {slot}, {why}")));
             }
@@ -147,7 +147,7 @@ impl MemoryCheck {
                 && self.last_uses[v.0 as usize].unwrap_or(def) <= at
             {
                 state.holder = None;
-                temporaries[place.range()].fill(poison());
+                temporaries[place.to_range()].fill(make_poison_value());
             }
         }
     }
@@ -171,7 +171,7 @@ impl MemoryCheck {
                 describe_op(p, writer)
             )),
             Some((_, writer, _)) => {
-                let element = values.iter().position(|x| x.to_bits() == poison().to_bits())?;
+                let element = values.iter().position(|x| x.to_bits() == make_poison_value().to_bits())?;
                 Some(format!("of which {} left element {element} unwritten", describe_op(p, writer)))
             }
         }
@@ -186,7 +186,7 @@ impl MemoryCheck {
     }
 }
 
-fn poison() -> f32 {
+fn make_poison_value() -> f32 {
     f32::from_bits(poison_word(DType::F32))
 }
 

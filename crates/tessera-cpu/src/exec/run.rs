@@ -91,7 +91,7 @@ impl CpuBackend {
         v: &views::Output,
         call: &CallData<'_>,
     ) -> Result<(), Fault> {
-        let data = self.memory.view().view_value(&prepared.locations[v.x.0 as usize], call)?;
+        let data = self.memory.view_all().view_value(&prepared.locations[v.x.0 as usize], call)?;
         let name = op.name.as_deref().unwrap_or_default();
         if let Some(out) = self.outputs.get_mut(name) {
             out.written = true;
@@ -122,7 +122,7 @@ impl CpuBackend {
         // The buffer is taken out while its source is read, because the source may be another
         // buffer.
         let mut buffer = std::mem::take(&mut self.memory.buffers[b]);
-        let result = self.memory.view().view_value(source, call).and_then(|data| {
+        let result = self.memory.view_all().view_value(source, call).and_then(|data| {
             let start = usize::try_from(row).ok().and_then(|r| r.checked_mul(width));
             let end = start.and_then(|s| s.checked_add(data.len())).filter(|e| *e <= buffer.len());
             match (start, end) {

@@ -69,7 +69,7 @@ impl CpuBackend {
             }
             key.packed = true;
         }
-        self.budget.take(&format!("weight {}", key.name), ty.element_count().saturating_mul(4))?;
+        self.budget.reserve_bytes(&format!("weight {}", key.name), ty.element_count().saturating_mul(4))?;
         let mut piece = LoadedShard {
             name: key.name.clone(),
             ty: ty.clone(),

@@ -66,7 +66,7 @@ impl CudaBackend {
         for (slot, (bytes, dtype, _)) in self.used_slots(program) {
             let words =
                 slots.memory.slice(self.programs[program].slot_offsets[slot], bytes.div_ceil(4) as usize)?;
-            words.fill(poison_word(dtype))?;
+            words.fill_with_word(poison_word(dtype))?;
         }
         Ok(())
     }

@@ -28,8 +28,6 @@ pub(crate) struct DrillEngine {
     warmed_up: bool,
     /// Programs whose warm-up was skipped.
     skipped: Vec<String>,
-    /// A weight that is changed for one call, with its own first element.
-    borrowed_weight: Option<(String, f32)>,
 }
 
 impl DrillEngine {
@@ -46,7 +44,6 @@ impl DrillEngine {
             warming_up: false,
             warmed_up: false,
             skipped: Vec::new(),
-            borrowed_weight: None,
         }
     }
 
@@ -72,17 +69,10 @@ impl DrillEngine {
         Some(PhaseReport { trace: facts.trace, ..PhaseReport::default() })
     }
 
-    /// Changes one element of the first weight that can be changed and whose name contains `part`.
-    /// Returns the weight with the element that it had, if the backend reads it.
-    fn mutate_weight(&mut self, part: &str, value: f32) -> Option<(String, f32)> {
-        let prints = self.inner.weight_fingerprints().into_iter();
-        let mut names = prints.map(|p| p.tensor).filter(|name| name.contains(part));
-        names
-            .find_map(|name| {
-                let before = self.inner.read_weight(&name, 0);
-                self.inner.mutate_weight(&name, 0, value).then_some((name, before))
-            })
-            .and_then(|(name, before)| Some((name, before?)))
+    /// Changes one element of the first weight that can be changed.
+    fn mutate_weight(&mut self) {
+        let names: Vec<String> = self.inner.weight_fingerprints().into_iter().map(|p| p.tensor).collect();
+        let _ = names.iter().any(|name| self.inner.mutate_weight(name, 0, 0.125));
     }
 
     /// Flips the drawn bit, if that is the fault.
@@ -116,16 +106,11 @@ impl Engine for DrillEngine {
             signal(Signal::STOP);
         }
         if self.fires_now(DrillFault::MutatedWeight) {
-            self.mutate_weight("", 0.125);
+            self.mutate_weight();
         }
         self.flip_bit();
         if self.fires_now(DrillFault::UndeclaredCapture) {
             self.inner.inject_undeclared_graph();
-        }
-        // Every call computes with the weights of a feed-forward layer. Those of cross-attention are
-        // unused until the prompt changes.
-        if self.fires_now(DrillFault::NanLatent) {
-            self.borrowed_weight = self.mutate_weight(".ffn.", f32::NAN);
         }
         // A changed program first acts in this call, which the limit of the drill counts from.
         if self.in_armed_call && self.injector.changes_programs() {
@@ -170,10 +155,6 @@ impl Engine for DrillEngine {
 
     fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
         let output = self.inner.chunk_output()?;
-        // The layer computed NaN, and the weights are as they were loaded.
-        if let Some((name, value)) = self.borrowed_weight.take() {
-            self.inner.mutate_weight(&name, 0, value);
-        }
         let Some(tensor) = output.as_ref().filter(|_| self.fires_now(DrillFault::PerturbedOutput)) else {
             return Ok(output);
         };
