@@ -50,6 +50,9 @@ FAULTS = {
     "skip_subgroup": (4, "skipped", 3),
     "skip_wrapped": (2, "skipped", 1),
     # Rank 0 sends once more than rank 1 receives; rank 1 waits in the next collective for rank 0.
+    "skip_same": (4, "skipped", 2),
+    "extra_same": (4, "extra", 1),
+    "extra_group": (4, "extra", 2),
     "missing_recv": (2, "wait cycle", None),
 }
 HEALTHY = {
@@ -68,6 +71,10 @@ HEALTHY = {
     "members": 4,
     "wrapped_pipeline": 4,
     "moments4": 4,
+    "fsdp": 4,
+    "one_forward_one_backward": 4,
+    "objects": 4,
+    "left_early": 4,
 }
 BUFFERS = {"wrapped": 12, "wrapped_pipeline": 10, "skip_wrapped": 12}
 
@@ -130,6 +137,27 @@ def run_fault(case, rank, world, dist, torch, device, out):
         first, second = [(0, 2), (1, 0), (2, 1)][rank]
         for g in (groups[first], groups[second]):
             dist.all_reduce(ones(512), group=g)
+            wait_for_stream(torch)
+    elif case in ("skip_same", "extra_same"):
+        # Collectives of one size, which differ in their lines alone.
+        dist.all_reduce(ones(512))
+        if at_fault and case == "extra_same":
+            dist.all_reduce(ones(512))
+        dist.all_reduce(ones(512))
+        if not (at_fault and case == "skip_same"):
+            dist.all_reduce(ones(512))
+        dist.all_reduce(ones(512))
+        dist.all_reduce(ones(512))
+        dist.all_reduce(ones(512))
+        wait_for_stream(torch)
+        time.sleep(LIMIT_S)
+    elif case == "extra_group":
+        experts = make_groups(dist, torch, device, [[0, 1, 2, 3]], rank)[0]
+        for _ in range(3):
+            dist.all_to_all_single(ones(64), ones(64), group=experts)
+            dist.all_reduce(ones(512))
+        if at_fault:
+            dist.all_to_all_single(ones(64), ones(64), group=experts)
             wait_for_stream(torch)
     elif at_fault and kind == "host_silent":
         time.sleep(LIMIT_S)
@@ -223,6 +251,42 @@ def run_healthy(case, rank, world, dist, torch, device, out):
         shape = (32, 64) if rank == 0 else (2048,)
         for _ in range(3):
             dist.all_reduce(torch.ones(shape, device=device))
+    elif case == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        layers = [torch.nn.Linear(256, 256, device=device) for _ in range(4)]
+        model = torch.nn.Sequential(*(fully_shard(layer) for layer in layers))
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            model(torch.ones(8, 256, device=device)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    elif case == "one_forward_one_backward":
+        # Each stage warms up with another number of forwards, then alternates.
+        ahead, total = world - 1 - rank, 6
+        forward = lambda: (rank > 0 and dist.recv(ones(1024), src=rank - 1), rank + 1 < world and dist.send(ones(1024), dst=rank + 1))
+        backward = lambda: (rank + 1 < world and dist.recv(ones(1024), src=rank + 1), rank > 0 and dist.send(ones(1024), dst=rank - 1))
+        for _ in range(ahead):
+            forward()
+        for _ in range(total - ahead):
+            forward()
+            backward()
+        for _ in range(ahead):
+            backward()
+    elif case == "objects":
+        for i in range(3):
+            texts = [f"step {i}" * (1 + rank)]
+            dist.broadcast_object_list(texts, src=i % world)
+            dist.all_gather_object([None] * world, {"rank": rank, "loss": 0.5 * rank})
+            dist.barrier()
+    elif case == "left_early":
+        # Rank 3 belongs to no later collective, and writes its dump before the others go on.
+        rounds(dist, torch, device, 2)
+        rest = dist.new_group([0, 1, 2])
+        if rank < 3:
+            rounds(dist, torch, device, 3, rest)
     elif case == "sharded":
         for _ in range(3):
             works = []
