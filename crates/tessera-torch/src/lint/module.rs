@@ -48,6 +48,8 @@ pub struct Module<'a> {
     classes: BTreeMap<&'a str, &'a Class>,
     /// Methods by class and name, and functions by the scope around them and name.
     functions: BTreeMap<(Option<&'a str>, usize, &'a str), usize>,
+    /// The functions of each such name; [`Module::functions`] holds the index.
+    definitions: Vec<Vec<usize>>,
     /// The values of each attribute of `self`, by class, in the order of the text.
     attributes: BTreeMap<(Option<&'a str>, String), Values<'a>>,
     /// The classes of this file of which each variable may hold an instance.
@@ -64,6 +66,7 @@ impl<'a> Module<'a> {
             decides_compile: false,
             classes: BTreeMap::new(),
             functions: BTreeMap::new(),
+            definitions: Vec::new(),
             attributes: BTreeMap::new(),
             instances: BTreeMap::new(),
         };
@@ -87,7 +90,12 @@ impl<'a> Module<'a> {
         self.scopes.push(Scope { function, body, class, parent, mode, assigned: BTreeMap::new() });
         if let Some(f) = function {
             let key = (class, if class.is_some() { 0 } else { parent }, f.name.as_str());
-            self.functions.entry(key).or_insert(index);
+            let next = self.definitions.len();
+            let name = *self.functions.entry(key).or_insert(next);
+            if name == next {
+                self.definitions.push(Vec::new());
+            }
+            self.definitions[name].push(index);
         }
         self.add_definitions(body, None, index);
     }
@@ -140,9 +148,14 @@ impl<'a> Module<'a> {
         }
     }
 
-    /// Returns the function that a name or a method stands for, seen from a scope.
+    /// Returns the first function that a name or a method stands for, seen from a scope.
     #[must_use]
     pub fn find_function(&self, path: &str, from: usize) -> Option<usize> {
+        self.definitions[self.find_definitions(path, from)?].first().copied()
+    }
+
+    /// Returns the index of the definitions of a name, which may be defined again.
+    fn find_definitions(&self, path: &str, from: usize) -> Option<usize> {
         let scope = &self.scopes[from];
         let found = |class: &str, name: &str| self.functions.get(&(Some(class), 0, name)).copied();
         if let Some(method) = path.strip_prefix("self.") {
@@ -157,7 +170,7 @@ impl<'a> Module<'a> {
             return found(class, method);
         }
         let local = self.functions.get(&(None, from, path)).copied();
-        local.or_else(|| (from != 0).then(|| self.find_function(path, scope.parent)).flatten())
+        local.or_else(|| (from != 0).then(|| self.find_definitions(path, scope.parent)).flatten())
     }
 
     /// Returns the functions that are defined directly in a scope.
@@ -218,7 +231,8 @@ impl<'a> Module<'a> {
     }
 
     fn mark_compiled(&mut self) {
-        let (mut functions, mut classes): (Vec<usize>, Vec<&'a str>) = (Vec::new(), Vec::new());
+        let (mut functions, mut names): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+        let mut classes: Vec<&'a str> = Vec::new();
         let (mut decides, mut unknown) = (false, false);
         for (index, scope) in self.scopes.iter().enumerate() {
             if scope.function.is_some_and(|f| f.decorators.iter().any(|d| self.names.is_compile(d))) {
@@ -235,22 +249,30 @@ impl<'a> Module<'a> {
                     _ => None,
                 };
                 let Some(compiled) = compiled else { return };
-                let function = compiled.to_dotted().and_then(|p| self.find_function(&p, index));
+                let path = compiled.to_dotted().unwrap_or_default();
+                let found = self.find_definitions(&path, index);
                 let instances = self.classes_of(compiled, &self.instances);
-                unknown |=
-                    function.is_none() && instances.is_empty() && self.names.is_compile(&call.function);
-                functions.extend(function);
+                // A function under a name that is assigned, too, may be another one.
+                let is_known = found.is_some() && self.values_of(&path, index).is_empty();
+                unknown |= !is_known && instances.is_empty() && self.names.is_compile(&call.function);
+                names.extend(found);
                 classes.extend(instances);
             });
         }
         // What is compiled under an unknown name may be any function of this file.
-        self.decides_compile = !unknown && (decides || !functions.is_empty() || !classes.is_empty());
-        self.spread_compiled(functions, classes);
+        self.decides_compile =
+            !unknown && (decides || !functions.is_empty() || !names.is_empty() || !classes.is_empty());
+        self.spread_compiled(functions, names, classes);
     }
 
     /// Marks what compiled functions and classes call, unless it is kept out.
-    fn spread_compiled(&mut self, mut functions: Vec<usize>, mut classes: Vec<&'a str>) {
-        let mut seen = BTreeSet::new();
+    fn spread_compiled(
+        &mut self,
+        mut functions: Vec<usize>,
+        mut names: Vec<usize>,
+        mut classes: Vec<&'a str>,
+    ) {
+        let (mut seen, mut seen_names) = (BTreeSet::new(), BTreeSet::new());
         loop {
             while let Some(class) = classes.pop() {
                 if !seen.insert(class) {
@@ -273,6 +295,11 @@ impl<'a> Module<'a> {
                     }
                 }
             }
+            while let Some(name) = names.pop() {
+                if seen_names.insert(name) {
+                    functions.extend(&self.definitions[name]);
+                }
+            }
             let Some(index) = functions.pop() else { return };
             if self.scopes[index].mode != Mode::Unknown {
                 continue;
@@ -280,7 +307,7 @@ impl<'a> Module<'a> {
             self.scopes[index].mode = Mode::Compiled;
             visit_expressions(self.scopes[index].body, &mut |e| {
                 let path = e.as_call().and_then(|c| c.function.to_dotted());
-                functions.extend(path.and_then(|p| self.find_function(&p, index)));
+                names.extend(path.and_then(|p| self.find_definitions(&p, index)));
             });
         }
     }

@@ -121,3 +121,13 @@ def by_case(rank):
 def by_predicate(rank):
     if is_leader(rank):
         dist.barrier()  # expect: T1435
+
+
+def by_flag_of_the_enclosing_function(rank, group):
+    is_odd = rank == 1
+
+    def step(x, case):
+        if case == "other" and is_odd:
+            dist.all_reduce(x, group=group)  # expect: T1435
+
+    return step

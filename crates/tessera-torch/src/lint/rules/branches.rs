@@ -183,7 +183,7 @@ impl Walk<'_, '_> {
 
     fn check_loop(&mut self, header: &Expr, is_for: bool, body: &[Issued]) {
         let causes = self.causes.find(header);
-        let concerning = |i: &Issued| causes.iter().find(|c| concerns(c, header, i)).cloned();
+        let concerning = |i: &Issued| causes.iter().find(|c| self.concerns(c, header, i)).cloned();
         let Some((issued, cause)) = body.iter().find_map(|i| Some((i, concerning(i)?))) else { return };
         if let (true, Cause::Rank(_)) = (is_for, cause) {
             let message =
@@ -298,6 +298,37 @@ impl Walk<'_, '_> {
         true
     }
 
+    /// Returns whether a cause can split the members of the collective's group.
+    fn concerns(&self, cause: &Cause, condition: &Expr, issued: &Issued) -> bool {
+        match (cause, &issued.group) {
+            (Cause::Rank(Some(axis)), Some(group)) => {
+                group.to_ascii_lowercase().contains(axis.rsplit('.').next().unwrap_or(axis))
+            }
+            (Cause::Rank(None), Some(_)) => self.selects_one_rank(condition),
+            _ => true,
+        }
+    }
+
+    /// Returns whether one rank alone, or all but one, satisfy a condition. The members of another group than
+    /// the job's may be just the ranks that satisfy `rank < 4` or `rank in members`.
+    fn selects_one_rank(&self, condition: &Expr) -> bool {
+        let depends_on_rank = |e: &Expr| self.causes.find(e).iter().any(|c| matches!(c, Cause::Rank(_)));
+        match &condition.kind {
+            ExprKind::Boolean(parts) => {
+                let mut parts = parts.iter().filter(|p| depends_on_rank(p)).peekable();
+                parts.peek().is_some() && parts.all(|p| self.selects_one_rank(p))
+            }
+            ExprKind::Not(inner) => self.selects_one_rank(inner),
+            ExprKind::Compare(parts, operators) => {
+                let is_number =
+                    |e: &Expr| matches!(&e.kind, ExprKind::Constant(text) if text.parse::<u32>().is_ok());
+                matches!(operators[0].as_str(), "==" | "!=") && parts.iter().any(is_number)
+            }
+            ExprKind::Name(_) | ExprKind::Attribute(..) | ExprKind::Call(_) => true,
+            _ => false,
+        }
+    }
+
     fn first_difference(
         &self,
         condition: &Expr,
@@ -309,7 +340,7 @@ impl Walk<'_, '_> {
         }
         self.causes.find(condition).into_iter().find_map(|cause| {
             let keep = |all: &[Issued]| -> Vec<Issued> {
-                all.iter().filter(|i| concerns(&cause, condition, i)).cloned().collect()
+                all.iter().filter(|i| self.concerns(&cause, condition, i)).cloned().collect()
             };
             let (own, theirs) = (keep(own), keep(theirs));
             let (a, b) = (signatures(&own), signatures(&theirs));
@@ -353,31 +384,6 @@ fn complementary_pairs(block: &[Stmt], issued: &[Vec<Issued>]) -> BTreeSet<usize
         }
     }
     out
-}
-
-/// Returns whether a cause can split the members of the collective's group.
-fn concerns(cause: &Cause, condition: &Expr, issued: &Issued) -> bool {
-    let (Cause::Rank(axis), Some(group)) = (cause, &issued.group) else { return true };
-    // The members of another group than the job's may be just the ranks that satisfy the condition.
-    let splits_members = condition.contains(
-        &|e| matches!(&e.kind, ExprKind::Compare(_, operators) if operators.iter().any(|o| o.contains("in"))),
-    );
-    match axis {
-        Some(axis) => group.to_ascii_lowercase().contains(axis.rsplit('.').next().unwrap_or(axis)),
-        None => {
-            let selects_one =
-                condition.contains(&|e| match &e.kind {
-                    ExprKind::Compare(parts, operators) => matches!(operators[0].as_str(), "==" | "!=")
-                        && parts.iter().any(
-                            |p| matches!(&p.kind, ExprKind::Constant(text) if text.parse::<u32>().is_ok()),
-                        ),
-                    ExprKind::Not(_) => true,
-                    _ => false,
-                });
-            !splits_members
-                && (selects_one || matches!(condition.kind, ExprKind::Name(_) | ExprKind::Attribute(..)))
-        }
-    }
 }
 
 /// Returns the code, the severity and the words for a cause.
