@@ -13,6 +13,12 @@ use crate::codes::{T1400, T1401, T1402, T1403};
 
 /// Number of entries that are kept of a dump, from its end. PyTorch's own ring holds 2,000.
 const MAX_ENTRIES: usize = 1 << 16;
+/// Number of frames that are kept of a stack, from its innermost one.
+const MAX_FRAMES: usize = 256;
+/// Maximum bytes of texts, stacks and shapes that are kept of a dump.
+const MAX_KEPT_BYTES: usize = 1 << 30;
+/// Maximum number of members of a group. Ranks beyond it are no members.
+const MAX_MEMBERS: usize = 1 << 17;
 
 /// The progress of a collective on its rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -220,6 +226,7 @@ impl Header {
             // PyTorch writes the members as the text of a list: "[0, 1]".
             let ranks = text("ranks");
             let ranks = ranks.trim_matches(['[', ']']).split(',').filter_map(|r| r.trim().parse().ok());
+            let ranks = ranks.take(MAX_MEMBERS);
             groups.insert(name, FlightGroup { description: text("desc"), ranks: ranks.collect() });
         }
         let mut last_enqueued = BTreeMap::new();
@@ -320,6 +327,8 @@ struct DumpBuilder {
     lost_head: bool,
     texts: HashMap<String, Arc<str>>,
     stacks: HashMap<Arc<[StackFrame]>, u64>,
+    /// Bytes of the texts and stacks, and of the shapes of the entries.
+    kept_bytes: usize,
     is_gloo: bool,
 }
 
@@ -362,17 +371,24 @@ impl DumpBuilder {
             frames,
             stack_hash,
         };
-        if self.entries.len() == MAX_ENTRIES {
-            self.entries.pop_front();
+        if self.entries.len() == MAX_ENTRIES
+            && let Some(oldest) = self.entries.pop_front()
+        {
+            self.kept_bytes -= count_shape_bytes(&oldest);
             self.lost_head = true;
         }
+        self.kept_bytes += count_shape_bytes(&entry);
         self.entries.push_back(entry);
+        if self.kept_bytes > MAX_KEPT_BYTES {
+            return Err(format!("more than {} MiB of texts, stacks and shapes", MAX_KEPT_BYTES >> 20));
+        }
         Ok(())
     }
 
     fn read_frames(&mut self, node: &impl Node) -> (Arc<[StackFrame]>, u64) {
         let mut frames = Vec::new();
-        for f in node.field("frames").map(|f| f.items()).unwrap_or_default() {
+        let stack = node.field("frames").map(|f| f.items()).unwrap_or_default();
+        for f in stack.iter().take(MAX_FRAMES) {
             let text = |key: &str| f.field(key).and_then(|v| v.text()).unwrap_or_default();
             let line = f.field("line").and_then(|v| v.int()).unwrap_or(0);
             frames.push(StackFrame {
@@ -386,6 +402,7 @@ impl DumpBuilder {
             return (known.clone(), *hash);
         }
         let hash = hash_stack(&frames);
+        self.kept_bytes += size_of_val(&*frames);
         if self.stacks.len() < MAX_ENTRIES {
             self.stacks.insert(frames.clone(), hash);
         }
@@ -397,6 +414,7 @@ impl DumpBuilder {
             return known.clone();
         }
         let new: Arc<str> = text.into();
+        self.kept_bytes += text.len();
         if self.texts.len() < MAX_ENTRIES {
             self.texts.insert(text.to_string(), new.clone());
         }
@@ -472,6 +490,12 @@ fn hash_stack(frames: &[StackFrame]) -> u64 {
         (&frame.function, file, frame.line).hash(&mut hasher);
     }
     hasher.finish().max(1)
+}
+
+fn count_shape_bytes(entry: &FlightEntry) -> usize {
+    let shapes = entry.input_shapes.iter().chain(&*entry.output_shapes);
+    shapes.map(|shape| size_of_val(shape) + size_of_val(&**shape)).sum::<usize>()
+        + size_of_val(&*entry.input_dtypes)
 }
 
 fn read_shapes<N: Node>(node: &N, key: &str) -> Arc<[Vec<u64>]> {
