@@ -4,6 +4,8 @@
 //! the program; `ag` is an all_gather, `a2a` an all-to-all, `s3` a send to rank 3 and `r3` a receive. A word
 //! ends in `!` if the device did not complete it, and in `+` if it started it.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

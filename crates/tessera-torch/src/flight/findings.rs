@@ -121,6 +121,7 @@ pub fn examine_dumps(dumps: &BTreeMap<u32, FlightDump>) -> FlightReport {
     if findings.is_empty() {
         let devices = Waits::from_devices(dumps, &groups);
         findings = super::causes::find_device_causes(&waits.stalled, &devices);
+        findings.retain(|f| !f.ranks.iter().any(|r| dumps.get(r).is_some_and(FlightDump::is_moving)));
         if findings.is_empty() && !waits.stalled.is_empty() {
             notes.push(STALLED_NOTE.to_string());
         } else if !findings.is_empty() {
@@ -146,9 +147,7 @@ impl FlightDump {
     /// Returns whether the rank made progress when it wrote the dump: the watchdog had yet to take the
     /// newest completed collective off its list. It does so within a second, and a hang lasts longer.
     pub(super) fn is_moving(&self) -> bool {
-        let completed = || self.entries.iter().rev().filter(|e| e.state == EntryState::Completed);
-        let uses_retired = completed().any(|e| e.retired);
-        uses_retired && completed().next().is_some_and(|e| !e.retired)
+        self.entries.iter().rfind(|e| e.state == EntryState::Completed).is_some_and(|e| !e.retired)
     }
 }
 
@@ -221,7 +220,7 @@ pub fn list_ranks(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for rank in ranks {
         match runs.last_mut() {
-            Some((_, end)) if *end + 1 == *rank => *end = *rank,
+            Some((_, end)) if end.checked_add(1) == Some(*rank) => *end = *rank,
             _ => runs.push((*rank, *rank)),
         }
     }
