@@ -503,3 +503,23 @@ fn change_word(program: &str, at: usize, what: &str) -> String {
     }
     words.join(" ")
 }
+
+/// After one odd size the ranks go on in step, also where every other size is the same.
+#[test]
+fn an_odd_size_in_a_small_group_is_no_skipped_collective() {
+    for change in [(0, 0, "shape"), (7, 12, "shape"), (2, 20, "shape")] {
+        assert_changed(MESH, &mesh(), change, FaultKind::OtherShape);
+    }
+}
+
+/// A rank that issues two collectives of two groups in an order of its own, at any place of the ranks.
+#[test]
+fn one_rank_with_another_order_of_two_groups_is_found() {
+    let groups: &[(&str, &[u32])] = &[("0", &[0, 1, 2, 3]), ("1", &[0, 1, 2, 3]), ("7", &[0, 1, 2, 3])];
+    let usual = "0:ar8@1 1:ag64@2 1:rs64@3 ";
+    for rank in 0..4 {
+        let mut programs = vec![usual.repeat(4); 4];
+        programs[rank] = format!("{usual} 1:ag64@2 0:ar8@1 1:rs64@3 {usual}{usual}");
+        assert_cause(&run_to_end(groups, &programs, RING), FaultKind::WaitCycle, &[rank as u32]);
+    }
+}

@@ -156,6 +156,14 @@ fn find_shift(
     if by == MatchBy::CallSite && goes_on(next, next).is_none_or(|n| n > 0) {
         return None;
     }
+    // The same call in another size, after which the ranks go on in step, is no shift either.
+    let read_site = |s: &MemberSequence<'_>| s.calls.get(&sequence).map(|e| e.stack_hash).filter(|h| *h != 0);
+    if read_site(rank).is_some()
+        && read_site(rank) == read_site(peer)
+        && count_equal(rank, next, peer, next, MatchBy::CallSite).is_some_and(|n| n > 0)
+    {
+        return None;
+    }
     if goes_on(sequence, next).is_some_and(|n| n >= needed) {
         Some(DepartureKind::Skipped)
     } else if goes_on(next, sequence).is_some_and(|n| n >= needed) {
