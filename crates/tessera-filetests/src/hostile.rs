@@ -1,12 +1,13 @@
 //! Checks on hostile input: arbitrary bytes as program text, as mutations of valid plans, as
-//! recorded traces, as data from a socket, and as compile traces of PyTorch. For every input the
-//! parser, the verifier, the wire code and the readers must return a result without a panic, and accepted input must satisfy their
-//! guarantees.
+//! recorded traces, as data from a socket, and as what a PyTorch run leaves behind. For every input
+//! the parser, the verifier, the wire code and the readers must return a result without a panic, and
+//! accepted input must satisfy their guarantees.
 //!
 //! Each function panics if a guarantee is broken. Fuzzers call the functions with bytes of their
 //! choice; a test calls them with bytes drawn from a seed.
 
 mod compile_traces;
+mod flight_dumps;
 mod fuzz_input;
 mod mutate;
 mod random_traces;
@@ -195,6 +196,15 @@ pub fn fuzz_traces(bytes: &[u8]) {
 /// If a guarantee is broken.
 pub fn fuzz_compile_traces(bytes: &[u8]) {
     compile_traces::check_logs(bytes);
+}
+
+/// Treats bytes as the Flight Recorder dumps of two PyTorch ranks. The reader must accept or reject them,
+/// and a dump must not differ from itself.
+///
+/// # Panics
+/// If a guarantee is broken.
+pub fn fuzz_flight_dumps(bytes: &[u8]) {
+    flight_dumps::check_dumps(bytes);
 }
 
 /// Treats bytes as data from an untrusted peer: frames with their checksums unchanged and

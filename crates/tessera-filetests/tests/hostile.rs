@@ -26,6 +26,10 @@ impl RandomBytes {
     /// Returns a text with some bytes changed, some lines moved, or a part of another text
     /// inserted.
     fn mutate_text(&mut self, text: &str, other: &str) -> Vec<u8> {
+        self.mutate_bytes(text.as_bytes(), other.as_bytes())
+    }
+
+    fn mutate_bytes(&mut self, text: &[u8], other: &[u8]) -> Vec<u8> {
         const WORDS: [&str; 12] = [
             "%x",
             "@compute",
@@ -40,7 +44,7 @@ impl RandomBytes {
             "partial(sum)",
             "program",
         ];
-        let mut bytes = text.as_bytes().to_vec();
+        let mut bytes = text.to_vec();
         for _ in 0..1 + self.next_number() % 4 {
             let at = self.next_number() % (bytes.len() + 1);
             let end = (at + self.next_number() % 40).min(bytes.len());
@@ -50,7 +54,7 @@ impl RandomBytes {
                 2 => drop(bytes.splice(at..at, WORDS[self.next_number() % WORDS.len()].bytes())),
                 3 => {
                     let from = self.next_number() % other.len().max(1);
-                    let piece = &other.as_bytes()[from..(from + self.next_number() % 200).min(other.len())];
+                    let piece = &other[from..(from + self.next_number() % 200).min(other.len())];
                     bytes.splice(at..end, piece.iter().copied());
                 }
                 4 => {
@@ -130,5 +134,27 @@ fn mutated_compile_traces_are_read_or_rejected() {
         bytes.push(0xff);
         bytes.extend_from_slice(log.as_bytes());
         hostile::fuzz_compile_traces(&bytes);
+    }
+}
+
+#[test]
+fn mutated_flight_dumps_are_read_or_rejected() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tessera-torch/tests/flight");
+    let mut files = Vec::new();
+    for case in std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()) {
+        let ranks = std::fs::read_dir(case).unwrap().map(|e| e.unwrap().path());
+        files.extend(
+            ranks.filter(|f| f.file_name().is_some_and(|n| n.to_string_lossy().starts_with("rank_"))),
+        );
+    }
+    files.sort();
+    let dumps: Vec<Vec<u8>> = files.iter().map(|f| std::fs::read(f).unwrap()).collect();
+    assert!(dumps.len() > 80);
+    let mut draws = RandomBytes { seed: 6, drawn: 0 };
+    for i in 0..1000 {
+        let (dump, other) = (&dumps[i % dumps.len()], &dumps[(i + 1) % dumps.len()]);
+        let mut bytes = draws.mutate_bytes(dump, other);
+        bytes.extend(other);
+        hostile::fuzz_flight_dumps(&bytes);
     }
 }

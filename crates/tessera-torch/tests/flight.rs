@@ -1,7 +1,11 @@
 //! Recorded dumps of runs with a planted fault, and of healthy runs: the right rank, or no accusation.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
-#![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "the recordings are files")]
+#![allow(
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    reason = "a test reads its fixtures from files"
+)]
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -140,6 +140,19 @@ fn other_call_sites_alone_are_no_departure() {
     assert_healthy(&examine(WORLD, &own_lines));
 }
 
+/// The sizes after it alone would fit a collective that one rank has in addition.
+#[test]
+fn one_odd_size_among_equal_ones_is_no_extra_collective() {
+    let whole = "0:ar64@1 0:ar64@2 0:ar64@3 0:ar64@4!";
+    let odd = "0:ar64@1 0:ar8@2 0:ar64@3 0:ar64@4!";
+    assert_cause(&examine(WORLD, &[whole, odd, whole, whole]), FaultKind::OtherShape, &[1]);
+    let extra = "0:ar64@1 0:ar8@9 0:ar64@2 0:ar64@3 0:ar64@4!";
+    assert_cause(&examine(WORLD, &[whole, extra, whole, whole]), FaultKind::Extra, &[1]);
+    let skipped = "0:ar64@1 0:ar64@3 0:ar64@4!";
+    let with_small = "0:ar64@1 0:ar8@2 0:ar64@3 0:ar64@4!";
+    assert_cause(&examine(WORLD, &[with_small, skipped, with_small, with_small]), FaultKind::Skipped, &[1]);
+}
+
 #[test]
 fn one_rank_with_a_collective_more_than_all_others_is_the_one_at_fault() {
     let few = "0:ar64@1 0:ar64@1";

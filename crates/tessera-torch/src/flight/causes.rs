@@ -11,11 +11,12 @@ use super::transfer::{MismatchedTransfer, Transfers};
 use super::wait::{StalledCollective, Wait, Waits};
 
 /// Finds what the ranks' hosts did: a departure, a cycle of waits, or the ranks at which waits end.
-pub(super) fn find_causes(
-    dumps: &BTreeMap<u32, FlightDump>,
-    groups: &[GroupSequences<'_>],
-    transfers: &Transfers<'_>,
-    waits: &Waits<'_>,
+pub(super) fn find_causes<'a>(
+    dumps: &'a BTreeMap<u32, FlightDump>,
+    groups: &[GroupSequences<'a>],
+    transfers: &Transfers<'a>,
+    waits: &Waits<'a>,
+    moving: &BTreeSet<u32>,
 ) -> Vec<FlightFinding> {
     let departures = groups.iter().filter_map(|g| Some((g, find_departure(g)?)));
     // What differs later in other groups is a consequence of the first departure.
@@ -25,10 +26,16 @@ pub(super) fn find_causes(
     if let Some(mismatch) = transfers.find_mismatch(groups) {
         return vec![explain_mismatch(&mismatch)];
     }
+    // A rank that made progress when it wrote its dump waits no longer than any rank does in a run that goes
+    // on. If its peer was killed, it wrote the dump at once.
+    let is_short = |rank: u32, wait: &Wait<'_>| {
+        moving.contains(&rank) && wait.awaited.iter().all(|r| dumps.contains_key(r))
+    };
+    let waits = &waits.without(is_short);
     if let Some(cycle) = waits.find_cycle() {
         return vec![explain_cycle(&cycle, waits, groups)];
     }
-    explain_roots(dumps, waits)
+    explain_roots(dumps, waits, groups, moving)
 }
 
 /// Finds what the ranks' devices did, once every host enqueued its side.
@@ -37,13 +44,7 @@ pub(super) fn find_device_causes(
     devices: &Waits<'_>,
 ) -> Vec<FlightFinding> {
     if let Some(cycle) = devices.find_cycle() {
-        let mut finding = explain_cycle(&cycle, devices, &[]);
-        finding.certainty = Certainty::Likely;
-        finding.doubts.push(
-            "dumps do not record streams: two collectives on streams of their own do not wait for each other"
-                .to_string(),
-        );
-        return vec![finding];
+        return vec![explain_device_cycle(&cycle, devices, &[])];
     }
     stalled.iter().find_map(explain_stall).into_iter().collect()
 }
@@ -120,6 +121,48 @@ fn explain_mismatch(mismatch: &MismatchedTransfer<'_>) -> FlightFinding {
     }
 }
 
+/// Explains a cycle in which devices wait.
+fn explain_device_cycle(cycle: &[u32], waits: &Waits<'_>, groups: &[GroupSequences<'_>]) -> FlightFinding {
+    let mut finding = explain_cycle(cycle, waits, groups);
+    if let Some((rank, skipped)) = find_skipping_rank(cycle, waits, groups) {
+        finding.kind = FaultKind::Skipped;
+        finding.ranks = vec![rank];
+        finding.group.clone_from(&skipped.group);
+        finding.sequence = Some(skipped.entry.sequence);
+        finding.doubts = vec!["the rank may have been about to issue it later".to_string()];
+    }
+    finding.certainty = Certainty::Likely;
+    finding.doubts.push(
+        "dumps do not record streams: two collectives on streams of their own do not wait for each other"
+            .to_string(),
+    );
+    finding
+}
+
+/// Returns the one rank of a cycle that went on to a collective which a peer issued after another one, and
+/// the wait of that peer in the other one, which most of its members issued.
+fn find_skipping_rank<'w, 'a>(
+    cycle: &[u32],
+    waits: &'w Waits<'a>,
+    groups: &[GroupSequences<'a>],
+) -> Option<(u32, &'w Wait<'a>)> {
+    let find_skipped = |rank: u32| {
+        let own = waits.by_rank.get(&rank).filter(|w| !w.entry.is_p2p)?;
+        let group = groups.iter().find(|g| *g.name == *own.entry.group && g.sequences.contains_key(&rank))?;
+        let is_skipped = |(peer, theirs): &(&u32, &Wait<'_>)| {
+            let issued = waits.by_rank.values().filter(|w| w.is_same_collective(theirs)).count();
+            let after = group.sequences.get(*peer).and_then(|s| s.calls.get(&own.entry.sequence));
+            !theirs.entry.is_p2p
+                && theirs.awaited.contains(&rank)
+                && theirs.awaited.len() < issued
+                && after.is_some_and(|e| e.record_id > theirs.entry.record_id)
+        };
+        waits.by_rank.iter().find(is_skipped).map(|(_, theirs)| (rank, theirs))
+    };
+    let mut found = cycle.iter().filter_map(|rank| find_skipped(*rank));
+    found.next().filter(|_| found.next().is_none())
+}
+
 /// Explains ranks that wait for each other. If the ranks wait in two collectives alone, and fewer of them
 /// in one, those departed.
 fn explain_cycle(cycle: &[u32], waits: &Waits<'_>, groups: &[GroupSequences<'_>]) -> FlightFinding {
@@ -133,9 +176,12 @@ fn explain_cycle(cycle: &[u32], waits: &Waits<'_>, groups: &[GroupSequences<'_>]
             sides.push((same.collect(), wait));
         }
     }
+    // A rank without which no chain of waits closes is the one that others have in common.
+    let is_common = |rank: &&u32| waits.without(|r, _| r == **rank).find_cycle().is_none();
+    let common: Vec<u32> = cycle.iter().filter(is_common).copied().collect();
     let mut finding = FlightFinding {
         kind: FaultKind::WaitCycle,
-        ranks: cycle.to_vec(),
+        ranks: if common.len() == 1 { common } else { cycle.to_vec() },
         certainty: Certainty::Certain,
         doubts: Vec::new(),
         group: sides.first().map_or(String::new(), |(_, w)| w.group.clone()),
@@ -145,11 +191,19 @@ fn explain_cycle(cycle: &[u32], waits: &Waits<'_>, groups: &[GroupSequences<'_>]
             .map(|(ranks, w)| CallSide::from_entry(ranks.clone(), w.entry, w.group.clone()))
             .collect(),
     };
-    sides.sort_by_key(|(ranks, _)| ranks.len());
-    if let [(few, wait), (many, _)] = &sides[..]
-        && few.len() < many.len()
-    {
-        finding.ranks.clone_from(few);
+    if let [(few, wait), (many, other)] = &mut sides[..] {
+        // A rank of one group alone could not have waited in the other's collective.
+        let is_member = |r: &u32, ranks: &[u32], w: &Wait<'_>| ranks.contains(r) || w.awaited.contains(r);
+        let mut in_both = (few.clone(), many.clone());
+        in_both.0.retain(|r| is_member(r, many, other));
+        in_both.1.retain(|r| is_member(r, few, wait));
+        if in_both.0.len() > in_both.1.len() {
+            (in_both, *wait) = ((in_both.1, in_both.0), other);
+        }
+        if in_both.0.len() == in_both.1.len() {
+            return finding;
+        }
+        finding.ranks.clone_from(&in_both.0);
         if !was_issued_before(groups, wait.entry) {
             finding.kind = FaultKind::Extra;
             finding.group.clone_from(&wait.group);
@@ -173,9 +227,27 @@ fn was_issued_before(groups: &[GroupSequences<'_>], entry: &FlightEntry) -> bool
 }
 
 /// Explains the ranks at which chains of waits end.
-fn explain_roots(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>) -> Vec<FlightFinding> {
-    let is_suspect = |r: &u32| !waits.older.contains(r) && !dumps.get(r).is_some_and(FlightDump::is_moving);
-    let roots: Vec<u32> = waits.find_roots().into_iter().filter(is_suspect).collect();
+fn explain_roots<'a>(
+    dumps: &'a BTreeMap<u32, FlightDump>,
+    waits: &Waits<'a>,
+    groups: &[GroupSequences<'a>],
+    moving: &BTreeSet<u32>,
+) -> Vec<FlightFinding> {
+    let is_suspect = |r: &u32| !waits.older.contains(r) && !moving.contains(r);
+    let mut roots: Vec<u32> = waits.find_roots().into_iter().filter(is_suspect).collect();
+    // A host that issued as much as it may before its device goes on is not at fault for what the device
+    // waits for.
+    let mut with_devices = waits.clone();
+    roots.retain(|root| match Waits::find_held(*root, dumps, groups) {
+        Some(held) => {
+            with_devices.by_rank.insert(*root, held);
+            false
+        }
+        None => true,
+    });
+    if let Some(cycle) = roots.is_empty().then(|| with_devices.find_cycle()).flatten() {
+        return vec![explain_device_cycle(&cycle, &with_devices, groups)];
+    }
     if let Some(finding) = explain_minority(dumps, waits, &roots) {
         return vec![finding];
     }

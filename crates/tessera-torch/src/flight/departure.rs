@@ -144,14 +144,23 @@ fn find_shift(
 ) -> Option<DepartureKind> {
     let (peer, rank) = (group.sequences.get(&peer)?, group.sequences.get(&rank)?);
     let goes_on = |from_rank: u64, from_peer: u64| count_equal(rank, from_rank, peer, from_peer, by);
+    let next = sequence.saturating_add(1);
     // Two stacks that differ in one place alone, such as a branch on the rank, are no shift.
     let needed = if by == MatchBy::CallSite { 2 } else { 1 };
-    if by == MatchBy::CallSite && goes_on(sequence + 1, sequence + 1).is_none_or(|n| n > 0) {
+    if by == MatchBy::CallSite && goes_on(next, next).is_none_or(|n| n > 0) {
         return None;
     }
-    if goes_on(sequence, sequence + 1).is_some_and(|n| n >= needed) {
+    // The same call in another size, after which the ranks go on in step, is no shift either.
+    let read_site = |s: &MemberSequence<'_>| s.calls.get(&sequence).map(|e| e.stack_hash).filter(|h| *h != 0);
+    if read_site(rank).is_some()
+        && read_site(rank) == read_site(peer)
+        && count_equal(rank, next, peer, next, MatchBy::CallSite).is_some_and(|n| n > 0)
+    {
+        return None;
+    }
+    if goes_on(sequence, next).is_some_and(|n| n >= needed) {
         Some(DepartureKind::Skipped)
-    } else if goes_on(sequence + 1, sequence).is_some_and(|n| n >= needed) {
+    } else if goes_on(next, sequence).is_some_and(|n| n >= needed) {
         Some(DepartureKind::Extra)
     } else {
         None

@@ -14,6 +14,12 @@ use crate::codes::{T1400, T1401, T1402, T1403};
 
 /// Number of entries that are kept of a dump, from its end. PyTorch's own ring holds 2,000.
 const MAX_ENTRIES: usize = 1 << 16;
+/// Number of frames that are kept of a stack, from its innermost one.
+const MAX_FRAMES: usize = 256;
+/// Maximum bytes of texts, stacks and shapes that are kept of a dump.
+const MAX_KEPT_BYTES: usize = 1 << 30;
+/// Maximum number of members of a group. Ranks beyond it are no members.
+const MAX_MEMBERS: usize = 1 << 17;
 
 /// The progress of a collective on its rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -98,16 +104,6 @@ pub struct FlightDump {
     pub entries: Vec<FlightEntry>,
     /// Whether the ring, or this reader, lost entries before the first one.
     pub lost_head: bool,
-}
-
-impl FlightDump {
-    /// Returns whether the rank made progress when it wrote the dump: the watchdog had yet to take the
-    /// newest completed collective off its list. It does so within a second, and a hang lasts longer.
-    pub(super) fn is_moving(&self) -> bool {
-        let completed = || self.entries.iter().rev().filter(|e| e.state == EntryState::Completed);
-        let uses_retired = completed().any(|e| e.retired);
-        uses_retired && completed().next().is_some_and(|e| !e.retired)
-    }
 }
 
 /// Reads a dump in either form.
@@ -231,8 +227,8 @@ impl Header {
             // PyTorch writes the members as the text of a list: "[0, 1]".
             let ranks = text("ranks");
             let ranks = ranks.trim_matches(['[', ']']).split(',').filter_map(|r| r.trim().parse().ok());
-            groups
-                .insert(name, FlightGroup { description: text("desc").to_string(), ranks: ranks.collect() });
+            let (description, ranks) = (text("desc").to_string(), ranks.take(MAX_MEMBERS).collect());
+            groups.insert(name, FlightGroup { description, ranks });
         }
         let mut last_enqueued = BTreeMap::new();
         for (number, status) in node.field("pg_status").map(|s| s.fields()).unwrap_or_default() {
@@ -332,6 +328,8 @@ struct DumpBuilder {
     lost_head: bool,
     texts: HashMap<String, Arc<str>>,
     stacks: HashMap<Arc<[StackFrame]>, u64>,
+    /// Bytes of the texts and stacks, and of the shapes of the entries.
+    kept_bytes: usize,
     is_gloo: bool,
 }
 
@@ -374,17 +372,24 @@ impl DumpBuilder {
             frames,
             stack_hash,
         };
-        if self.entries.len() == MAX_ENTRIES {
-            self.entries.pop_front();
+        if self.entries.len() == MAX_ENTRIES
+            && let Some(oldest) = self.entries.pop_front()
+        {
+            self.kept_bytes -= count_shape_bytes(&oldest);
             self.lost_head = true;
         }
+        self.kept_bytes += count_shape_bytes(&entry);
         self.entries.push_back(entry);
+        if self.kept_bytes > MAX_KEPT_BYTES {
+            return Err(format!("more than {} MiB of texts, stacks and shapes", MAX_KEPT_BYTES >> 20));
+        }
         Ok(())
     }
 
     fn read_frames(&mut self, node: &impl Node) -> (Arc<[StackFrame]>, u64) {
         let mut frames = Vec::new();
-        for f in node.field("frames").map(|f| f.items()).unwrap_or_default() {
+        let stack = node.field("frames").map(|f| f.items()).unwrap_or_default();
+        for f in stack.iter().take(MAX_FRAMES) {
             let text = |key: &str| f.field(key).and_then(|v| v.text()).unwrap_or_default();
             let line = f.field("line").and_then(|v| v.int()).unwrap_or(0);
             frames.push(StackFrame {
@@ -398,6 +403,7 @@ impl DumpBuilder {
             return (known.clone(), *hash);
         }
         let hash = hash_stack(&frames);
+        self.kept_bytes += size_of_val(&*frames);
         if self.stacks.len() < MAX_ENTRIES {
             self.stacks.insert(frames.clone(), hash);
         }
@@ -409,6 +415,7 @@ impl DumpBuilder {
             return known.clone();
         }
         let new: Arc<str> = text.into();
+        self.kept_bytes += text.len();
         if self.texts.len() < MAX_ENTRIES {
             self.texts.insert(text.to_string(), new.clone());
         }
@@ -484,6 +491,12 @@ fn hash_stack(frames: &[StackFrame]) -> u64 {
         (&frame.function, file, frame.line).hash(&mut hasher);
     }
     hasher.finish().max(1)
+}
+
+fn count_shape_bytes(entry: &FlightEntry) -> usize {
+    let shapes = entry.input_shapes.iter().chain(&*entry.output_shapes);
+    shapes.map(|shape| size_of_val(shape) + size_of_val(&**shape)).sum::<usize>()
+        + size_of_val(&*entry.input_dtypes)
 }
 
 fn read_shapes<N: Node>(node: &N, key: &str) -> Arc<[Vec<u64>]> {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::causes::{find_causes, find_device_causes};
-use super::dump::FlightDump;
+use super::dump::{EntryState, FlightDump};
 use super::findings::{FlightReport, RankWait, list_ranks};
 use super::sequence::align_groups;
 use super::transfer::Transfers;
@@ -17,11 +17,13 @@ pub fn examine_dumps(dumps: &BTreeMap<u32, FlightDump>) -> FlightReport {
     let mut waits = Waits::from_hosts(&groups, &transfers);
     let members: BTreeSet<u32> = groups.iter().flat_map(|g| g.members.iter().copied()).collect();
     let missing: Vec<u32> = members.into_iter().filter(|r| !dumps.contains_key(r)).collect();
-    let mut findings = find_causes(dumps, &groups, &transfers, &waits);
-    let mut notes = list_notes(dumps, &waits, &missing);
+    let moving = find_moving_ranks(dumps);
+    let mut findings = find_causes(dumps, &groups, &transfers, &waits, &moving);
+    let mut notes = list_notes(dumps, &waits, &missing, &moving);
     if findings.is_empty() {
         let devices = Waits::from_devices(dumps, &groups);
         findings = find_device_causes(&waits.stalled, &devices);
+        findings.retain(|f| !f.ranks.iter().any(|r| moving.contains(r)));
         if findings.is_empty() && !waits.stalled.is_empty() {
             notes.push(STALLED_NOTE.to_string());
         } else if !findings.is_empty() {
@@ -43,7 +45,23 @@ with TORCH_NCCL_ENABLE_TIMING=1 they show which device started it";
 const NOT_RECORDED_NOTE: &str = "not recorded, so not compared: the reduction, the root, the splits of an all-to-all, the \
 contents, and what a CUDA graph replays; dumps cannot show ranks that compute on different weights";
 
-fn list_notes(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, missing: &[u32]) -> Vec<String> {
+/// Returns the ranks that made progress when they wrote their dumps: the watchdog had yet to take the newest
+/// completed collective off its list. It does so within a second, and a hang lasts longer. Dumps without
+/// any collective that was taken off come from a recorder that does not write this, and show nothing.
+fn find_moving_ranks(dumps: &BTreeMap<u32, FlightDump>) -> BTreeSet<u32> {
+    let is_recorded = dumps.values().flat_map(|d| &d.entries).any(|e| e.retired);
+    let newest =
+        |d: &FlightDump| d.entries.iter().rfind(|e| e.state == EntryState::Completed).map(|e| e.retired);
+    let moving = dumps.values().filter(|d| is_recorded && newest(d) == Some(false));
+    moving.map(|d| d.rank).collect()
+}
+
+fn list_notes(
+    dumps: &BTreeMap<u32, FlightDump>,
+    waits: &Waits<'_>,
+    missing: &[u32],
+    moving: &BTreeSet<u32>,
+) -> Vec<String> {
     let mut notes = Vec::new();
     let lost: Vec<u32> = dumps.values().filter(|d| d.lost_head).map(|d| d.rank).collect();
     if !lost.is_empty() {
@@ -56,8 +74,7 @@ fn list_notes(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, missing: &[u
             list_ranks(&older)
         ));
     }
-    let moving: Vec<u32> =
-        waits.find_roots().into_iter().filter(|r| dumps.get(r).is_some_and(FlightDump::is_moving)).collect();
+    let moving: Vec<u32> = waits.find_roots().intersection(moving).copied().collect();
     if !moving.is_empty() {
         notes.push(format!(
             "{} made progress when the dump was written, so it is not silent",

@@ -17,7 +17,18 @@ const MAX_STACK: usize = 1 << 20;
 /// Maximum bytes of one text.
 const MAX_TEXT: u64 = 1 << 20;
 /// Maximum bytes of the texts and containers that the file asks to remember.
-const MAX_MEMO_BYTES: usize = 256 << 20;
+const MAX_MEMO_BYTES: u64 = 256 << 20;
+/// Maximum bytes of the file between two entries that are taken, and around their list.
+const MAX_ENTRY_BYTES: u64 = 16 << 20;
+/// Maximum number of values before the streamed list in its dict.
+const MAX_HEADER: usize = 64;
+/// Maximum bytes of what the file recalls, beyond [`RECALL_RATIO`] times the bytes that were read. Values
+/// that repeat one another would grow exponentially for whoever reads them.
+const MAX_RECALLED_BYTES: u64 = 64 << 20;
+/// An opcode of 2 bytes recalls a path or a function of up to a few hundred.
+const RECALL_RATIO: u64 = 256;
+/// Bytes that any value takes.
+const VALUE_BYTES: u64 = 64;
 
 /// A value of a pickle.
 #[derive(Debug, Clone)]
@@ -37,14 +48,25 @@ pub(crate) enum PickleValue {
 #[derive(Debug, Default)]
 pub(crate) struct Items {
     items: RefCell<Vec<PickleValue>>,
-    depth: Cell<u32>,
+    extent: Extent,
 }
 
 /// The keys and values of a dict.
 #[derive(Debug, Default)]
 pub(crate) struct Pairs {
     pairs: RefCell<Vec<(PickleValue, PickleValue)>>,
-    depth: Cell<u32>,
+    extent: Extent,
+}
+
+/// How much a container holds, and what the file did with it.
+#[derive(Debug, Default)]
+struct Extent {
+    /// Levels of containers within this one.
+    inner_depth: Cell<u32>,
+    /// Bytes of all items, each as often as it occurs.
+    bytes: Cell<u64>,
+    is_remembered: Cell<bool>,
+    is_recalled: Cell<bool>,
 }
 
 impl PickleValue {
@@ -80,12 +102,22 @@ impl PickleValue {
         if let PickleValue::Bool(b) = self { Some(*b) } else { None }
     }
 
-    fn depth(&self) -> u32 {
+    fn extent(&self) -> Option<&Extent> {
         match self {
-            PickleValue::List(l) | PickleValue::Tuple(l) => l.depth.get(),
-            PickleValue::Dict(d) => d.depth.get(),
-            _ => 0,
+            PickleValue::List(l) | PickleValue::Tuple(l) => Some(&l.extent),
+            PickleValue::Dict(d) => Some(&d.extent),
+            _ => None,
         }
+    }
+
+    fn depth(&self) -> u32 {
+        self.extent().map_or(0, |e| e.inner_depth.get() + 1)
+    }
+
+    /// Returns the bytes of the value and of all within it, each as often as it occurs.
+    fn count_bytes(&self) -> u64 {
+        let text = if let PickleValue::Text(t) = self { t.len() as u64 } else { 0 };
+        VALUE_BYTES + text + self.extent().map_or(0, |e| e.bytes.get())
     }
 }
 
@@ -126,7 +158,15 @@ pub(crate) fn read_pickle<R: BufRead>(
     streamed: &str,
     take: &mut dyn FnMut(PickleValue) -> Result<(), String>,
 ) -> Result<PickleValue, PickleError> {
-    let mut machine = Machine { reader, byte: 0, stack: Vec::new(), memo: HashMap::new(), memo_bytes: 0 };
+    let mut machine = Machine {
+        reader,
+        byte: 0,
+        stack: Vec::new(),
+        memo: HashMap::new(),
+        memo_bytes: 0,
+        recalled_bytes: 0,
+    };
+    let mut taken_at = 0;
     loop {
         let at = machine.byte;
         let fail = |problem| PickleError { byte: at, problem };
@@ -135,13 +175,19 @@ pub(crate) fn read_pickle<R: BufRead>(
         if !matches!(opcode, b'q' | b'r' | 0x94)
             && let Some(item) = machine.pop_streamed(streamed)
         {
+            taken_at = at;
             take(item).map_err(|why| fail(PickleProblem::Malformed(why)))?;
+        }
+        if at - taken_at > MAX_ENTRY_BYTES {
+            let limit = MAX_ENTRY_BYTES >> 20;
+            return Err(fail(PickleProblem::TooLarge(format!("an entry of more than {limit} MiB"))));
         }
         if let Some(value) = machine.execute(opcode).map_err(fail)? {
             return Ok(value);
         }
         if matches!(opcode, b'a' | b'e') {
             for item in machine.drain_streamed(streamed) {
+                taken_at = at;
                 take(item).map_err(|why| fail(PickleProblem::Malformed(why)))?;
             }
         }
@@ -156,7 +202,8 @@ struct Machine<R> {
     byte: u64,
     stack: Vec<StackItem>,
     memo: HashMap<u32, PickleValue>,
-    memo_bytes: usize,
+    memo_bytes: u64,
+    recalled_bytes: u64,
 }
 
 type Step<T> = Result<T, PickleProblem>;
@@ -182,7 +229,7 @@ impl<R: BufRead> Machine<R> {
         else {
             return None;
         };
-        if before.iter().any(|item| matches!(item, Mark)) {
+        if before.len() > MAX_HEADER || before.iter().any(|item| matches!(item, Mark)) {
             return None;
         }
         if key.as_text().as_deref() != Some(streamed) || !matches!(item, PickleValue::Dict(_)) {
@@ -205,6 +252,7 @@ impl<R: BufRead> Machine<R> {
         match &self.stack[..] {
             [Value(PickleValue::Dict(_)), Mark, before @ .., Value(key), Value(PickleValue::List(list))]
                 if key.as_text().as_deref() == Some(streamed)
+                    && before.len() <= MAX_HEADER
                     && !before.iter().any(|item| matches!(item, Mark)) =>
             {
                 list.items.take()
@@ -244,8 +292,8 @@ impl<R: BufRead> Machine<R> {
                 let n = u64::from(self.read_bytes::<1>()?[0]);
                 self.read_text(n)?
             }
-            b'}' => V::Dict(Rc::new(Pairs { depth: Cell::new(1), ..Pairs::default() })),
-            b']' => V::List(Rc::new(Items { depth: Cell::new(1), ..Items::default() })),
+            b'}' => V::Dict(Rc::default()),
+            b']' => V::List(Rc::default()),
             b')' => self.make_tuple(0)?,
             0x85 => self.make_tuple(1)?,
             0x86 => self.make_tuple(2)?,
@@ -316,7 +364,8 @@ impl<R: BufRead> Machine<R> {
         let Some(StackItem::Value(PickleValue::List(list))) = self.stack.last() else {
             return malformed("items without a list");
         };
-        raise_depth(&list.depth, &items)?;
+        let list = list.clone();
+        self.grow(&list.extent, &items)?;
         list.items.borrow_mut().extend(items);
         Ok(())
     }
@@ -325,7 +374,8 @@ impl<R: BufRead> Machine<R> {
         let Some(StackItem::Value(PickleValue::Dict(dict))) = self.stack.last() else {
             return malformed("keys without a dict");
         };
-        raise_depth(&dict.depth, &items)?;
+        let dict = dict.clone();
+        self.grow(&dict.extent, &items)?;
         let mut items = items.into_iter();
         while let Some(key) = items.next() {
             let Some(value) = items.next() else { return malformed("a key without a value") };
@@ -340,8 +390,8 @@ impl<R: BufRead> Machine<R> {
             items.push(self.pop_value()?);
         }
         items.reverse();
-        let tuple = Items { depth: Cell::new(1), ..Items::default() };
-        raise_depth(&tuple.depth, &items)?;
+        let tuple = Items::default();
+        self.grow(&tuple.extent, &items)?;
         *tuple.items.borrow_mut() = items;
         Ok(PickleValue::Tuple(Rc::new(tuple)))
     }
@@ -375,24 +425,57 @@ impl<R: BufRead> Machine<R> {
         Ok(items)
     }
 
-    /// Remembers the value on top. Small numbers are not worth a count: a memo entry of any kind takes
-    /// the size of a few words, which the limit counts.
+    /// Remembers the value on top, and counts what it then keeps alive.
     fn remember(&mut self, index: u32) -> Step<()> {
         let Some(StackItem::Value(value)) = self.stack.last() else {
             return malformed("a memo of nothing");
         };
-        let bytes = 64 + if let PickleValue::Text(t) = value { t.len() } else { 0 };
-        self.memo_bytes += bytes;
+        let (value, bytes) = (value.clone(), value.count_bytes());
+        if let Some(extent) = value.extent() {
+            extent.is_remembered.set(true);
+        }
+        self.memo.insert(index, value);
+        self.keep_bytes(bytes)
+    }
+
+    fn keep_bytes(&mut self, bytes: u64) -> Step<()> {
+        self.memo_bytes = self.memo_bytes.saturating_add(bytes);
         if self.memo_bytes > MAX_MEMO_BYTES {
             let limit = MAX_MEMO_BYTES >> 20;
             return Err(PickleProblem::TooLarge(format!("more than {limit} MiB of shared values")));
         }
-        self.memo.insert(index, value.clone());
         Ok(())
     }
 
-    fn recall(&self, index: u32) -> Step<PickleValue> {
-        self.memo.get(&index).cloned().map_or_else(|| malformed(format!("no memo {index}")), Ok)
+    fn recall(&mut self, index: u32) -> Step<PickleValue> {
+        let Some(value) = self.memo.get(&index).cloned() else {
+            return malformed(format!("no memo {index}"));
+        };
+        if let Some(extent) = value.extent() {
+            extent.is_recalled.set(true);
+        }
+        self.recalled_bytes = self.recalled_bytes.saturating_add(value.count_bytes());
+        let limit = MAX_RECALLED_BYTES.saturating_add(RECALL_RATIO.saturating_mul(self.byte));
+        if self.recalled_bytes > limit {
+            return Err(PickleProblem::TooLarge("values that repeat one another too often".to_string()));
+        }
+        Ok(value)
+    }
+
+    /// Counts the new items of a container. A container that was recalled is complete: one that changes
+    /// afterwards could contain itself.
+    fn grow(&mut self, extent: &Extent, items: &[PickleValue]) -> Step<()> {
+        if extent.is_recalled.get() {
+            return malformed("a container that changes after it was shared");
+        }
+        let inner = items.iter().map(PickleValue::depth).max().unwrap_or(0).max(extent.inner_depth.get());
+        if inner >= MAX_DEPTH {
+            return Err(PickleProblem::TooLarge(format!("containers nested more than {MAX_DEPTH} deep")));
+        }
+        extent.inner_depth.set(inner);
+        let bytes = items.iter().fold(0u64, |n, item| n.saturating_add(item.count_bytes()));
+        extent.bytes.set(extent.bytes.get().saturating_add(bytes));
+        if extent.is_remembered.get() { self.keep_bytes(bytes) } else { Ok(()) }
     }
 
     fn read_long(&mut self, n: u64) -> Step<PickleValue> {
@@ -433,17 +516,6 @@ impl<R: BufRead> Machine<R> {
         self.byte += bytes.len() as u64;
         Ok(())
     }
-}
-
-/// Raises the depth of a container above those of its new items.
-fn raise_depth(depth: &Cell<u32>, items: &[PickleValue]) -> Step<()> {
-    let inner = items.iter().map(PickleValue::depth).max().unwrap_or(0);
-    let new = (inner + 1).max(depth.get());
-    if new > MAX_DEPTH {
-        return Err(PickleProblem::TooLarge(format!("containers nested more than {MAX_DEPTH} deep")));
-    }
-    depth.set(new);
-    Ok(())
 }
 
 /// Returns the name of an opcode that imports, builds or calls something.

@@ -1,6 +1,7 @@
 //! The collectives of one process group, aligned over its members.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
 
 use super::dump::{COALESCED_LAUNCH, EntryState, FlightDump, FlightEntry};
 
@@ -22,9 +23,14 @@ impl<'a> MemberSequence<'a> {
         done.map_or(0, |(seq, _)| *seq)
     }
 
+    /// Returns the collectives after this number.
+    pub(super) fn list_after(&self, sequence: u64) -> impl Iterator<Item = &'a FlightEntry> {
+        self.calls.range((Bound::Excluded(sequence), Bound::Unbounded)).map(|(_, e)| *e)
+    }
+
     /// Returns the first collective after this number.
     pub(super) fn first_after(&self, sequence: u64) -> Option<&'a FlightEntry> {
-        self.calls.range(sequence + 1..).next().map(|(_, e)| *e)
+        self.list_after(sequence).next()
     }
 }
 

@@ -156,7 +156,7 @@ fn find_label(groups: &[GroupSequences<'_>], name: &str, rank: u32) -> String {
 }
 
 /// Returns whether an op sends, and the peer's rank in the group.
-fn parse_transfer(op: &str) -> Option<(bool, usize)> {
+pub(super) fn parse_transfer(op: &str) -> Option<(bool, usize)> {
     let (verb, ends) = op.split_once(' ')?;
     let (_, peer) = ends.split_once("->").or_else(|| ends.split_once("<-"))?;
     Some((verb == "send", peer.trim().parse().ok()?))

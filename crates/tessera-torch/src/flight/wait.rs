@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::dump::{EntryState, FlightDump, FlightEntry};
+use super::dump::{COALESCED_LAUNCH, EntryState, FlightDump, FlightEntry};
 use super::sequence::{GroupSequences, MemberSequence};
-use super::transfer::{Transfers, UnmatchedTransfer};
+use super::transfer::{Transfers, UnmatchedTransfer, parse_transfer};
 
 /// A collective, a send or a receive in which a rank waits.
 #[derive(Debug, Clone)]
@@ -30,7 +30,7 @@ pub(super) struct StalledCollective<'a> {
 }
 
 /// The waits of all ranks, and what else their dumps show.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Waits<'a> {
     /// The first wait of each rank.
     pub(super) by_rank: BTreeMap<u32, Wait<'a>>,
@@ -110,23 +110,69 @@ impl<'a> Waits<'a> {
         awaited.filter(|r| self.by_rank.get(r).is_none_or(|w| w.awaited.is_empty())).collect()
     }
 
+    /// Returns in what the device of a rank waits together with all peers, whose hosts enqueued their sides,
+    /// and for which devices. Returns `None` if the device is idle, or behind a device that completed its
+    /// side.
+    pub(super) fn find_held(
+        rank: u32,
+        dumps: &'a BTreeMap<u32, FlightDump>,
+        groups: &[GroupSequences<'a>],
+    ) -> Option<Wait<'a>> {
+        let head = dumps.get(&rank)?.list_pending().next()?;
+        let group = groups.iter().find(|g| *g.name == *head.group && g.sequences.contains_key(&rank))?;
+        let peers: Vec<u32> = match parse_transfer(&head.op).filter(|_| head.is_p2p) {
+            Some((_, peer)) => vec![*group.members.get(peer)?],
+            None => group.members.iter().copied().filter(|r| *r != rank).collect(),
+        };
+        let own_index = group.members.iter().position(|r| *r == rank);
+        let is_side = |e: &FlightEntry| {
+            e.group == head.group
+                && e.is_p2p == head.is_p2p
+                && if head.is_p2p {
+                    parse_transfer(&e.op).is_some_and(|(_, peer)| Some(peer) == own_index)
+                } else {
+                    e.sequence == head.sequence
+                }
+        };
+        let mut awaited = BTreeSet::new();
+        for peer in peers {
+            let mut pending = dumps.get(&peer)?.list_pending().peekable();
+            if !pending.peek().is_some_and(|first| is_side(first)) {
+                awaited.insert(peer);
+            }
+            pending.find(|e| is_side(e))?;
+        }
+        Some(Wait { entry: head, group: group.label(), awaited })
+    }
+
+    /// Returns the waits without those of some ranks.
+    pub(super) fn without(&self, is_left_out: impl Fn(u32, &Wait<'a>) -> bool) -> Waits<'a> {
+        let mut others = self.clone();
+        others.by_rank.retain(|rank, wait| !is_left_out(*rank, wait));
+        others
+    }
+
     /// Returns the ranks of a cycle of waits, in the order in which each waits for the next.
     pub(super) fn find_cycle(&self) -> Option<Vec<u32>> {
+        let awaited_by = |rank: &u32| self.by_rank.get(rank).map(|w| w.awaited.iter());
         // Ranks from which every chain of waits ends.
         let mut ended: BTreeSet<u32> = BTreeSet::new();
         for start in self.by_rank.keys() {
-            let mut path: Vec<u32> = vec![*start];
-            while let Some(rank) = path.last() {
-                let awaited = self.by_rank.get(rank).map(|w| &w.awaited);
-                match awaited.and_then(|a| a.iter().copied().find(|next| !ended.contains(next))) {
+            let mut path = vec![(*start, awaited_by(start))];
+            let mut on_path = BTreeSet::from([*start]);
+            while let Some((rank, awaited)) = path.last_mut() {
+                let next = awaited.as_mut().and_then(|a| a.find(|next| !ended.contains(next)));
+                match next {
                     None => {
                         ended.insert(*rank);
+                        on_path.remove(rank);
                         path.pop();
                     }
-                    Some(next) => match path.iter().position(|r| *r == next) {
-                        Some(at) => return Some(path.split_off(at)),
-                        None => path.push(next),
-                    },
+                    Some(next) if on_path.insert(*next) => path.push((*next, awaited_by(next))),
+                    Some(next) => {
+                        let cycle = path.iter().map(|(rank, _)| *rank);
+                        return Some(cycle.skip_while(|rank| rank != next).collect());
+                    }
                 }
             }
         }
@@ -147,7 +193,7 @@ fn list_pending<'a>(
     for (at, group) in groups.iter().enumerate() {
         let completed = group.last_completed();
         for (rank, sequence) in &group.sequences {
-            let waiting = sequence.calls.range(completed + 1..).map(|(seq, e)| ((at, *seq), *e));
+            let waiting = sequence.list_after(completed).map(|e| ((at, e.sequence), e));
             pending.entry(*rank).or_default().extend(waiting);
         }
     }
@@ -189,6 +235,8 @@ impl GroupFront {
                 // A ring that lost the group's head may have lost all of it.
                 n if n < completed && (n > 0 || !member.lost_head) => &mut front.older,
                 0 if member.lost_head => &mut front.older,
+                // Peers completed with it what is pending here: its dump may be of an earlier moment.
+                n if n == completed && member.is_pending(n) => &mut front.older,
                 _ => &mut front.behind,
             };
             side.push(*rank);
@@ -202,6 +250,13 @@ impl GroupFront {
             }
         }
         Some(front)
+    }
+}
+
+impl FlightDump {
+    /// Lists what the rank's device did not complete, in the order of the program.
+    fn list_pending(&self) -> impl Iterator<Item = &FlightEntry> {
+        self.entries.iter().filter(|e| e.state != EntryState::Completed && &*e.op != COALESCED_LAUNCH)
     }
 }
 

@@ -25,12 +25,102 @@ fn an_opcode_that_calls_is_rejected_by_name() {
     let bytes = b"\x80\x02cposix\nsystem\nq\x00X\x0c\x00\x00\x00touch /tmp/xq\x01\x85q\x02Rq\x03.";
     let error = read(bytes).unwrap_err();
     assert_eq!(error, PickleError { byte: 2, problem: PickleProblem::Executes("GLOBAL") });
-    for (opcode, name) in
-        [(b'R', "REDUCE"), (b'b', "BUILD"), (0x81, "NEWOBJ"), (0x93, "STACK_GLOBAL"), (b'i', "INST")]
-    {
-        let error = read(&[0x80, 2, opcode, b'.']).unwrap_err();
-        assert_eq!(error.problem, PickleProblem::Executes(name));
+}
+
+/// Every byte is an opcode of data, an opcode that is rejected by name because it imports, builds or calls,
+/// or unknown.
+#[test]
+fn each_opcode_that_is_not_of_data_is_rejected() {
+    let executing = [
+        (b'c', "GLOBAL"),
+        (0x93, "STACK_GLOBAL"),
+        (b'R', "REDUCE"),
+        (b'b', "BUILD"),
+        (b'i', "INST"),
+        (b'o', "OBJ"),
+        (0x81, "NEWOBJ"),
+        (0x92, "NEWOBJ_EX"),
+        (b'P', "PERSID"),
+        (b'Q', "BINPERSID"),
+        (0x82, "EXT"),
+        (0x83, "EXT"),
+        (0x84, "EXT"),
+    ];
+    let data = b".N\x88\x89KMJ\x8a\x8bGX\x8c}])\x85\x86\x87thj\x80\x95(qr\x94aesu";
+    for opcode in 0..=u8::MAX {
+        let result = read(&[&[0x80, 2, opcode][..], &[0; 16]].concat());
+        let problem = result.err().map(|e| (e.byte, e.problem));
+        if let Some((_, name)) = executing.iter().find(|(o, _)| *o == opcode) {
+            assert_eq!(problem, Some((2, PickleProblem::Executes(name))), "{opcode:#x}");
+        } else if !data.contains(&opcode) {
+            assert_eq!(problem, Some((2, PickleProblem::Unknown(opcode))), "{opcode:#x}");
+        } else {
+            let is_rejected = |p: &PickleProblem| {
+                matches!(p, PickleProblem::Executes(_)) || *p == PickleProblem::Unknown(opcode)
+            };
+            assert!(problem.is_none_or(|(_, p)| !is_rejected(&p)), "{opcode:#x}");
+        }
     }
+}
+
+#[track_caller]
+fn assert_too_large(bytes: &[u8]) {
+    let problem = read(bytes).map(|_| "read").unwrap_err().problem;
+    assert!(matches!(problem, PickleProblem::TooLarge(_)), "{problem:?}");
+}
+
+#[test]
+fn a_container_cannot_contain_itself() {
+    let own: [&[u8]; 3] = [b"\x80\x02]q\0h\0a.", b"\x80\x02}q\0K\0h\0s.", b"\x80\x02]q\0]q\x01h\0aa."];
+    for bytes in own {
+        let problem = read(bytes).map(|_| "read").unwrap_err().problem;
+        assert!(matches!(problem, PickleProblem::Malformed(_)), "{problem:?}");
+    }
+    // One list twice in another is no cycle.
+    let value = read(b"\x80\x02]](K\x01eq\0ah\0a.").unwrap();
+    assert_eq!(value.items().unwrap().len(), 2);
+}
+
+/// A list of ten times the list before it, 16 times over, has 10^16 items for whoever walks through it.
+#[test]
+fn values_that_repeat_one_another_do_not_grow_exponentially() {
+    let mut bomb = b"\x80\x02]q\0".to_vec();
+    for level in 0..16u8 {
+        bomb.extend(b"]q");
+        bomb.push(level + 1);
+        bomb.push(b'(');
+        (0..10).for_each(|_| bomb.extend([b'h', level]));
+        bomb.push(b'e');
+    }
+    bomb.push(b'.');
+    assert_too_large(&bomb);
+    // A text of 1 MiB as the names of a million frames.
+    let text = [&b"\x80\x02X\0\0\x10\0"[..], &vec![b'x'; 1 << 20], b"q\0](", &b"h\0".repeat(1 << 19), b"e."];
+    assert_too_large(&text.concat());
+}
+
+#[test]
+fn what_the_file_asks_to_keep_is_bounded() {
+    let list = [&b"]("[..], &b"N".repeat(1 << 16), b"eq\0"].concat();
+    let kept = [&b"\x80\x02("[..], &list.repeat(128), b"t."].concat();
+    assert_too_large(&kept);
+    let filled_later = [&b"]q\0("[..], &b"N".repeat(1 << 16), b"e"].concat();
+    assert_too_large(&[&b"\x80\x02("[..], &filled_later.repeat(128), b"t."].concat());
+    let long = [
+        &b"\x80\x02("[..],
+        &b"X\0\0\x10\0".iter().copied().chain(vec![b'x'; 1 << 20]).collect::<Vec<u8>>().repeat(20),
+        b"t.",
+    ];
+    assert_too_large(&long.concat());
+}
+
+/// Each opcode of an entry looks at the stack, and the values before the list must not make that slow.
+#[test]
+fn a_long_header_does_not_make_each_entry_slow() {
+    let header = b"NN".repeat(100_000);
+    let entries = b"}K\x01K\x01sa".repeat(100_000);
+    let bytes = [&b"\x80\x02}("[..], &header, b"X\x07\0\0\0entries]", &entries, b"u."].concat();
+    read(&bytes).unwrap();
 }
 
 #[test]
