@@ -9,6 +9,7 @@ mod departure;
 mod dump;
 mod examine;
 mod findings;
+mod node;
 mod pickle;
 mod render;
 mod sequence;

@@ -1,14 +1,15 @@
 //! The Flight Recorder dump of one rank.
 
+mod json;
+
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::BufRead;
-use std::rc::Rc;
 use std::sync::Arc;
 
-use serde_json::Value as Json;
 use tessera_base::Diagnostic;
 
+use super::node::Node;
 use super::pickle::{PickleProblem, PickleValue, read_pickle};
 use crate::codes::{T1400, T1401, T1402, T1403};
 
@@ -147,69 +148,6 @@ fn pickle_error(name: &str, problem: &PickleProblem, byte: u64) -> Diagnostic {
     }
 }
 
-/// A value of a dump in either form.
-trait Node: Sized {
-    fn field(&self, key: &str) -> Option<Self>;
-    fn fields(&self) -> Vec<(String, Self)>;
-    fn items(&self) -> Vec<Self>;
-    fn text(&self) -> Option<Rc<str>>;
-    fn int(&self) -> Option<i64>;
-    fn flag(&self) -> bool;
-}
-
-impl Node for PickleValue {
-    fn field(&self, key: &str) -> Option<PickleValue> {
-        self.get(key)
-    }
-
-    fn fields(&self) -> Vec<(String, PickleValue)> {
-        self.pairs().into_iter().filter_map(|(k, v)| Some((k.as_text()?.to_string(), v))).collect()
-    }
-
-    fn items(&self) -> Vec<PickleValue> {
-        PickleValue::items(self).unwrap_or_default()
-    }
-
-    fn text(&self) -> Option<Rc<str>> {
-        self.as_text()
-    }
-
-    fn int(&self) -> Option<i64> {
-        self.as_int()
-    }
-
-    fn flag(&self) -> bool {
-        self.as_bool() == Some(true)
-    }
-}
-
-impl Node for Json {
-    fn field(&self, key: &str) -> Option<Json> {
-        self.get(key).cloned()
-    }
-
-    fn fields(&self) -> Vec<(String, Json)> {
-        let pairs = self.as_object().into_iter().flatten();
-        pairs.map(|(k, v)| (k.clone(), v.clone())).collect()
-    }
-
-    fn items(&self) -> Vec<Json> {
-        self.as_array().cloned().unwrap_or_default()
-    }
-
-    fn text(&self) -> Option<Rc<str>> {
-        self.as_str().map(Rc::from)
-    }
-
-    fn int(&self) -> Option<i64> {
-        self.as_i64()
-    }
-
-    fn flag(&self) -> bool {
-        self.as_bool() == Some(true)
-    }
-}
-
 /// What a dump states about itself and its groups.
 #[derive(Debug, Default)]
 struct Header {
@@ -254,69 +192,6 @@ fn read_json(name: &str, reader: impl BufRead, builder: &mut DumpBuilder) -> Res
     let header = serde::de::DeserializeSeed::deserialize(json::TopLevel(builder), &mut deserializer)
         .map_err(|e| unreadable(name, e.to_string()))?;
     Ok(Header::from_node(&header))
-}
-
-/// The JSON form in pieces: a list of millions of entries never stands in memory.
-mod json {
-    use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
-    use serde_json::{Map, Value as Json};
-
-    use super::DumpBuilder;
-
-    pub(super) struct TopLevel<'a>(pub(super) &'a mut DumpBuilder);
-
-    impl<'de> DeserializeSeed<'de> for TopLevel<'_> {
-        type Value = Json;
-
-        fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Json, D::Error> {
-            d.deserialize_map(self)
-        }
-    }
-
-    impl<'de> Visitor<'de> for TopLevel<'_> {
-        type Value = Json;
-
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("a Flight Recorder dump")
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Json, A::Error> {
-            let mut rest = Map::new();
-            while let Some(key) = map.next_key::<String>()? {
-                if key == "entries" {
-                    map.next_value_seed(Entries(&mut *self.0))?;
-                } else {
-                    rest.insert(key, map.next_value()?);
-                }
-            }
-            Ok(Json::Object(rest))
-        }
-    }
-
-    struct Entries<'a>(&'a mut DumpBuilder);
-
-    impl<'de> DeserializeSeed<'de> for Entries<'_> {
-        type Value = ();
-
-        fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(), D::Error> {
-            d.deserialize_seq(self)
-        }
-    }
-
-    impl<'de> Visitor<'de> for Entries<'_> {
-        type Value = ();
-
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("a list of entries")
-        }
-
-        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-            while let Some(entry) = seq.next_element::<Json>()? {
-                self.0.add_entry(&entry).map_err(A::Error::custom)?;
-            }
-            Ok(())
-        }
-    }
 }
 
 /// Collects entries, each text and stack once.
