@@ -293,3 +293,21 @@ fn one_size_in_another_shape_is_the_same_collective() {
     (entry.input_shapes, entry.output_shapes) = (Arc::from([vec![8, 8]]), Arc::from([vec![4, 16]]));
     assert_healthy(&examine_dumps(&dumps));
 }
+
+#[test]
+fn departures_in_groups_without_a_common_rank_at_fault_are_both_found() {
+    let groups: &[(&str, &[u32])] = &[("0", &[0, 1, 2, 3, 4, 5]), ("1", &[0, 1, 2]), ("2", &[3, 4, 5])];
+    let (first, second) = ("1:ar64@1 1:ar64@2!", "2:ar64@1 2:ag64@2!");
+    let programs = ["1:ar64@1 1:ar32@2!", first, first, second, "2:ar64@1 2:ar64@3!", second];
+    let report = examine(groups, &programs);
+    let found: Vec<(FaultKind, &[u32])> = report.findings.iter().map(|f| (f.kind, &f.ranks[..])).collect();
+    assert_eq!(found, [(FaultKind::OtherShape, &[0][..]), (FaultKind::OtherOp, &[4][..])]);
+}
+
+#[test]
+fn what_a_departed_rank_does_in_its_other_groups_is_a_consequence() {
+    let groups: &[(&str, &[u32])] = &[("0", &[0, 1, 2]), ("1", &[0, 1, 2])];
+    let others = "0:ar64@1 0:ar64@2 1:ar8@3 1:ag16@4 0:ar64@5!";
+    let report = examine(groups, &[others, "0:ar64@1 0:ar32@2 1:ag16@4 1:ar8@3 0:ar64@5!", others]);
+    assert_cause(&report, FaultKind::OtherShape, &[1]);
+}

@@ -18,10 +18,9 @@ pub(super) fn find_causes<'a>(
     waits: &Waits<'a>,
     moving: &BTreeSet<u32>,
 ) -> Vec<FlightFinding> {
-    let departures = groups.iter().filter_map(|g| Some((g, find_departure(g)?)));
-    // What differs later in other groups is a consequence of the first departure.
-    if let Some((group, departure)) = departures.min_by_key(|(_, d)| d.created_ns) {
-        return vec![explain_departure(dumps, group, &departure)];
+    let departures = explain_departures(dumps, groups);
+    if !departures.is_empty() {
+        return departures;
     }
     if let Some(mismatch) = transfers.find_mismatch(groups) {
         return vec![explain_mismatch(&mismatch)];
@@ -47,6 +46,25 @@ pub(super) fn find_device_causes(
         return vec![explain_device_cycle(&cycle, devices, &[])];
     }
     stalled.iter().find_map(explain_stall).into_iter().collect()
+}
+
+/// Explains where ranks departed. A rank that departed is out of step in its other groups too, so what
+/// differs there later is a consequence.
+fn explain_departures(
+    dumps: &BTreeMap<u32, FlightDump>,
+    groups: &[GroupSequences<'_>],
+) -> Vec<FlightFinding> {
+    let mut departures: Vec<_> = groups.iter().filter_map(|g| Some((g, find_departure(g)?))).collect();
+    departures.sort_by_key(|(_, d)| d.created_ns);
+    let mut findings: Vec<FlightFinding> = Vec::new();
+    for (group, departure) in departures {
+        let is_consequence =
+            findings.iter().flat_map(|f| &f.ranks).any(|rank| group.sequences.contains_key(rank));
+        if !is_consequence {
+            findings.push(explain_departure(dumps, group, &departure));
+        }
+    }
+    findings
 }
 
 fn explain_departure(
