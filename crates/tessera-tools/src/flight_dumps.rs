@@ -5,8 +5,8 @@ use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
-
 use tessera::files::{open_regular_file, write_error, write_file};
+use tessera::record::RECORD_FILE;
 use tessera_base::Diagnostic;
 use tessera_report::{WaitGraphDrawing, WaitGraphRow, draw_wait_graph};
 use tessera_torch::codes::{T1400, T1404};
@@ -14,12 +14,15 @@ use tessera_torch::flight::{
     FaultKind, FlightDump, FlightFinding, FlightReport, examine_dumps, list_ranks, read_dump,
 };
 
-/// Lists the dumps of a folder by rank, or `None` if it holds none. A dump has a name that ends in the
-/// rank and no extension, and begins as a pickle or as a JSON object.
+/// Lists the dumps of a folder by rank, or `None` if it holds none, or a run of Tessera. A dump has a name that ends in the
+/// rank, with no extension or that of its form, and begins as a pickle or as a JSON object.
 ///
 /// # Errors
 /// T1404 if two files are of one rank.
 pub fn find_dumps(dir: &Path) -> Result<Option<BTreeMap<u32, PathBuf>>, Diagnostic> {
+    if dir.join(RECORD_FILE).exists() || dir.join("flight").is_dir() {
+        return Ok(None);
+    }
     let mut found: BTreeMap<u32, PathBuf> = BTreeMap::new();
     let entries = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
     let mut paths: Vec<PathBuf> = entries.map(|e| e.path()).collect();
@@ -43,24 +46,30 @@ pub fn find_dumps(dir: &Path) -> Result<Option<BTreeMap<u32, PathBuf>>, Diagnost
 /// memory does not grow with the size of the files.
 ///
 /// # Errors
-/// T1401 to T1403. A dump that is cut off counts as missing, and a note says so.
+/// T1401 to T1403, and T1400 if no dump can be read. Beside others, a dump that is cut off counts as missing,
+/// and a note says so.
 pub fn examine_flight_dumps(files: &BTreeMap<u32, PathBuf>) -> Result<FlightReport, Diagnostic> {
     let read: Vec<(u32, Result<FlightDump, Diagnostic>)> =
         files.par_iter().map(|(rank, path)| (*rank, read_dump_file(*rank, path))).collect();
     let mut dumps: BTreeMap<u32, FlightDump> = BTreeMap::new();
-    let mut notes = Vec::new();
+    let mut unreadable: Vec<Diagnostic> = Vec::new();
     for (rank, dump) in read {
         match dump {
             Ok(dump) => drop(dumps.insert(rank, dump)),
-            Err(d) if d.code == &T1400 => {
-                let why = d.labels.first().map_or(String::new(), |l| format!(": {}", l.message));
-                notes.push(format!("{}{why}", d.message));
-            }
+            Err(d) if d.code == &T1400 => unreadable.push(d),
             Err(d) => return Err(d),
         }
     }
+    if dumps.is_empty()
+        && let Some(first) = unreadable.first()
+    {
+        return Err(first.clone());
+    }
     let mut report = examine_dumps(&dumps);
-    report.notes.extend(notes);
+    report.notes.extend(unreadable.iter().map(|d| {
+        let why = d.labels.first().map_or(String::new(), |l| format!(": {}", l.message));
+        format!("{}{why}", d.message)
+    }));
     Ok(report)
 }
 
@@ -157,10 +166,11 @@ fn group_ranks(report: &FlightReport, finding: &FlightFinding) -> Vec<RankGroup>
     groups
 }
 
-/// Returns the number at the end of a name such as `rank_3` or `nccl_trace_rank_12`.
+/// Returns the number at the end of a name such as `rank_3`, `nccl_trace_rank_12` or `rank_3.json`.
 fn rank_of_name(name: &str) -> Option<u32> {
-    let digits = name.len() - name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
-    name[name.len() - digits..].parse().ok()
+    let stem = [".json", ".pickle", ".pkl"].iter().find_map(|e| name.strip_suffix(e)).unwrap_or(name);
+    let digits = stem.len() - stem.trim_end_matches(|c: char| c.is_ascii_digit()).len();
+    stem[stem.len() - digits..].parse().ok()
 }
 
 fn first_byte(path: &Path) -> Option<u8> {
@@ -179,7 +189,9 @@ mod tests {
         assert_eq!(rank_of_name("rank_12"), Some(12));
         assert_eq!(rank_of_name("nccl_trace_rank_0"), Some(0));
         assert_eq!(rank_of_name("3"), Some(3));
+        assert_eq!(rank_of_name("rank_7.json"), Some(7));
         assert_eq!(rank_of_name("case.json"), None);
+        assert_eq!(rank_of_name("rank_3.log"), None);
     }
 
     #[test]

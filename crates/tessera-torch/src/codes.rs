@@ -21,8 +21,8 @@ tessera_base::codes! {
     even if they completed, so no member can be told from another. Only NCCL dumps can be analysed.";
 
     T1404: "dumps are not one per rank",
-    "The rank of a dump is the number at the end of its file name, as in rank_3 or nccl_trace_rank_3. Two files have the same number, \
-    or a file name ends in no number. Put the dumps of one moment of one run in a folder of their own.";
+    "The rank of a dump is the number at the end of its file name, as in rank_3, nccl_trace_rank_3 or rank_3.json. Two files have the \
+    same number. Put the dumps of one moment of one run in a folder of their own.";
 
     T1410: "compile trace cannot be read",
     "A compile trace is a file dedicated_log_torch_trace_rank_N_….log that PyTorch writes when TORCH_TRACE names a folder. The file \
