@@ -22,8 +22,10 @@ pub(super) struct Entry {
     kind: &'static str,
     title: String,
     link: String,
-    /// Further words that find it.
+    /// A text that the result shows, and whose words find it too.
     text: String,
+    /// Further words that find it.
+    words: String,
 }
 
 /// Lists what the search finds: codes, rules, drills, symptoms, claims, pages and their sections.
@@ -33,7 +35,13 @@ pub(super) fn list_entries(
     rendered: &[(Page, Rendered)],
     references: &References,
 ) -> Vec<Entry> {
-    let entry = |kind, title: String, link: String, text: String| Entry { kind, title, link, text };
+    let entry = |kind, title: String, link: String, text: String| Entry {
+        kind,
+        title,
+        link,
+        text,
+        words: String::new(),
+    };
     let link = |name: &str| references.link_to(name, "index.html").unwrap_or_default();
     let mut out = Vec::new();
     for (c, _) in codes {
@@ -48,8 +56,9 @@ pub(super) fn list_entries(
     }
     for s in &library.symptoms {
         let anchor = crate::link::heading_anchor(&s.title);
-        let text = format!("{} {}", s.words.join(" "), s.what);
-        out.push(entry("symptom", s.title.clone(), format!("library/symptoms.html#{anchor}"), text));
+        let link = format!("library/symptoms.html#{anchor}");
+        let symptom = entry("symptom", s.title.clone(), link, s.what.clone());
+        out.push(Entry { words: s.words.join(" "), ..symptom });
     }
     for card in &library.cards {
         let page = site_path(&card.page);
@@ -87,7 +96,7 @@ pub(super) fn render_script(entries: &[Entry]) -> String {
     let rows = entries.iter().map(|e| {
         let text: String = e.text.split_whitespace().collect::<Vec<_>>().join(" ");
         let text: String = text.chars().take(MAX_ENTRY_TEXT).collect();
-        json!([e.kind, e.title, e.link, text]).to_string()
+        json!([e.kind, e.title, e.link, text, e.words]).to_string()
     });
     format!("const ENTRIES = [\n{}\n];\n{SEARCH}", rows.collect::<Vec<_>>().join(",\n"))
 }

@@ -77,7 +77,7 @@ pub(super) fn render_code_page(
             @for paragraph in code.page.split("\n\n") { p { (link_names(paragraph, references, path)) } }
             @if !rules.is_empty() {
                 h2 { "Rules" }
-                ul { @for r in &rules { li { a href=(link(&r.id)) { (r.id) } " " (link_names(&r.text, references, path)) } } }
+                ul { @for r in &rules { li { a href=(link(&r.id)) { (r.id) } " " @if r.forbidden { "Forbidden: " } (link_names(&r.text, references, path)) } } }
             }
             @if !drills.is_empty() {
                 h2 { "Drills" }
@@ -101,18 +101,27 @@ fn link_page(page: &str, title: &str, from: &str) -> Markup {
     html! { a href=(relative_link(from, &super::site_path(page))) { (title) } }
 }
 
-/// Renders plain text with its rule ids and codes as links.
+/// Renders plain text: what stands in back quotes is code, and rules, codes and drills are links.
 fn link_names(text: &str, references: &References, from: &str) -> Markup {
     html! {
-        @for (plain, name) in references.split_names(text) {
-            (plain)
-            @if let Some(name) = name {
-                @match references.link_to(name, from) {
-                    Some(link) => a href=(link) { (name) },
-                    None => (name),
+        @for (i, part) in text.split('`').enumerate() {
+            @if i % 2 == 1 {
+                (link_name(part, html! { code { (part) } }, references, from))
+            } @else {
+                @for (plain, name) in references.split_names(part) {
+                    (plain)
+                    @if let Some(name) = name { (link_name(name, html! { (name) }, references, from)) }
                 }
             }
         }
+    }
+}
+
+/// Renders a name as a link to its place, if it has one.
+fn link_name(name: &str, shown: Markup, references: &References, from: &str) -> Markup {
+    match references.link_to(name, from) {
+        Some(link) => html! { a href=(link) { (shown) } },
+        None => shown,
     }
 }
 
@@ -137,9 +146,9 @@ pub(super) fn render_document(
                 main {
                     nav {
                         a href=(index) { "Tessera library" }
-                        form action=(index) role="search" {
+                        @if path != "index.html" { form action=(index) role="search" {
                             input type="search" name="q" aria-label="Search" placeholder="code, drill, rule, symptom";
-                        }
+                        } }
                     }
                     (body)
                     @if !back_links.is_empty() {
@@ -148,7 +157,7 @@ pub(super) fn render_document(
                             ul { @for b in back_links { li { a href=(relative_link(path, &b.path)) { (b.title) } } } }
                         }
                     }
-                    footer { "Written by `tessera explain --html` of version " (env!("CARGO_PKG_VERSION")) }
+                    footer { "Written by " code { "tessera explain --html" } " of version " (env!("CARGO_PKG_VERSION")) }
                 }
             }
         }

@@ -9,9 +9,9 @@ function wordsOf(text) {
   return text.toLowerCase().split(/[^a-z0-9]+/).filter((w) => w && !FILLERS.has(w));
 }
 
-function scoreEntry([kind, title, , text], query) {
+function scoreEntry([kind, title, , text, words], query) {
   const titleWords = wordsOf(title);
-  const textWords = wordsOf(text);
+  const textWords = wordsOf(`${words} ${text}`);
   let score = 0;
   for (const word of query) {
     if (titleWords.includes(word)) score += 6;
