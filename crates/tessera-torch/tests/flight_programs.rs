@@ -628,3 +628,76 @@ fn earlier_rounds_make_no_skipped_collective_of_another_fault() {
     let report = run_to_end(WORLD, &[&sizes, &sizes, &odd, &sizes], RING);
     assert_cause(&report, FaultKind::OtherShape, &[2]);
 }
+
+/// Runs programs until they hang. One rank writes its dump and aborts, by which the transfers of its peers
+/// end; these go on and write theirs.
+fn run_to_abort(programs: &[String], first: u32) -> BTreeMap<u32, FlightDump> {
+    let mut model = Model::new(PAIR, programs);
+    while model.run(1) {}
+    model.round += 100;
+    let mut dumps = BTreeMap::from([(first, model.dump(first, RING))]);
+    let peers = (0..programs.len()).filter(|rank| *rank != first as usize);
+    for rank in peers.clone() {
+        let round = model.round;
+        let ended = |i: &&mut Issued| i.completed.is_none() && i.peer == Some(first);
+        model.ranks[rank].issued.iter_mut().filter(ended).for_each(|i| i.completed = Some(round));
+    }
+    while model.run(1) {}
+    dumps.extend(peers.map(|rank| (rank as u32, model.dump(rank as u32, RING))));
+    dumps
+}
+
+#[test]
+fn a_receive_that_an_abort_ended_is_one_in_which_the_rank_waited() {
+    let rounds = "0:ar8@1 ".repeat(8);
+    let sender = |peer: u32| format!("{rounds} 0:s{peer}@2 0:s{peer}@2 0:r{peer}@3 wait 0:ar8@4");
+    let receiver = |peer: u32| format!("{rounds} 0:r{peer}@2 0:r{peer}@2 0:r{peer}@3 wait 0:ar8@4");
+    for programs in [[sender(1), receiver(0)], [receiver(1), sender(0)]] {
+        for first in [0, 1] {
+            let dumps = run_to_abort(&programs, first);
+            let report = examine_dumps(&dumps);
+            assert_cause(&report, FaultKind::WaitCycle, &[0, 1]);
+            assert_eq!(report.findings[0].certainty.name(), "likely");
+            assert!(report.findings[0].doubts[0].contains("an abort ended it"), "{}", report.to_text("run"));
+            // The same dumps accuse nobody if the ring may have lost the send, or if transfers are
+            // launched together, so that a receive may end before the peer's.
+            let mut lost = dumps.clone();
+            lost.get_mut(&first).unwrap().lost_head = true;
+            assert!(examine_dumps(&lost).findings.is_empty());
+            let mut together = dumps.clone();
+            let entries = &mut together.get_mut(&first).unwrap().entries;
+            let mut end = entries[0].clone();
+            end.op = "coalesced".into();
+            entries.insert(0, end);
+            assert!(examine_dumps(&together).findings.is_empty());
+            let mut cut = dumps.clone();
+            let pending = cut.get_mut(&first).unwrap().entries.last_mut().unwrap();
+            let batch = StackFrame { function: "batch_isend_irecv".into(), ..pending.frames[0].clone() };
+            pending.frames = Arc::from([pending.frames[0].clone(), batch]);
+            assert!(examine_dumps(&cut).findings.is_empty());
+        }
+    }
+}
+
+/// Two ranks that answer each other, dumped at any two moments: no receive of theirs reads as aborted.
+#[test]
+fn ranks_that_answer_each_other_are_healthy_at_any_two_moments() {
+    let asks = |peer: u32| format!("0:s{peer}@1 0:r{peer}@2 ").repeat(12);
+    let answers = |peer: u32| format!("0:r{peer}@1 0:s{peer}@2 ").repeat(12);
+    let asks_twice = format!("{0}{0}{1}{1}", "0:s1@1 ", "0:r1@2 ").repeat(6);
+    for programs in [[asks(1), answers(0)], [answers(1), asks(0)], [asks_twice, answers(0)]] {
+        let mut model = Model::new(PAIR, &programs);
+        let mut moments = Vec::new();
+        while model.run(1) {
+            moments.push([model.dump(0, RING), model.dump(1, RING)]);
+        }
+        assert!(model.ranks.iter().all(|r| r.next == r.words.len()), "the program of the test hangs");
+        for first in &moments[24..] {
+            for second in &moments[24..] {
+                let dumps = BTreeMap::from([(0, first[0].clone()), (1, second[1].clone())]);
+                let report = examine_dumps(&dumps);
+                assert!(report.findings.is_empty(), "{}", report.to_text("run"));
+            }
+        }
+    }
+}

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::departure::{Decision, Departure, DepartureKind, find_departure};
 use super::dump::{EntryState, FlightDump, FlightEntry};
-use super::findings::{CallSide, Certainty, FaultKind, FlightFinding};
+use super::findings::{CallSide, Certainty, FaultKind, FlightFinding, list_ranks};
 use super::sequence::GroupSequences;
 use super::shift::{Shift, ShiftKind};
 use super::signature::SignatureField;
@@ -33,9 +33,29 @@ pub(super) fn find_causes<'a>(
     };
     let waits = &waits.without(is_short);
     if let Some(cycle) = waits.find_cycle() {
-        return vec![explain_cycle(&cycle, waits, groups)];
+        let mut finding = explain_cycle(&cycle, waits, groups);
+        finding.add_doubts_of_aborts(waits, transfers);
+        return vec![finding];
     }
     explain_roots(dumps, waits, groups, moving)
+}
+
+impl FlightFinding {
+    /// Adds the doubt that a wait of the finding rests on: its receive reads as completed.
+    fn add_doubts_of_aborts(&mut self, waits: &Waits<'_>, transfers: &Transfers<'_>) {
+        let is_aborted = |rank: &&u32| {
+            let wait = waits.by_rank.get(*rank);
+            wait.is_some_and(|w| transfers.is_aborted(**rank, w.entry.record_id))
+        };
+        let ended: Vec<u32> = self.ranks.iter().filter(is_aborted).copied().collect();
+        if !ended.is_empty() {
+            self.certainty = Certainty::Likely;
+            self.doubts.push(format!(
+                "a receive of {} reads as completed; its peer has no send for it, so an abort ended it",
+                list_ranks(&ended)
+            ));
+        }
+    }
 }
 
 /// Finds what the ranks' devices did, once every host enqueued its side.
