@@ -13,6 +13,7 @@ mod library;
 mod lints;
 mod manifest;
 mod manual;
+mod markdown;
 mod module_tree;
 mod page;
 mod source;
