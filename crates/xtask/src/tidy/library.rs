@@ -1,27 +1,39 @@
-//! Checks the rules of the operator's manual and of the guide to captured regions: each has an id,
-//! names what shows that it holds, and is named back by it.
+//! Checks the library: the rules of the operator's manual and of the guide to captured regions, and the
+//! topics, explainers and cards that give their reasons.
 //!
-//! A page is the only source of its rules. `cargo xtask library` renders the back map and the data
-//! of `tessera explain` from the pages, and this check compares the files byte by byte.
+//! Each rule has an id, names what shows that it holds, is named back by it, and belongs to a topic. A
+//! page is the only source of what it states. `cargo xtask library` renders the back map and the data of
+//! `tessera explain` from the pages, and this check compares the files byte by byte.
 
 mod backmap;
+mod cards;
+mod claims;
 mod codes_and_drills;
 mod data;
+mod explainers;
 mod parse;
 mod proofs;
+mod questions;
+mod references;
+mod sections;
 mod symptoms;
 mod tables;
+mod topics;
 mod wording;
 
 use std::collections::BTreeMap;
 
 use super::Problem;
 use crate::tree::Tree;
+use cards::Card;
 use codes_and_drills::{CodeRow, DrillRow};
+use explainers::Explainer;
+use questions::Question;
 use symptoms::Symptom;
+use topics::Topic;
 
 /// A page with rules.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct RulePage {
     path: &'static str,
     /// The first letter of the page's rule ids.
@@ -71,7 +83,7 @@ struct ProofNames {
 }
 
 /// A rule with its id.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct Rule {
     id: String,
     page: RulePage,
@@ -81,9 +93,12 @@ struct Rule {
     /// The sentence without the id, with the names of its proof.
     text: String,
     proof: ProofNames,
+    /// The claims that give the reason: `Why: …`.
+    claims: Vec<String>,
 }
 
-/// All rules, and the tables that they refer to.
+/// All rules, the pages that explain them, and the tables that they refer to.
+#[derive(Default)]
 struct Library {
     rules: Vec<Rule>,
     drills: Vec<DrillRow>,
@@ -91,6 +106,10 @@ struct Library {
     symptoms: Vec<Symptom>,
     /// Status of each page with rules, in the order of [`RULE_PAGES`].
     statuses: Vec<String>,
+    topics: Vec<Topic>,
+    explainers: Vec<Explainer>,
+    cards: Vec<Card>,
+    questions: Vec<Question>,
 }
 
 impl Library {
@@ -103,6 +122,10 @@ impl Library {
             }
         }
         Library {
+            topics: topics::read_topics(tree, &rules, found),
+            explainers: explainers::read_explainers(tree, found),
+            cards: cards::read_cards(tree, found),
+            questions: questions::read_questions(tree),
             rules,
             drills: codes_and_drills::read_drills(tree),
             codes: codes_and_drills::read_codes(tree),
@@ -136,8 +159,18 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     proofs::check(&library, tree, found);
     codes_and_drills::check(&library, tree, found);
     symptoms::check(&library, found);
+    questions::check(&library, found);
     wording::check(tree, found);
     tables::check(tree, found);
+    cards::check_form(&library.cards, tree, found);
+    sections::check(&library, tree, found);
+    // A project whose topics are not written yet stays usable.
+    if tree.contains(topics::TOPICS.trim_end_matches('/')) {
+        topics::check(&library.topics, found);
+        explainers::check(&library, tree, found);
+        cards::check_names(&library.cards, found);
+        claims::check(&library, tree, found);
+    }
     for (path, text) in render_files(&library, tree) {
         if tree.file_text(path) != Some(text.as_str()) {
             found.push(Problem::new(path, 0, "the file is out of date: run `cargo xtask library`"));

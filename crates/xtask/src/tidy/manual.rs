@@ -207,7 +207,7 @@ impl PageCheck<'_, '_> {
 
 /// Returns the ids after `tessera drill` in a line, up to an option or the end of the command. The
 /// placeholder `ID` does not count.
-fn drill_ids(line: &str) -> Vec<&str> {
+pub(super) fn drill_ids(line: &str) -> Vec<&str> {
     const COMMAND: &str = "tessera drill";
     let mut out = Vec::new();
     for (at, _) in line.match_indices(COMMAND) {

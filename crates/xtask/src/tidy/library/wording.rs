@@ -7,19 +7,21 @@ use super::rule_ids;
 use crate::tree::Tree;
 
 /// Phrases with which pages state what must be equal on all ranks.
-const PHRASES: [&str; 5] = [
+const PHRASES: [&str; 6] = [
     "same on every rank",
     "must be equal",
     "identical across ranks",
     "stable across chunks",
     "every rank must",
+    "must match on all",
 ];
+/// The folders of the pages that are checked.
+const FOLDERS: [&str; 4] =
+    ["docs/manual/", "docs/guides/", "docs/library/topics/", "docs/library/explainers/"];
 
-/// Reports the paragraphs of the manual and of the guides that contain a phrase and neither a rule
-/// id nor a code.
+/// Reports the paragraphs of the pages that contain a phrase and neither a rule id nor a code.
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
-    let is_page =
-        |p: &str| (p.starts_with("docs/manual/") || p.starts_with("docs/guides/")) && p.ends_with(".md");
+    let is_page = |p: &str| FOLDERS.iter().any(|folder| p.starts_with(folder)) && p.ends_with(".md");
     for file in tree.files.iter().filter(|f| is_page(&f.path)) {
         for (line, paragraph) in paragraphs(&file.text) {
             let phrase = PHRASES.iter().find(|p| paragraph.to_lowercase().contains(**p));
