@@ -9,7 +9,9 @@ mod backmap;
 mod cards;
 mod claims;
 mod codes_and_drills;
+mod crosswalk;
 mod data;
+mod embedded;
 mod explainers;
 mod parse;
 mod proofs;
@@ -27,6 +29,7 @@ use super::Problem;
 use crate::tree::Tree;
 use cards::Card;
 use codes_and_drills::{CodeRow, DrillRow};
+use crosswalk::DesignSection;
 use explainers::Explainer;
 use questions::Question;
 use symptoms::Symptom;
@@ -110,6 +113,8 @@ struct Library {
     explainers: Vec<Explainer>,
     cards: Vec<Card>,
     questions: Vec<Question>,
+    /// The sections of the design pages.
+    design: Vec<DesignSection>,
 }
 
 impl Library {
@@ -126,6 +131,7 @@ impl Library {
             explainers: explainers::read_explainers(tree, found),
             cards: cards::read_cards(tree, found),
             questions: questions::read_questions(tree),
+            design: crosswalk::read_sections(tree, found),
             rules,
             drills: codes_and_drills::read_drills(tree),
             codes: codes_and_drills::read_codes(tree),
@@ -160,6 +166,7 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     codes_and_drills::check(&library, tree, found);
     symptoms::check(&library, found);
     questions::check(&library, found);
+    crosswalk::check(&library, found);
     wording::check(tree, found);
     tables::check(tree, found);
     cards::check_form(&library.cards, tree, found);
@@ -184,10 +191,15 @@ pub(crate) fn generated_files(tree: &Tree) -> Vec<(&'static str, String)> {
 }
 
 fn render_files(library: &Library, tree: &Tree) -> Vec<(&'static str, String)> {
-    vec![
+    let mut files = vec![
         (backmap::PATH, backmap::render_page(library, tree)),
+        (crosswalk::PATH, crosswalk::render_page(library, tree)),
         (crate::tree::LIBRARY_DATA, data::render_json(library)),
-    ]
+    ];
+    let pages: Vec<&str> = files.iter().map(|(path, _)| *path).collect();
+    let embedded = embedded::render_file(tree, &pages);
+    files.extend(embedded.map(|text| (embedded::PATH, text)));
+    files
 }
 
 /// Iterates over the rule ids in a text, such as `D-03`.

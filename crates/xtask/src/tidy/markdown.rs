@@ -123,7 +123,7 @@ pub(super) fn anchors(text: &str) -> BTreeSet<String> {
             continue;
         }
         if let Some((_, name)) = heading(line) {
-            let slug = slug(name);
+            let slug = heading_anchor(name);
             let count = counts.entry(slug.clone()).or_default();
             out.insert(if *count == 0 { slug } else { format!("{slug}-{count}") });
             *count += 1;
@@ -158,7 +158,7 @@ fn heading(line: &str) -> Option<(usize, &str)> {
 }
 
 /// Returns the anchor of a heading: lower case, with hyphens for spaces and without punctuation.
-fn slug(heading: &str) -> String {
+pub(super) fn heading_anchor(heading: &str) -> String {
     let mut shown = String::new();
     let mut rest = heading;
     // The target of a link does not belong to the text of its heading.
