@@ -41,11 +41,16 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
                 found.push(Problem::new(&f.path, i + 1, message));
             }
         }
-        if f.path.ends_with(".md") {
-            check_links(tree, &f.path, &f.text, found);
-        }
     }
+    check_page_links(tree, found);
     check_contents(tree, found);
+}
+
+/// Checks the links of all pages.
+pub(super) fn check_page_links(tree: &Tree, found: &mut Vec<Problem>) {
+    for f in tree.files.iter().filter(|f| f.path.ends_with(".md")) {
+        check_links(tree, &f.path, &f.text, found);
+    }
 }
 
 /// Reports the relative links of a page whose target does not exist, and those that name a heading

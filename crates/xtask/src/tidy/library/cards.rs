@@ -7,7 +7,7 @@ use super::tables::{is_date, read_status};
 use crate::tree::{File, Tree};
 
 /// The cards that exist, so that none can vanish.
-const NAMES: [&str; 14] = [
+pub(super) const NAMES: [&str; 14] = [
     "nccl-user-guide",
     "pytorch-cuda-semantics",
     "funcol-rfc-93173",

@@ -15,7 +15,7 @@ use crate::tree::Tree;
 /// The folder of the explainers.
 pub(super) const EXPLAINERS: &str = "docs/library/explainers/";
 /// Number of explainers, which are 01, 02 and so on.
-const EXPLAINER_COUNT: usize = 8;
+pub(super) const EXPLAINER_COUNT: usize = 8;
 /// The section that states invariants by the ids of their rules.
 const INVARIANTS: &str = "What must hold";
 /// The section that names drills.

@@ -13,7 +13,7 @@ pub(super) const TOPICS: &str = "docs/library/topics/";
 /// The folder of the pages that may be a topic as well.
 const MANUAL: &str = "docs/manual/";
 /// Number of topics, which are 01, 02 and so on.
-const TOPIC_COUNT: usize = 24;
+pub(super) const TOPIC_COUNT: usize = 24;
 
 /// A topic.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
