@@ -60,13 +60,14 @@ const fn manual_page(path: &'static str, prefix: char) -> RulePage {
 }
 
 /// The pages with rules. A page that is missing here or on disk is a problem, so none can vanish.
-const RULE_PAGES: [RulePage; 9] = [
+const RULE_PAGES: [RulePage; 10] = [
     manual_page("docs/manual/control-plane.md", 'C'),
     manual_page("docs/manual/determinism.md", 'D'),
     manual_page("docs/manual/groups.md", 'G'),
     manual_page("docs/manual/kv.md", 'K'),
     manual_page("docs/manual/overlap.md", 'O'),
     manual_page("docs/manual/replay.md", 'R'),
+    manual_page("docs/manual/scheduling.md", 'V'),
     manual_page("docs/manual/shutdown.md", 'S'),
     RulePage { path: "docs/manual/compile.md", prefix: 'P', section: None },
     RulePage { path: "docs/guides/captured-regions.md", prefix: 'X', section: None },

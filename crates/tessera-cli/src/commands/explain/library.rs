@@ -7,13 +7,14 @@ use serde::Deserialize;
 const DATA: &str = include_str!("../../../../../docs/library/library.json");
 
 /// Every page with rules, by its name.
-pub(super) const PAGES: [Page; 9] = [
+pub(super) const PAGES: [Page; 10] = [
     Page { name: "control-plane", text: include_str!("../../../../../docs/manual/control-plane.md") },
     Page { name: "determinism", text: include_str!("../../../../../docs/manual/determinism.md") },
     Page { name: "groups", text: include_str!("../../../../../docs/manual/groups.md") },
     Page { name: "kv", text: include_str!("../../../../../docs/manual/kv.md") },
     Page { name: "overlap", text: include_str!("../../../../../docs/manual/overlap.md") },
     Page { name: "replay", text: include_str!("../../../../../docs/manual/replay.md") },
+    Page { name: "scheduling", text: include_str!("../../../../../docs/manual/scheduling.md") },
     Page { name: "shutdown", text: include_str!("../../../../../docs/manual/shutdown.md") },
     Page { name: "compile", text: include_str!("../../../../../docs/manual/compile.md") },
     Page { name: "captured-regions", text: include_str!("../../../../../docs/guides/captured-regions.md") },
