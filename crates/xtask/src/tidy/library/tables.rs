@@ -100,18 +100,18 @@ mod tests {
     #[test]
     fn open_units_have_files_of_their_own_and_the_log_has_an_order() {
         let page = "<!-- tidy:units -->\n| unit | file | owner | status |\n|---|---|---|---|\n\
-| a | `x.md` | | open |\n| b | `x.md` | | open |\n| c | `y.md` | | done |\n| d | `z.md` | | late |\n<!-- /tidy:units -->\n\
+| a | `x.md` | | open |\n| b | `x.md` | | open |\n| c | `y.md` | | done |\n| d | `z.md` | | late |\n| f | `docs/x` | | done |\n<!-- /tidy:units -->\n\
 <!-- tidy:log -->\n| date | unit | change | owner | notes |\n|---|---|---|---|---|\n\
 | 2026-02-01 | a | c | o | n |\n| 2026-01-31 | e | c | o | n |\n<!-- /tidy:log -->\n";
         let mut found = Vec::new();
-        check(&Tree::from_files(&[(UNITS, page)]), &mut found);
+        check(&Tree::from_files(&[("docs/x/y.md", ""), (UNITS, page)]), &mut found);
         let messages: Vec<(usize, &str)> = found.iter().map(|p| (p.line, p.message.as_str())).collect();
         let expected = [
             (5, "the open unit a"),
             (6, "y.md does not exist"),
             (7, "unknown status"),
-            (13, "`2026-01-31`"),
-            (13, "no unit e"),
+            (14, "`2026-01-31`"),
+            (14, "no unit e"),
         ];
         assert_eq!(messages.len(), expected.len(), "{messages:?}");
         for ((line, message), (at, part)) in messages.iter().zip(expected) {

@@ -53,6 +53,7 @@ pub(super) const CASES: &[Case] = &[
     case("sections", EXPLAINER, "## Read on", "## More", "write the sections The question"),
     case("sections", GPIPE, "## Claims", "## Statements", "write the sections Claims"),
     case("sections", GPIPE, "\n\nA.\n", "\n", "What it means here is empty"),
+    case("sections", KV, "\n## Contract", "\n## Tripwires\n\n## Contract", "Tripwires is empty"),
     case("sections", TOPIC, "word word", "word", "What holds has 119 words"),
     case("sections", TOPIC, "../../../filetests/a.tir", "../cards/gpipe.md", "Here links nothing outside"),
     case("sections", TOPIC, "- **C-01**: one.", "One.", "Rules names no rule"),
