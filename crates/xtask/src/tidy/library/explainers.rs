@@ -175,20 +175,20 @@ fn check_invariants(explainer: &Explainer, section: &Section<'_>, found: &mut Ve
         let message = format!("{INVARIANTS} names fewer than {MIN_RULES} rules: name them by their ids");
         found.push(Problem::new(&explainer.path, section.line, message));
     }
+    let mut statements: Vec<(usize, String)> = Vec::new();
     for (line, paragraph) in paragraphs(&section.text()) {
-        let is_table_head = paragraph.starts_with('|') && !paragraph.contains("**");
-        if paragraph.ends_with(':') || paragraph.starts_with('#') || is_table_head {
-            continue;
+        let line = section.line + line;
+        if paragraph.starts_with('-') {
+            statements.push((line, paragraph));
+        } else if !paragraph.ends_with(':') && !paragraph.starts_with(['#', '|']) {
+            statements.extend(paragraph.split_inclusive(". ").map(|sentence| (line, sentence.to_string())));
         }
-        // A list item or a table row is one statement, of any number of sentences.
-        let is_item = paragraph.starts_with(['-', '|']);
-        let sentences: Vec<&str> =
-            if is_item { vec![&paragraph] } else { paragraph.split_inclusive(". ").collect() };
-        for sentence in sentences.iter().filter(|s| named_rules(s).is_empty()) {
-            let start: String = sentence.chars().take(40).collect();
-            let message = format!("\"{start}\" names no rule: add its id, or move the sentence elsewhere");
-            found.push(Problem::new(&explainer.path, section.line + line, message));
-        }
+    }
+    statements.extend(section.rows().iter().map(|row| (row.line, row.cells.join(" "))));
+    for (line, statement) in statements.iter().filter(|(_, s)| named_rules(s).is_empty()) {
+        let start: String = statement.chars().take(40).collect();
+        let message = format!("\"{start}\" names no rule: add its id, or move the sentence elsewhere");
+        found.push(Problem::new(&explainer.path, *line, message));
     }
 }
 
