@@ -134,6 +134,13 @@ pub(super) const CASES: &[Case] = &[
     case("explainers", EXPLAINER, "- D-01 holds.", "- All holds.", "\"- All holds.\" names no rule"),
     case("explainers", EXPLAINER, "And K-01 too.", "And more.", "\"And more.\" names no rule"),
     case(
+        "explainers",
+        EXPLAINER,
+        "And K-01 too.",
+        "\n\n| a | b |\n| --- | --- |\n| one | two |",
+        "\"one two\" names no rule",
+    ),
+    case(
         "wording",
         EXPLAINER,
         "Why?",
