@@ -172,15 +172,11 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     crosswalk::check(&library, found);
     wording::check(tree, found);
     tables::check(tree, found);
-    cards::check_form(&library.cards, tree, found);
+    cards::check(&library.cards, tree, found);
     sections::check(&library, tree, found);
-    // A project whose topics are not written yet stays usable.
-    if tree.contains(topics::TOPICS.trim_end_matches('/')) {
-        topics::check(&library.topics, found);
-        explainers::check(&library, tree, found);
-        cards::check_names(&library.cards, found);
-        claims::check(&library, tree, found);
-    }
+    topics::check(&library.topics, found);
+    explainers::check(&library, tree, found);
+    claims::check(&library, tree, found);
     for (path, text) in render_files(&library, tree) {
         if tree.file_text(path) != Some(text.as_str()) {
             found.push(Problem::new(path, 0, "the file is out of date: run `cargo xtask library`"));

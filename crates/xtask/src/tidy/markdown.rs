@@ -43,7 +43,7 @@ pub(super) fn split_sections(text: &str, level: usize) -> Vec<Section<'_>> {
     let (mut fenced, mut is_open) = (false, false);
     for (line, number) in text.lines().zip(1..) {
         fenced ^= is_fence(line);
-        match heading(line).filter(|_| !fenced) {
+        match read_heading(line).filter(|_| !fenced) {
             Some((depth, name)) if depth == level => {
                 out.push(Section { name, line: number, lines: Vec::new() });
                 is_open = true;
@@ -61,7 +61,7 @@ pub(super) fn split_sections(text: &str, level: usize) -> Vec<Section<'_>> {
 
 /// Returns the paragraphs, list items, headings and table rows of a page, each as one line, with the
 /// number of its first line. Code fences are left out.
-pub(super) fn paragraphs(text: &str) -> Vec<(usize, String)> {
+pub(super) fn split_paragraphs(text: &str) -> Vec<(usize, String)> {
     let mut out: Vec<(usize, String)> = Vec::new();
     let (mut fenced, mut begins) = (false, true);
     for (line, number) in text.lines().zip(1..) {
@@ -114,7 +114,7 @@ pub(super) fn resolve_link(page: &str, link: &str) -> Option<String> {
 
 /// Returns the anchors of a page, as GitHub makes them from headings, and those of `<a id="…">`. A
 /// heading that occurs again has a number at the end.
-pub(super) fn anchors(text: &str) -> BTreeSet<String> {
+pub(super) fn find_anchors(text: &str) -> BTreeSet<String> {
     let (mut fenced, mut counts) = (false, BTreeMap::<String, usize>::new());
     let mut out = BTreeSet::new();
     for line in text.lines() {
@@ -122,8 +122,8 @@ pub(super) fn anchors(text: &str) -> BTreeSet<String> {
         if fenced {
             continue;
         }
-        if let Some((_, name)) = heading(line) {
-            let slug = heading_anchor(name);
+        if let Some((_, name)) = read_heading(line) {
+            let slug = make_anchor(name);
             let count = counts.entry(slug.clone()).or_default();
             out.insert(if *count == 0 { slug } else { format!("{slug}-{count}") });
             *count += 1;
@@ -135,7 +135,7 @@ pub(super) fn anchors(text: &str) -> BTreeSet<String> {
 }
 
 /// Returns the value of the comment `<!-- key: value -->` above the first section, and its line.
-pub(super) fn page_comment<'a>(text: &'a str, key: &str) -> Option<(usize, &'a str)> {
+pub(super) fn read_comment<'a>(text: &'a str, key: &str) -> Option<(usize, &'a str)> {
     let head = (1..).zip(text.lines()).take_while(|(_, line)| !line.starts_with("## "));
     let mut values = head.filter_map(|(number, line)| {
         let value =
@@ -146,19 +146,19 @@ pub(super) fn page_comment<'a>(text: &'a str, key: &str) -> Option<(usize, &'a s
 }
 
 /// Returns the title of a page; empty if it has none.
-pub(super) fn page_title(text: &str) -> &str {
+pub(super) fn read_title(text: &str) -> &str {
     text.lines().next().and_then(|line| line.strip_prefix("# ")).unwrap_or_default().trim()
 }
 
 /// Returns the depth and the text of a heading.
-fn heading(line: &str) -> Option<(usize, &str)> {
+fn read_heading(line: &str) -> Option<(usize, &str)> {
     let name = line.trim_start_matches('#');
     let depth = line.len() - name.len();
     ((1..=6).contains(&depth) && name.starts_with(' ')).then(|| (depth, name.trim()))
 }
 
 /// Returns the anchor of a heading: lower case, with hyphens for spaces and without punctuation.
-pub(super) fn heading_anchor(heading: &str) -> String {
+pub(super) fn make_anchor(heading: &str) -> String {
     let mut shown = String::new();
     let mut rest = heading;
     // The target of a link does not belong to the text of its heading.
@@ -239,13 +239,13 @@ mod tests {
             "stashed-recomputed-or-sent",
             "what-tessera-check-proves",
         ];
-        assert_eq!(anchors(text).iter().map(String::as_str).collect::<Vec<_>>(), expected);
+        assert_eq!(find_anchors(text).iter().map(String::as_str).collect::<Vec<_>>(), expected);
     }
 
     #[test]
     fn comments_stand_above_the_first_section() {
         let text = "# Title\n\n<!-- topic: 05 a-b -->\n\n## S\n<!-- status: ready -->\n";
-        assert_eq!(page_comment(text, "topic"), Some((3, "05 a-b")));
-        assert_eq!((page_comment(text, "status"), page_title(text)), (None, "Title"));
+        assert_eq!(read_comment(text, "topic"), Some((3, "05 a-b")));
+        assert_eq!((read_comment(text, "status"), read_title(text)), (None, "Title"));
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use super::Problem;
-use super::markdown::{Link, anchors, find_links, resolve_link};
+use super::markdown::{Link, find_anchors, find_links, resolve_link};
 use crate::tree::Tree;
 
 /// The table of contents of the book of all pages below `docs/`.
@@ -67,7 +67,7 @@ fn check_links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
             found.push(Problem::new(path, line, message));
             continue;
         };
-        let headings = tree.file_text(&page).filter(|_| page.ends_with(".md")).map(anchors);
+        let headings = tree.file_text(&page).filter(|_| page.ends_with(".md")).map(find_anchors);
         if let (Some(anchor), Some(headings)) = (anchor, headings)
             && !headings.contains(anchor)
         {

@@ -1,7 +1,7 @@
 //! Reads the cards of outside sources with their claims, and checks their form.
 
 use super::super::Problem;
-use super::super::markdown::{Section, page_comment, page_title, split_sections};
+use super::super::markdown::{Section, read_comment, read_title, split_sections};
 use super::references::{CARDS, is_claim_id};
 use super::tables::{is_date, read_status};
 use crate::tree::{File, Tree};
@@ -87,7 +87,7 @@ pub(super) fn read_cards(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Card> {
 
 fn read_card(file: &File, found: &mut Vec<Problem>) -> Card {
     let name = file.path[CARDS.len()..].trim_end_matches(".md").to_string();
-    let (line, stated) = page_comment(&file.text, "card").unwrap_or((1, ""));
+    let (line, stated) = read_comment(&file.text, "card").unwrap_or((1, ""));
     if stated != name {
         let message = format!("state the name of the file below the title: <!-- card: {name} -->");
         found.push(Problem::new(&file.path, line, message));
@@ -100,7 +100,7 @@ fn read_card(file: &File, found: &mut Vec<Problem>) -> Card {
     let sections = split_sections(&file.text, 2);
     let claims = sections.iter().find(|s| s.name == "Claims").map(read_claims).unwrap_or_default();
     Card {
-        title: page_title(&file.text).to_string(),
+        title: read_title(&file.text).to_string(),
         status: read_status(&file.path, &file.text, found),
         path: file.path.clone(),
         fields: fields.collect(),
@@ -115,22 +115,18 @@ fn read_claims(section: &Section<'_>) -> Vec<Claim> {
     let claims = split_sections(&text, 3).into_iter().map(|claim| {
         let place = claim.lines.iter().position(|l| l.starts_with("At:")).unwrap_or(claim.lines.len());
         let (text, at) = claim.lines.split_at(place);
-        let join = |lines: &[&str]| lines.join(" ").split_whitespace().collect::<Vec<_>>().join(" ");
-        let at = join(at).trim_start_matches("At:").trim_start().to_string();
-        Claim { id: claim.name.to_string(), line: section.line + claim.line, text: join(text), at }
+        let join_lines = |lines: &[&str]| lines.join(" ").split_whitespace().collect::<Vec<_>>().join(" ");
+        let at = join_lines(at).trim_start_matches("At:").trim_start().to_string();
+        Claim { id: claim.name.to_string(), line: section.line + claim.line, text: join_lines(text), at }
     });
     claims.collect()
 }
 
-/// Checks that every card of [`NAMES`] exists.
-pub(super) fn check_names(cards: &[Card], found: &mut Vec<Problem>) {
+/// Checks that the cards exist, that their tables are complete, and the form of their claims.
+pub(super) fn check(cards: &[Card], tree: &Tree, found: &mut Vec<Problem>) {
     for name in NAMES.iter().filter(|name| !cards.iter().any(|c| c.name == **name)) {
         found.push(Problem::new(&format!("{CARDS}{name}.md"), 0, "restore this card"));
     }
-}
-
-/// Checks that the tables of cards are complete, and the form of their claims.
-pub(super) fn check_form(cards: &[Card], tree: &Tree, found: &mut Vec<Problem>) {
     for (i, card) in cards.iter().enumerate() {
         check_table(card, found);
         let size = tree.file_text(&card.path).map_or(0, str::len);
@@ -140,8 +136,8 @@ pub(super) fn check_form(cards: &[Card], tree: &Tree, found: &mut Vec<Problem>) 
             found.push(Problem::new(&card.path, 0, message));
         }
         check_claims(card, found);
-        let prefix = prefix_of(card);
-        if let Some(other) = cards[..i].iter().find(|c| prefix.is_some() && prefix_of(c) == prefix) {
+        let prefix = find_prefix(card);
+        if let Some(other) = cards[..i].iter().find(|c| prefix.is_some() && find_prefix(c) == prefix) {
             let message =
                 format!("the claims begin with the same word as those of {}: rename them", other.path);
             found.push(Problem::new(&card.path, 0, message));
@@ -166,7 +162,7 @@ fn check_claims(card: &Card, found: &mut Vec<Problem>) {
     if card.claims.is_empty() && card.status == "ready" {
         found.push(Problem::new(&card.path, 0, "the card has no claim: add one, or set the status to stub"));
     }
-    let prefix = prefix_of(card).unwrap_or_default();
+    let prefix = find_prefix(card).unwrap_or_default();
     for (claim, number) in card.claims.iter().zip(1..) {
         let Claim { id, line, text, at } = claim;
         let mut report = |message: String| found.push(Problem::new(&card.path, *line, message));
@@ -181,7 +177,7 @@ fn check_claims(card: &Card, found: &mut Vec<Problem>) {
         if at.is_empty() {
             report(format!("{id} has no place: write `At: ` with the place in the source"));
         }
-        for quotation in quotations(text) {
+        for quotation in find_quotations(text) {
             let words = quotation.split_whitespace().count();
             if words > MAX_QUOTED_WORDS {
                 report(format!(
@@ -193,12 +189,12 @@ fn check_claims(card: &Card, found: &mut Vec<Problem>) {
 }
 
 /// Returns the word before the number in the ids of a card.
-fn prefix_of(card: &Card) -> Option<&str> {
+fn find_prefix(card: &Card) -> Option<&str> {
     Some(card.claims.first()?.id.rsplit_once('-')?.0)
 }
 
 /// Returns the parts of a text between double quotes.
-fn quotations(text: &str) -> Vec<String> {
+fn find_quotations(text: &str) -> Vec<String> {
     let plain = text.replace(['“', '”'], "\"");
     plain.split('"').skip(1).step_by(2).map(str::to_string).collect()
 }

@@ -2,7 +2,7 @@
 //! that every rule belongs to a topic.
 
 use super::super::Problem;
-use super::references::{claim_links, is_claim_id};
+use super::references::{find_claim_links, is_claim_id};
 use super::{Library, Rule};
 use crate::tree::Tree;
 
@@ -19,7 +19,7 @@ pub(super) struct User<'a> {
 }
 
 /// Returns the users of a claim: rules, then topics, then explainers.
-pub(super) fn users_of<'a>(claim: &str, library: &'a Library) -> Vec<User<'a>> {
+pub(super) fn find_users<'a>(claim: &str, library: &'a Library) -> Vec<User<'a>> {
     let has = |claims: &[String]| claims.iter().any(|c| c == claim);
     let rules = library.rules.iter().filter(|r| has(&r.claims)).map(|r| User { kind: "rule", id: &r.id });
     let topics =
@@ -32,7 +32,7 @@ pub(super) fn users_of<'a>(claim: &str, library: &'a Library) -> Vec<User<'a>> {
 /// Checks the use of every claim, and the claims and topics of every rule.
 pub(super) fn check(library: &Library, tree: &Tree, found: &mut Vec<Problem>) {
     for card in &library.cards {
-        for claim in card.claims.iter().filter(|c| users_of(&c.id, library).is_empty()) {
+        for claim in card.claims.iter().filter(|c| find_users(&c.id, library).is_empty()) {
             let message = format!("no rule, topic or explainer uses {}: link it or remove it", claim.id);
             found.push(Problem::new(&card.path, claim.line, message));
         }
@@ -42,7 +42,7 @@ pub(super) fn check(library: &Library, tree: &Tree, found: &mut Vec<Problem>) {
     }
     // The check of links reports a claim that does not exist.
     for file in tree.files.iter().filter(|f| f.path.starts_with("docs/") && f.path.ends_with(".md")) {
-        for link in claim_links(&file.path, &file.text) {
+        for link in find_claim_links(&file.path, &file.text) {
             if is_claim_id(&link.text) && link.text != link.id {
                 let message = format!("the text {} leads to {}: correct one of them", link.text, link.id);
                 found.push(Problem::new(&file.path, link.line, message));
@@ -59,7 +59,7 @@ fn check_rule(rule: &Rule, library: &Library, found: &mut Vec<Problem>) {
         let (rule, claim) = (&rule.id, &claim.id);
         report(format!("{rule} rests on {claim}, which nobody read again: read it, or link another claim"));
     }
-    if let Some(word) = outside_word(&rule.text).filter(|_| rule.claims.is_empty()) {
+    if let Some(word) = find_outside_word(&rule.text).filter(|_| rule.claims.is_empty()) {
         let id = &rule.id;
         report(format!("{id} speaks of {word} and rests on no source: end it with `Why: ` and a claim"));
     }
@@ -70,7 +70,7 @@ fn check_rule(rule: &Rule, library: &Library, found: &mut Vec<Problem>) {
 
 /// Returns the word of [`OUTSIDE_WORDS`] in a rule. Targets of links and names of tests and files, which
 /// stand in back quotes in lower case, are no words.
-fn outside_word(text: &str) -> Option<&'static str> {
+fn find_outside_word(text: &str) -> Option<&'static str> {
     let prose: String = text
         .split("](")
         .enumerate()
@@ -94,9 +94,12 @@ mod tests {
 
     #[test]
     fn words_of_outside_libraries_are_found_in_prose() {
-        assert_eq!(outside_word("With `NCCL_GRAPH_MIXING_SUPPORT=0` it"), Some("NCCL"));
-        assert_eq!(outside_word("call a functional collective in `torch.compile`"), Some("torch"));
-        assert_eq!(outside_word("functional collectives"), None);
-        assert_eq!(outside_word("see [x](../crates/tessera-torch/CUDA.rs), test `a_torch_b`, torches"), None);
+        assert_eq!(find_outside_word("With `NCCL_GRAPH_MIXING_SUPPORT=0` it"), Some("NCCL"));
+        assert_eq!(find_outside_word("call a functional collective in `torch.compile`"), Some("torch"));
+        assert_eq!(find_outside_word("functional collectives"), None);
+        assert_eq!(
+            find_outside_word("see [x](../crates/tessera-torch/CUDA.rs), test `a_torch_b`, torches"),
+            None
+        );
     }
 }

@@ -4,10 +4,10 @@
 use std::fmt::Write as _;
 
 use super::super::Problem;
-use super::super::markdown::{heading_anchor, split_sections};
+use super::super::markdown::{make_anchor, split_sections};
 use super::super::page::{Row, marked_rows};
 use super::backmap::{link_to, test_file};
-use super::references::named_rules;
+use super::references::find_rule_ids;
 use super::tables::README;
 use super::{Library, Rule};
 use crate::tree::Tree;
@@ -52,7 +52,7 @@ pub(super) fn read_sections(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Design
     let mut out = Vec::new();
     for (path, scope) in DESIGN_PAGES {
         let Some(text) = tree.file_text(path) else { continue };
-        let listed = if scope == Scope::Listed { listed_rules(path, tree, found) } else { Vec::new() };
+        let listed = if scope == Scope::Listed { read_listed_rules(path, tree, found) } else { Vec::new() };
         let begin = out.len();
         for level in 1..=3 {
             for section in
@@ -62,7 +62,7 @@ pub(super) fn read_sections(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Design
                     listed.iter().find(|(name, _)| name == section.name).map(|(_, rules)| rules.clone());
                 let rules = match scope {
                     Scope::Listed => of_table.unwrap_or_default(),
-                    _ => named_rules(&section.text()),
+                    _ => find_rule_ids(&section.text()),
                 };
                 out.push(DesignSection { path, name: section.name.to_string(), line: section.line, rules });
             }
@@ -90,12 +90,12 @@ fn is_chosen(text: &str, scope: Scope, level: usize, line: usize) -> bool {
 }
 
 /// Reads the rows of the table of [`README`] for one page: name of the section, and rules.
-fn listed_rules(path: &str, tree: &Tree, found: &mut Vec<Problem>) -> Vec<(String, Vec<String>)> {
+fn read_listed_rules(path: &str, tree: &Tree, found: &mut Vec<Problem>) -> Vec<(String, Vec<String>)> {
     let mut out = Vec::new();
     for Row { cells, line } in marked_rows(tree, README, "crosswalk", found) {
         match cells[..] {
             [page, section, rules] if page.trim_matches('`') == path => {
-                out.push((section.to_string(), named_rules(rules)));
+                out.push((section.to_string(), find_rule_ids(rules)));
             }
             [_, _, _] => {}
             _ => found.push(Problem::new(README, line, "the row needs page, section, rules")),
@@ -153,7 +153,7 @@ fn render_row(section: &DesignSection, library: &Library, tree: &Tree) -> String
         "| [{}]({}#{}) | {} | {} | {} | {} |",
         section.name,
         link_to(section.path),
-        heading_anchor(&section.name),
+        make_anchor(&section.name),
         section.rules.join(", "),
         join_unique(topics),
         join_unique(drills),

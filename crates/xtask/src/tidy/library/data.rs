@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::cards::Card;
-use super::claims::users_of;
+use super::claims::find_users;
 use super::{Library, Rule};
 
 /// Renders rules, drills, pages of codes, symptoms, topics, explainers, cards and questions as JSON, with
@@ -60,7 +60,7 @@ fn rule_value(rule: &Rule, library: &Library) -> Value {
 
 fn card_value(card: &Card, library: &Library) -> Value {
     let claims = card.claims.iter().map(|c| {
-        let users = users_of(&c.id, library);
+        let users = find_users(&c.id, library);
         let users: Vec<Value> = users.iter().map(|u| json!({"kind": u.kind, "id": u.id})).collect();
         json!({"id": c.id, "text": c.text, "at": c.at, "read_again": c.is_read_again(), "users": users})
     });

@@ -3,11 +3,11 @@
 
 use super::super::Problem;
 use super::super::markdown::{
-    Section, find_links, page_comment, page_title, paragraphs, resolve_link, split_sections,
+    Section, find_links, read_comment, read_title, resolve_link, split_paragraphs, split_sections,
 };
 use super::super::page::{Row, marked_rows};
 use super::Library;
-use super::references::{CARDS, linked_claims, named_drills, named_rules};
+use super::references::{CARDS, find_claims, find_drills, find_rule_ids};
 use super::tables::{README, read_status};
 use super::topics::{check_numbers, check_rule_ids, read_number};
 use crate::tree::Tree;
@@ -51,7 +51,7 @@ pub(super) fn read_explainers(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Expl
     let is_page = |path: &str| path.starts_with(EXPLAINERS) && path.ends_with(".md");
     for file in tree.files.iter().filter(|f| is_page(&f.path)) {
         let Some((number, name)) = read_number(file, "explainer", found) else { continue };
-        let mut read_list = |key: &str| match page_comment(&file.text, key) {
+        let mut read_list = |key: &str| match read_comment(&file.text, key) {
             Some((_, list)) => split_list(list),
             None => {
                 let message = format!("repeat the row of {README} below the title: <!-- {key}: … -->");
@@ -61,7 +61,7 @@ pub(super) fn read_explainers(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Expl
         };
         let (topics, cards) = (read_list("topics"), read_list("cards"));
         let mut drills: Vec<String> = Vec::new();
-        for (_, drill) in named_drills(&file.text) {
+        for (_, drill) in find_drills(&file.text) {
             if !drills.contains(&drill) {
                 drills.push(drill);
             }
@@ -71,13 +71,13 @@ pub(super) fn read_explainers(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Expl
         explainers.push(Explainer {
             number,
             name,
-            title: page_title(&file.text).to_string(),
+            title: read_title(&file.text).to_string(),
             status: read_status(&file.path, &file.text, found),
             topics,
             cards,
-            rules: invariants.map(|s| named_rules(&s.text())).unwrap_or_default(),
+            rules: invariants.map(|s| find_rule_ids(&s.text())).unwrap_or_default(),
             drills,
-            claims: linked_claims(&file.path, &file.text),
+            claims: find_claims(&file.path, &file.text),
             path: file.path.clone(),
         });
     }
@@ -100,7 +100,7 @@ pub(super) fn check(library: &Library, tree: &Tree, found: &mut Vec<Problem>) {
         {
             check_invariants(explainer, section, found);
         }
-        for (line, drill) in named_drills(text) {
+        for (line, drill) in find_drills(text) {
             if !library.drills.iter().any(|row| row.id == drill) {
                 let message = format!("there is no drill `{drill}`: correct the id");
                 found.push(Problem::new(&explainer.path, line, message));
@@ -108,7 +108,7 @@ pub(super) fn check(library: &Library, tree: &Tree, found: &mut Vec<Problem>) {
         }
         if let Some(section) = sections.iter().find(|s| s.name == DRILLS)
             && explainer.status == "ready"
-            && named_drills(&section.text()).is_empty()
+            && find_drills(&section.text()).is_empty()
         {
             let message = format!("{DRILLS} names no drill: write `tessera drill` with its id");
             found.push(Problem::new(&explainer.path, section.line, message));
@@ -176,7 +176,7 @@ fn check_invariants(explainer: &Explainer, section: &Section<'_>, found: &mut Ve
         found.push(Problem::new(&explainer.path, section.line, message));
     }
     let mut statements: Vec<(usize, String)> = Vec::new();
-    for (line, paragraph) in paragraphs(&section.text()) {
+    for (line, paragraph) in split_paragraphs(&section.text()) {
         let line = section.line + line;
         if paragraph.starts_with('-') {
             statements.push((line, paragraph));
@@ -185,7 +185,7 @@ fn check_invariants(explainer: &Explainer, section: &Section<'_>, found: &mut Ve
         }
     }
     statements.extend(section.rows().iter().map(|row| (row.line, row.cells.join(" "))));
-    for (line, statement) in statements.iter().filter(|(_, s)| named_rules(s).is_empty()) {
+    for (line, statement) in statements.iter().filter(|(_, s)| find_rule_ids(s).is_empty()) {
         let start: String = statement.chars().take(40).collect();
         let message = format!("\"{start}\" names no rule: add its id, or move the sentence elsewhere");
         found.push(Problem::new(&explainer.path, *line, message));

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::Problem;
 use super::super::codes::find_ids;
-use super::references::{linked_claims, names_after};
+use super::references::{find_claims, find_names_after};
 use super::{ProofNames, RULE_PAGES, Rule, RulePage, rule_ids};
 
 /// Lines after which the rules name something that must not happen.
@@ -45,7 +45,7 @@ pub(super) fn read_rules(page: RulePage, text: &str, found: &mut Vec<Problem>) -
     }
     for rule in &mut rules {
         if let Some((text, why)) = rule.text.clone().split_once(WHY) {
-            rule.claims = linked_claims(page.path, why);
+            rule.claims = find_claims(page.path, why);
             if rule.claims.is_empty() {
                 let message = format!("{} gives a reason without a claim: link the claim of a card", rule.id);
                 found.push(Problem::new(page.path, rule.line, message));
@@ -90,9 +90,9 @@ fn read_proof(text: &str) -> ProofNames {
     if let Some((_, reason)) = text.split_once("(no proof: ") {
         proof.missing = reason.split_once(')').map(|(reason, _)| reason.to_string());
     }
-    proof.drills = names_after(text, &["drill", "drills"]);
-    proof.tests = names_after(text, &["test", "tests"]);
-    proof.filetests = names_after(text, &["filetest", "filetests"]);
+    proof.drills = find_names_after(text, &["drill", "drills"]);
+    proof.tests = find_names_after(text, &["test", "tests"]);
+    proof.filetests = find_names_after(text, &["filetest", "filetests"]);
     proof
 }
 

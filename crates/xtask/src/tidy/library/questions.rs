@@ -3,7 +3,7 @@
 use super::super::Problem;
 use super::super::markdown::{find_links, split_sections};
 use super::Library;
-use super::references::names_after;
+use super::references::find_names_after;
 use crate::tree::Tree;
 
 /// The page with the questions.
@@ -38,7 +38,7 @@ pub(super) fn read_questions(tree: &Tree) -> Vec<Question> {
                 line: row.line,
                 question: question.to_string(),
                 answer: answer.to_string(),
-                drills: names_after(answer, &["drill", "drills"]),
+                drills: find_names_after(answer, &["drill", "drills"]),
                 pages: find_links(pages).iter().map(|l| l.text.to_string()).collect(),
             })
         }

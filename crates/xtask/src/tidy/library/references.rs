@@ -1,7 +1,7 @@
 //! Finds what the text of a page refers to: rules, claims of cards, and drills.
 
 use super::super::manual::drill_ids;
-use super::super::markdown::{find_links, paragraphs, resolve_link};
+use super::super::markdown::{find_links, resolve_link, split_paragraphs};
 use super::rule_ids;
 
 /// The folder of the cards.
@@ -18,7 +18,7 @@ pub(super) struct ClaimLink {
 
 /// Returns the ids of the rules in a text in their order, each once. `P-15 to P-20` stands for all ids
 /// between the two.
-pub(super) fn named_rules(text: &str) -> Vec<String> {
+pub(super) fn find_rule_ids(text: &str) -> Vec<String> {
     let plain = text.replace(['*', '`'], "");
     let mut ids: Vec<String> = Vec::new();
     let mut last: Option<(&str, usize)> = None;
@@ -26,10 +26,12 @@ pub(super) fn named_rules(text: &str) -> Vec<String> {
         // The ids are slices of the text, so their distance to its begin is their offset.
         let at = id.as_ptr() as usize - plain.as_ptr() as usize;
         let from = match last {
-            Some((first, end)) if plain[end..at].trim() == "to" && first[..2] == id[..2] => number(first) + 1,
-            _ => number(id),
+            Some((first, end)) if plain[end..at].trim() == "to" && first[..2] == id[..2] => {
+                parse_number(first) + 1
+            }
+            _ => parse_number(id),
         };
-        for id in (from..=number(id)).map(|n| format!("{}{n:02}", &id[..2])) {
+        for id in (from..=parse_number(id)).map(|n| format!("{}{n:02}", &id[..2])) {
             if !ids.contains(&id) {
                 ids.push(id);
             }
@@ -40,7 +42,7 @@ pub(super) fn named_rules(text: &str) -> Vec<String> {
 }
 
 /// Returns the links of a page that lead to a claim.
-pub(super) fn claim_links(page: &str, text: &str) -> Vec<ClaimLink> {
+pub(super) fn find_claim_links(page: &str, text: &str) -> Vec<ClaimLink> {
     let links = find_links(text).into_iter().filter_map(|link| {
         let path = resolve_link(page, link.path).filter(|path| path.starts_with(CARDS))?;
         let id = link.anchor.filter(|id| is_claim_id(id) && path.ends_with(".md"))?.to_string();
@@ -50,9 +52,9 @@ pub(super) fn claim_links(page: &str, text: &str) -> Vec<ClaimLink> {
 }
 
 /// Returns the ids of the claims that a page links, each once.
-pub(super) fn linked_claims(page: &str, text: &str) -> Vec<String> {
+pub(super) fn find_claims(page: &str, text: &str) -> Vec<String> {
     let mut ids: Vec<String> = Vec::new();
-    for link in claim_links(page, text) {
+    for link in find_claim_links(page, text) {
         if !ids.contains(&link.id) {
             ids.push(link.id);
         }
@@ -62,20 +64,20 @@ pub(super) fn linked_claims(page: &str, text: &str) -> Vec<String> {
 
 /// Returns the drills that a page names, each with its line: the ids of `tessera drill`, and names in
 /// back quotes after the word drill.
-pub(super) fn named_drills(text: &str) -> Vec<(usize, String)> {
+pub(super) fn find_drills(text: &str) -> Vec<(usize, String)> {
     let commands = (1..).zip(text.lines()).flat_map(|(number, line)| {
         drill_ids(line).into_iter().map(move |id| (number, id.to_string())).collect::<Vec<_>>()
     });
     let mut found: Vec<(usize, String)> = commands.collect();
-    for (line, paragraph) in paragraphs(text) {
-        let names = names_after(&paragraph, &["drill", "drills"]);
+    for (line, paragraph) in split_paragraphs(text) {
+        let names = find_names_after(&paragraph, &["drill", "drills"]);
         found.extend(names.into_iter().map(|name| (line, name)));
     }
     found
 }
 
 /// Returns the names in back quotes after one of some words, including further names of the same list.
-pub(super) fn names_after(text: &str, words: &[&str]) -> Vec<String> {
+pub(super) fn find_names_after(text: &str, words: &[&str]) -> Vec<String> {
     let (mut names, mut is_list) = (Vec::new(), false);
     for (i, piece) in text.split('`').enumerate() {
         if i % 2 == 1 {
@@ -100,7 +102,7 @@ pub(super) fn is_claim_id(text: &str) -> bool {
 }
 
 /// Returns the number of a rule id.
-fn number(id: &str) -> usize {
+fn parse_number(id: &str) -> usize {
     id[2..].parse().unwrap_or_default()
 }
 
@@ -111,7 +113,7 @@ mod tests {
     #[test]
     fn a_range_of_rules_names_all_of_them() {
         assert_eq!(
-            named_rules("**P-15** to **P-17**, D-01, P-16 and X-02 to D-04"),
+            find_rule_ids("**P-15** to **P-17**, D-01, P-16 and X-02 to D-04"),
             ["P-15", "P-16", "P-17", "D-01", "X-02", "D-04"]
         );
     }
@@ -121,9 +123,9 @@ mod tests {
         let page = "docs/library/topics/05-a.md";
         let text = "[nccl-3](../cards/n.md#nccl-3), [card](../cards/n.md), [x](../cards/n.md#claims)\n\
 [nccl-3](../cards/n.md#nccl-3)\n\nThe drills `a-b` and\n`c` show it.\n```\ntessera drill d\n```\n";
-        assert_eq!(linked_claims(page, text), ["nccl-3"]);
-        assert_eq!(claim_links(page, text).iter().map(|l| l.line).collect::<Vec<_>>(), [1, 2]);
-        let drills = named_drills(text);
+        assert_eq!(find_claims(page, text), ["nccl-3"]);
+        assert_eq!(find_claim_links(page, text).iter().map(|l| l.line).collect::<Vec<_>>(), [1, 2]);
+        let drills = find_drills(text);
         assert_eq!(drills, [(7, "d".to_string()), (4, "a-b".to_string()), (4, "c".to_string())]);
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::Problem;
-use super::super::markdown::page_comment;
+use super::super::markdown::read_comment;
 use super::super::page::{Row, marked_rows};
 use super::RULE_PAGES;
 use crate::tree::Tree;
@@ -31,7 +31,7 @@ pub(super) fn read_statuses(tree: &Tree, found: &mut Vec<Problem>) -> Vec<String
 
 /// Reads the status of a page: `<!-- status: ready -->` below the title.
 pub(super) fn read_status(path: &str, text: &str, found: &mut Vec<Problem>) -> String {
-    match page_comment(text, "status").filter(|(_, status)| STATUSES.contains(status)) {
+    match read_comment(text, "status").filter(|(_, status)| STATUSES.contains(status)) {
         Some((_, status)) => status.to_string(),
         None => {
             let message =

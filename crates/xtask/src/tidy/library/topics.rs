@@ -2,8 +2,8 @@
 //! topic as well.
 
 use super::super::Problem;
-use super::super::markdown::{page_comment, page_title, split_sections};
-use super::references::{linked_claims, named_rules};
+use super::super::markdown::{read_comment, read_title, split_sections};
+use super::references::{find_claims, find_rule_ids};
 use super::tables::read_status;
 use super::{Rule, rule_ids};
 use crate::tree::{File, Tree};
@@ -42,10 +42,10 @@ pub(super) fn read_topics(tree: &Tree, rules: &[Rule], found: &mut Vec<Problem>)
         topics.push(Topic {
             number,
             name,
-            title: page_title(&file.text).to_string(),
+            title: read_title(&file.text).to_string(),
             status: read_status(&file.path, &file.text, found),
-            rules: section.map_or(of_page.collect(), |s| named_rules(&s.text())),
-            claims: linked_claims(&file.path, &file.text),
+            rules: section.map_or(of_page.collect(), |s| find_rule_ids(&s.text())),
+            claims: find_claims(&file.path, &file.text),
             path: file.path.clone(),
         });
     }
@@ -56,13 +56,13 @@ pub(super) fn read_topics(tree: &Tree, rules: &[Rule], found: &mut Vec<Problem>)
 /// Whether a page has to be a topic, or says that it is one.
 fn is_topic_page(file: &File) -> bool {
     let is_page = |folder: &str| file.path.starts_with(folder) && file.path.ends_with(".md");
-    is_page(TOPICS) || is_page(MANUAL) && page_comment(&file.text, "topic").is_some()
+    is_page(TOPICS) || is_page(MANUAL) && read_comment(&file.text, "topic").is_some()
 }
 
 /// Reads `<!-- key: 05 cuda-streams -->` and compares it with the name of the file, which is
 /// `05-cuda-streams.md` outside of the manual.
 pub(super) fn read_number(file: &File, key: &str, found: &mut Vec<Problem>) -> Option<(String, String)> {
-    let (line, value) = page_comment(&file.text, key).unwrap_or((1, ""));
+    let (line, value) = read_comment(&file.text, key).unwrap_or((1, ""));
     let parts = value.split_once(' ').filter(|(number, name)| {
         number.len() == 2
             && number.bytes().all(|b| b.is_ascii_digit())

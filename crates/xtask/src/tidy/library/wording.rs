@@ -2,7 +2,7 @@
 
 use super::super::Problem;
 use super::super::codes::find_ids;
-use super::super::markdown::paragraphs;
+use super::super::markdown::split_paragraphs;
 use super::rule_ids;
 use crate::tree::Tree;
 
@@ -23,7 +23,7 @@ const FOLDERS: [&str; 4] =
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     let is_page = |p: &str| FOLDERS.iter().any(|folder| p.starts_with(folder)) && p.ends_with(".md");
     for file in tree.files.iter().filter(|f| is_page(&f.path)) {
-        for (line, paragraph) in paragraphs(&file.text) {
+        for (line, paragraph) in split_paragraphs(&file.text) {
             let phrase = PHRASES.iter().find(|p| paragraph.to_lowercase().contains(**p));
             if let Some(phrase) = phrase
                 && rule_ids(&paragraph).next().is_none()

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::super::claims::users_of;
+use super::super::claims::find_users;
 use super::super::references::CARDS;
 use super::super::topics::Topic;
 use super::super::{Library, RULE_PAGES, Rule};
@@ -11,7 +11,7 @@ use super::{first_sentence, link_to};
 /// Renders the number of pages by kind and status.
 pub(super) fn render_counts(library: &Library) -> String {
     let mut out = "| kind | ready | draft | stub |\n| --- | --- | --- | --- |\n".to_string();
-    for (kind, statuses) in statuses(library) {
+    for (kind, statuses) in list_statuses(library) {
         let count = |status: &str| statuses.iter().filter(|(_, s)| *s == status).count();
         let _ = writeln!(out, "| {kind} | {} | {} | {} |", count("ready"), count("draft"), count("stub"));
     }
@@ -26,7 +26,7 @@ pub(super) fn render_counts(library: &Library) -> String {
 pub(super) fn render_gaps(library: &Library) -> String {
     let mut out = "## Stubs and gaps\n\n".to_string();
     let mut gaps: Vec<String> = Vec::new();
-    for (_, statuses) in statuses(library) {
+    for (_, statuses) in list_statuses(library) {
         let not_ready = statuses.iter().filter(|(_, status)| *status != "ready");
         gaps.extend(not_ready.map(|(path, status)| format!("{} is a {status}.", link_page(path))));
     }
@@ -53,8 +53,8 @@ pub(super) fn render_questions(library: &Library) -> String {
             q.id,
             q.question,
             q.drills.join(", "),
-            join(pages.iter().map(|path| link_page(path))),
-            join(topics.map(link_topic))
+            join_texts(pages.iter().map(|path| link_page(path))),
+            join_texts(topics.map(link_topic))
         );
     }
     out + "\n"
@@ -80,19 +80,21 @@ pub(super) fn render_explainers(library: &Library) -> String {
                 "| {} | {} | {} | {} | {} |",
                 rule.id,
                 first_sentence(rule),
-                shown_by(rule),
-                join(topics.map(link_topic)),
-                join(rule.claims.iter().map(|id| link_claim(id, library)))
+                render_proof(rule),
+                join_texts(topics.map(link_topic)),
+                join_texts(rule.claims.iter().map(|id| link_claim(id, library)))
             );
         }
         let topics = library.topics.iter().filter(|t| explainer.topics.contains(&t.number));
         let _ = writeln!(
             out,
             "\n- Drills: {}\n- Topics: {}\n- Cards: {}\n- Claims on the page: {}\n",
-            or_none(explainer.drills.join(", ")),
-            or_none(join(topics.map(link_topic))),
-            or_none(join(explainer.cards.iter().map(|name| format!("[{name}]({})", link_card(name))))),
-            or_none(join(explainer.claims.iter().map(|id| link_claim(id, library))))
+            fill_empty(explainer.drills.join(", ")),
+            fill_empty(join_texts(topics.map(link_topic))),
+            fill_empty(join_texts(
+                explainer.cards.iter().map(|name| format!("[{name}]({})", link_card(name)))
+            )),
+            fill_empty(join_texts(explainer.claims.iter().map(|id| link_claim(id, library))))
         );
     }
     out
@@ -112,8 +114,8 @@ pub(super) fn render_topics(library: &Library) -> String {
             link_topic(topic),
             topic.status,
             topic.rules.join(", "),
-            join(explainers),
-            join(topic.claims.iter().map(|id| link_claim(id, library)))
+            join_texts(explainers),
+            join_texts(topic.claims.iter().map(|id| link_claim(id, library)))
         );
     }
     out + "\n"
@@ -123,21 +125,26 @@ pub(super) fn render_topics(library: &Library) -> String {
 pub(super) fn render_claims(library: &Library) -> String {
     let mut out = "## Claims\n\n| claim | states | at | users |\n| --- | --- | --- | --- |\n".to_string();
     for claim in library.cards.iter().flat_map(|c| &c.claims) {
-        let users = users_of(&claim.id, library);
+        let users = find_users(&claim.id, library);
         let users = users.iter().map(|u| match u.kind {
             "rule" => u.id.to_string(),
             kind => format!("{kind} {}", u.id),
         });
         let escape = |text: &str| text.replace('|', "\\|");
         let link = link_claim(&claim.id, library);
-        let _ =
-            writeln!(out, "| {link} | {} | {} | {} |", escape(&claim.text), escape(&claim.at), join(users));
+        let _ = writeln!(
+            out,
+            "| {link} | {} | {} | {} |",
+            escape(&claim.text),
+            escape(&claim.at),
+            join_texts(users)
+        );
     }
     out + "\n"
 }
 
 /// Path and status of each page, by kind.
-fn statuses(library: &Library) -> [(&'static str, Vec<(&str, &str)>); 4] {
+fn list_statuses(library: &Library) -> [(&'static str, Vec<(&str, &str)>); 4] {
     let rules = RULE_PAGES.iter().zip(&library.statuses).map(|(p, s)| (p.path, s.as_str()));
     // A page of the manual that is a topic counts once, among the pages with rules.
     let topics = library.topics.iter().filter(|t| !RULE_PAGES.iter().any(|p| p.path == t.path));
@@ -150,11 +157,11 @@ fn statuses(library: &Library) -> [(&'static str, Vec<(&str, &str)>); 4] {
 }
 
 /// The drills, tests and filetests of a rule.
-fn shown_by(rule: &Rule) -> String {
+fn render_proof(rule: &Rule) -> String {
     let drills = rule.proof.drills.iter().map(|d| format!("drill {d}"));
     let tests = rule.proof.tests.iter().map(|t| format!("test {t}"));
     let filetests = rule.proof.filetests.iter().map(|f| format!("filetest {f}"));
-    or_none(join(drills.chain(tests).chain(filetests)))
+    fill_empty(join_texts(drills.chain(tests).chain(filetests)))
 }
 
 fn link_topic(topic: &Topic) -> String {
@@ -176,10 +183,10 @@ fn link_card(name: &str) -> String {
     link_to(&format!("{CARDS}{name}.md"))
 }
 
-fn join(texts: impl Iterator<Item = String>) -> String {
+fn join_texts(texts: impl Iterator<Item = String>) -> String {
     texts.collect::<Vec<_>>().join(", ")
 }
 
-fn or_none(text: String) -> String {
+fn fill_empty(text: String) -> String {
     if text.is_empty() { "none".to_string() } else { text }
 }
