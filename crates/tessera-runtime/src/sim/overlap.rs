@@ -201,7 +201,8 @@ mod tests {
     // proves: V-02
     #[test]
     fn one_slot_for_results_serializes_and_one_open_call_costs_a_round() {
-        let stages = StageTimes { context_ns: 1, delivery_ns: 200 * MS, generate_ns: 400 * MS, jitter_percent: 0 };
+        let stages =
+            StageTimes { context_ns: 1, delivery_ns: 200 * MS, generate_ns: 400 * MS, jitter_percent: 0 };
         let measure = |limits| {
             let times = simulate_pipeline(stages, CacheRegime::Resident, &limits, 20).expect("legal limits");
             (times[12].period_ns, times[12].idle_ns)
