@@ -147,6 +147,7 @@ fn a_dtype_without_cpu_kernels_is_rejected_before_anything_starts() {
     assert_eq!(json_field(record.lines().next().unwrap(), "dtype"), "bf16");
 }
 
+// proves: V-07
 #[test]
 fn a_leader_outside_the_mesh_and_synthetic_delays_change_no_bit() {
     let stored = fs::read_to_string(repo_root().join("golden/demo.txt")).unwrap();

@@ -366,6 +366,7 @@ mod tests {
         windows.iter().map(|w| w.end_ns).fold(0.0, f64::max)
     }
 
+    // proves: V-01
     #[test]
     fn utilisation_matches_a_simulated_pipeline() {
         let pace = MicroBatchTimes { forward_ns: 2.0, ..MicroBatchTimes::default() };
@@ -382,6 +383,7 @@ mod tests {
         }
     }
 
+    // proves: V-09
     #[test]
     fn stages_help_a_stream_and_not_an_item() {
         for send in [0.0, 1.0] {
@@ -392,6 +394,7 @@ mod tests {
         }
     }
 
+    // proves: V-10
     #[test]
     fn bandwidth_bound_work_gains_only_where_bytes_are_cut() {
         // One token through a square matmul, and a norm that every rank computes in full.

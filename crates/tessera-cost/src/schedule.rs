@@ -273,6 +273,15 @@ mod tests {
         assert_eq!(min_micro_batches(PipelineSchedule::Interleaved, 3, 2, &EVEN, 0.1), Some(12));
     }
 
+    // proves: V-12
+    #[test]
+    fn without_a_backward_pass_zero_bubble_orders_have_the_bubble_of_1f1b() {
+        let forward = MicroBatchTimes { forward_ns: 3.0, send_ns: 0.5, ..MicroBatchTimes::default() };
+        for schedule in [PipelineSchedule::OneFOneB, PipelineSchedule::ZbH1, PipelineSchedule::ZbH2] {
+            assert_eq!(simulate::bubble_ns(schedule, 1, 12, &[forward; 4]), 3.0 * 3.5, "{schedule:?}");
+        }
+    }
+
     #[test]
     fn sends_exposed_in_each_micro_batch_cannot_be_diluted() {
         let pace = MicroBatchTimes { send_ns: 1.0, ..EVEN };

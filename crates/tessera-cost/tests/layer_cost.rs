@@ -351,6 +351,7 @@ fn the_slowest_rank_of_the_experts_is_waited_for() {
     assert_close(even.weights, 0.0, "outside");
 }
 
+// proves: V-10
 #[test]
 fn a_memory_bound_row_gains_nothing_from_tp_unless_its_bytes_shrink() {
     let m = machine();

@@ -54,6 +54,7 @@ impl StageCosts {
 mod tests {
     use super::*;
 
+    // proves: V-08
     #[test]
     fn complete_and_balanced() {
         assert_eq!(balance_stages(40, 2, 10, 0, 0), [20, 20]);

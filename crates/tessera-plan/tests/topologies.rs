@@ -28,6 +28,7 @@ fn bundle(topology: Topology, mesh: &str) -> Bundle {
 
 const OUTSIDE: [&str; 2] = ["decode", "encode"];
 
+// proves: V-07
 #[test]
 fn the_leader_decodes_and_the_mesh_generates() {
     for (topology, mesh, roles) in [

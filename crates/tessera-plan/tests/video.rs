@@ -98,6 +98,7 @@ fn uneven_shards_make_two_roles() {
     }
 }
 
+// proves: V-08
 #[test]
 fn stages_pass_on_the_residual_stream_and_the_prediction() {
     let b = plan("pp=3", Strategy::Ulysses);

@@ -77,6 +77,7 @@ fn find_best(of: &VideoSearchResult, keep: impl Fn(&RankedMapping) -> bool) -> &
     of.best.iter().find(|r| keep(r)).unwrap()
 }
 
+// proves: V-11
 #[test]
 fn a_dedicated_decode_rank_is_wrong_on_8_devices_when_chunks_are_coupled() {
     let (model, machine) = (wan_14b(), machine("hgx-h200", "torch-2.11"));

@@ -161,6 +161,7 @@ mod tests {
         }
     }
 
+    // proves: V-04
     #[test]
     fn a_run_is_the_median_of_its_chunks_without_the_last_of_a_scene() {
         let mut record = sample(8);
@@ -178,6 +179,7 @@ mod tests {
         assert_eq!(o.describe_score(), "OverlapScore 0.50 over 6 chunks");
     }
 
+    // proves: V-04
     #[test]
     fn a_period_is_scored_with_the_chunk_that_ran_in_it() {
         // Each period is as long as the stage 1 of the chunk before, so stage 0 is hidden completely.
@@ -192,6 +194,7 @@ mod tests {
         assert_eq!(OverlapStats::from_chunks(&record.chunks).unwrap().chunks, 6, "a gap ends no period");
     }
 
+    // proves: V-04
     #[test]
     fn a_score_of_too_few_chunks_is_withheld() {
         let mut record = sample(SCORED_CHUNKS_MIN);

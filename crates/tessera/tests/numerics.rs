@@ -301,6 +301,7 @@ fn the_diffusers_spelling_is_the_same_model() {
     assert_eq!(flows(&a, &set, false, &p), flows(&b, &set, false, &p));
 }
 
+// proves: V-08
 #[test]
 fn ulysses_and_stages_are_bit_identical_to_one_rank() {
     for (dir, meshes) in [

@@ -102,7 +102,7 @@ pub(crate) fn run_tidy(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes the generated files of the library of rules, which tidy compares.
+/// Writes the generated files of the library, which tidy compares.
 pub(crate) fn write_library(root: &Path) -> Result<()> {
     let tree = Tree::read(root)?;
     for (path, text) in tidy::generated_files(&tree) {

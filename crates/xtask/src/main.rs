@@ -13,7 +13,7 @@ const USAGE: &str = "usage: cargo xtask <task>
 
   tidy     run the checks that neither the compiler nor Clippy makes: dependencies, unsafe, codes, links
   bless    run the filetests and rewrite their expected output
-  library  write the back map of the rules and the data of `tessera explain`
+  library  write the generated pages of the library, the data of `tessera explain`, and the list of embedded pages
   kernels  compile every CUDA kernel with the compiler of a Python wheel; needs no GPU
   ci       run everything that must pass: fmt, tidy, clippy, kernels, all tests";
 

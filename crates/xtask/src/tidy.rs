@@ -9,12 +9,13 @@ mod codes;
 mod dependencies;
 mod import_cycles;
 mod length;
+mod library;
 mod lints;
 mod manifest;
 mod manual;
+mod markdown;
 mod module_tree;
 mod page;
-mod rules;
 mod source;
 mod text;
 mod unsafe_code;
@@ -23,7 +24,7 @@ mod vocabulary;
 use std::fmt;
 
 use crate::tree::Tree;
-pub(crate) use rules::generated_files;
+pub(crate) use library::generated_files;
 
 use page::{CrateRow, crate_rows, long_code, unsafe_files};
 
@@ -67,7 +68,7 @@ pub(crate) fn find_problems(tree: &Tree) -> Vec<Problem> {
     codes::check(tree, &sources, &mut found);
     text::check(tree, &mut found);
     manual::check(tree, &mut found);
-    rules::check(tree, &mut found);
+    library::check(tree, &mut found);
     vocabulary::check(tree, &mut found);
     found.sort();
     found.dedup();

@@ -183,6 +183,7 @@ mod tests {
         periods[periods.len() / 2] / MS
     }
 
+    // proves: V-02
     #[test]
     fn queue_depth_one_serializes_and_two_overlaps() {
         let stages = StageTimes {
@@ -197,6 +198,26 @@ mod tests {
         assert_eq!(two, three, "a greater depth hides no additional work");
     }
 
+    // proves: V-02
+    #[test]
+    fn one_slot_for_results_serializes_and_one_open_call_costs_a_round() {
+        let stages =
+            StageTimes { context_ns: 1, delivery_ns: 200 * MS, generate_ns: 400 * MS, jitter_percent: 0 };
+        let measure = |limits| {
+            let times = simulate_pipeline(stages, CacheRegime::Resident, &limits, 20).expect("legal limits");
+            (times[12].period_ns, times[12].idle_ns)
+        };
+        let (both, idle) = measure(Limits::default());
+        assert!(both / MS == 400 && idle < MS, "two slots on both sides hide stage 0: {both}, {idle}");
+        let (one_result, _) = measure(Limits { d_out: 1, ..Limits::default() });
+        assert!((600..605).contains(&(one_result / MS)), "one slot for results: {one_result}");
+        let (one_call, waited) = measure(Limits { max_outstanding: 1, ..Limits::default() });
+        assert!(one_call / MS == 400 && one_call > both, "one open call: {one_call} against {both}");
+        // Envelope and *ready*, one hop each, before the commit.
+        assert!(waited >= idle + 2 * HOP_NS, "the mesh waits for the round: {waited} against {idle}");
+    }
+
+    // proves: V-05
     #[test]
     fn a_coupled_stream_waits_for_the_first_latent_and_no_longer() {
         let anchored = StageTimes {

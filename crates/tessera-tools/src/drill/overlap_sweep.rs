@@ -216,6 +216,7 @@ pub fn coupling_gates(rows: &[(&'static str, StreamMedians); 3]) -> Vec<Measured
 mod tests {
     use super::*;
 
+    // proves: V-03
     #[test]
     fn the_gates_pass_and_detect_a_flat_sweep() {
         let rows = sweep_depths().unwrap();

@@ -366,6 +366,7 @@ fn chunked_rows_stream_the_same_clip() {
 /// Geometry of a chunk of the demo model, for decoding the chunk as a whole.
 const CHUNK_GEOMETRY: PixelGeometry = PixelGeometry { frames: 3, height: 16, width: 16, stride: [4, 8, 8] };
 
+// proves: V-06
 #[test]
 fn the_anchor_first_decode_is_the_decode_of_whole_chunks() {
     let mut before: Option<(Vec<f32>, bool)> = None;

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 use super::Problem;
 use super::codes::find_ids;
+use super::markdown::{Section, resolve_link, split_sections};
 use super::page::{Row, table_rows};
-use super::text::resolve_link;
 use crate::tree::{File, Tree};
 
 /// Prefix of the paths of the manual's pages.
@@ -68,7 +68,7 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     }
     for (id, (_, stem)) in &facts.tripwires {
         let path = format!("{MANUAL}{stem}.md");
-        let sections = tree.file_text(&path).map(split_sections).unwrap_or_default();
+        let sections = tree.file_text(&path).map(|text| split_sections(text, 2)).unwrap_or_default();
         let tripwires = sections.iter().find(|s| s.name == "Tripwires");
         if !tripwires.is_some_and(|s| s.rows().iter().any(|row| row.cells[0] == *id)) {
             found.push(Problem::new(&path, 0, format!("add a row for {id} under Tripwires")));
@@ -91,7 +91,7 @@ impl PageCheck<'_, '_> {
     /// Checks the sections of the page about compiled programs. That its items are rules with proofs is
     /// checked with the rules.
     fn check_compile_sections(&mut self) {
-        let sections = split_sections(&self.page.text);
+        let sections = split_sections(&self.page.text, 2);
         if sections.iter().map(|s| s.name).ne(COMPILE_SECTIONS) {
             self.report(0, format!("write exactly the sections {}", COMPILE_SECTIONS.join(", ")));
         }
@@ -102,7 +102,7 @@ impl PageCheck<'_, '_> {
 
     /// Checks the structure of the page and the content of its sections.
     fn check_sections(&mut self) {
-        let sections = split_sections(&self.page.text);
+        let sections = split_sections(&self.page.text, 2);
         let names: Vec<&str> = sections.iter().map(|s| s.name).collect();
         if names.strip_suffix(&[OPTIONAL_SECTION]).unwrap_or(&names) != SECTIONS {
             let (expected, actual) = (SECTIONS.join(", "), names.join(", "));
@@ -207,7 +207,7 @@ impl PageCheck<'_, '_> {
 
 /// Returns the ids after `tessera drill` in a line, up to an option or the end of the command. The
 /// placeholder `ID` does not count.
-fn drill_ids(line: &str) -> Vec<&str> {
+pub(super) fn drill_ids(line: &str) -> Vec<&str> {
     const COMMAND: &str = "tessera drill";
     let mut out = Vec::new();
     for (at, _) in line.match_indices(COMMAND) {
@@ -236,38 +236,6 @@ fn read_tripwires(tree: &Tree) -> BTreeMap<&str, (Vec<&str>, &str)> {
 fn read_drills(tree: &Tree) -> Option<BTreeMap<&str, &str>> {
     let text = tree.file_text(DRILLS)?;
     Some(text.lines().filter_map(|l| Some((l.strip_prefix("| `")?.split('`').next()?, l))).collect())
-}
-
-/// The part of a page below a second-level heading.
-struct Section<'a> {
-    name: &'a str,
-    /// Line number of the heading.
-    line: usize,
-    lines: Vec<&'a str>,
-}
-
-impl<'a> Section<'a> {
-    /// Returns the rows of all tables of the section, without their headers.
-    fn rows(&self) -> Vec<Row<'a>> {
-        table_rows((self.line + 1..).zip(self.lines.iter().copied()))
-    }
-}
-
-/// Splits a page at its second-level headings, outside of code fences.
-fn split_sections(text: &str) -> Vec<Section<'_>> {
-    let mut out: Vec<Section<'_>> = Vec::new();
-    let mut fenced = false;
-    for (line, number) in text.lines().zip(1..) {
-        fenced ^= line.trim_start().starts_with("```");
-        match (line.strip_prefix("## "), out.last_mut()) {
-            (Some(name), _) if !fenced => {
-                out.push(Section { name: name.trim(), line: number, lines: Vec::new() });
-            }
-            (_, Some(section)) => section.lines.push(line),
-            _ => {}
-        }
-    }
-    out
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use super::Problem;
+use super::markdown::{Link, find_anchors, find_links, resolve_link};
 use crate::tree::Tree;
 
 /// The table of contents of the book of all pages below `docs/`.
@@ -40,19 +41,37 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
                 found.push(Problem::new(&f.path, i + 1, message));
             }
         }
-        if f.path.ends_with(".md") {
-            check_links(tree, &f.path, &f.text, found);
-        }
     }
+    check_page_links(tree, found);
     check_contents(tree, found);
 }
 
-/// Reports the relative links of a page whose target does not exist.
+/// Checks the links of all pages.
+pub(super) fn check_page_links(tree: &Tree, found: &mut Vec<Problem>) {
+    for f in tree.files.iter().filter(|f| f.path.ends_with(".md")) {
+        check_links(tree, &f.path, &f.text, found);
+    }
+}
+
+/// Reports the relative links of a page whose target does not exist, and those that name a heading
+/// which the target does not have.
 fn check_links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
-    for (line, target) in find_links(text) {
-        let is_elsewhere = target.is_empty() || target.contains("://") || target.starts_with("mailto:");
-        if !is_elsewhere && !resolve_link(path, target).is_some_and(|to| tree.contains(&to)) {
+    for Link { line, path: target, anchor, .. } in find_links(text) {
+        let is_elsewhere = target.contains("://") || target.starts_with("mailto:");
+        if is_elsewhere {
+            continue;
+        }
+        let page = if target.is_empty() { Some(path.to_string()) } else { resolve_link(path, target) };
+        let Some(page) = page.filter(|to| tree.contains(to)) else {
             let message = format!("link to {target}, which does not exist: correct it");
+            found.push(Problem::new(path, line, message));
+            continue;
+        };
+        let headings = tree.file_text(&page).filter(|_| page.ends_with(".md")).map(find_anchors);
+        if let (Some(anchor), Some(headings)) = (anchor, headings)
+            && !headings.contains(anchor)
+        {
+            let message = format!("{page} has no heading #{anchor}: correct the link");
             found.push(Problem::new(path, line, message));
         }
     }
@@ -62,43 +81,11 @@ fn check_links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
 fn check_contents(tree: &Tree, found: &mut Vec<Problem>) {
     let contents = tree.file_text(CONTENTS).unwrap_or_default();
     let linked: BTreeSet<String> =
-        find_links(contents).filter_map(|(_, target)| resolve_link(CONTENTS, target)).collect();
+        find_links(contents).iter().filter_map(|link| resolve_link(CONTENTS, link.path)).collect();
     let is_page = |path: &str| path.starts_with("docs/") && path.ends_with(".md") && path != CONTENTS;
     for f in tree.files.iter().filter(|f| is_page(&f.path) && !linked.contains(&f.path)) {
         found.push(Problem::new(&f.path, 0, format!("the page is not in the book: link it in {CONTENTS}")));
     }
-}
-
-/// Finds the links of a page outside of code fences: line number, and target without its fragment.
-fn find_links(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    let mut fenced = false;
-    let prose = (1..).zip(text.lines()).filter(move |(_, line)| {
-        fenced ^= line.trim_start().starts_with("```");
-        !fenced
-    });
-    prose.flat_map(|(number, line)| {
-        let links = line.match_indices("](").map(move |(at, mark)| &line[at + mark.len()..]);
-        links.map(move |rest| {
-            let target = rest.split(')').next().and_then(|link| link.split_whitespace().next());
-            (number, target.and_then(|target| target.split('#').next()).unwrap_or_default())
-        })
-    })
-}
-
-/// Resolves a link of a page to a path from the root; `None` if it leaves the project.
-pub(super) fn resolve_link(page: &str, link: &str) -> Option<String> {
-    let mut parts: Vec<&str> = page.split('/').collect();
-    parts.pop();
-    for part in link.split('/') {
-        match part {
-            "" | "." => {}
-            ".." => {
-                parts.pop()?;
-            }
-            name => parts.push(name),
-        }
-    }
-    Some(parts.join("/"))
 }
 
 #[cfg(test)]
@@ -113,19 +100,37 @@ mod tests {
 
     #[test]
     fn links_are_followed() {
-        let page =
-            "[a](../b.md#x) [c](d/) [e](f.md) [g](https://h) [i](#j) [k](../../l.md)\n```\n[m](n.md)\n```\n";
+        let page = "# J\n[a](../b.md#x) [c](d/) [e](f.md) [g](https://h) [i](#j) [k](../../l.md)\n```\n[m](n.md)\n```\n\
+[o](../b.md#y) [p](#q) [r](../s.rs#L1) `[t](u.md)`\n";
         let contents = (CONTENTS, "- [a](a.md)\n- [x](d/x.md)\n");
-        let found = problems(&[contents, ("docs/a.md", page), ("b.md", ""), ("docs/d/x.md", "")]);
-        assert_eq!(found.len(), 2, "{found:?}");
-        assert!(found[0].contains("link to f.md") && found[1].contains("link to ../../l.md"));
+        let found = problems(&[
+            contents,
+            ("docs/a.md", page),
+            ("b.md", "## X\n"),
+            ("docs/d/x.md", ""),
+            ("s.rs", "//!"),
+        ]);
+        assert_eq!(
+            found,
+            [
+                "docs/a.md:2: link to f.md, which does not exist: correct it",
+                "docs/a.md:2: link to ../../l.md, which does not exist: correct it",
+                "docs/a.md:6: b.md has no heading #y: correct the link",
+                "docs/a.md:6: docs/a.md has no heading #q: correct the link",
+            ]
+        );
     }
 
     #[test]
     fn every_page_of_docs_is_in_the_book() {
         let contents = (CONTENTS, "# Summary\n\n[A](a.md)\n\n- [B](guides/b.md#top)\n");
-        let pages =
-            [contents, ("docs/a.md", ""), ("docs/guides/b.md", ""), ("README.md", ""), ("docs/c.svg", "")];
+        let pages = [
+            contents,
+            ("docs/a.md", ""),
+            ("docs/guides/b.md", "# Top"),
+            ("README.md", ""),
+            ("docs/c.svg", ""),
+        ];
         assert_eq!(problems(&pages), Vec::<String>::new());
         let with_unlisted: Vec<_> = pages.into_iter().chain([("docs/guides/c.md", "")]).collect();
         let expected = "docs/guides/c.md: the page is not in the book: link it in docs/SUMMARY.md";

@@ -2,25 +2,28 @@
 
 use super::super::Problem;
 use super::super::codes::find_ids;
+use super::super::markdown::split_paragraphs;
 use super::rule_ids;
-use crate::tree::{File, Tree};
+use crate::tree::Tree;
 
 /// Phrases with which pages state what must be equal on all ranks.
-const PHRASES: [&str; 5] = [
+const PHRASES: [&str; 6] = [
     "same on every rank",
     "must be equal",
     "identical across ranks",
     "stable across chunks",
     "every rank must",
+    "must match on all",
 ];
+/// The folders of the pages that are checked.
+const FOLDERS: [&str; 4] =
+    ["docs/manual/", "docs/guides/", "docs/library/topics/", "docs/library/explainers/"];
 
-/// Reports the paragraphs of the manual and of the guides that contain a phrase and neither a rule
-/// id nor a code.
+/// Reports the paragraphs of the pages that contain a phrase and neither a rule id nor a code.
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
-    let is_page =
-        |p: &str| (p.starts_with("docs/manual/") || p.starts_with("docs/guides/")) && p.ends_with(".md");
+    let is_page = |p: &str| FOLDERS.iter().any(|folder| p.starts_with(folder)) && p.ends_with(".md");
     for file in tree.files.iter().filter(|f| is_page(&f.path)) {
-        for (line, paragraph) in paragraphs(file) {
+        for (line, paragraph) in split_paragraphs(&file.text) {
             let phrase = PHRASES.iter().find(|p| paragraph.to_lowercase().contains(**p));
             if let Some(phrase) = phrase
                 && rule_ids(&paragraph).next().is_none()
@@ -32,27 +35,6 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
             }
         }
     }
-}
-
-/// Returns the paragraphs, list items and table rows of a page, each as one line, with the number
-/// of its first line.
-fn paragraphs(file: &File) -> Vec<(usize, String)> {
-    let mut out: Vec<(usize, String)> = Vec::new();
-    let (mut fenced, mut begins) = (false, true);
-    for (line, number) in file.text.lines().zip(1..) {
-        fenced ^= line.trim_start().starts_with("```");
-        if fenced || line.trim().is_empty() {
-            begins = true;
-            continue;
-        }
-        begins |= line.starts_with(['|', '#', '-']);
-        match out.last_mut() {
-            Some((_, text)) if !begins => *text = format!("{text} {}", line.trim()),
-            _ => out.push((number, line.trim().to_string())),
-        }
-        begins = line.starts_with('#');
-    }
-    out
 }
 
 #[cfg(test)]

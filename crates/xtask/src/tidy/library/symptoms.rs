@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::Problem;
 use super::super::codes::find_ids;
+use super::topics::TOPICS;
 use super::{Library, RULE_PAGES};
 use crate::tree::Tree;
 
@@ -21,7 +22,7 @@ pub(super) struct Symptom {
     pub(super) first: String,
     pub(super) codes: Vec<String>,
     pub(super) drills: Vec<String>,
-    /// Stems of pages with rules.
+    /// Stems of pages with rules, and names of topics and explainers.
     pub(super) pages: Vec<String>,
 }
 
@@ -85,10 +86,17 @@ pub(super) fn check(library: &Library, found: &mut Vec<Problem>) {
         for drill in s.drills.iter().filter(|d| !library.drills.iter().any(|row| row.id == **d)) {
             report(format!("there is no drill `{drill}`: correct the id"));
         }
-        for page in s.pages.iter().filter(|p| !RULE_PAGES.iter().any(|r| r.name() == p.as_str())) {
-            report(format!("`{page}` is no page with rules: correct the name"));
+        for page in s.pages.iter().filter(|p| !is_page(p, library)) {
+            report(format!("`{page}` is no page with rules, no topic and no explainer: correct the name"));
         }
     }
+}
+
+/// Whether a name is that of a page with rules, or of a topic or an explainer of the library.
+fn is_page(name: &str, library: &Library) -> bool {
+    let topics = library.topics.iter().filter(|t| t.path.starts_with(TOPICS)).map(|t| t.name.as_str());
+    let explainers = library.explainers.iter().map(|e| e.name.as_str());
+    RULE_PAGES.iter().map(|p| p.name()).chain(topics).chain(explainers).any(|page| page == name)
 }
 
 #[cfg(test)]

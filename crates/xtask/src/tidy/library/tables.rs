@@ -3,12 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::Problem;
+use super::super::markdown::read_comment;
 use super::super::page::{Row, marked_rows};
 use super::RULE_PAGES;
 use crate::tree::Tree;
 
-/// The page with the retired ids.
-const README: &str = "docs/library/README.md";
+/// The page with the retired ids, and with the table of explainers.
+pub(super) const README: &str = "docs/library/README.md";
 /// The page with the units of work and the log of their progress.
 const UNITS: &str = "docs/library/units.md";
 /// What a page may be. A stub has headings only; a draft lacks parts.
@@ -20,23 +21,25 @@ pub(super) fn read_retired_ids(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Str
     rows.iter().filter_map(|row| row.cells.first().map(ToString::to_string)).collect()
 }
 
-/// Reads the status of each page with rules: `<!-- status: ready -->` below the title.
+/// Reads the status of each page with rules.
 pub(super) fn read_statuses(tree: &Tree, found: &mut Vec<Problem>) -> Vec<String> {
-    let read_status = |path: &str| {
-        let line = tree.file_text(path)?.lines().find_map(|l| l.strip_prefix("<!-- status: "))?;
-        line.strip_suffix(" -->").filter(|s| STATUSES.contains(s)).map(str::to_string)
-    };
     RULE_PAGES
         .iter()
-        .map(|page| {
-            read_status(page.path).unwrap_or_else(|| {
-                let message =
-                    format!("state the status below the title: <!-- status: {} -->", STATUSES.join(" | "));
-                found.push(Problem::new(page.path, 1, message));
-                STATUSES[0].to_string()
-            })
-        })
+        .map(|page| read_status(page.path, tree.file_text(page.path).unwrap_or_default(), found))
         .collect()
+}
+
+/// Reads the status of a page: `<!-- status: ready -->` below the title.
+pub(super) fn read_status(path: &str, text: &str, found: &mut Vec<Problem>) -> String {
+    match read_comment(text, "status").filter(|(_, status)| STATUSES.contains(status)) {
+        Some((_, status)) => status.to_string(),
+        None => {
+            let message =
+                format!("state the status below the title: <!-- status: {} -->", STATUSES.join(" | "));
+            found.push(Problem::new(path, 1, message));
+            STATUSES[0].to_string()
+        }
+    }
 }
 
 /// Checks the units of work and the log.
@@ -84,7 +87,7 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
 }
 
 /// Returns whether a text has the form of a date, such as 2026-01-31.
-fn is_date(text: &str) -> bool {
+pub(super) fn is_date(text: &str) -> bool {
     let parts: Vec<&str> = text.split('-').collect();
     let has_digits = |p: &&str| p.bytes().all(|b| b.is_ascii_digit());
     parts.iter().map(|p| p.len()).eq([4, 2, 2]) && parts.iter().all(has_digits)
@@ -97,18 +100,18 @@ mod tests {
     #[test]
     fn open_units_have_files_of_their_own_and_the_log_has_an_order() {
         let page = "<!-- tidy:units -->\n| unit | file | owner | status |\n|---|---|---|---|\n\
-| a | `x.md` | | open |\n| b | `x.md` | | open |\n| c | `y.md` | | done |\n| d | `z.md` | | late |\n<!-- /tidy:units -->\n\
+| a | `x.md` | | open |\n| b | `x.md` | | open |\n| c | `y.md` | | done |\n| d | `z.md` | | late |\n| f | `docs/x` | | done |\n<!-- /tidy:units -->\n\
 <!-- tidy:log -->\n| date | unit | change | owner | notes |\n|---|---|---|---|---|\n\
 | 2026-02-01 | a | c | o | n |\n| 2026-01-31 | e | c | o | n |\n<!-- /tidy:log -->\n";
         let mut found = Vec::new();
-        check(&Tree::from_files(&[(UNITS, page)]), &mut found);
+        check(&Tree::from_files(&[("docs/x/y.md", ""), (UNITS, page)]), &mut found);
         let messages: Vec<(usize, &str)> = found.iter().map(|p| (p.line, p.message.as_str())).collect();
         let expected = [
             (5, "the open unit a"),
             (6, "y.md does not exist"),
             (7, "unknown status"),
-            (13, "`2026-01-31`"),
-            (13, "no unit e"),
+            (14, "`2026-01-31`"),
+            (14, "no unit e"),
         ];
         assert_eq!(messages.len(), expected.len(), "{messages:?}");
         for ((line, message), (at, part)) in messages.iter().zip(expected) {

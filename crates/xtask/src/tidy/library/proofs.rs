@@ -164,9 +164,7 @@ mod tests {
         let library = Library {
             rules: super::super::parse::read_rules(RULE_PAGES[1], &page, &mut found),
             drills: super::super::codes_and_drills::read_drills(&tree),
-            codes: BTreeMap::new(),
-            symptoms: Vec::new(),
-            statuses: Vec::new(),
+            ..Library::default()
         };
         check(&library, &tree, &mut found);
         found.into_iter().map(|p| p.message).collect()

@@ -1,5 +1,7 @@
-//! Renders the back map: from each rule to the checks, drills and tests that show it, and from each
-//! code and drill back to the rules.
+//! Renders the back map: from each rule to the checks, drills and tests that show it, from each code and
+//! drill back to the rules, and from each explainer, topic and claim to its rules.
+
+mod pages;
 
 use std::fmt::Write as _;
 
@@ -13,11 +15,17 @@ pub(super) const PATH: &str = "docs/library/backmap.md";
 /// Renders the page. Writing to a `String` cannot fail, so the results of `writeln!` are dropped.
 pub(super) fn render_page(library: &Library, tree: &Tree) -> String {
     let mut out = "# Back map\n\n\
-This page leads from a rule to what shows that it holds, and from a code or a drill to its rules. `cargo xtask library` generates\n\
-it from the pages, and `tessera explain D-03` prints one entry.\n\n"
+This page leads from a rule to what shows that it holds, from a code, a drill, an explainer or a topic to its rules, and from a claim\n\
+of an outside source to its users. `cargo xtask library` generates it from the pages, and `tessera explain D-03` prints one entry.\n\n"
         .to_string();
     out += &render_counts(library);
+    out += &pages::render_counts(library);
+    out += &pages::render_gaps(library);
     out += &render_unproven(library);
+    out += &pages::render_questions(library);
+    out += &pages::render_explainers(library);
+    out += &pages::render_topics(library);
+    out += &pages::render_claims(library);
     for page in RULE_PAGES {
         out += &render_rules(page.path, library, tree);
     }
@@ -46,18 +54,10 @@ fn render_counts(library: &Library) -> String {
         out += &row(&format!("[{}]({})", page.name(), link_to(page.path)), status, &rules);
     }
     out += &row("all", "", &library.rules.iter().collect::<Vec<_>>());
-    let not_ready: Vec<&str> = RULE_PAGES
-        .iter()
-        .zip(&library.statuses)
-        .filter(|(_, s)| s.as_str() != "ready")
-        .map(|(p, _)| p.name())
-        .collect();
     let (codes, drills, symptoms) = (library.codes.len(), library.drills.len(), library.symptoms.len());
-    let not_ready = if not_ready.is_empty() { "none".to_string() } else { not_ready.join(", ") };
     let _ = writeln!(
         out,
-        "\nCodes of the verifier and of the runtime: {codes}. Drills: {drills}. Symptoms: {symptoms}. Pages that are stubs or drafts: \
-{not_ready}.\n"
+        "\nCodes of the verifier and of the runtime: {codes}. Drills: {drills}. Symptoms: {symptoms}.\n"
     );
     out
 }
@@ -165,14 +165,14 @@ fn render_drills(library: &Library) -> String {
 }
 
 /// The path of the file that contains a test.
-fn test_file<'a>(name: &str, tree: &'a Tree) -> &'a str {
+pub(super) fn test_file<'a>(name: &str, tree: &'a Tree) -> &'a str {
     let head = format!("fn {name}(");
     let file = tree.rust_files().find(|f| f.text.contains(&head) && f.text.contains("// proves:"));
     file.map_or("", |f| f.path.as_str())
 }
 
 /// The link from the back map to a path from the root.
-fn link_to(path: &str) -> String {
+pub(super) fn link_to(path: &str) -> String {
     match path.strip_prefix("docs/") {
         Some(page) => format!("../{page}"),
         None => format!("../../{path}"),

@@ -4,12 +4,15 @@ use std::collections::BTreeMap;
 
 use super::super::Problem;
 use super::super::codes::find_ids;
+use super::references::{find_claims, find_names_after};
 use super::{ProofNames, RULE_PAGES, Rule, RulePage, rule_ids};
 
 /// Lines after which the rules name something that must not happen.
 const FORBIDDEN_MARKERS: [&str; 3] = ["Forbidden:", "## Do not", "## Patterns to avoid"];
 /// Lines after which they name something that must hold.
 const MUST_MARKERS: [&str; 3] = ["Must:", "## Do", "## Graphs and communication libraries"];
+/// What comes before the claims on which a rule rests.
+const WHY: &str = " Why: ";
 
 /// Reads the rules of a page. A rule is a list item or a table row that begins with its id in bold.
 pub(super) fn read_rules(page: RulePage, text: &str, found: &mut Vec<Problem>) -> Vec<Rule> {
@@ -31,8 +34,7 @@ pub(super) fn read_rules(page: RulePage, text: &str, found: &mut Vec<Problem>) -
         match split_id(page, &stated) {
             Some((id, text)) => {
                 let (id, text) = (id.to_string(), text.to_string());
-                let proof = ProofNames::default();
-                rules.push(Rule { id, page, line: number, is_forbidden, text, proof });
+                rules.push(Rule { id, page, line: number, is_forbidden, text, ..Rule::default() });
             }
             None => {
                 is_open = false;
@@ -42,6 +44,14 @@ pub(super) fn read_rules(page: RulePage, text: &str, found: &mut Vec<Problem>) -
         }
     }
     for rule in &mut rules {
+        if let Some((text, why)) = rule.text.clone().split_once(WHY) {
+            rule.claims = find_claims(page.path, why);
+            if rule.claims.is_empty() {
+                let message = format!("{} gives a reason without a claim: link the claim of a card", rule.id);
+                found.push(Problem::new(page.path, rule.line, message));
+            }
+            rule.text = text.to_string();
+        }
         rule.proof = read_proof(&rule.text);
     }
     rules
@@ -58,8 +68,10 @@ fn statement(line: &str) -> Option<String> {
         ["rule", ..] => None,
         [first, ..] if first.starts_with("---") => None,
         [id, text, proof] => {
-            let proof = proof.replace(" (", ", ").replace(')', "");
-            Some(format!("{id} {text} ({proof})"))
+            let (proof, why) = proof.split_once(WHY).unwrap_or((proof, ""));
+            let proof = proof.trim_end_matches(['.', ' ']).replace(" (", ", ").replace(')', "");
+            let why = if why.is_empty() { String::new() } else { format!("{WHY}{why}") };
+            Some(format!("{id} {text} ({proof}){why}"))
         }
         _ => None,
     }
@@ -78,23 +90,9 @@ fn read_proof(text: &str) -> ProofNames {
     if let Some((_, reason)) = text.split_once("(no proof: ") {
         proof.missing = reason.split_once(')').map(|(reason, _)| reason.to_string());
     }
-    let mut kind: Option<fn(&mut ProofNames) -> &mut Vec<String>> = None;
-    for (i, piece) in text.split('`').enumerate() {
-        if i % 2 == 1 {
-            if let Some(list) = kind {
-                list(&mut proof).push(piece.to_string());
-            }
-            continue;
-        }
-        let word = piece.trim_end().rsplit(|c: char| !c.is_alphanumeric()).next().unwrap_or_default();
-        kind = match word.to_lowercase().as_str() {
-            "drill" | "drills" => Some(|p| &mut p.drills),
-            "test" | "tests" => Some(|p| &mut p.tests),
-            "filetest" | "filetests" => Some(|p| &mut p.filetests),
-            _ if matches!(piece.trim(), "," | "and" | ", and") => kind,
-            _ => None,
-        };
-    }
+    proof.drills = find_names_after(text, &["drill", "drills"]);
+    proof.tests = find_names_after(text, &["test", "tests"]);
+    proof.filetests = find_names_after(text, &["filetest", "filetests"]);
     proof
 }
 
@@ -181,6 +179,20 @@ mod tests {
         assert!(rules.iter().all(|r| r.is_forbidden));
         assert_eq!(rules[0].text, "wait (T0301)");
         assert_eq!(rules[1].proof.missing.as_deref(), Some("rare"));
+    }
+
+    #[test]
+    fn a_rule_ends_with_the_claims_that_give_its_reason() {
+        let page = RulePage { section: None, ..PAGE };
+        let text = "- **D-01** One (T0301). Why: [nccl-3](../library/cards/n.md#nccl-3) and\n  \
+[async-1](../library/cards/a.md#async-1).\n| **D-02** | two | T0302. Why: [nccl-4](../library/cards/n.md#nccl-4). |\n\
+- **D-03** Three (T0303). Why: it is so.\n";
+        let mut found = Vec::new();
+        let rules = read_rules(page, text, &mut found);
+        let read: Vec<_> = rules.iter().map(|r| (r.text.as_str(), r.claims.join(" "))).collect();
+        assert_eq!(read[0], ("One (T0301).", "nccl-3 async-1".to_string()));
+        assert_eq!(read[1], ("two (T0302)", "nccl-4".to_string()));
+        assert!(found.len() == 1 && found[0].message.contains("D-03 gives a reason"), "{found:?}");
     }
 
     #[test]

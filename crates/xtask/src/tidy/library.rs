@@ -1,27 +1,44 @@
-//! Checks the rules of the operator's manual and of the guide to captured regions: each has an id,
-//! names what shows that it holds, and is named back by it.
+//! Checks the library: the rules of the operator's manual and of the guide to captured regions, and the
+//! topics, explainers and cards that give their reasons.
 //!
-//! A page is the only source of its rules. `cargo xtask library` renders the back map and the data
-//! of `tessera explain` from the pages, and this check compares the files byte by byte.
+//! Each rule has an id, names what shows that it holds, is named back by it, and belongs to a topic. A
+//! page is the only source of what it states. `cargo xtask library` renders the back map and the data of
+//! `tessera explain` from the pages, and this check compares the files byte by byte.
 
 mod backmap;
+mod cards;
+mod claims;
 mod codes_and_drills;
+mod crosswalk;
 mod data;
+mod embedded;
+mod explainers;
 mod parse;
 mod proofs;
+mod questions;
+mod references;
+mod sections;
 mod symptoms;
 mod tables;
+#[cfg(test)]
+mod tests;
+mod topics;
 mod wording;
 
 use std::collections::BTreeMap;
 
 use super::Problem;
 use crate::tree::Tree;
+use cards::Card;
 use codes_and_drills::{CodeRow, DrillRow};
+use crosswalk::DesignSection;
+use explainers::Explainer;
+use questions::Question;
 use symptoms::Symptom;
+use topics::Topic;
 
 /// A page with rules.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct RulePage {
     path: &'static str,
     /// The first letter of the page's rule ids.
@@ -43,13 +60,14 @@ const fn manual_page(path: &'static str, prefix: char) -> RulePage {
 }
 
 /// The pages with rules. A page that is missing here or on disk is a problem, so none can vanish.
-const RULE_PAGES: [RulePage; 9] = [
+const RULE_PAGES: [RulePage; 10] = [
     manual_page("docs/manual/control-plane.md", 'C'),
     manual_page("docs/manual/determinism.md", 'D'),
     manual_page("docs/manual/groups.md", 'G'),
     manual_page("docs/manual/kv.md", 'K'),
     manual_page("docs/manual/overlap.md", 'O'),
     manual_page("docs/manual/replay.md", 'R'),
+    manual_page("docs/manual/scheduling.md", 'V'),
     manual_page("docs/manual/shutdown.md", 'S'),
     RulePage { path: "docs/manual/compile.md", prefix: 'P', section: None },
     RulePage { path: "docs/guides/captured-regions.md", prefix: 'X', section: None },
@@ -71,7 +89,7 @@ struct ProofNames {
 }
 
 /// A rule with its id.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct Rule {
     id: String,
     page: RulePage,
@@ -81,9 +99,12 @@ struct Rule {
     /// The sentence without the id, with the names of its proof.
     text: String,
     proof: ProofNames,
+    /// The claims that give the reason: `Why: …`.
+    claims: Vec<String>,
 }
 
-/// All rules, and the tables that they refer to.
+/// All rules, the pages that explain them, and the tables that they refer to.
+#[derive(Default)]
 struct Library {
     rules: Vec<Rule>,
     drills: Vec<DrillRow>,
@@ -91,6 +112,12 @@ struct Library {
     symptoms: Vec<Symptom>,
     /// Status of each page with rules, in the order of [`RULE_PAGES`].
     statuses: Vec<String>,
+    topics: Vec<Topic>,
+    explainers: Vec<Explainer>,
+    cards: Vec<Card>,
+    questions: Vec<Question>,
+    /// The sections of the design pages.
+    design: Vec<DesignSection>,
 }
 
 impl Library {
@@ -103,6 +130,11 @@ impl Library {
             }
         }
         Library {
+            topics: topics::read_topics(tree, &rules, found),
+            explainers: explainers::read_explainers(tree, found),
+            cards: cards::read_cards(tree, found),
+            questions: questions::read_questions(tree),
+            design: crosswalk::read_sections(tree, found),
             rules,
             drills: codes_and_drills::read_drills(tree),
             codes: codes_and_drills::read_codes(tree),
@@ -136,8 +168,15 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     proofs::check(&library, tree, found);
     codes_and_drills::check(&library, tree, found);
     symptoms::check(&library, found);
+    questions::check(&library, found);
+    crosswalk::check(&library, found);
     wording::check(tree, found);
     tables::check(tree, found);
+    cards::check(&library.cards, tree, found);
+    sections::check(&library, tree, found);
+    topics::check(&library.topics, found);
+    explainers::check(&library, tree, found);
+    claims::check(&library, tree, found);
     for (path, text) in render_files(&library, tree) {
         if tree.file_text(path) != Some(text.as_str()) {
             found.push(Problem::new(path, 0, "the file is out of date: run `cargo xtask library`"));
@@ -151,10 +190,15 @@ pub(crate) fn generated_files(tree: &Tree) -> Vec<(&'static str, String)> {
 }
 
 fn render_files(library: &Library, tree: &Tree) -> Vec<(&'static str, String)> {
-    vec![
+    let mut files = vec![
         (backmap::PATH, backmap::render_page(library, tree)),
+        (crosswalk::PATH, crosswalk::render_page(library, tree)),
         (crate::tree::LIBRARY_DATA, data::render_json(library)),
-    ]
+    ];
+    let pages: Vec<&str> = files.iter().map(|(path, _)| *path).collect();
+    let embedded = embedded::render_file(tree, &pages);
+    files.extend(embedded.map(|text| (embedded::PATH, text)));
+    files
 }
 
 /// Iterates over the rule ids in a text, such as `D-03`.
@@ -168,15 +212,4 @@ fn rule_ids(text: &str) -> impl Iterator<Item = &str> {
         let is_alone = !text[..start].ends_with(is_inside_word) && !text[end..].starts_with(is_inside_word);
         (is_known && has_digits && is_alone).then_some(id)
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rule_ids_are_whole_words_of_a_known_page() {
-        let text = "see D-03, X-29; not A-01, D-3, D-034, AD-03 or TD-03-1.";
-        assert_eq!(rule_ids(text).collect::<Vec<_>>(), ["D-03", "X-29"]);
-    }
 }
