@@ -37,7 +37,7 @@ fn every_fault_ends_as_expected_in_time_and_leaves_no_process() {
 /// Every drill of the back map ran, and each ended with the code, the rank and the place that the map
 /// states, so that the way from a rule over its drill to the check is executed and not only linked.
 fn assert_executed_drills_are_those_of_the_back_map(lines: &str) {
-    let library = Library::read();
+    let library = Library::read().unwrap();
     let ran: Vec<Value> = lines.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let ids: Vec<&str> = ran.iter().map(|r| r["drill"].as_str().unwrap()).collect();
     let mut listed: Vec<&str> = library.drills.iter().map(|d| d.id.as_str()).collect();

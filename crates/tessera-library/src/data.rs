@@ -207,20 +207,19 @@ pub struct SevenQuestion {
 impl Library {
     /// Reads the data of this build.
     ///
-    /// # Panics
-    /// Panics if the embedded file is not what `cargo xtask library` writes, which every test that
-    /// calls this function finds.
-    #[must_use]
-    #[expect(clippy::expect_used, reason = "the file is part of the binary and a test reads it")]
-    pub fn read() -> Library {
-        let mut library: Library = serde_json::from_str(DATA).expect("the embedded library is valid");
+    /// # Errors
+    /// Returns the place at which the embedded file is not what `cargo xtask library` writes, which a test
+    /// of this crate excludes.
+    pub fn read() -> Result<Library, String> {
+        let mut library: Library =
+            serde_json::from_str(DATA).map_err(|e| format!("docs/library/library.json: {e}"))?;
         let rules = library.rules.iter_mut().map(|r| &mut r.text);
         let symptoms = library.symptoms.iter_mut().flat_map(|s| [&mut s.what, &mut s.first]);
         let claims = library.cards.iter_mut().flat_map(|c| &mut c.claims).map(|c| &mut c.text);
         let answers = library.questions.iter_mut().flat_map(|q| [&mut q.question, &mut q.answer]);
         let texts = rules.chain(symptoms).chain(claims).chain(answers);
         texts.for_each(|text| *text = strip_markup(text));
-        library
+        Ok(library)
     }
 
     /// Iterates over the drills that end with a code.
@@ -276,7 +275,7 @@ mod tests {
 
     #[test]
     fn every_page_that_the_data_name_is_embedded() {
-        let library = Library::read();
+        let library = Library::read().unwrap();
         let is_embedded = |name: &String| find_page(name).is_some();
         assert!(library.rules.iter().map(|r| &r.page).all(is_embedded));
         assert!(library.drills.iter().map(|d| &d.page).all(is_embedded));

@@ -1,4 +1,4 @@
-//! The embedded pages, and what `tessera explain` prints of one.
+//! The embedded pages, and the parts that `tessera explain` shows.
 
 use crate::embedded::PAGES;
 

@@ -99,7 +99,7 @@ mod tests {
 
     fn render() -> Vec<SiteFile> {
         let codes: Vec<(&Code, &str)> = CODES.iter().map(|c| (*c, "lockstep runtime")).collect();
-        render_site(&Library::read(), &codes)
+        render_site(&Library::read().unwrap(), &codes)
     }
 
     fn text_of<'a>(files: &'a [SiteFile], path: &str) -> &'a str {

@@ -88,7 +88,7 @@ fn write_site(folder: &Path) -> Result<String, Diagnostic> {
     let registry = full_registry();
     let codes: Vec<(&Code, &str)> = registry.iter().map(|c| (c, code_area(c))).collect();
     let mut staged = StagedFolder::create(folder)?;
-    let files = render_site(&Library::read(), &codes);
+    let files = render_site(&read_library(), &codes);
     for file in &files {
         staged.write(&file.path, &file.bytes)?;
     }
@@ -117,7 +117,7 @@ fn render_pack(name: &str) -> Result<String, Diagnostic> {
 /// # Errors
 /// Returns T0032 with the nearest names if the question names nothing that this build knows.
 fn answer(args: &Args) -> Result<String, Diagnostic> {
-    let (registry, library) = (full_registry(), Library::read());
+    let (registry, library) = (full_registry(), read_library());
     let sources = Sources { library: &library, registry: &registry };
     let question = args.question.join(" ");
     if question.trim().is_empty() {
@@ -135,6 +135,14 @@ fn answer(args: &Args) -> Result<String, Diagnostic> {
         })
         .collect();
     Ok(texts.join(if args.format == OutputFormat::Json { "" } else { "\n" }))
+}
+
+/// Reads the library of this build.
+///
+/// # Panics
+/// Panics if the embedded data are not valid, which every test that calls this function finds.
+fn read_library() -> Library {
+    Library::read().unwrap_or_else(|e| panic!("{e}"))
 }
 
 fn code_area(code: &Code) -> &'static str {
@@ -209,7 +217,7 @@ mod tests {
 
     #[test]
     fn each_name_finds_its_subject() {
-        let library = Library::read();
+        let library = read_library();
         let is_known = |name: &str| !ask(name).starts_with("T0032");
         assert!(library.rules.iter().all(|r| ask(&r.id).starts_with(&format!("{}, ", r.id))));
         assert!(library.drills.iter().all(|d| ask(&d.id).contains(&format!("Drill {}:", d.id))));
