@@ -10,6 +10,7 @@ the same form either way. Needs torch with NCCL, and nothing else.
 """
 
 import concurrent.futures
+import contextlib
 import datetime
 import json
 import os
@@ -49,11 +50,20 @@ FAULTS = {
     "killed4": (4, "killed", 3),
     "skip_subgroup": (4, "skipped", 3),
     "skip_wrapped": (2, "skipped", 1),
-    # Rank 0 sends once more than rank 1 receives; rank 1 waits in the next collective for rank 0.
     "skip_same": (4, "skipped", 2),
     "extra_same": (4, "extra", 1),
     "extra_group": (4, "extra", 2),
+    # Rank 0 sends once more than rank 1 receives; rank 1 waits in the next collective for rank 0.
     "missing_recv": (2, "wait cycle", None),
+    # Programs of real trainings.
+    "data_ended": (4, "other op", 3),
+    "ddp_skipped_backward": (4, "skipped", 2),
+    "saved_on_one": (4, "extra", 0),
+    "raised": (4, "killed", 1),
+    "slow_loader": (4, "host silent", 1),
+    "both_receive": (2, "wait cycle", None),
+    "tensor_parallel_skip": (4, "skipped", 3),
+    "fsdp_extra_forward": (4, "extra", 1),
 }
 HEALTHY = {
     "plain": 2,
@@ -75,6 +85,10 @@ HEALTHY = {
     "one_forward_one_backward": 4,
     "objects": 4,
     "left_early": 4,
+    "ddp": 4,
+    "hybrid_sharded": 4,
+    "schedule_1f1b": 4,
+    "tensor_parallel": 4,
 }
 BUFFERS = {"wrapped": 12, "wrapped_pipeline": 10, "skip_wrapped": 12}
 
@@ -165,6 +179,54 @@ def run_fault(case, rank, world, dist, torch, device, out):
         torch.cuda._sleep(int(2e9 * 60))
     elif at_fault and kind in ("stopped", "killed"):
         os.kill(os.getpid(), signal.SIGSTOP if case == "stopped" else signal.SIGKILL)
+    elif case == "data_ended":
+        # The loader of one rank has a batch less: this rank leaves the loop, and enters the final barrier.
+        for _ in range(2 if at_fault else 4):
+            dist.all_reduce(ones(512))
+            wait_for_stream(torch)
+        dist.barrier()
+    elif case == "ddp_skipped_backward":
+        model, optimizer = build_ddp(torch, device, rank)
+        for i in range(5):
+            loss = model(torch.ones(8, 64, device=device)).sum()
+            if not (at_fault and i == 2):
+                loss.backward()
+                wait_for_stream(torch)
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(loss.detach())
+    elif case == "saved_on_one":
+        if at_fault:
+            dist.all_gather_into_tensor(ones(200 * world), ones(200))
+    elif case == "raised":
+        if at_fault:
+            raise RuntimeError("planted: the loader found no file")
+    elif case == "slow_loader":
+        if at_fault:
+            time.sleep(LIMIT_S)
+        dist.all_reduce(ones(512))
+    elif case == "both_receive":
+        for i in range(3):
+            if i == 2 or rank == 1:
+                dist.recv(ones(1 << 22), src=1 - rank)
+            if i < 2 and rank == 0:
+                dist.send(ones(1 << 22), dst=1)
+        torch.cuda.synchronize()
+    elif case == "tensor_parallel_skip":
+        model = build_tensor_parallel(torch, device, world)
+        for i in range(4):
+            if not (at_fault and i == 2):
+                model(torch.ones(8, 256, device=device)).sum().backward()
+            dist.all_reduce(ones(16))
+            wait_for_stream(torch)
+    elif case == "fsdp_extra_forward":
+        model, _ = build_fsdp(torch, device)
+        for i in range(3):
+            model(torch.ones(8, 256, device=device)).sum().backward()
+            wait_for_stream(torch)
+        if at_fault:
+            with torch.no_grad():
+                model(torch.ones(8, 256, device=device))
     elif case == "missing_recv":
         for _ in range(3):
             dist.send(ones(1 << 22), dst=1) if rank == 0 else dist.recv(ones(1 << 22), src=0)
@@ -174,6 +236,32 @@ def run_fault(case, rank, world, dist, torch, device, out):
     # What follows in the program: ranks that a mismatch did not stop wait here.
     rounds(dist, torch, device, 2)
     time.sleep(LIMIT_S)
+
+
+def build_ddp(torch, device, rank):
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 16)).to(device)
+    model = DistributedDataParallel(model, device_ids=[device.index], bucket_cap_mb=0.02)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def build_fsdp(torch, device, mesh=None):
+    from torch.distributed.fsdp import fully_shard
+
+    layers = [torch.nn.Linear(256, 256, device=device) for _ in range(4)]
+    model = torch.nn.Sequential(*(fully_shard(layer, mesh=mesh) for layer in layers))
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def build_tensor_parallel(torch, device, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("tp",))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)).to(device)
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def wait_for_stream(torch):
@@ -252,17 +340,49 @@ def run_healthy(case, rank, world, dist, torch, device, out):
         for _ in range(3):
             dist.all_reduce(torch.ones(shape, device=device))
     elif case == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        layers = [torch.nn.Linear(256, 256, device=device) for _ in range(4)]
-        model = torch.nn.Sequential(*(fully_shard(layer) for layer in layers))
-        fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = build_fsdp(torch, device)
         for _ in range(3):
             model(torch.ones(8, 256, device=device)).sum().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+    elif case == "ddp":
+        model, optimizer = build_ddp(torch, device, rank)
+        for i in range(6):
+            # Gradients of two steps are accumulated before they are reduced.
+            context = model.no_sync() if i % 2 == 0 else contextlib.nullcontext()
+            with context:
+                model(torch.ones(8, 64, device=device)).sum().backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    elif case == "hybrid_sharded":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model, optimizer = build_fsdp(torch, device, mesh)
+        for _ in range(3):
+            model(torch.ones(8, 256, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    elif case == "schedule_1f1b":
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        layer = torch.nn.Linear(64, 64, device=device)
+        stage = PipelineStage(layer, rank, world, device)
+        schedule = Schedule1F1B(stage, n_microbatches=6, loss_fn=lambda y, _: y.sum())
+        for _ in range(2):
+            if rank == 0:
+                schedule.step(torch.ones(12, 64, device=device))
+            elif rank == world - 1:
+                schedule.step(target=torch.ones(12, 64, device=device))
+            else:
+                schedule.step()
+            dist.all_reduce(ones(8))
+    elif case == "tensor_parallel":
+        model = build_tensor_parallel(torch, device, world)
+        for _ in range(3):
+            model(torch.ones(8, 256, device=device)).sum().backward()
     elif case == "one_forward_one_backward":
         # Each stage warms up with another number of forwards, then alternates.
         ahead, total = world - 1 - rank, 6
@@ -339,6 +459,14 @@ def free_port():
         return s.getsockname()[1]
 
 
+def count_gpus():
+    """Counts the GPUs on which ranks run: all of this machine, or as many as GPUS says."""
+    if "GPUS" in os.environ:
+        return int(os.environ["GPUS"])
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
 def run_case(case, out):
     world = FAULTS[case][0] if case in FAULTS else HEALTHY[case]
     folder = os.path.join(out, case)
@@ -360,12 +488,12 @@ def run_case(case, out):
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NVLS_ENABLE": "0",
     }
-    shared = int(os.environ.get("GPUS", "1")) < world
+    gpus = count_gpus()
     started = time.time()
     ranks = []
     for rank in range(world):
         env = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if shared:
+        if gpus < world:
             env |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
         log = open(os.path.join(folder, f"log_{rank}.txt"), "wb")
         args = [sys.executable, os.path.abspath(__file__), "--rank", str(rank), case, folder]
@@ -386,7 +514,7 @@ def run_case(case, out):
     for f in os.listdir(folder):
         if f.startswith(("watchdog_", "log_")) and "KEEP_LOGS" not in os.environ:
             os.remove(os.path.join(folder, f))
-    about = {"case": case, "ranks": world, "fault": kind, "rank": at_fault, "dumps": dumps, "gpus": int(os.environ.get("GPUS", "1"))}
+    about = {"case": case, "ranks": world, "fault": kind, "rank": at_fault, "dumps": dumps, "gpus": gpus}
     with open(os.path.join(folder, "case.json"), "w") as f:
         json.dump(about, f, indent=1)
         f.write("\n")

@@ -15,8 +15,8 @@ folder also needs the weights as safetensors. models/demo is such a folder of th
 With --plan, the plan names the model.";
 
     T0032: "unknown code or name",
-    "`tessera explain` knows codes such as T0301, rules such as D-03, drills, pages of the manual, and symptoms in plain \
- words; without a question it lists them. A code or rule of another version may have been retired; an id is never reused.";
+    "`tessera explain` knows codes such as T0301, rules such as D-03, drills, pages, topics, explainers, cards, and symptoms in plain \
+ words; without a question it lists them. `--pack` takes the name of a prompt pack. A code or rule of another version may have been retired; an id is never reused.";
 
     T0033: "standard output cannot be written",
     "The output of the subcommand could not be written to standard output, usually because it is redirected to a \

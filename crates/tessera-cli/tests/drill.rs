@@ -7,7 +7,9 @@ mod support;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use support::to_text;
+use tessera_library::Library;
 
 /// Time limit of the suite. An idle laptop with two cores needs a tenth of it; a machine that
 /// compiles at the same time needs more.
@@ -29,6 +31,36 @@ fn every_fault_ends_as_expected_in_time_and_leaves_no_process() {
     assert!(lines.lines().count() > 40, "{lines}");
     assert!(lines.lines().all(|l| l.contains("\"leftover_pids\":[]")), "{lines}");
     assert!(took < SUITE_TIMEOUT, "{took:?}");
+    assert_executed_drills_are_those_of_the_back_map(&lines);
+}
+
+/// Every drill of the back map ran, and each ended with the code, the rank and the place that the map
+/// states, so that the way from a rule over its drill to the check is executed and not only linked.
+fn assert_executed_drills_are_those_of_the_back_map(lines: &str) {
+    let library = Library::read();
+    let ran: Vec<Value> = lines.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let ids: Vec<&str> = ran.iter().map(|r| r["drill"].as_str().unwrap()).collect();
+    let mut listed: Vec<&str> = library.drills.iter().map(|d| d.id.as_str()).collect();
+    listed.retain(|id| !ids.contains(id));
+    assert!(listed.is_empty() && ids.len() == library.drills.len(), "not run: {listed:?}");
+    for drill in &library.drills {
+        let observed = &ran[ids.iter().position(|id| *id == drill.id).unwrap()]["observed"];
+        if let Some(code) = &drill.code {
+            let rank = observed["rank"].as_u64().map_or("no rank".to_string(), |r| format!("rank {r}"));
+            let signature = (observed["code"].as_str(), rank.as_str(), observed["place"].as_str());
+            assert_eq!(
+                signature,
+                (Some(code.as_str()), drill.rank.as_str(), Some(drill.place.as_str())),
+                "{}",
+                drill.id
+            );
+        }
+        assert!(
+            !drill.rules.is_empty() && drill.rules.iter().all(|r| library.rule(r).is_some()),
+            "{}",
+            drill.id
+        );
+    }
 }
 
 // proves: P-28

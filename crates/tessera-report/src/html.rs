@@ -13,7 +13,7 @@ pub use estimate::{
     AdviceTable, EstimatePage, EstimateVerdict, FailureModeAdvice, MAX_MAPPINGS, PlanGate, TimelineChart,
     render_estimate,
 };
-pub use layout::HeadlineNumber;
+pub use layout::{HeadlineNumber, STYLE};
 pub use plan::{CollectiveTotalsRow, MAX_TEXT_BYTES, PlanView, ProgramView, RoleMemoryRow};
 
 use maud::{Markup, html};
@@ -51,6 +51,8 @@ pub struct ReportPage<'a> {
     pub plan: Option<&'a PlanView>,
     /// File name of the Perfetto trace in the same folder.
     pub trace_href: Option<&'a str>,
+    /// Link from the report to the folder of the library's site, such as `../library`, if there is one.
+    pub library_href: Option<&'a str>,
 }
 
 /// The run's frames as an animated PNG, inlined in the page or linked from it.
@@ -87,7 +89,7 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
         (render_title(format_args!("Tessera run, {}", record.start.started_at), &record.start.model))
         (render_verdict(class, format_args!("{word}."), &sentence))
         @if record.start.device == RunDevice::Sim { (render_simulation_note(record)) }
-        @if let Some(cause) = record.cause() { (render_cause(cause)) }
+        @if let Some(cause) = record.cause() { (render_cause(cause, page.library_href)) }
     };
     let body = html! {
         (render_hero(clip::render_clip(page).as_ref(), &headline_numbers(record, times.as_ref())))
@@ -164,7 +166,9 @@ fn render_simulation_note(r: &RunRecord) -> Markup {
     })
 }
 
-fn render_cause(cause: &FailureCause) -> Markup {
+/// Renders the cause of a failure. Its code leads to the page of the code, if the library's site lies beside
+/// the run.
+fn render_cause(cause: &FailureCause, library_href: Option<&str>) -> Markup {
     html! {
         div.cause {
             p dir="auto" { (cause.message) }
@@ -172,7 +176,13 @@ fn render_cause(cause: &FailureCause) -> Markup {
                 (cause.class)
                 @if let Some(rank) = cause.rank { " · first seen at rank " (rank) }
                 " · exit status " (cause.exit_code)
-                @if let Some(code) = &cause.code { " · " code { "tessera explain " (code) } }
+                @if let Some(code) = &cause.code {
+                    " · "
+                    @match library_href {
+                        Some(library) => a href={ (library) "/codes/" (code) ".html" } { code { "tessera explain " (code) } },
+                        None => code { "tessera explain " (code) },
+                    }
+                }
             }
         }
     }

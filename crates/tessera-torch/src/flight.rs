@@ -13,6 +13,7 @@ mod node;
 mod pickle;
 mod render;
 mod sequence;
+mod shift;
 mod signature;
 mod transfer;
 mod wait;

@@ -78,7 +78,7 @@ fn every_planted_fault_is_found_and_no_healthy_rank_is_accused() {
     cases.sort();
     let wrong: Vec<String> = cases.iter().filter_map(|case| check_case(case).err()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
-    assert!(cases.len() >= 44, "{} cases", cases.len());
+    assert!(cases.len() >= 56, "{} cases", cases.len());
 }
 
 #[test]
@@ -118,6 +118,18 @@ fn the_lowest_rank_is_no_reference() {
     dumps.extend([(2, first), (0, third)]);
     let report = examine_dumps(&dumps);
     assert_eq!((report.findings[0].kind, &report.findings[0].ranks[..]), (FaultKind::Skipped, &[0][..]));
+}
+
+#[test]
+fn a_report_counts_the_collectives_of_a_forward_that_one_rank_ran_alone() {
+    let report = check_case(&recorded("fsdp_extra_forward")).unwrap();
+    let text = report.to_text("recorded");
+    let cause =
+        "cause: rank 1: issued 4 extra collectives, from collective 49 of group 0 (default_pg) on (certain)";
+    assert!(text.contains(cause), "{text}");
+    assert_eq!(report.to_json()["findings"][0]["count"], 4);
+    let one = check_case(&recorded("saved_on_one")).unwrap();
+    assert_eq!(one.to_json()["findings"][0]["count"], 1);
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //!
 //! A rank is a list of words. `tp:ar64@7` is an all_reduce of 64 elements in the group `tp` from line 7 of
 //! the program, `s3` a send to rank 3 and `r3` a receive. A word that begins with `~` is on a stream of its
-//! group. `stop` ends what the host issues, and `stuck` is a kernel that never ends.
+//! group. `stop` ends what the host issues, `stuck` is a kernel that never ends, and at `wait` the host waits
+//! for its device.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
@@ -81,10 +82,13 @@ impl Model {
         let is_pending = |i: &&Issued| i.completed.is_none() && !i.group.is_empty() && i.op != "s";
         let pending = rank.issued.iter().filter(is_pending).count();
         let Some(word) = rank.words.get(rank.next).cloned() else { return false };
-        if word == "stop" || pending >= ahead {
+        if word == "stop" || pending >= ahead || word == "wait" && pending > 0 {
             return false;
         }
         rank.next += 1;
+        if word == "wait" {
+            return true;
+        }
         let (word, is_async) = word.strip_prefix('~').map_or((word.as_str(), false), |w| (w, true));
         let (group, call) = word.split_once(':').unwrap_or(("", word));
         let (call, line) = call.split_once('@').unwrap_or((call, "1"));
@@ -225,7 +229,18 @@ const RING: usize = 2000;
 
 /// Runs programs until they hang or end, for as long as a watchdog waits.
 fn run_to_end(groups: &[(&str, &[u32])], programs: &[impl AsRef<str>], ring: usize) -> FlightReport {
+    run_ahead(groups, programs, ring, 4)
+}
+
+/// Runs programs whose hosts enqueue this many collectives beyond those that their devices completed.
+fn run_ahead(
+    groups: &[(&str, &[u32])],
+    programs: &[impl AsRef<str>],
+    ring: usize,
+    ahead: usize,
+) -> FlightReport {
     let mut model = Model::new(groups, programs);
+    model.ahead = ahead;
     while model.run(1) {}
     model.round += 100;
     let dumps = (0..programs.len() as u32).map(|rank| (rank, model.dump(rank, ring)));
@@ -525,5 +540,164 @@ fn one_rank_with_another_order_of_two_groups_is_found() {
         let mut programs = vec![usual.repeat(4); 4];
         programs[rank] = format!("{usual} 1:ag64@2 0:ar8@1 1:rs64@3 {usual}{usual}");
         assert_cause(&run_to_end(groups, &programs, RING), FaultKind::WaitCycle, &[rank as u32]);
+    }
+}
+
+/// Inserts words before the one at this place and removes so many from there on.
+fn replace_words(program: &str, at: usize, removed: usize, what: &str) -> String {
+    let mut words: Vec<&str> = program.split_whitespace().collect();
+    words.splice(at..at + removed, what.split_whitespace());
+    words.join(" ")
+}
+
+#[track_caller]
+fn assert_count(report: &FlightReport, count: u64, certainty: &str) {
+    let finding = &report.to_json()["findings"][0];
+    assert_eq!((&finding["count"], &finding["certainty"]), (&count.into(), &certainty.into()), "{finding}");
+}
+
+/// A step of sharded layers: forward, backward, the loss.
+const LAYERS: &str = "0:ag64@1 0:ag64@2 0:ag64@3 0:rs64@4 0:rs64@5 0:rs64@6 0:ar8@7 ";
+
+#[test]
+fn several_extra_or_skipped_collectives_are_one_shift_with_their_count() {
+    let usual = LAYERS.repeat(4);
+    for (ahead, certainty) in [(12, "certain"), (4, "likely")] {
+        let run = |odd: String| {
+            let programs = [&usual, &odd, &usual, &usual];
+            run_ahead(WORLD, &programs, RING, ahead)
+        };
+        // A forward that one rank runs alone, as an evaluation does.
+        let report = run(replace_words(&usual, 14, 0, "0:ag32@21 0:ag32@22 0:ag32@23"));
+        assert_cause(&report, FaultKind::Extra, &[1]);
+        assert_count(&report, 3, certainty);
+        assert!(report.findings[0].summarise().contains("issued 3 extra collectives, from collective 15"));
+        // A backward that one rank leaves out.
+        let report = run(replace_words(&usual, 17, 3, ""));
+        assert_cause(&report, FaultKind::Skipped, &[1]);
+        assert_count(&report, 3, certainty);
+        assert!(report.findings[0].summarise().contains("skipped 3 collectives, from collective 18"));
+    }
+    // Forwards of equal sizes differ in their call sites alone.
+    let odd = replace_words(&usual, 14, 0, "0:ag64@21 0:ag64@22 0:ag64@23");
+    let report = run_ahead(WORLD, &[&usual, &odd, &usual, &usual], RING, 12);
+    assert_cause(&report, FaultKind::Extra, &[1]);
+    assert_count(&report, 3, "likely");
+}
+
+/// In a program whose rounds repeat, a shift by a whole round fits whatever a rank issued once.
+#[test]
+fn one_other_op_after_which_a_rank_goes_on_in_step_is_no_shift_by_a_round() {
+    let usual = LAYERS.repeat(6);
+    for ahead in [4, 12, 24] {
+        let odd = replace_words(&usual, 15, 1, "0:bc64@30");
+        let report = run_ahead(WORLD, &[&usual, &usual, &odd, &usual], RING, ahead);
+        assert_cause(&report, FaultKind::OtherOp, &[2]);
+    }
+    // An evaluation on all ranks in every second step.
+    let evaluated = format!("{LAYERS}{LAYERS}0:ag64@21 0:ag64@22 0:ag64@23 ").repeat(4);
+    assert_healthy(WORLD, &[evaluated.as_str(); 4]);
+}
+
+const PAIR: &[(&str, &[u32])] = &[("0", &[0, 1])];
+
+/// The hosts of the peers wait in the collective that the rank skipped, so their dumps end there.
+#[test]
+fn a_skipped_collective_in_which_the_peers_hosts_wait_is_found_by_their_earlier_rounds() {
+    let round = "0:ar640@5 wait 0:ar1@6 ";
+    let usual = round.repeat(4);
+    let odd = replace_words(&usual, 6, 2, "");
+    let report = run_to_end(WORLD, &[&usual, &usual, &odd, &usual], RING);
+    assert_cause(&report, FaultKind::Skipped, &[2]);
+    assert_count(&report, 1, "likely");
+    // Between two ranks, the one that runs a line twice in a row departed, whichever it is.
+    assert_cause(&run_to_end(PAIR, &[&usual, &odd], RING), FaultKind::Skipped, &[1]);
+    assert_cause(&run_to_end(PAIR, &[&odd, &usual], RING), FaultKind::Skipped, &[0]);
+}
+
+#[test]
+fn earlier_rounds_make_no_skipped_collective_of_another_fault() {
+    let usual = "0:ar640@5 wait 0:ar1@6 0:ar2@7 ".repeat(4);
+    let run = |odd: String| run_to_end(WORLD, &[&usual, &usual, &odd, &usual], RING);
+    // The line of the second collective runs twice, and what follows it in every round shows that.
+    assert_cause(&run(replace_words(&usual, 11, 0, "0:ar1@6")), FaultKind::Extra, &[2]);
+    assert_cause(&run(replace_words(&usual, 8, 1, "0:bc640@9")), FaultKind::OtherOp, &[2]);
+    // One line passes two sizes in turn: a rank that passes the other one padded its input wrongly.
+    let sizes = "0:ar64@5 wait 0:ar128@5 wait ".repeat(4);
+    let odd = replace_words(&sizes, 8, 1, "0:ar128@5");
+    let report = run_to_end(WORLD, &[&sizes, &sizes, &odd, &sizes], RING);
+    assert_cause(&report, FaultKind::OtherShape, &[2]);
+}
+
+/// Runs programs until they hang. One rank writes its dump and aborts, by which the transfers of its peers
+/// end; these go on and write theirs.
+fn run_to_abort(programs: &[String], first: u32) -> BTreeMap<u32, FlightDump> {
+    let mut model = Model::new(PAIR, programs);
+    while model.run(1) {}
+    model.round += 100;
+    let mut dumps = BTreeMap::from([(first, model.dump(first, RING))]);
+    let peers = (0..programs.len()).filter(|rank| *rank != first as usize);
+    for rank in peers.clone() {
+        let round = model.round;
+        let ended = |i: &&mut Issued| i.completed.is_none() && i.peer == Some(first);
+        model.ranks[rank].issued.iter_mut().filter(ended).for_each(|i| i.completed = Some(round));
+    }
+    while model.run(1) {}
+    dumps.extend(peers.map(|rank| (rank as u32, model.dump(rank as u32, RING))));
+    dumps
+}
+
+#[test]
+fn a_receive_that_an_abort_ended_is_one_in_which_the_rank_waited() {
+    let rounds = "0:ar8@1 ".repeat(8);
+    let sender = |peer: u32| format!("{rounds} 0:s{peer}@2 0:s{peer}@2 0:r{peer}@3 wait 0:ar8@4");
+    let receiver = |peer: u32| format!("{rounds} 0:r{peer}@2 0:r{peer}@2 0:r{peer}@3 wait 0:ar8@4");
+    for programs in [[sender(1), receiver(0)], [receiver(1), sender(0)]] {
+        for first in [0, 1] {
+            let dumps = run_to_abort(&programs, first);
+            let report = examine_dumps(&dumps);
+            assert_cause(&report, FaultKind::WaitCycle, &[0, 1]);
+            assert_eq!(report.findings[0].certainty.name(), "likely");
+            assert!(report.findings[0].doubts[0].contains("an abort ended it"), "{}", report.to_text("run"));
+            // The same dumps accuse nobody if the ring may have lost the send, or if transfers are
+            // launched together, so that a receive may end before the peer's.
+            let mut lost = dumps.clone();
+            lost.get_mut(&first).unwrap().lost_head = true;
+            assert!(examine_dumps(&lost).findings.is_empty());
+            let mut together = dumps.clone();
+            let entries = &mut together.get_mut(&first).unwrap().entries;
+            let mut end = entries[0].clone();
+            end.op = "coalesced".into();
+            entries.insert(0, end);
+            assert!(examine_dumps(&together).findings.is_empty());
+            let mut cut = dumps.clone();
+            let pending = cut.get_mut(&first).unwrap().entries.last_mut().unwrap();
+            let batch = StackFrame { function: "batch_isend_irecv".into(), ..pending.frames[0].clone() };
+            pending.frames = Arc::from([pending.frames[0].clone(), batch]);
+            assert!(examine_dumps(&cut).findings.is_empty());
+        }
+    }
+}
+
+/// Two ranks that answer each other, dumped at any two moments: no receive of theirs reads as aborted.
+#[test]
+fn ranks_that_answer_each_other_are_healthy_at_any_two_moments() {
+    let asks = |peer: u32| format!("0:s{peer}@1 0:r{peer}@2 ").repeat(12);
+    let answers = |peer: u32| format!("0:r{peer}@1 0:s{peer}@2 ").repeat(12);
+    let asks_twice = format!("{0}{0}{1}{1}", "0:s1@1 ", "0:r1@2 ").repeat(6);
+    for programs in [[asks(1), answers(0)], [answers(1), asks(0)], [asks_twice, answers(0)]] {
+        let mut model = Model::new(PAIR, &programs);
+        let mut moments = Vec::new();
+        while model.run(1) {
+            moments.push([model.dump(0, RING), model.dump(1, RING)]);
+        }
+        assert!(model.ranks.iter().all(|r| r.next == r.words.len()), "the program of the test hangs");
+        for first in &moments[24..] {
+            for second in &moments[24..] {
+                let dumps = BTreeMap::from([(0, first[0].clone()), (1, second[1].clone())]);
+                let report = examine_dumps(&dumps);
+                assert!(report.findings.is_empty(), "{}", report.to_text("run"));
+            }
+        }
     }
 }

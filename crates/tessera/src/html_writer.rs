@@ -64,8 +64,14 @@ pub(crate) fn write_reports(
         frames: &frames,
         plan: Some(&view),
         trace_href: Some("trace.json"),
+        library_href: find_library(out).then_some("../library"),
     });
     trace.and(write_file(&out.join("report.html"), html.as_bytes()))
+}
+
+/// Returns whether `tessera explain --html` wrote its site beside the run, as in `out/library`.
+fn find_library(out: &Path) -> bool {
+    out.parent().is_some_and(|runs| runs.join("library/index.html").is_file())
 }
 
 /// Returns the frame indices of the contact sheet, evenly spaced over the first frames of a clip

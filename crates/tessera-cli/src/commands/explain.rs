@@ -1,15 +1,18 @@
-//! `tessera explain`: prints what a code, a rule, a drill, a page or a symptom means, and what to look
-//! at first.
+//! `tessera explain`: prints what a code, a rule, a drill, a page, a topic, an explainer, a card or a
+//! symptom means, and what to look at first; writes all pages as a site, and packs of pages as one text.
 
-mod library;
 mod lookup;
 mod render;
 
-use tessera_base::{Code, Diagnostic, Registry};
+use std::path::{Path, PathBuf};
 
+use tessera::files::StagedFolder;
+use tessera_base::{Code, Diagnostic, Registry};
+use tessera_library::{Library, packs, render_site};
+
+use crate::codes::T0032;
 use crate::output::{CliError, CliResult, OutputFormat, format_pairs, full_registry, write_stdout};
-use library::{Library, PAGES};
-use lookup::find_topics;
+use lookup::{find_subjects, named_pages};
 use render::Sources;
 
 const EXAMPLES: &str = "\
@@ -19,7 +22,10 @@ Examples:
   tessera explain D-03           a rule of the manual
   tessera explain stopped-rank   a drill
   tessera explain shutdown       a page of the manual
-  tessera explain                list all codes, pages and symptoms
+  tessera explain failure-modes  an explainer, a topic or a card
+  tessera explain --html out/library   all pages as a site, for a browser
+  tessera explain --pack review  several pages as one text, for a reviewer
+  tessera explain                list all codes, pages, topics, explainers, cards and symptoms
   tessera explain | grep -i mesh";
 
 /// The area that raises the codes of each range, by the first two digits.
@@ -40,16 +46,24 @@ const CODE_AREAS: &[(&str, &str)] = &[
     ("T14", "PyTorch runs"),
 ];
 
-/// Explain a diagnostic code, a symptom, a rule, a drill or a page of the manual
+/// Explain a diagnostic code, a symptom, a rule, a drill, a page, a topic or a source
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// A code such as T0301, a rule such as D-03, a drill, a page of the manual, or a symptom in plain words, in
-    /// upper or lower case; if absent, all codes, pages and symptoms are listed
+    /// A code such as T0301, a rule such as D-03, a drill, a page, a topic, an explainer, a card, or a symptom in
+    /// plain words, in upper or lower case; if absent, all of them but the rules are listed
     #[arg(value_name = "QUESTION")]
     pub question: Vec<String>,
 
-    /// Print the whole page of the manual
+    /// Write all pages as one site to a new folder: open DIR/index.html, which needs no network
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["question", "full", "format", "pack"])]
+    pub html: Option<PathBuf>,
+
+    /// Print several pages as one text for a reviewer who has nothing else: review or compile
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["question", "full", "format"])]
+    pub pack: Option<String>,
+
+    /// Print the whole page
     #[arg(long)]
     pub full: bool,
 
@@ -60,9 +74,42 @@ pub struct Args {
 
 /// Prints the explanation of a question.
 pub fn run(args: &Args) -> CliResult {
-    let text = answer(args).map_err(CliError::usage)?;
+    let text = match (&args.html, &args.pack) {
+        (Some(folder), _) => write_site(folder)?,
+        (None, Some(name)) => render_pack(name).map_err(CliError::usage)?,
+        (None, None) => answer(args).map_err(CliError::usage)?,
+    };
     write_stdout(&text)?;
     Ok(0)
+}
+
+/// Writes the site, and returns the line that names its first page.
+fn write_site(folder: &Path) -> Result<String, Diagnostic> {
+    let registry = full_registry();
+    let codes: Vec<(&Code, &str)> = registry.iter().map(|c| (c, code_area(c))).collect();
+    let mut staged = StagedFolder::create(folder)?;
+    let files = render_site(&Library::read(), &codes);
+    for file in &files {
+        staged.write(&file.path, &file.bytes)?;
+    }
+    staged.commit()?;
+    let index = folder.join("index.html");
+    Ok(format!("{}: {} files; open it in a browser\n", index.display(), files.len()))
+}
+
+/// Returns the text of a prompt pack.
+///
+/// # Errors
+/// Returns T0032 with the known names if there is no such pack.
+fn render_pack(name: &str) -> Result<String, Diagnostic> {
+    let unknown = |text: String| Diagnostic::error(&T0032, text);
+    let packs = packs().map_err(unknown)?;
+    let names: Vec<&str> = packs.iter().map(|p| p.name.as_str()).collect();
+    match packs.iter().find(|p| p.name == name) {
+        Some(pack) => pack.render().map_err(unknown),
+        None => Err(unknown(format!("no pack `{name}` in this build"))
+            .with_hint(format!("the packs are {}", names.join(", ")))),
+    }
 }
 
 /// Returns the text that answers a question.
@@ -75,16 +122,16 @@ fn answer(args: &Args) -> Result<String, Diagnostic> {
     let question = args.question.join(" ");
     if question.trim().is_empty() {
         return Ok(match args.format {
-            OutputFormat::Text => list_codes(&registry) + &list_topics(&library),
+            OutputFormat::Text => list_codes(&registry) + &list_pages(&library),
             OutputFormat::Json => registry.iter().map(|c| sources.code_value(c).to_string() + "\n").collect(),
         });
     }
-    let topics = find_topics(question.trim(), &library, &registry)?;
-    let texts: Vec<String> = topics
+    let subjects = find_subjects(question.trim(), &library, &registry)?;
+    let texts: Vec<String> = subjects
         .iter()
-        .map(|t| match args.format {
-            OutputFormat::Text => sources.render_text(t, args.full),
-            OutputFormat::Json => sources.render_json(t),
+        .map(|s| match args.format {
+            OutputFormat::Text => sources.render_text(s, args.full),
+            OutputFormat::Json => sources.render_json(s),
         })
         .collect();
     Ok(texts.join(if args.format == OutputFormat::Json { "" } else { "\n" }))
@@ -106,15 +153,24 @@ fn list_codes(registry: &Registry) -> String {
     out
 }
 
-/// Lists the pages, and each symptom with the first words that find it.
-fn list_topics(library: &Library) -> String {
+/// Lists pages, topics, explainers and cards, and each symptom with the first words that find it.
+fn list_pages(library: &Library) -> String {
+    let pages: Vec<_> = named_pages().collect();
+    let topics: Vec<_> = library.topics.iter().map(|t| format!("{} {}", t.number, t.name)).collect();
+    let explainers: Vec<_> = library.explainers.iter().map(|e| format!("{} {}", e.number, e.name)).collect();
     let symptoms = library
         .symptoms
         .iter()
         .map(|s| (s.words.first().map(String::as_str).unwrap_or_default(), s.title.as_str()));
+    let titled =
+        |names: &[String], titles: Vec<&str>| format_pairs(names.iter().map(String::as_str).zip(titles));
     format!(
-        "Pages\n{}Symptoms\n{}\n`tessera explain NAME` explains a code, a rule, a drill, a page or a symptom.\n",
-        format_pairs(PAGES.iter().map(|p| (p.name, p.title()))),
+        "Pages\n{}Topics\n{}Explainers\n{}Cards\n{}Symptoms\n{}\n`tessera explain NAME` explains any of them, a rule or \
+a drill.\n",
+        format_pairs(pages.iter().map(|p| (p.name(), p.title()))),
+        titled(&topics, library.topics.iter().map(|t| t.title.as_str()).collect()),
+        titled(&explainers, library.explainers.iter().map(|e| e.title.as_str()).collect()),
+        format_pairs(library.cards.iter().map(|c| (c.name.as_str(), c.title.as_str()))),
         format_pairs(symptoms)
     )
 }
@@ -128,7 +184,8 @@ mod tests {
 
     /// Returns the answer, or the message and the labels of the diagnostic.
     fn ask(question: &str) -> String {
-        let args = Args { question: vec![question.to_string()], full: false, format: OutputFormat::Text };
+        let question = vec![question.to_string()];
+        let args = Args { question, html: None, pack: None, full: false, format: OutputFormat::Text };
         answer(&args).unwrap_or_else(|d| {
             let labels: Vec<String> = d.labels.iter().map(|l| format!("{l:?}")).collect();
             format!("{}: {}\n{}", d.code.id, d.message, labels.join("\n"))
@@ -151,12 +208,12 @@ mod tests {
     }
 
     #[test]
-    fn each_name_finds_its_topic() {
+    fn each_name_finds_its_subject() {
         let library = Library::read();
         let is_known = |name: &str| !ask(name).starts_with("T0032");
         assert!(library.rules.iter().all(|r| ask(&r.id).starts_with(&format!("{}, ", r.id))));
         assert!(library.drills.iter().all(|d| ask(&d.id).contains(&format!("Drill {}:", d.id))));
-        assert!(PAGES.iter().all(|p| ask(p.name).contains(p.title())));
+        assert!(named_pages().all(|p| ask(p.name()).contains(p.title())));
         for symptom in &library.symptoms {
             assert!(
                 symptom.words.iter().all(|w| is_known(w) && ask(w).contains(&symptom.title)),

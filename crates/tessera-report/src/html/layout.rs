@@ -18,7 +18,8 @@ pub struct HeadlineNumber {
     pub label: String,
 }
 
-const CSS: PreEscaped<&str> = PreEscaped(include_str!("../report.css"));
+/// Style sheet of all pages.
+pub const STYLE: &str = include_str!("../report.css");
 
 /// Colour classes of a meter: the usual one, and the one of a value above its limit.
 const NORMAL_COLOUR: usize = 1;
@@ -33,7 +34,7 @@ pub(super) fn render_document(title: &str, header: &Markup, body: &Markup, foote
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width,initial-scale=1";
                 title { (title) " · Tessera" }
-                style { (CSS) }
+                style { (PreEscaped(STYLE)) }
             }
             body { main { header { (header) } (body) footer { (footer) } } }
         }

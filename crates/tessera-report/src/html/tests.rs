@@ -6,7 +6,7 @@ use super::*;
 use crate::timeline::tests::sample;
 
 fn bare(record: &RunRecord) -> ReportPage<'_> {
-    ReportPage { record, clip: None, frames: &[], plan: None, trace_href: None }
+    ReportPage { record, clip: None, frames: &[], plan: None, trace_href: None, library_href: None }
 }
 
 fn full(record: &RunRecord) -> String {
@@ -47,6 +47,7 @@ fn full(record: &RunRecord) -> String {
         frames: &frames,
         plan: Some(&plan),
         trace_href: Some("trace.json"),
+        library_href: None,
         ..bare(record)
     })
 }
@@ -120,6 +121,11 @@ fn the_verdict_is_a_sentence() {
          <code>tessera explain T0712</code></small>"
     ));
     assert!(page.contains("The last chunks, by rank and stream."));
+    let beside_library = ReportPage { library_href: Some("../library"), ..bare(&record) };
+    assert!(
+        render_report(&beside_library)
+            .contains("<a href=\"../library/codes/T0712.html\"><code>tessera explain T0712</code></a>")
+    );
     record.end = None;
     assert!(render_report(&bare(&record)).contains("Unfinished.</b> The record stops after chunk 5 of 12: "));
     record.chunks.clear();
@@ -253,6 +259,7 @@ fn a_report_shows_scripts_as_text() {
         frames: &[],
         plan: Some(&plan),
         trace_href: Some(&script("trace")),
+        library_href: Some(&script("library")),
     });
     let names = "tessera plan model mesh strategy numerics dtype cache topology started machine rank chunk \
                  phase stream event detail golden class code message mapping program text role ranks use \

@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::departure::{Decision, Departure, DepartureKind, find_departure};
 use super::dump::{EntryState, FlightDump, FlightEntry};
-use super::findings::{CallSide, Certainty, FaultKind, FlightFinding};
+use super::findings::{CallSide, Certainty, FaultKind, FlightFinding, list_ranks};
 use super::sequence::GroupSequences;
+use super::shift::{Shift, ShiftKind};
 use super::signature::SignatureField;
 use super::transfer::{MismatchedTransfer, Transfers};
 use super::wait::{StalledCollective, Wait, Waits};
@@ -32,9 +33,29 @@ pub(super) fn find_causes<'a>(
     };
     let waits = &waits.without(is_short);
     if let Some(cycle) = waits.find_cycle() {
-        return vec![explain_cycle(&cycle, waits, groups)];
+        let mut finding = explain_cycle(&cycle, waits, groups);
+        finding.add_doubts_of_aborts(waits, transfers);
+        return vec![finding];
     }
     explain_roots(dumps, waits, groups, moving)
+}
+
+impl FlightFinding {
+    /// Adds the doubt that a wait of the finding rests on: its receive reads as completed.
+    fn add_doubts_of_aborts(&mut self, waits: &Waits<'_>, transfers: &Transfers<'_>) {
+        let is_aborted = |rank: &&u32| {
+            let wait = waits.by_rank.get(*rank);
+            wait.is_some_and(|w| transfers.is_aborted(**rank, w.entry.record_id))
+        };
+        let ended: Vec<u32> = self.ranks.iter().filter(is_aborted).copied().collect();
+        if !ended.is_empty() {
+            self.certainty = Certainty::Likely;
+            self.doubts.push(format!(
+                "a receive of {} reads as completed; its peer has no send for it, so an abort ended it",
+                list_ranks(&ended)
+            ));
+        }
+    }
 }
 
 /// Finds what the ranks' devices did, once every host enqueued its side.
@@ -72,10 +93,9 @@ fn explain_departure(
     group: &GroupSequences<'_>,
     departure: &Departure<'_>,
 ) -> FlightFinding {
-    let kind = match departure.kind {
-        DepartureKind::Skipped => FaultKind::Skipped,
-        DepartureKind::Extra => FaultKind::Extra,
-        DepartureKind::Other(field) => kind_of_field(field),
+    let shift = match departure.kind {
+        DepartureKind::Shifted(shift) => Some(shift),
+        DepartureKind::Other(_) => None,
     };
     let mut doubts = Vec::new();
     let lost = group.sequences.values().filter(|s| s.lost_head);
@@ -89,6 +109,11 @@ fn explain_departure(
     if departure.by_call_site {
         doubts.push(
             "the collectives are of equal size here; their call sites alone show the shift".to_string(),
+        );
+    }
+    if shift.is_some_and(|s| s.is_predicted) {
+        doubts.push(
+            "ranks wait before what shows the shift; earlier rounds show what they issue next".to_string(),
         );
     }
     doubts.extend(match departure.decision {
@@ -107,13 +132,22 @@ fn explain_departure(
     };
     let sides = departure.sides.iter();
     FlightFinding {
-        kind,
+        kind: kind_of_departure(departure.kind),
         ranks: departure.ranks.clone(),
         certainty,
         doubts,
         group: group.label(),
         sequence: Some(departure.sequence),
+        count: shift.map(|s| s.count),
         sides: sides.map(|(ranks, e)| CallSide::from_entry(ranks.clone(), e, group.label())).collect(),
+    }
+}
+
+fn kind_of_departure(kind: DepartureKind) -> FaultKind {
+    match kind {
+        DepartureKind::Shifted(Shift { kind: ShiftKind::Skipped, .. }) => FaultKind::Skipped,
+        DepartureKind::Shifted(Shift { kind: ShiftKind::Extra, .. }) => FaultKind::Extra,
+        DepartureKind::Other(field) => kind_of_field(field),
     }
 }
 
@@ -135,6 +169,7 @@ fn explain_mismatch(mismatch: &MismatchedTransfer<'_>) -> FlightFinding {
         doubts: vec!["nothing shows which of sender and receiver is right".to_string()],
         group: mismatch.group.clone(),
         sequence: None,
+        count: None,
         sides: vec![side(mismatch.sender), side(mismatch.receiver)],
     }
 }
@@ -204,6 +239,7 @@ fn explain_cycle(cycle: &[u32], waits: &Waits<'_>, groups: &[GroupSequences<'_>]
         doubts: Vec::new(),
         group: sides.first().map_or(String::new(), |(_, w)| w.group.clone()),
         sequence: None,
+        count: None,
         sides: sides
             .iter()
             .map(|(ranks, w)| CallSide::from_entry(ranks.clone(), w.entry, w.group.clone()))
@@ -314,6 +350,7 @@ fn explain_root(dumps: &BTreeMap<u32, FlightDump>, waits: &Waits<'_>, root: u32)
         doubts: vec![doubt.to_string()],
         group: wait.group.clone(),
         sequence: (!wait.entry.is_p2p).then_some(wait.entry.sequence),
+        count: None,
         sides: sides.map(|(ranks, w)| CallSide::from_entry(ranks, w.entry, w.group.clone())).collect(),
     })
 }
@@ -341,6 +378,7 @@ fn explain_minority(
         doubts: vec!["the hosts of the others may be silent, all before the same collective".to_string()],
         group: wait.group.clone(),
         sequence: Some(wait.entry.sequence),
+        count: None,
         sides: vec![CallSide::from_entry(waiting, wait.entry, wait.group.clone())],
     })
 }
@@ -365,6 +403,7 @@ fn explain_stall(stalled: &StalledCollective<'_>) -> Option<FlightFinding> {
         doubts: vec!["dumps do not say what the device runs instead".to_string()],
         group: stalled.group.clone(),
         sequence: Some(stalled.entry.sequence),
+        count: None,
         sides: vec![CallSide::from_entry(others, stalled.entry, stalled.group.clone())],
     })
 }

@@ -1,11 +1,10 @@
 //! The first position of a group at which a rank departed from its peers.
 
 use super::dump::{EntryState, FlightEntry};
-use super::sequence::{GroupSequences, MemberSequence};
-use super::signature::{SignatureField, find_difference};
+use super::sequence::GroupSequences;
+use super::shift::{Shift, ShiftKind, find_shift};
+use super::signature::{MatchBy, SignatureField, find_difference};
 
-/// How many of the following collectives must agree to call one skipped or extra.
-const LOOK_AHEAD: usize = 3;
 /// Maximum number of sides of a position that are compared by call site. Ranks whose call sites all differ
 /// run different programs, in which no site is the right one.
 const MAX_SIDES: usize = 8;
@@ -13,10 +12,8 @@ const MAX_SIDES: usize = 8;
 /// How a rank departed from its peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DepartureKind {
-    /// The rank did not issue a collective that its peers issued.
-    Skipped,
-    /// The rank issued a collective that its peers did not issue.
-    Extra,
+    /// The rank skipped collectives or issued extra ones.
+    Shifted(Shift),
     /// The rank issued another collective, which differs first in this property.
     Other(SignatureField),
 }
@@ -67,20 +64,6 @@ pub(super) fn find_departure<'a>(group: &GroupSequences<'a>) -> Option<Departure
     }
 }
 
-/// What two collectives must share to be the same.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum MatchBy {
-    Signature,
-    CallSite,
-}
-
-impl MatchBy {
-    fn are_equal(self, a: &FlightEntry, b: &FlightEntry) -> bool {
-        let same_site = self == MatchBy::Signature || a.stack_hash == b.stack_hash;
-        same_site && find_difference(a, b).is_none()
-    }
-}
-
 /// Ranks that issued the same collective at a position.
 struct Side<'a> {
     ranks: Vec<u32>,
@@ -93,11 +76,17 @@ fn compare_position<'a>(group: &GroupSequences<'a>, sequence: u64, by: MatchBy) 
         return None;
     }
     sides.sort_by_key(|side| std::cmp::Reverse(side.ranks.len()));
-    let shift = find_shift(group, sequence, sides[0].ranks[0], sides[1].ranks[0], by);
+    let is_majority = sides[0].ranks.len() > sides[1].ranks.len();
+    // Between equal sides, the one that runs a line twice in a row is taken for the one that departed, if
+    // both readings fit.
+    if !is_majority && repeats_call(group, sequence, &sides[0]) && !repeats_call(group, sequence, &sides[1]) {
+        sides.swap(0, 1);
+    }
+    let [peer, rank] = [&sides[0], &sides[1]].map(|side| group.sequences.get(&side.ranks[0]));
+    let shift = find_shift(peer?, rank?, sequence, by);
     if by == MatchBy::CallSite && shift.is_none() {
         return None;
     }
-    let is_majority = sides[0].ranks.len() > sides[1].ranks.len();
     let field = find_difference(sides[0].entry, sides[1].entry).unwrap_or(SignatureField::Op);
     let at_fault = sides.iter().skip(usize::from(is_majority));
     let mut departure = Departure {
@@ -110,7 +99,7 @@ fn compare_position<'a>(group: &GroupSequences<'a>, sequence: u64, by: MatchBy) 
         created_ns: sides.iter().map(|side| side.entry.created_ns).min().unwrap_or(0),
     };
     match shift {
-        Some(kind) if is_majority => departure.kind = kind,
+        Some(shift) if is_majority => departure.kind = DepartureKind::Shifted(shift),
         None if is_majority => {}
         _ => decide_by_history(group, &mut departure, &sides, shift, by),
     }
@@ -133,58 +122,11 @@ fn split_position<'a>(group: &GroupSequences<'a>, sequence: u64, by: MatchBy) ->
     sides
 }
 
-/// Returns whether a rank skipped a collective or issued an extra one: its later collectives are then
-/// those of a peer, shifted by one.
-fn find_shift(
-    group: &GroupSequences<'_>,
-    sequence: u64,
-    peer: u32,
-    rank: u32,
-    by: MatchBy,
-) -> Option<DepartureKind> {
-    let (peer, rank) = (group.sequences.get(&peer)?, group.sequences.get(&rank)?);
-    let goes_on = |from_rank: u64, from_peer: u64| count_equal(rank, from_rank, peer, from_peer, by);
-    let next = sequence.saturating_add(1);
-    // Two stacks that differ in one place alone, such as a branch on the rank, are no shift.
-    let needed = if by == MatchBy::CallSite { 2 } else { 1 };
-    if by == MatchBy::CallSite && goes_on(next, next).is_none_or(|n| n > 0) {
-        return None;
-    }
-    // The same call in another size, after which the ranks go on in step, is no shift either.
-    let read_site = |s: &MemberSequence<'_>| s.calls.get(&sequence).map(|e| e.stack_hash).filter(|h| *h != 0);
-    if read_site(rank).is_some()
-        && read_site(rank) == read_site(peer)
-        && count_equal(rank, next, peer, next, MatchBy::CallSite).is_some_and(|n| n > 0)
-    {
-        return None;
-    }
-    if goes_on(sequence, next).is_some_and(|n| n >= needed) {
-        Some(DepartureKind::Skipped)
-    } else if goes_on(next, sequence).is_some_and(|n| n >= needed) {
-        Some(DepartureKind::Extra)
-    } else {
-        None
-    }
-}
-
-/// Returns how many of the next collectives of two ranks were compared and are all equal, or `Some(0)` if
-/// one differs, or `None` if there is nothing to compare.
-fn count_equal(
-    a: &MemberSequence<'_>,
-    from_a: u64,
-    b: &MemberSequence<'_>,
-    from_b: u64,
-    by: MatchBy,
-) -> Option<usize> {
-    let mut count = 0;
-    let pairs = a.calls.range(from_a..).zip(b.calls.range(from_b..)).take(LOOK_AHEAD);
-    for ((_, a), (_, b)) in pairs {
-        if !by.are_equal(a, b) {
-            return Some(0);
-        }
-        count += 1;
-    }
-    (count > 0).then_some(count)
+/// Returns whether a side issued the same collective from the same line just before.
+fn repeats_call(group: &GroupSequences<'_>, sequence: u64, side: &Side<'_>) -> bool {
+    let member = side.ranks.first().and_then(|rank| group.sequences.get(rank));
+    let before = member.and_then(|m| m.calls.range(..sequence).next_back());
+    before.is_some_and(|(_, e)| MatchBy::CallSite.are_equal(e, side.entry))
 }
 
 /// Decides between two sides of equal size by what the ranks did before: a collective that all ranks
@@ -193,27 +135,27 @@ fn decide_by_history(
     group: &GroupSequences<'_>,
     departure: &mut Departure<'_>,
     sides: &[Side<'_>],
-    shift: Option<DepartureKind>,
+    shift: Option<Shift>,
     by: MatchBy,
 ) {
     let seen_before: Vec<bool> =
         sides.iter().map(|side| was_issued_before(group, departure.sequence, side.entry, by)).collect();
-    // Which side issued the collective that the other lacks, if the rest is shifted by one.
-    let holder = match shift {
-        Some(DepartureKind::Skipped) => 0,
-        Some(DepartureKind::Extra) => 1,
-        _ => {
-            if sides.len() == 2 && seen_before[0] != seen_before[1] {
-                departure.ranks.clone_from(&sides[usize::from(seen_before[0])].ranks);
-                departure.decision = Some(Decision::History);
-            }
-            return;
+    let Some(shift) = shift else {
+        if sides.len() == 2 && seen_before[0] != seen_before[1] {
+            departure.ranks.clone_from(&sides[usize::from(seen_before[0])].ranks);
+            departure.decision = Some(Decision::History);
         }
+        return;
+    };
+    // Which side issued the collectives that the other lacks.
+    let holder = match shift.kind {
+        ShiftKind::Skipped => 0,
+        ShiftKind::Extra => 1,
     };
     let other = 1 - holder;
     let (kind, side) =
-        if seen_before[holder] { (DepartureKind::Skipped, other) } else { (DepartureKind::Extra, holder) };
-    departure.kind = kind;
+        if seen_before[holder] { (ShiftKind::Skipped, other) } else { (ShiftKind::Extra, holder) };
+    departure.kind = DepartureKind::Shifted(Shift { kind, ..shift });
     // A collective that nobody issued before may as well be new on all ranks but one, unless the other
     // side went on as in earlier rounds.
     if seen_before[holder] || seen_before[other] {

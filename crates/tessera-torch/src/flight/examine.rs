@@ -17,7 +17,7 @@ pub fn examine_dumps(dumps: &BTreeMap<u32, FlightDump>) -> FlightReport {
     let mut waits = Waits::from_hosts(&groups, &transfers);
     let members: BTreeSet<u32> = groups.iter().flat_map(|g| g.members.iter().copied()).collect();
     let missing: Vec<u32> = members.into_iter().filter(|r| !dumps.contains_key(r)).collect();
-    let moving = find_moving_ranks(dumps);
+    let moving = find_moving_ranks(dumps, &transfers);
     let mut findings = find_causes(dumps, &groups, &transfers, &waits, &moving);
     let mut notes = list_notes(dumps, &waits, &missing, &moving);
     if findings.is_empty() {
@@ -48,10 +48,15 @@ contents, and what a CUDA graph replays; dumps cannot show ranks that compute on
 /// Returns the ranks that made progress when they wrote their dumps: the watchdog had yet to take the newest
 /// completed collective off its list. It does so within a second, and a hang lasts longer. Dumps without
 /// any collective that was taken off come from a recorder that does not write this, and show nothing.
-fn find_moving_ranks(dumps: &BTreeMap<u32, FlightDump>) -> BTreeSet<u32> {
+fn find_moving_ranks(dumps: &BTreeMap<u32, FlightDump>, transfers: &Transfers<'_>) -> BTreeSet<u32> {
     let is_recorded = dumps.values().flat_map(|d| &d.entries).any(|e| e.retired);
-    let newest =
-        |d: &FlightDump| d.entries.iter().rfind(|e| e.state == EntryState::Completed).map(|e| e.retired);
+    // What an abort ended is no progress.
+    let newest = |d: &FlightDump| {
+        let mut latest = d.entries.iter().rev();
+        latest
+            .find(|e| e.state == EntryState::Completed && !transfers.is_aborted(d.rank, e.record_id))
+            .map(|e| e.retired)
+    };
     let moving = dumps.values().filter(|d| is_recorded && newest(d) == Some(false));
     moving.map(|d| d.rank).collect()
 }

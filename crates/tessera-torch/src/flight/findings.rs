@@ -8,9 +8,9 @@ use super::wait::Wait;
 named_enum! {
     /// How a rank departed from its peers.
     pub enum FaultKind {
-        /// The rank did not issue a collective that its peers issued.
+        /// The rank did not issue one or more collectives that its peers issued.
         Skipped = "skipped a collective",
-        /// The rank issued a collective that its peers did not issue.
+        /// The rank issued one or more collectives that its peers did not issue.
         Extra = "issued an extra collective",
         /// The rank issued another operation.
         OtherOp = "issued another op",
@@ -56,6 +56,8 @@ pub struct FlightFinding {
     pub group: String,
     /// Number of the collective in its group, from 1; `None` for a send, a receive or a cycle.
     pub sequence: Option<u64>,
+    /// How many collectives the ranks skipped or issued in excess, where the dumps show their number.
+    pub count: Option<usize>,
     /// What each side issued there.
     pub sides: Vec<CallSide>,
 }

@@ -82,10 +82,19 @@ impl FlightFinding {
     /// Returns the cause on one line, such as `rank 1: skipped a collective, at collective 7 of group 0`.
     #[must_use]
     pub fn summarise(&self) -> String {
-        let (ranks, kind) = (list_ranks(&self.ranks), self.kind.name());
+        let (ranks, kind, n) = (list_ranks(&self.ranks), self.kind.name(), self.count.unwrap_or(1));
         match (self.kind, self.sequence) {
             (FaultKind::WaitCycle, _) if self.ranks.len() > 1 => format!("{ranks} {kind}"),
             (FaultKind::WaitCycle, _) => format!("{ranks} issued collectives in an order of its own"),
+            (FaultKind::Skipped, Some(number)) if n > 1 => {
+                format!("{ranks}: skipped {n} collectives, from collective {number} of {} on", self.group)
+            }
+            (FaultKind::Extra, Some(number)) if n > 1 => {
+                format!(
+                    "{ranks}: issued {n} extra collectives, from collective {number} of {} on",
+                    self.group
+                )
+            }
             (_, Some(number)) => format!("{ranks}: {kind}, at collective {number} of {}", self.group),
             (_, None) => format!("{ranks}: {kind}, at a send or receive of {}", self.group),
         }
@@ -141,6 +150,7 @@ impl FlightFinding {
             "doubts": self.doubts,
             "group": self.group,
             "sequence": self.sequence,
+            "count": self.count,
             "sides": sides.collect::<Vec<_>>(),
             "next": self.next_step(),
         })

@@ -12,6 +12,22 @@ pub(super) enum SignatureField {
     Shape,
 }
 
+/// What two collectives must share to be the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MatchBy {
+    /// All recorded properties that the members of a group must share.
+    Signature,
+    /// These, and the stack of the call.
+    CallSite,
+}
+
+impl MatchBy {
+    pub(super) fn are_equal(self, a: &FlightEntry, b: &FlightEntry) -> bool {
+        let same_site = self == MatchBy::Signature || a.stack_hash == b.stack_hash;
+        same_site && find_difference(a, b).is_none()
+    }
+}
+
 /// Returns the first recorded property in which two collectives differ although all members must share it.
 pub(super) fn find_difference(a: &FlightEntry, b: &FlightEntry) -> Option<SignatureField> {
     // Most collectives are equal in every word.
