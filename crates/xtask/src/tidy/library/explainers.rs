@@ -48,7 +48,11 @@ pub(super) struct Explainer {
 /// Reads all explainers, ordered by number.
 pub(super) fn read_explainers(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Explainer> {
     let mut explainers = Vec::new();
-    let is_page = |path: &str| path.starts_with(EXPLAINERS) && path.ends_with(".md");
+    // The folder also has a page with questions to the explainers, whose name has no number.
+    let is_page = |path: &str| {
+        let name = path.strip_prefix(EXPLAINERS).unwrap_or_default();
+        name.starts_with(|c: char| c.is_ascii_digit()) && name.ends_with(".md")
+    };
     for file in tree.files.iter().filter(|f| is_page(&f.path)) {
         let Some((number, name)) = read_number(file, "explainer", found) else { continue };
         let mut read_list = |key: &str| match read_comment(&file.text, key) {
