@@ -5,7 +5,7 @@
 
 The bars are those that `tessera stream` drew into report.html. This script selects streams, brings several reports to one
 scale in time, cuts them to the first `--ms` milliseconds of the part that the report shows, and inlines the colours of
-the page. It draws no bar of its own.
+the page. It draws no bar of its own, and leaves out events that are too short to see.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def per_cent(node):
 
 def visible(node):
     """Whether a mark is wider than the least width, which the report gives to an event that is too short to see."""
-    bars = [bar for bar in node.iter("rect")]
+    bars = list(node.iter("rect"))
     return not bars or any(bar.get("width") != "0.05%" for bar in bars)
 
 
