@@ -257,15 +257,33 @@ impl Library {
         self.cards.iter().find_map(|card| Some((card, card.claims.iter().find(|c| c.id == id)?)))
     }
 
-    /// Iterates over the explainers that name one of some rules.
-    pub fn explainers_of_rules<'a>(&'a self, rules: &'a [&'a str]) -> impl Iterator<Item = &'a Explainer> {
-        self.explainers.iter().filter(move |e| e.rules.iter().any(|r| rules.contains(&r.as_str())))
+    /// Returns the explainers that name some rules, the one with most of them first.
+    #[must_use]
+    pub fn explainers_of_rules(&self, rules: &[&str]) -> Vec<&Explainer> {
+        sort_by_shared(&self.explainers, |e| &e.rules, rules)
     }
 
-    /// Iterates over the topics that hold one of some rules.
-    pub fn topics_of_rules<'a>(&'a self, rules: &'a [&'a str]) -> impl Iterator<Item = &'a Topic> {
-        self.topics.iter().filter(move |t| t.rules.iter().any(|r| rules.contains(&r.as_str())))
+    /// Returns the topics that hold some rules, the one with most of them first.
+    #[must_use]
+    pub fn topics_of_rules(&self, rules: &[&str]) -> Vec<&Topic> {
+        sort_by_shared(&self.topics, |t| &t.rules, rules)
     }
+}
+
+/// Maximum number of explainers or topics to read on.
+const MAX_READING: usize = 4;
+
+/// Returns the items that share a rule with some rules, the one that shares most first.
+fn sort_by_shared<'a, T>(
+    items: &'a [T],
+    rules_of: impl Fn(&T) -> &Vec<String>,
+    rules: &[&str],
+) -> Vec<&'a T> {
+    let shared = |item: &T| rules_of(item).iter().filter(|r| rules.contains(&r.as_str())).count();
+    let mut found: Vec<(usize, &T)> = items.iter().map(|item| (shared(item), item)).collect();
+    found.retain(|(count, _)| *count > 0);
+    found.sort_by_key(|(count, _)| std::cmp::Reverse(*count));
+    found.into_iter().take(MAX_READING).map(|(_, item)| item).collect()
 }
 
 #[cfg(test)]

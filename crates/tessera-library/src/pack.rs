@@ -149,27 +149,34 @@ impl<'a> Contents<'a> {
         let Section { page, number } = section;
         let prefix = &self.prefixes[page.path];
         let mut out = format!("\n<a id=\"{prefix}\"></a>\n\n### {number} {}\n", page.title());
+        // A link may continue on the next line, so the lines between two headings are one text.
+        let mut prose = String::new();
         let mut is_code = false;
         for line in page.text.lines().skip(1) {
-            is_code ^= line.trim_start().starts_with("```");
-            match heading_of(line) {
-                Some((level, heading)) if !is_code => {
+            let is_fence = line.trim_start().starts_with("```");
+            let heading = heading_of(line).filter(|_| !is_code);
+            if is_fence || is_code || heading.is_some() {
+                out += &self.rewrite_links(page.path, &std::mem::take(&mut prose));
+            }
+            is_code ^= is_fence;
+            match heading {
+                Some((level, heading)) => {
                     let anchor = heading_anchor(heading);
                     let marks = "#".repeat((level + 2).min(6));
                     out += &format!("<a id=\"{prefix}-{anchor}\"></a>\n\n{marks} {heading}\n");
                 }
-                _ if line.starts_with("<!--") => {}
-                _ if is_code => out += &format!("{line}\n"),
-                _ => out += &format!("{}\n", self.rewrite_links(page.path, line)),
+                None if is_code || is_fence => out += &format!("{line}\n"),
+                None if line.starts_with("<!--") => {}
+                None => prose += &format!("{line}\n"),
             }
         }
-        out
+        out + &self.rewrite_links(page.path, &prose)
     }
 
-    /// Points the links of a line into the pack. Other links become their text, an address in parentheses
+    /// Points the links of a text into the pack. Other links become their text, an address in parentheses
     /// behind it; a picture becomes its description.
-    fn rewrite_links(&self, page: &str, line: &str) -> String {
-        let (mut out, mut rest) = (String::new(), line);
+    fn rewrite_links(&self, page: &str, text: &str) -> String {
+        let (mut out, mut rest) = (String::new(), text);
         while let Some((before, link)) = rest.split_once('[') {
             let parts = link.split_once("](").and_then(|(text, end)| Some((text, end.split_once(')')?)));
             let Some((text, (address, after))) = parts.filter(|(text, _)| !text.contains('[')) else {

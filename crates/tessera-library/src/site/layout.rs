@@ -8,7 +8,7 @@ use tessera_base::Code;
 use super::markdown::Rendered;
 use super::references::References;
 use crate::data::Library;
-use crate::link::relative_link;
+use crate::link::{heading_anchor, relative_link};
 use crate::page::Page;
 
 const SITE_STYLE: &str = include_str!("site.css");
@@ -30,7 +30,7 @@ pub(super) fn render_page(
 ) -> String {
     let sections = contents.headings.len();
     let body = html! {
-        h1 { (page.title()) }
+        h1 id=(heading_anchor(page.title())) { (page.title()) }
         @if let Some(position) = describe_place(page, library) { p.note { (position) } }
         @if sections > 6 {
             details.contents {
@@ -83,8 +83,8 @@ pub(super) fn render_code_page(
                 h2 { "Drills" }
                 ul { @for d in &drills { li { a href=(link(&d.id)) { code { (d.id) } } " " (d.fault) } } }
             }
-            @let explainers: Vec<_> = library.explainers_of_rules(&ids).collect();
-            @let topics: Vec<_> = library.topics_of_rules(&ids).collect();
+            @let explainers = library.explainers_of_rules(&ids);
+            @let topics = library.topics_of_rules(&ids);
             @if !explainers.is_empty() || !topics.is_empty() {
                 h2 { "Read on" }
                 ul {

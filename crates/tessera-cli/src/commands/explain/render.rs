@@ -205,8 +205,8 @@ impl Sources<'_> {
     /// Renders where to read on about some rules: explainers, topics and cards.
     fn render_reading(&self, rules: &[&str]) -> String {
         let explainers: Vec<&str> =
-            self.library.explainers_of_rules(rules).map(|e| e.name.as_str()).collect();
-        let topics: Vec<&str> = self.library.topics_of_rules(rules).map(|t| t.name.as_str()).collect();
+            self.library.explainers_of_rules(rules).iter().map(|e| e.name.as_str()).collect();
+        let topics: Vec<&str> = self.library.topics_of_rules(rules).iter().map(|t| t.name.as_str()).collect();
         let claims =
             self.library.rules.iter().filter(|r| rules.contains(&r.id.as_str())).flat_map(|r| &r.claims);
         let mut cards: Vec<&str> =
