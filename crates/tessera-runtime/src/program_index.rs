@@ -100,7 +100,7 @@ pub struct InputSpec {
 /// The inputs that a program needs and the collectives that every run of it must report.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ProgramInfo {
-    /// Collectives that each rank issues.
+    /// Collectives of all ranks of the mesh together, which each run of the program must report.
     pub collectives: u64,
     /// Digest of the program's collectives, which each run of the program must report.
     pub trace: Digest,
@@ -115,7 +115,7 @@ pub struct ProgramInfo {
 pub struct ExpectedTotals {
     /// Number of phases that are generator forwards: denoise, clean and recompute.
     pub generator_calls: u32,
-    /// Number of collectives that each rank issues during the call, over all phases.
+    /// Number of collectives of all ranks of the mesh together during the call, over all phases.
     pub collectives: u64,
     /// Digest of the phases' trace digests, in execution order.
     pub trace: Digest,

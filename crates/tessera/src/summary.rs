@@ -118,7 +118,8 @@ pub struct CallSummary {
     pub phases: Vec<String>,
     /// Collectives that the busiest ranks issue, summed over all phases.
     pub collectives: u64,
-    /// Bytes that all ranks together send over links.
+    /// Bytes of the collectives' operands on all ranks together. How much of them travels depends on the
+    /// algorithm: of an all-to-all over two ranks, half.
     pub bytes: u64,
     /// Floating-point operations of the busiest ranks, over all phases.
     pub flops: u64,

@@ -154,7 +154,7 @@ fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
         facts.push((
             "chunk",
             format!(
-                "{} phases, {} and {} collectives on the busiest ranks, {} over links from all ranks ({})",
+                "{} phases, {} and {} collectives on the busiest ranks, operands of {} on all ranks ({})",
                 call.phases.len(),
                 Flops(call.flops),
                 call.collectives,
@@ -171,7 +171,7 @@ fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
     let mut out = format!("plan of {}, verified\n{}", s.model, format_pairs(facts));
     out += "\nranks and their memory\n";
     out += &ranks_table(&s.ranks);
-    out += "\nphases: FLOPs of the busiest rank; bytes that the busiest rank and all ranks send over links\n";
+    out += "\nphases: FLOPs of the busiest rank; bytes of the operands of collectives, on the busiest rank and on all ranks\n";
     out += &phases_table(&s.phases);
     out
 }
