@@ -81,7 +81,7 @@ pub fn refuse_existing(target: &Path) -> Result<(), Diagnostic> {
 
 fn existing_output(target: &Path) -> Diagnostic {
     Diagnostic::error(&T0013, format!("{} already exists", target.display()))
-        .with_hint("name another folder with --out, or move this one away")
+        .with_hint("name another folder, or move this one away")
 }
 
 /// An output folder that this process created empty, so that no other process takes its name.
