@@ -50,18 +50,26 @@ pub(super) fn find_departure<'a>(group: &GroupSequences<'a>) -> Option<Departure
     let mut positions: Vec<u64> = group.sequences.values().flat_map(|s| s.calls.keys().copied()).collect();
     positions.sort_unstable();
     positions.dedup();
-    let first = |by| positions.iter().find_map(|sequence| compare_position(group, *sequence, by));
-    let by_signature = first(MatchBy::Signature);
+    let by_signature =
+        positions.iter().find_map(|sequence| compare_position(group, *sequence, MatchBy::Signature));
     // Collectives of equal signature that are out of step differ in their call sites alone. A run that
     // does not wait has no reason to be examined so closely.
     let waits =
         group.sequences.values().flat_map(|s| s.calls.values()).any(|e| e.state != EntryState::Completed);
-    let by_call_site = if waits { first(MatchBy::CallSite) } else { None };
-    match (by_signature, by_call_site) {
-        (Some(signature), Some(site)) if site.sequence < signature.sequence => Some(site),
-        (None, Some(site)) => Some(site),
-        (signature, _) => signature,
-    }
+    // Before the first difference all signatures are equal, so the hashes of the call sites decide.
+    let end = by_signature.as_ref().map_or(u64::MAX, |d| d.sequence);
+    let mut before = positions.iter().take_while(|sequence| waits && **sequence < end);
+    let by_call_site = before.find_map(|sequence| {
+        let is_candidate = has_several_sites(group, *sequence);
+        is_candidate.then(|| compare_position(group, *sequence, MatchBy::CallSite)).flatten()
+    });
+    by_call_site.or(by_signature)
+}
+
+/// Returns whether members issued their collectives of a position from different call sites.
+fn has_several_sites(group: &GroupSequences<'_>, sequence: u64) -> bool {
+    let mut sites = group.sequences.values().filter_map(|s| Some(s.calls.get(&sequence)?.stack_hash));
+    sites.next().is_some_and(|first| sites.any(|site| site != first))
 }
 
 /// Ranks that issued the same collective at a position.

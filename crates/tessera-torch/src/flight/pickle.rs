@@ -74,7 +74,7 @@ impl PickleValue {
     pub(crate) fn get(&self, key: &str) -> Option<PickleValue> {
         let PickleValue::Dict(d) = self else { return None };
         let pairs = d.pairs.borrow();
-        pairs.iter().find(|(k, _)| k.as_text().as_deref() == Some(key)).map(|(_, v)| v.clone())
+        pairs.iter().find(|(k, _)| k.is_text(key)).map(|(_, v)| v.clone())
     }
 
     /// Returns the keys and values, if this is a dict.
@@ -90,6 +90,16 @@ impl PickleValue {
         }
     }
 
+    /// Returns whether this is a dict without keys.
+    fn is_empty_dict(&self) -> bool {
+        matches!(self, PickleValue::Dict(d) if d.pairs.borrow().is_empty())
+    }
+
+    #[inline]
+    fn is_text(&self, text: &str) -> bool {
+        matches!(self, PickleValue::Text(t) if **t == *text)
+    }
+
     pub(crate) fn as_text(&self) -> Option<Rc<str>> {
         if let PickleValue::Text(t) = self { Some(t.clone()) } else { None }
     }
@@ -102,6 +112,7 @@ impl PickleValue {
         if let PickleValue::Bool(b) = self { Some(*b) } else { None }
     }
 
+    #[inline]
     fn extent(&self) -> Option<&Extent> {
         match self {
             PickleValue::List(l) | PickleValue::Tuple(l) => Some(&l.extent),
@@ -110,11 +121,13 @@ impl PickleValue {
         }
     }
 
+    #[inline]
     fn depth(&self) -> u32 {
         self.extent().map_or(0, |e| e.inner_depth.get() + 1)
     }
 
     /// Returns the bytes of the value and of all within it, each as often as it occurs.
+    #[inline]
     fn count_bytes(&self) -> u64 {
         let text = if let PickleValue::Text(t) = self { t.len() as u64 } else { 0 };
         VALUE_BYTES + text + self.extent().map_or(0, |e| e.bytes.get())
@@ -162,7 +175,7 @@ pub(crate) fn read_pickle<R: BufRead>(
         reader,
         byte: 0,
         stack: Vec::new(),
-        memo: HashMap::new(),
+        memo: Memo::default(),
         memo_bytes: 0,
         recalled_bytes: 0,
     };
@@ -197,11 +210,41 @@ pub(crate) fn read_pickle<R: BufRead>(
     }
 }
 
+/// The values that the file asks to remember, by index. Writers count indices from 0, and a lookup in a
+/// list costs a tenth of one in a map; an index that leaves a gap goes to the map.
+#[derive(Default)]
+struct Memo {
+    dense: Vec<PickleValue>,
+    sparse: HashMap<u32, PickleValue>,
+}
+
+impl Memo {
+    fn len(&self) -> usize {
+        self.dense.len() + self.sparse.len()
+    }
+
+    #[inline]
+    fn get(&self, index: u32) -> Option<&PickleValue> {
+        self.dense.get(index as usize).or_else(|| self.sparse.get(&index))
+    }
+
+    fn insert(&mut self, index: u32, value: PickleValue) {
+        let at = index as usize;
+        if let Some(known) = self.dense.get_mut(at) {
+            *known = value;
+        } else if at == self.dense.len() && !self.sparse.contains_key(&index) {
+            self.dense.push(value);
+        } else {
+            self.sparse.insert(index, value);
+        }
+    }
+}
+
 struct Machine<R> {
     reader: R,
     byte: u64,
     stack: Vec<StackItem>,
-    memo: HashMap<u32, PickleValue>,
+    memo: Memo,
     memo_bytes: u64,
     recalled_bytes: u64,
 }
@@ -217,6 +260,8 @@ impl<R: BufRead> Machine<R> {
     /// and its mark, other keys and values, the key and its list, the list's mark, and the item.
     fn pop_streamed(&mut self, streamed: &str) -> Option<PickleValue> {
         use StackItem::{Mark, Value};
+        // Most opcodes end here, and this runs once per opcode.
+        let [.., Mark, Value(PickleValue::Dict(_))] = &self.stack[..] else { return None };
         let [
             Value(PickleValue::Dict(_)),
             Mark,
@@ -232,12 +277,12 @@ impl<R: BufRead> Machine<R> {
         if before.len() > MAX_HEADER || before.iter().any(|item| matches!(item, Mark)) {
             return None;
         }
-        if key.as_text().as_deref() != Some(streamed) || !matches!(item, PickleValue::Dict(_)) {
+        if !key.is_text(streamed) {
             return None;
         }
         // An entry under construction has its own mark above it, so this one is complete; an empty
         // dict is the start of one.
-        if item.pairs().is_empty() {
+        if item.is_empty_dict() {
             return None;
         }
         match self.stack.pop() {
@@ -251,7 +296,7 @@ impl<R: BufRead> Machine<R> {
         use StackItem::{Mark, Value};
         match &self.stack[..] {
             [Value(PickleValue::Dict(_)), Mark, before @ .., Value(key), Value(PickleValue::List(list))]
-                if key.as_text().as_deref() == Some(streamed)
+                if key.is_text(streamed)
                     && before.len() <= MAX_HEADER
                     && !before.iter().any(|item| matches!(item, Mark)) =>
             {
@@ -376,10 +421,12 @@ impl<R: BufRead> Machine<R> {
         };
         let dict = dict.clone();
         self.grow(&dict.extent, &items)?;
+        let mut pairs = dict.pairs.borrow_mut();
+        pairs.reserve(items.len() / 2);
         let mut items = items.into_iter();
         while let Some(key) = items.next() {
             let Some(value) = items.next() else { return malformed("a key without a value") };
-            dict.pairs.borrow_mut().push((key, value));
+            pairs.push((key, value));
         }
         Ok(())
     }
@@ -448,7 +495,7 @@ impl<R: BufRead> Machine<R> {
     }
 
     fn recall(&mut self, index: u32) -> Step<PickleValue> {
-        let Some(value) = self.memo.get(&index).cloned() else {
+        let Some(value) = self.memo.get(index).cloned() else {
             return malformed(format!("no memo {index}"));
         };
         if let Some(extent) = value.extent() {
@@ -502,7 +549,17 @@ impl<R: BufRead> Machine<R> {
         }
     }
 
+    #[inline]
     fn read_bytes<const N: usize>(&mut self) -> Step<[u8; N]> {
+        // Nearly always the buffer holds them, and a copy of known length takes no call.
+        if let Ok(buffer) = self.reader.fill_buf()
+            && let Some(bytes) = buffer.first_chunk::<N>()
+        {
+            let bytes = *bytes;
+            self.reader.consume(N);
+            self.byte += N as u64;
+            return Ok(bytes);
+        }
         let mut bytes = [0u8; N];
         self.read_into(&mut bytes)?;
         Ok(bytes)
