@@ -56,7 +56,7 @@ fn assert_executed_drills_are_those_of_the_back_map(lines: &str) {
             );
         }
         assert!(
-            !drill.rules.is_empty() && drill.rules.iter().all(|r| library.rule(r).is_some()),
+            !drill.rules.is_empty() && drill.rules.iter().all(|r| library.find_rule(r).is_some()),
             "{}",
             drill.id
         );

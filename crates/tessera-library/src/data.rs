@@ -18,17 +18,11 @@ pub struct Library {
     /// Problems as a person sees them.
     pub symptoms: Vec<Symptom>,
     /// Topics 01 to 24, ordered by number.
-    #[serde(default)]
     pub topics: Vec<Topic>,
     /// Explainers, ordered by number.
-    #[serde(default)]
     pub explainers: Vec<Explainer>,
     /// Cards of outside sources, ordered by name.
-    #[serde(default)]
     pub cards: Vec<Card>,
-    /// The seven questions of the manual.
-    #[serde(default)]
-    pub questions: Vec<SevenQuestion>,
 }
 
 /// A rule of a page.
@@ -47,13 +41,10 @@ pub struct Rule {
     /// Drills that break the rule on purpose.
     pub drills: Vec<String>,
     /// Claims of cards that give the reason, such as `nccl-3`.
-    #[serde(default)]
     pub claims: Vec<String>,
     /// Numbers of the topics that the rule belongs to.
-    #[serde(default)]
     pub topics: Vec<String>,
     /// Numbers of the explainers that name the rule.
-    #[serde(default)]
     pub explainers: Vec<String>,
 }
 
@@ -113,8 +104,6 @@ pub struct Topic {
     pub title: String,
     /// Path of the page in the repository.
     pub page: String,
-    /// `stub`, `draft` or `ready`.
-    pub status: String,
     /// Ids of the rules of the topic.
     pub rules: Vec<String>,
     /// Claims of cards that the topic cites.
@@ -132,8 +121,6 @@ pub struct Explainer {
     pub title: String,
     /// Path of the page in the repository.
     pub page: String,
-    /// `stub`, `draft` or `ready`.
-    pub status: String,
     /// Numbers of the topics to read on.
     pub topics: Vec<String>,
     /// Names of the cards to read on.
@@ -153,8 +140,6 @@ pub struct Card {
     pub title: String,
     /// Path of the page in the repository.
     pub page: String,
-    /// `stub`, `draft` or `ready`.
-    pub status: String,
     /// Address of the source.
     pub source: String,
     /// Version, commit or date of the source.
@@ -189,21 +174,6 @@ pub struct User {
     pub id: String,
 }
 
-/// One of the seven questions of the manual.
-#[derive(Debug, Deserialize)]
-pub struct SevenQuestion {
-    /// `Q1` to `Q7`.
-    pub id: String,
-    /// The question.
-    pub question: String,
-    /// The short answer.
-    pub answer: String,
-    /// Drills that show the answer.
-    pub drills: Vec<String>,
-    /// Names of the pages with the full answer.
-    pub pages: Vec<String>,
-}
-
 impl Library {
     /// Reads the data of this build.
     ///
@@ -216,8 +186,7 @@ impl Library {
         let rules = library.rules.iter_mut().map(|r| &mut r.text);
         let symptoms = library.symptoms.iter_mut().flat_map(|s| [&mut s.what, &mut s.first]);
         let claims = library.cards.iter_mut().flat_map(|c| &mut c.claims).map(|c| &mut c.text);
-        let answers = library.questions.iter_mut().flat_map(|q| [&mut q.question, &mut q.answer]);
-        let texts = rules.chain(symptoms).chain(claims).chain(answers);
+        let texts = rules.chain(symptoms).chain(claims);
         texts.for_each(|text| *text = strip_markup(text));
         Ok(library)
     }
@@ -241,19 +210,19 @@ impl Library {
 
     /// Returns the rule with this id.
     #[must_use]
-    pub fn rule(&self, id: &str) -> Option<&Rule> {
+    pub fn find_rule(&self, id: &str) -> Option<&Rule> {
         self.rules.iter().find(|r| r.id == id)
     }
 
     /// Returns the drill with this name.
     #[must_use]
-    pub fn drill(&self, id: &str) -> Option<&Drill> {
+    pub fn find_drill(&self, id: &str) -> Option<&Drill> {
         self.drills.iter().find(|d| d.id == id)
     }
 
     /// Returns a claim and its card.
     #[must_use]
-    pub fn claim(&self, id: &str) -> Option<(&Card, &Claim)> {
+    pub fn find_claim(&self, id: &str) -> Option<(&Card, &Claim)> {
         self.cards.iter().find_map(|card| Some((card, card.claims.iter().find(|c| c.id == id)?)))
     }
 
@@ -289,12 +258,12 @@ fn sort_by_shared<'a, T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page::find_page;
+    use crate::page::Page;
 
     #[test]
     fn every_page_that_the_data_name_is_embedded() {
         let library = Library::read().unwrap();
-        let is_embedded = |name: &String| find_page(name).is_some();
+        let is_embedded = |name: &String| Page::from_name(name).is_some();
         assert!(library.rules.iter().map(|r| &r.page).all(is_embedded));
         assert!(library.drills.iter().map(|d| &d.page).all(is_embedded));
         assert!(library.symptoms.iter().flat_map(|s| &s.pages).all(is_embedded));

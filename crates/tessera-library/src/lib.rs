@@ -16,7 +16,7 @@ mod pack;
 mod page;
 mod site;
 
-pub use data::{Card, Claim, Drill, Explainer, Library, Rule, SevenQuestion, Symptom, Topic, User};
-pub use pack::{Pack, packs};
-pub use page::{Page, pages, strip_markup};
+pub use data::{Card, Claim, Drill, Explainer, Library, Rule, Symptom, Topic, User};
+pub use pack::{Pack, read_packs};
+pub use page::{Page, all_pages, strip_markup};
 pub use site::{SiteFile, render_site};

@@ -50,7 +50,7 @@ struct Ask {
 /// # Errors
 /// Returns a text that names the file and the place if a pack is not valid, which a test of this crate
 /// excludes for the embedded ones.
-pub fn packs() -> Result<Vec<Pack>, String> {
+pub fn read_packs() -> Result<Vec<Pack>, String> {
     PACKS
         .iter()
         .map(|(path, text)| {
@@ -96,7 +96,7 @@ impl Pack {
         let mut sections = Vec::new();
         for (group, letter) in self.group.iter().zip('A'..) {
             for (path, number) in group.pages.iter().zip(1..) {
-                let page = Page::at(path).ok_or(format!("{}: there is no page {path}", self.name))?;
+                let page = Page::from_path(path).ok_or(format!("{}: there is no page {path}", self.name))?;
                 sections.push(Section { page, number: format!("{letter}.{number}") });
             }
         }
@@ -132,8 +132,9 @@ impl<'a> Contents<'a> {
     fn new(sections: &'a [Section]) -> Contents<'a> {
         let prefix = |s: &Section| format!("p-{}", s.number.replace('.', "").to_lowercase());
         let prefixes = sections.iter().map(|s| (s.page.path, prefix(s))).collect();
-        let of_page =
-            |s: &'a Section| headings(s.page.text).map(|(_, heading)| (s.page.path, heading_anchor(heading)));
+        let of_page = |s: &'a Section| {
+            list_headings(s.page.text).map(|(_, heading)| (s.page.path, heading_anchor(heading)))
+        };
         Contents { prefixes, headings: sections.iter().flat_map(of_page).collect() }
     }
 
@@ -202,7 +203,7 @@ impl<'a> Contents<'a> {
 }
 
 /// Iterates over the headings of a page below its title, with their level.
-fn headings(text: &str) -> impl Iterator<Item = (usize, &str)> {
+fn list_headings(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut is_code = false;
     text.lines().skip(1).filter_map(move |line| {
         is_code ^= line.trim_start().starts_with("```");
@@ -221,7 +222,7 @@ mod tests {
     use super::*;
 
     fn find_pack(name: &str) -> Pack {
-        packs().unwrap().into_iter().find(|p| p.name == name).unwrap()
+        read_packs().unwrap().into_iter().find(|p| p.name == name).unwrap()
     }
 
     #[test]

@@ -12,28 +12,23 @@ pub struct Page {
 }
 
 /// Returns all pages, ordered by path.
-pub fn pages() -> impl Iterator<Item = Page> {
+pub fn all_pages() -> impl Iterator<Item = Page> {
     PAGES.iter().map(|(path, text)| Page { path, text })
-}
-
-/// Returns the page of the manual, or else the page of any folder, with this name.
-pub(crate) fn find_page(name: &str) -> Option<Page> {
-    let mut named: Vec<Page> = pages().filter(|p| p.name() == name).collect();
-    named.sort_by_key(|p| !p.path.starts_with("docs/manual/"));
-    named.first().copied()
 }
 
 impl Page {
     /// Returns the page with this name. A page of the manual comes before a page of another folder.
     #[must_use]
-    pub fn find(name: &str) -> Option<Page> {
-        find_page(name)
+    pub fn from_name(name: &str) -> Option<Page> {
+        let mut named: Vec<Page> = all_pages().filter(|p| p.name() == name).collect();
+        named.sort_by_key(|p| !p.path.starts_with("docs/manual/"));
+        named.first().copied()
     }
 
     /// Returns the page with this path.
     #[must_use]
-    pub fn at(path: &str) -> Option<Page> {
-        pages().find(|p| p.path == path)
+    pub fn from_path(path: &str) -> Option<Page> {
+        all_pages().find(|p| p.path == path)
     }
 
     /// Returns the name of the file, without its extension and without the number of a topic.
@@ -131,8 +126,8 @@ mod tests {
 
     #[test]
     fn a_page_is_found_by_its_name() {
-        assert_eq!(Page::find("kv").map(|p| p.path), Some("docs/manual/kv.md"));
-        assert_eq!(Page::find("vocabulary").map(|p| p.path), Some("docs/design/0015-vocabulary.md"));
-        assert!(Page::find("kv").is_some_and(|p| p.opening().split_whitespace().count() > 20));
+        assert_eq!(Page::from_name("kv").map(|p| p.path), Some("docs/manual/kv.md"));
+        assert_eq!(Page::from_name("vocabulary").map(|p| p.path), Some("docs/design/0015-vocabulary.md"));
+        assert!(Page::from_name("kv").is_some_and(|p| p.opening().split_whitespace().count() > 20));
     }
 }

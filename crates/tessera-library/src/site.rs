@@ -11,7 +11,7 @@ use tessera_base::Code;
 
 use crate::data::Library;
 use crate::embedded::PICTURES;
-use crate::page::{Page, pages};
+use crate::page::{Page, all_pages};
 use layout::{BackLink, render_code_page, render_page};
 use markdown::render_markdown;
 use references::References;
@@ -34,7 +34,7 @@ pub fn render_site(library: &Library, codes: &[(&Code, &str)]) -> Vec<SiteFile> 
         .map(|(path, bytes)| SiteFile { path: site_path(path), bytes: bytes.to_vec() })
         .collect();
     let rendered: Vec<(Page, markdown::Rendered)> =
-        pages().map(|page| (page, render_markdown(page, &references))).collect();
+        all_pages().map(|page| (page, render_markdown(page, &references))).collect();
     let back_links = collect_back_links(&rendered, library, codes);
     let none = BTreeSet::new();
     for (page, contents) in &rendered {
@@ -63,7 +63,8 @@ fn site_path(path: &str) -> String {
     path.strip_suffix(".md").map_or(path.to_string(), |stem| format!("{stem}.html"))
 }
 
-/// Returns for each page the pages that link to it. A code leads to the pages of its rules and drills.
+/// Returns for each page the pages that link to it. The page of a code counts as a link to the manual page
+/// on which the code stands.
 fn collect_back_links(
     rendered: &[(Page, markdown::Rendered)],
     library: &Library,
@@ -80,7 +81,7 @@ fn collect_back_links(
     for (code, _) in codes {
         let from =
             BackLink { title: format!("{}: {}", code.id, code.title), path: references::code_path(code.id) };
-        if let Some(page) = library.page_of_code(code.id).and_then(Page::find) {
+        if let Some(page) = library.page_of_code(code.id).and_then(Page::from_name) {
             back_links.entry(site_path(page.path)).or_default().insert(from.clone());
         }
     }

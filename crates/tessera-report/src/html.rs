@@ -13,7 +13,7 @@ pub use estimate::{
     AdviceTable, EstimatePage, EstimateVerdict, FailureModeAdvice, MAX_MAPPINGS, PlanGate, TimelineChart,
     render_estimate,
 };
-pub use layout::{HeadlineNumber, STYLE};
+pub use layout::{HeadlineNumber, render_html_page};
 pub use plan::{CollectiveTotalsRow, MAX_TEXT_BYTES, PlanView, ProgramView, RoleMemoryRow};
 
 use maud::{Markup, html};

@@ -273,9 +273,13 @@ fn refused_strangers_are_reported_in_one_line_per_kind_and_a_count() {
     let text = |d: &Diagnostic| format!("{} {}", d.message, d.labels[0].message);
     let texts: Vec<String> = notes.iter().map(text).collect();
     assert!(notes.iter().all(|d| d.code.id == "T0756") && notes.len() <= 4, "{texts:?}");
+    // Rank 0 does not wait for handshakes that are still ending when the last rank has joined.
     for reason in ["proof is invalid", "closed the connection"] {
-        let counted = texts.iter().any(|t| t.starts_with("29 more processes") && t.contains(reason));
-        assert!(counted, "{reason}: {texts:?}");
+        let count = texts.iter().filter(|t| t.contains(reason)).find_map(|t| {
+            let (count, _) = t.split_once(" more processes")?;
+            count.parse().ok()
+        });
+        assert!(count.is_some_and(|c: u32| (20..=29).contains(&c)), "{reason}: {texts:?}");
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use tessera::files::StagedFolder;
 use tessera_base::{Code, Diagnostic, Registry};
-use tessera_library::{Library, packs, render_site};
+use tessera_library::{Library, read_packs, render_site};
 
 use crate::codes::T0032;
 use crate::output::{CliError, CliResult, OutputFormat, format_pairs, full_registry, write_stdout};
@@ -103,7 +103,7 @@ fn write_site(folder: &Path) -> Result<String, Diagnostic> {
 /// Returns T0032 with the known names if there is no such pack.
 fn render_pack(name: &str) -> Result<String, Diagnostic> {
     let unknown = |text: String| Diagnostic::error(&T0032, text);
-    let packs = packs().map_err(unknown)?;
+    let packs = read_packs().map_err(unknown)?;
     let names: Vec<&str> = packs.iter().map(|p| p.name.as_str()).collect();
     match packs.iter().find(|p| p.name == name) {
         Some(pack) => pack.render().map_err(unknown),

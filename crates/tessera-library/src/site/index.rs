@@ -11,7 +11,7 @@ use super::markdown::Rendered;
 use super::references::{References, code_path};
 use super::site_path;
 use crate::data::Library;
-use crate::page::{Page, pages};
+use crate::page::{Page, all_pages};
 
 const SEARCH: &str = include_str!("search.js");
 /// Maximum length of the text of an entry that the search looks into.
@@ -154,7 +154,7 @@ fn areas<'a>(codes: &[(&Code, &'a str)]) -> Vec<&'a str> {
 
 /// Lists the pages of a folder, its README first.
 fn list_folder(folder: &'static str) -> impl Iterator<Item = (String, String)> {
-    let mut found: Vec<Page> = pages().filter(|p| p.path.starts_with(folder)).collect();
+    let mut found: Vec<Page> = all_pages().filter(|p| p.path.starts_with(folder)).collect();
     found.sort_by_key(|p| !p.path.ends_with("README.md"));
     found.into_iter().map(|p| (site_path(p.path), p.title().to_string()))
 }

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use maud::{DOCTYPE, Markup, PreEscaped, html};
+use maud::{Markup, PreEscaped, html};
 use tessera_base::Code;
+use tessera_report::html::render_html_page;
 
 use super::markdown::Rendered;
 use super::references::References;
@@ -133,34 +134,23 @@ pub(super) fn render_document(
     back_links: &BTreeSet<BackLink>,
 ) -> String {
     let index = relative_link(path, "index.html");
-    let document = html! {
-        (DOCTYPE)
-        html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width,initial-scale=1";
-                title { (title) " · Tessera library" }
-                style { (PreEscaped(tessera_report::html::STYLE)) (PreEscaped(SITE_STYLE)) }
-            }
-            body {
-                main {
-                    nav {
-                        a href=(index) { "Tessera library" }
-                        @if path != "index.html" { form action=(index) role="search" {
-                            input type="search" name="q" aria-label="Search" placeholder="code, drill, rule, symptom";
-                        } }
-                    }
-                    (body)
-                    @if !back_links.is_empty() {
-                        section.back {
-                            h2 { "Linked from" }
-                            ul { @for b in back_links { li { a href=(relative_link(path, &b.path)) { (b.title) } } } }
-                        }
-                    }
-                    footer { "Written by " code { "tessera explain --html" } " of version " (env!("CARGO_PKG_VERSION")) }
+    let main = html! {
+        nav {
+            a href=(index) { "Tessera library" }
+            @if path != "index.html" {
+                form action=(index) role="search" {
+                    input type="search" name="q" aria-label="Search" placeholder="code, drill, rule, symptom";
                 }
             }
         }
+        (body)
+        @if !back_links.is_empty() {
+            section.back {
+                h2 { "Linked from" }
+                ul { @for b in back_links { li { a href=(relative_link(path, &b.path)) { (b.title) } } } }
+            }
+        }
+        footer { "Written by " code { "tessera explain --html" } " of version " (env!("CARGO_PKG_VERSION")) }
     };
-    document.into_string()
+    render_html_page(&format!("{title} · Tessera library"), SITE_STYLE, &main)
 }

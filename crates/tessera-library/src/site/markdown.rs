@@ -69,7 +69,7 @@ impl Renderer<'_> {
             Event::Start(Tag::Heading { level, .. }) => {
                 self.plain_depth += 1;
                 let text = heading_text(events);
-                let anchor = heading_anchor(&text);
+                let anchor = self.make_anchor(&text);
                 out.push(Event::InlineHtml(format!("<{level} id=\"{anchor}\">").into()));
                 self.rendered.headings.push((text, anchor));
                 return 1;
@@ -118,6 +118,16 @@ impl Renderer<'_> {
         1
     }
 
+    /// Returns the anchor of the next heading. One whose text occurred before ends in its number, as on GitHub.
+    fn make_anchor(&self, heading: &str) -> String {
+        let anchor = heading_anchor(heading);
+        let is_same = |(text, _): &&(String, String)| heading_anchor(text) == anchor;
+        match self.rendered.headings.iter().filter(is_same).count() {
+            0 => anchor,
+            n => format!("{anchor}-{n}"),
+        }
+    }
+
     /// Returns whether the page is the one that states this rule.
     fn defines_rule(&self, id: &str) -> bool {
         self.references.page_of(id) == Some(self.path.as_str()) && self.plain_depth == 0
@@ -160,7 +170,7 @@ impl Renderer<'_> {
         };
         let anchor = if anchor.is_empty() { String::new() } else { format!("#{anchor}") };
         let is_picture = crate::embedded::PICTURES.iter().any(|(p, _)| *p == path);
-        if Page::at(&path).is_some() || is_picture {
+        if Page::from_path(&path).is_some() || is_picture {
             let target = site_path(&path);
             let path = if target == self.path { String::new() } else { relative_link(&self.path, &target) };
             self.rendered.targets.insert(target);

@@ -20,7 +20,8 @@ pub(super) struct References {
 
 impl References {
     pub(super) fn new(library: &Library, codes: &[(&Code, &str)]) -> References {
-        let rule_place = |page: &str, id: &str| Some((site_path(Page::find(page)?.path), id.to_string()));
+        let rule_place =
+            |page: &str, id: &str| Some((site_path(Page::from_name(page)?.path), id.to_string()));
         let rules = library.rules.iter().filter_map(|r| Some((r.id.clone(), rule_place(&r.page, &r.id)?)));
         let codes = codes.iter().map(|(c, _)| (c.id.to_string(), (code_path(c.id), String::new())));
         let drills = library.drills.iter().map(|d| (d.id.clone(), (DRILLS.to_string(), d.id.clone())));

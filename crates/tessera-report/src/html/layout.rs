@@ -18,25 +18,32 @@ pub struct HeadlineNumber {
     pub label: String,
 }
 
-/// Style sheet of all pages.
-pub const STYLE: &str = include_str!("../report.css");
+const STYLE: &str = include_str!("../report.css");
 
 /// Colour classes of a meter: the usual one, and the one of a value above its limit.
 const NORMAL_COLOUR: usize = 1;
 const EXCESS_COLOUR: usize = 4;
 
-/// Renders a whole document. `title` is the text of the browser tab before the name of the program.
+/// Renders the document of a report. `title` is the text of the browser tab before the name of the program.
 pub(super) fn render_document(title: &str, header: &Markup, body: &Markup, footer: &Markup) -> String {
+    let main = html! { header { (header) } (body) footer { (footer) } };
+    render_html_page(&format!("{title} · Tessera"), "", &main)
+}
+
+/// Renders an HTML page in the style of the reports: the text of the browser tab, rules that follow the
+/// common style sheet, and the contents. It loads nothing.
+#[must_use]
+pub fn render_html_page(title: &str, extra_style: &str, main: &Markup) -> String {
     let document = html! {
         (DOCTYPE)
         html lang="en" {
             head {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width,initial-scale=1";
-                title { (title) " · Tessera" }
-                style { (PreEscaped(STYLE)) }
+                title { (title) }
+                style { (PreEscaped(STYLE)) (PreEscaped(extra_style)) }
             }
-            body { main { header { (header) } (body) footer { (footer) } } }
+            body { main { (main) } }
         }
     };
     replace_control_chars(document.into_string())

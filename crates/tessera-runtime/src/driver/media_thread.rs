@@ -89,7 +89,8 @@ impl MediaThread {
     /// Sends a command without blocking.
     ///
     /// # Errors
-    /// An output failure if the queue is full or the thread has ended.
+    /// An output failure if the queue is full. If the thread has ended, the failure that it reported last, because the
+    /// caller may not have read it yet.
     pub(super) fn send_command(&mut self, command: MediaCommand) -> Result<(), Failure> {
         let reason = match self.commands.try_send(command) {
             Ok(()) => {
@@ -100,7 +101,10 @@ impl MediaThread {
                 return Ok(());
             }
             Err(TrySendError::Full(_)) => "the queue of the media pipeline is full",
-            Err(TrySendError::Disconnected(_)) => "the thread of the media pipeline has ended",
+            Err(TrySendError::Disconnected(_)) => match self.find_reported_failure() {
+                Some(failure) => return Err(failure),
+                None => "the thread of the media pipeline has ended",
+            },
         };
         Err(Failure::new(FailureClass::Output, Some(0), &T0748, reason))
     }
@@ -116,6 +120,14 @@ impl MediaThread {
         self.last_progress_ns = self.clock.now_ns();
         self.built = true;
         Some(event)
+    }
+
+    /// The thread reports why it ends before it drops its end of the queue.
+    fn find_reported_failure(&mut self) -> Option<Failure> {
+        std::iter::from_fn(|| self.next_event()).find_map(|event| match event {
+            MediaEvent::Leader(leader::Event::Failed(failure)) => Some(failure),
+            _ => None,
+        })
     }
 
     /// Returns a failure if the pipeline's answer is overdue. No other check would detect this,
@@ -187,4 +199,25 @@ fn run_command(
             leader::Event::Delivered { chunk, frames: pipeline.deliver_chunk(chunk, &latents)? }
         }
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tripwire::T0765;
+
+    /// The thread may end between two commands, before the control thread reads its events.
+    #[test]
+    fn a_command_after_the_end_of_the_thread_fails_with_the_reported_reason() {
+        let reactor = Reactor::new(&Limits::default()).unwrap();
+        let factory: MediaPipelineFactory = Box::new(|| Err(Diagnostic::error(&T0765, "the folder is gone")));
+        let mut media = MediaThread::spawn_thread(factory, 4, &reactor).unwrap();
+        let failure = loop {
+            match media.send_command(MediaCommand::Finish) {
+                Err(failure) if !failure.text.contains("is full") => break failure,
+                _ => std::thread::yield_now(),
+            }
+        };
+        assert_eq!(failure.code, "T0765", "{failure:?}");
+    }
 }

@@ -210,8 +210,8 @@ pub(crate) fn read_pickle<R: BufRead>(
     }
 }
 
-/// The values that the file asks to remember, by index. Writers count indices from 0, and a lookup in a
-/// list costs a tenth of one in a map; an index that leaves a gap goes to the map.
+/// The values that the file asks to remember, by index. Writers count indices from 0, so a list holds them
+/// without a hash for each lookup. An index that leaves a gap goes to the map, because the file may name any.
 #[derive(Default)]
 struct Memo {
     dense: Vec<PickleValue>,

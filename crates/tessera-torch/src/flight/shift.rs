@@ -10,7 +10,7 @@ const LOOK_AHEAD: usize = 3;
 /// Maximum number of collectives that a rank skipped or issued in excess. Each number costs a comparison,
 /// and the more are tried, the sooner one fits by chance.
 const MAX_SHIFT: usize = 64;
-/// Maximum number of collectives that tell two rounds of a program apart.
+/// Maximum number of collectives that distinguish two rounds of a program.
 const MAX_CONTEXT: usize = 64;
 
 /// By how much, and in which direction, a rank is out of step.

@@ -2,7 +2,7 @@
 //! or a symptom.
 
 use tessera_base::{Code, Diagnostic, Registry, closest_name};
-use tessera_library::{Card, Claim, Drill, Explainer, Library, Page, Rule, Symptom, Topic, pages};
+use tessera_library::{Card, Claim, Drill, Explainer, Library, Page, Rule, Symptom, Topic, all_pages};
 
 use crate::codes::T0032;
 
@@ -79,7 +79,7 @@ impl Subject<'_> {
 pub(super) fn named_pages() -> impl Iterator<Item = Page> {
     let is_named =
         |p: &Page| ["docs/manual/", "docs/guides/"].iter().any(|folder| p.path.starts_with(folder));
-    pages().filter(move |p| is_named(p) && !p.path.ends_with("/README.md"))
+    all_pages().filter(move |p| is_named(p) && !p.path.ends_with("/README.md"))
 }
 
 /// Returns everything that can be explained.

@@ -23,9 +23,9 @@ impl Sources<'_> {
     pub(super) fn render_text(&self, subject: &Subject<'_>, full: bool) -> String {
         let page = match subject {
             Subject::Page(page) => Some(*page),
-            Subject::Topic(t) => Page::at(&t.page),
-            Subject::Explainer(e) => Page::at(&e.page),
-            Subject::Card(c) => Page::at(&c.page),
+            Subject::Topic(t) => Page::from_path(&t.page),
+            Subject::Explainer(e) => Page::from_path(&e.page),
+            Subject::Card(c) => Page::from_path(&c.page),
             _ => None,
         };
         match (subject, page) {
@@ -105,7 +105,7 @@ impl Sources<'_> {
         let claims: Vec<String> = rule
             .claims
             .iter()
-            .filter_map(|id| self.library.claim(id))
+            .filter_map(|id| self.library.find_claim(id))
             .map(|(card, claim)| wrap_item(&format!("{} of {}: {}", claim.id, card.name, claim.text)))
             .collect();
         out += &render_lines("Why", &claims);
@@ -160,7 +160,8 @@ impl Sources<'_> {
         out += &self.render_drills("Drills", &symptom.drills);
         let pages: Vec<&str> = symptom.pages.iter().map(String::as_str).collect();
         out += &render_names("Page", &pages);
-        let of_drills = symptom.drills.iter().filter_map(|d| self.library.drill(d)).flat_map(|d| &d.rules);
+        let of_drills =
+            symptom.drills.iter().filter_map(|d| self.library.find_drill(d)).flat_map(|d| &d.rules);
         let of_codes = symptom.codes.iter().flat_map(|c| self.library.rules_of_code(c)).map(|r| &r.id);
         let rules: Vec<&str> = of_drills.chain(of_codes).map(String::as_str).collect();
         out + &self.render_reading(&rules)
@@ -173,7 +174,7 @@ impl Sources<'_> {
         let holds = wrap_paragraph(&page.first_paragraph("What holds"));
         let mut out = format!("{} (topic {}, {})\n\n{holds}\n", topic.title, topic.number, topic.name);
         out += &self.render_rules(&topic.rules);
-        let claims = topic.claims.iter().filter_map(|id| self.library.claim(id));
+        let claims = topic.claims.iter().filter_map(|id| self.library.find_claim(id));
         let claims: Vec<String> = claims
             .map(|(card, claim)| wrap_item(&format!("{} of {}: {}", claim.id, card.name, claim.text)))
             .collect();
@@ -210,7 +211,7 @@ impl Sources<'_> {
         let claims =
             self.library.rules.iter().filter(|r| rules.contains(&r.id.as_str())).flat_map(|r| &r.claims);
         let mut cards: Vec<&str> =
-            claims.filter_map(|id| self.library.claim(id)).map(|(card, _)| card.name.as_str()).collect();
+            claims.filter_map(|id| self.library.find_claim(id)).map(|(card, _)| card.name.as_str()).collect();
         cards.sort_unstable();
         cards.dedup();
         render_names("Explainers", &explainers)
@@ -220,7 +221,7 @@ impl Sources<'_> {
 
     /// Renders rules, one per item; nothing if there are none.
     fn render_rules(&self, ids: &[String]) -> String {
-        let rules = ids.iter().filter_map(|id| self.library.rule(id));
+        let rules = ids.iter().filter_map(|id| self.library.find_rule(id));
         render_lines("Rules", &rules.map(render_rule_item).collect::<Vec<_>>())
     }
 
@@ -237,7 +238,7 @@ impl Sources<'_> {
     /// Renders drills with their faults, one per line; nothing if there are none.
     fn render_drills(&self, heading: &str, drills: &[String]) -> String {
         let width = drills.iter().map(String::len).max().unwrap_or_default();
-        let fault = |d: &String| self.library.drill(d).map_or("", |d| d.fault.as_str());
+        let fault = |d: &String| self.library.find_drill(d).map_or("", |d| d.fault.as_str());
         let line = |d: &String| format!("  {d:width$}  {}\n", fault(d));
         render_lines(heading, &drills.iter().map(line).collect::<Vec<_>>())
     }
