@@ -123,6 +123,13 @@ impl<'a> ConfigReader<'a> {
         self.read_as(key, Some(default.to_vec()), default.to_vec(), "a list of numbers", numbers)
     }
 
+    /// Reads a list of booleans; returns `default` if the key is absent or its value is invalid, which
+    /// is reported.
+    pub fn read_flags(&mut self, key: &'static str, default: &[bool]) -> Vec<bool> {
+        let flags = |v: &Value| v.as_array()?.iter().map(Value::as_bool).collect();
+        self.read_as(key, Some(default.to_vec()), default.to_vec(), "a list of true or false", flags)
+    }
+
     /// Reads a string; returns an empty string after reporting a problem.
     pub fn read_text(&mut self, key: &'static str, default: Option<&str>) -> String {
         let text = |v: &Value| v.as_str().map(String::from);

@@ -5,7 +5,9 @@
 
 mod attention;
 mod bmm;
+mod conv;
 mod elementwise;
+mod frames;
 mod matmul;
 mod norm;
 mod pixels;
@@ -14,7 +16,9 @@ mod rope;
 pub use crate::simd::silu;
 pub use attention::*;
 pub use bmm::*;
+pub use conv::*;
 pub use elementwise::*;
+pub use frames::*;
 pub use matmul::*;
 pub use norm::*;
 pub use pixels::*;

@@ -94,7 +94,7 @@ attr_kinds! {
     /// The transport of a collective.
     TransportName: Transport, "p2p or nccl", |a| parse_choice(a, &Transport::ALL, Transport::name);
     /// The transformation of a weight at load.
-    LoadName: WeightLoad, "patch, e4m3 or e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
+    LoadName: WeightLoad, "patch, conv, e4m3 or e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
 }
 
 /// `N` integers ≥ 1, such as a token grid.
@@ -233,6 +233,8 @@ impl Transport {
 pub enum WeightLoad {
     /// Reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C).
     Patch,
+    /// Reorders a convolution [m, c, kt, kh, kw] or [m, c, kh, kw] into rows of (kt, kh, kw, c).
+    Conv,
     /// The first result of `quantize` on the rows of the whole tensor.
     E4m3,
     /// The second result of `quantize`: one scale per row.
@@ -240,13 +242,15 @@ pub enum WeightLoad {
 }
 
 impl WeightLoad {
-    const ALL: [WeightLoad; 3] = [WeightLoad::Patch, WeightLoad::E4m3, WeightLoad::E4m3Scale];
+    const ALL: [WeightLoad; 4] =
+        [WeightLoad::Patch, WeightLoad::Conv, WeightLoad::E4m3, WeightLoad::E4m3Scale];
 
     /// Returns the name in the text form.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             WeightLoad::Patch => "patch",
+            WeightLoad::Conv => "conv",
             WeightLoad::E4m3 => "e4m3",
             WeightLoad::E4m3Scale => "e4m3.scale",
         }

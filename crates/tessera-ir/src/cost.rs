@@ -62,9 +62,11 @@ fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
     match op.view().ok()? {
         OpView::Matmul(v) => Some(2 * extent(v.x, 0)? * extent(v.x, 1)? * extent(v.w, 0)?),
         OpView::Attention(v) => {
-            let (n, d, r) = (extent(v.q, 0)?, extent(v.q, 1)?, extent(v.k, 0)?);
+            let d = *p.type_of(v.q).shape.last()?;
+            let [n, r] = [v.q, v.k].map(|x| p.type_of(x).element_count() / d.max(1));
             Some(4 * n * d * r + 10 * n * r * (d / v.head_dim))
         }
+        OpView::Conv3d(v) => Some(2 * out()? * extent(v.w, 1)?),
         OpView::Bmm(v) => Some(2 * out()? * p.type_of(v.x).shape.last()?),
         // Assumes that no token is dropped at any of its experts.
         OpView::MoeRoute(v) => Some(2 * out()? * extent(v.x, 1)? * v.top_k),

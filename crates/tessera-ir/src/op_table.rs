@@ -215,7 +215,7 @@ Source SourceOp {
     Call "call" () [] {} -> 1, true, [None, Zero, Stated, Whole, Own],
         "A scalar of the call, or one number per latent frame. It may be used in arithmetic, RoPE offsets, random keys and cache rows, but never determines a shape, a group, a branch or the choice of an op.";
     Weight "weight" () [] {load: Opt<LoadName>, part: Opt<Name>, unit: Or<Count, 1>} -> 1, true, [None, Zero, Stated, Whole, Own],
-        "A shard of a named model tensor. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C); `\"e4m3\"` and `\"e4m3.scale\"` load the two results of `quantize` on the rows of the whole tensor. In a logical program, `part` (col, row, whole) and `unit` specify how a strategy may shard the weight.";
+        "A shard of a named model tensor. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C), and `\"conv\"` a convolution [m, c, kt, kh, kw] or [m, c, kh, kw] into rows of (kt, kh, kw, c); `\"e4m3\"` and `\"e4m3.scale\"` load the two results of `quantize` on the rows of the whole tensor. In a logical program, `part` (col, row, whole) and `unit` specify how a strategy may shard the weight.";
     CacheRead "cache.read" () [] {row: Or<Index, 0>, rows: Opt<Count>} -> 1, true, [None, Zero, Buffer, Aligned(0), Own],
         "Views rows `row..row + rows` of a buffer without a copy. No later op may write the buffer before the last use of the view.";
 }
@@ -272,6 +272,20 @@ Compute ComputeOp {
         "Converts pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
     DepthToSpaceTime "depth_to_space_time" (x: Operand) [] {grid: Extents<3>, patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
         "Converts latent tokens to pixels [t, h, w, 3], clamped to [−1, 1]: the decoder of a lossless model.";
+    Conv3d "conv3d" (x: Operand, w: Operand) [bias: OptOperand, history: OptOperand] {kernel: Extents<3>, pad_after: Or<Index, 0>, pad_before: Or<Index, 0>, pad_frames: Or<Index, 0>, stride: Opt<Extents<3>>} -> 1, false, [Gemm, FromExtents, FirstOperand, Whole, ByRow],
+        "Convolution over frames, rows and columns, channels last: x [t, h, w, c], w [m, kt·kh·kw·c] with rows of (kt, kh, kw, c), y [t', h', w', m]. The frames of `history`, or `pad_frames` frames of zeros, precede those of x. Zeros surround each frame: `pad_before` rows and columns before it and `pad_after` behind it. `stride` is 1 in each direction by default.";
+    UpsampleNearest "upsample_nearest" (x: Operand) [] {scale: Extents<2>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Repeats each row of each frame of x [t, h, w, c] `scale[0]` times and each column `scale[1]` times.";
+    ChannelsToFrames "channels_to_frames" (x: Operand) [] {parts: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Splits the channels of each frame of x [t, h, w, n·c] into n = `parts` frames: frame n·i + j of the result [n·t, h, w, c] holds channels j·c..(j + 1)·c of frame i.";
+    Patchify "patchify" (x: Operand) [] {patch: Extents<2>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Converts a grid [t, h, w, c] to one token per patch, in the order (frame, row, column): [tokens, ph·pw·c], where the elements of a token have the order (row, column, channel).";
+    Unpatchify "unpatchify" (x: Operand) [] {grid: Extents<3>, patch: Extents<2>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Inverts `patchify`: converts the tokens of a grid of frames, rows and columns to [t, h·ph, w·pw, c].";
+    ScaleShift "scale_shift" (x: Operand, scale: Vector, shift: Vector) [] {inverse: Or<Flag, 0>} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Whole, ByRow],
+        "x · scale + shift per channel, with scale [c] and shift [c] for x [..., c]; with `inverse = true`, (x − shift) / scale.";
+    Clamp "clamp" (x: Operand) [] {limit: Positive} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Aligned(1), ByRow],
+        "Each element of x, limited to −limit..=limit; NaN stays NaN.";
     TakeRows "take_rows" (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
         "Rows `row..row + rows` of x.";
     TakeShard "take_shard" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],

@@ -6,6 +6,7 @@
 
 mod buffers;
 mod compute;
+mod image;
 mod possible_types;
 mod resharding;
 mod softmax_bmm_moe;
@@ -131,7 +132,7 @@ impl RuleContext<'_> {
             V::Matmul(v) => one(self.matmul_type(v)?),
             V::BiasAct(_) => one(self.bias_act_type()?),
             V::Add(_) => one(self.add_type()?),
-            V::Silu(_) | V::Renoise(_) => one(self.operands[0].clone()),
+            V::Silu(_) | V::Clamp(_) | V::Renoise(_) => one(self.operands[0].clone()),
             V::Cast(v) => one(self.cast_type(v)?),
             V::Quantize(_) => self.quantize_types(),
             V::ToX0(_) => one(self.same_type(0, 1)?),
@@ -150,6 +151,12 @@ impl RuleContext<'_> {
             V::TimeEmbed(v) => one(self.time_embed_type(v)?),
             V::SpaceTimeToDepth(v) => one(self.space_time_to_depth_type(v)?),
             V::DepthToSpaceTime(v) => one(self.depth_to_space_time_type(v)?),
+            V::Conv3d(v) => one(self.conv3d_type(v)?),
+            V::UpsampleNearest(v) => one(self.upsample_nearest_type(v)?),
+            V::ChannelsToFrames(v) => one(self.channels_to_frames_type(v)?),
+            V::Patchify(v) => one(self.patchify_type(v)?),
+            V::Unpatchify(v) => one(self.unpatchify_type(v)?),
+            V::ScaleShift(_) => one(self.scale_shift_type()?),
             V::TakeRows(v) => one(self.take_rows_type(v)?),
             V::TakeShard(v) => one(self.take_shard_type(v)?),
             V::Pad(v) => one(self.pad_type(v)?),
@@ -248,6 +255,18 @@ impl RuleContext<'_> {
             _ => rule_error(
                 &T0210,
                 format!("operand {operand} must be a matrix, but is {}", self.display_operand(operand)),
+            ),
+        }
+    }
+
+    /// Returns the number of rows of an operand and their length: the last dim is the row, and all
+    /// others count rows.
+    fn row_extents(&self, operand: usize) -> RuleResult<[u64; 2]> {
+        match self.operands[operand].shape.split_last() {
+            Some((d, rows)) if !rows.is_empty() => Ok([multiply_extents(rows)?, *d]),
+            _ => rule_error(
+                &T0210,
+                format!("operand {operand} must have rows, but is {}", self.display_operand(operand)),
             ),
         }
     }

@@ -31,6 +31,12 @@ shift.\n\n\
 Schedules such as 700, 500, 400, 200 belong to video-to-video, which starts from the latents of an input video. Tessera \
 streams take no input video.";
 
+    T0413: "the config describes another VAE",
+    "Tessera decodes with the causal VAE of Wan2.1, whose config.json has the class AutoencoderKLWan and no residual \
+shortcuts between levels. The VAE of Wan2.2 has 48 channels, patches of 2 × 2 pixels and such shortcuts (`is_residual`), and \
+its latents mean nothing to a generator of Wan2.1. The message shows the key that differs.\n\n\
+Use the VAE that was published with the generator.";
+
     T0420: "prompt is empty",
     "A prompt needs at least one word; an empty one would condition the model on padding alone. For the demo \
 model try `a red circle moves right`.";

@@ -8,6 +8,7 @@
 use tessera_base::Diagnostics;
 use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
 
+use crate::vae::{decode_programs, encode_anchor_program};
 use crate::{PixelDecoder, PredictionTarget, StreamConfig, WanConfig};
 
 /// The way in which the KV cache provides context across chunks.
@@ -83,11 +84,17 @@ pub fn build_phases(m: &VideoModel) -> Vec<Program> {
         }
     }
     out.push(emit_phase(m));
-    if m.stream.decoder == PixelDecoder::SpaceTimeDepth {
-        out.push(decode_phase(m));
-        if m.context_regime() == ContextRegime::Recompute {
-            out.push(encode_phase(m));
+    let needs_anchor = m.context_regime() == ContextRegime::Recompute;
+    match m.stream.decoder {
+        PixelDecoder::SpaceTimeDepth => {
+            out.push(decode_phase(m));
+            out.extend(needs_anchor.then(|| encode_phase(m)));
         }
+        PixelDecoder::WanVae => {
+            out.extend(decode_programs(m, &m.stream.vae));
+            out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae)));
+        }
+        PixelDecoder::None => {}
     }
     out
 }
@@ -138,35 +145,35 @@ pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
 }
 
 /// A program under construction, the model, and the attribute `at` of the next ops.
-struct GraphBuilder<'a> {
-    builder: Builder,
+pub(crate) struct GraphBuilder<'a> {
+    pub(crate) builder: Builder,
     model: &'a VideoModel,
     location: String,
 }
 
 impl<'a> GraphBuilder<'a> {
-    fn new(model: &'a VideoModel, name: &str) -> GraphBuilder<'a> {
+    pub(crate) fn new(model: &'a VideoModel, name: &str) -> GraphBuilder<'a> {
         GraphBuilder { builder: Builder::new_logical(name), model, location: "first".into() }
     }
 
-    fn finish(self) -> Program {
+    pub(crate) fn finish(self) -> Program {
         match self.builder.finish() {
             Ok(p) => p,
             Err(e) => panic!("a parsed model violates a rule of the op table: {}", e[0].message),
         }
     }
 
-    fn set_location(&mut self, location: &str) {
+    pub(crate) fn set_location(&mut self, location: &str) {
         self.location = location.to_string();
     }
 
-    fn emit_op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
+    pub(crate) fn emit_op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
         let at = self.location.clone();
         self.builder.set_attr("at", at.as_str());
         self.builder.add_op(opcode, operands)
     }
 
-    fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
+    pub(crate) fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
         let at = self.location.clone();
         self.builder.set_attr("at", at.as_str()).set_attr("part", part);
         if unit > 1 {
@@ -201,7 +208,7 @@ impl<'a> GraphBuilder<'a> {
         self.builder.set_label(name).add_call_scalar(name, ty)
     }
 
-    fn read_buffer(&mut self, buffer: &str, rows: u64, ty: Type) -> ValueId {
+    pub(crate) fn read_buffer(&mut self, buffer: &str, rows: u64, ty: Type) -> ValueId {
         let at = self.location.clone();
         let whole = ty.shape[0];
         let buffer = self.builder.declare_buffer(buffer, ty);
@@ -212,7 +219,7 @@ impl<'a> GraphBuilder<'a> {
         self.builder.read_buffer(buffer)
     }
 
-    fn write_buffer(&mut self, buffer: &str, ty: Type, value: ValueId, row: Option<ValueId>) {
+    pub(crate) fn write_buffer(&mut self, buffer: &str, ty: Type, value: ValueId, row: Option<ValueId>) {
         let at = self.location.clone();
         let buffer = self.builder.declare_buffer(buffer, ty);
         self.builder.set_attr("at", at.as_str());

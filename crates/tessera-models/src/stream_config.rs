@@ -7,6 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use crate::WanConfig;
 use crate::codes::{T0411, T0412};
 use crate::schedule::{SigmaStep, compute_sigma_steps};
+use crate::vae::VaeConfig;
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
 
 /// The quantity that the model predicts.
@@ -32,6 +33,8 @@ pub enum TextEncoder {
 pub enum PixelDecoder {
     /// Depth to space and time: the channels of a latent cell are its pixels in another order.
     SpaceTimeDepth,
+    /// The causal VAE of the Wan family, from the model's own weights.
+    WanVae,
     /// No decoder: a stream writes latents only.
     None,
 }
@@ -84,6 +87,8 @@ pub struct StreamConfig {
     pub text: TextEncoder,
     /// Component that turns latents into pixels, if the stream writes any.
     pub decoder: PixelDecoder,
+    /// Dimensions of the VAE, which only [`PixelDecoder::WanVae`] uses.
+    pub vae: VaeConfig,
 }
 
 impl StreamConfig {
@@ -123,14 +128,21 @@ impl StreamConfig {
                 "words" => TextEncoder::Words,
                 _ => TextEncoder::None,
             },
-            decoder: match decoder.read_choice("kind", &["space_time_depth", "none"], "none") {
+            decoder: match decoder.read_choice("kind", &["space_time_depth", "wan_vae", "none"], "none") {
                 "space_time_depth" => PixelDecoder::SpaceTimeDepth,
+                "wan_vae" => PixelDecoder::WanVae,
                 _ => PixelDecoder::None,
             },
+            vae: VaeConfig::default(),
         };
+        let mut vae_problems = Vec::new();
+        if config.decoder == PixelDecoder::WanVae {
+            config.vae = VaeConfig::read(decoder.read_table("vae"), &mut vae_problems);
+        }
         let mut ds: Diagnostics = [root, video, latent, cache, schedule, words, decoder]
             .into_iter()
             .flat_map(ConfigReader::finish)
+            .chain(vae_problems)
             .collect();
         let steps = std::mem::take(&mut config.steps);
         config.set_steps(steps);
@@ -157,11 +169,15 @@ impl StreamConfig {
         let regime = if self.recompute { "recompute" } else { "resident" };
         let prediction = if self.prediction == PredictionTarget::X0 { "x0" } else { "flow" };
         let text = if self.text == TextEncoder::Words { "words" } else { "none" };
-        let decoder = if self.decoder == PixelDecoder::SpaceTimeDepth { "space_time_depth" } else { "none" };
+        let (decoder, vae) = match self.decoder {
+            PixelDecoder::SpaceTimeDepth => ("space_time_depth", String::new()),
+            PixelDecoder::WanVae => ("wan_vae", self.vae.to_toml()),
+            PixelDecoder::None => ("none", String::new()),
+        };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n",
+prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n{vae}",
             self.width,
             self.height,
             self.fps,
@@ -241,6 +257,11 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
                 3 * st * sh * sw,
                 model.channels
             ));
+        }
+        if self.decoder == PixelDecoder::WanVae
+            && let Some(message) = self.vae.describe_problem(self.stride, model.channels)
+        {
+            refuse(message);
         }
         if let Some(message) = self.describe_excess(model) {
             refuse(message);
@@ -333,10 +354,21 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
         ]
     }
 
-    /// Returns the number of pixel frames of a chunk.
+    /// Returns the number of pixel frames of a chunk. The first chunk of a scene may have fewer:
+    /// [`Self::first_chunk_frames`].
     #[must_use]
     pub fn frames_per_chunk(&self) -> u64 {
         self.chunk_frames * self.stride[0]
+    }
+
+    /// Returns the number of pixel frames of a scene's first chunk: a causal VAE makes one frame of the
+    /// first latent.
+    #[must_use]
+    pub fn first_chunk_frames(&self) -> u64 {
+        match self.decoder {
+            PixelDecoder::WanVae => 1 + (self.chunk_frames - 1) * self.stride[0],
+            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => self.frames_per_chunk(),
+        }
     }
 }
 

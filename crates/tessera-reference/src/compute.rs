@@ -1,6 +1,7 @@
 //! Computes the ops of one rank, element by element.
 
 mod attention;
+mod image;
 mod norms;
 mod pixels;
 mod rows;
@@ -105,6 +106,13 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         }
         V::SpaceTimeToDepth(v) => pixels::space_time_to_depth(cx, v),
         V::DepthToSpaceTime(v) => pixels::depth_to_space_time(cx, v),
+        V::Conv3d(v) => image::conv3d(cx, v),
+        V::UpsampleNearest(v) => image::upsample_nearest(cx, v),
+        V::ChannelsToFrames(v) => image::channels_to_frames(cx, v),
+        V::Patchify(v) => image::patchify(cx, v),
+        V::Unpatchify(v) => image::unpatchify(cx, v),
+        V::ScaleShift(v) => image::scale_shift(cx, v),
+        V::Clamp(v) => Ok(map_elements(cx.tensor(v.x)?, |x| x.clamp(-v.limit, v.limit))),
         V::TakeRows(v) => rows::take_rows(cx, v),
         V::TakeShard(v) => rows::take_own_shard(cx, v),
         V::Pad(v) => rows::pad_rows(cx, v),
@@ -123,6 +131,18 @@ pub(crate) fn flatten_patches(w: &Tensor) -> TensorResult {
         let (row, rest) = (i / width, i % width);
         let (p, q, channel) = (rest / (pw * c), rest / c % pw, rest % c);
         w.data()[((row * c + channel) * ph + p) * pw + q]
+    }))
+}
+
+/// Reshapes a convolution [m, c, taps…] to rows of (taps…, c), as [m, taps·c].
+pub(crate) fn flatten_convolution(w: &Tensor) -> TensorResult {
+    let [m, c, taps @ ..] = w.shape() else {
+        return Err(format!("expected a convolution, got shape {:?}", w.shape()));
+    };
+    let taps: usize = taps.iter().product();
+    Ok(Tensor::from_fn(&[*m, taps * c], |i| {
+        let (row, tap, channel) = (i / (taps * c), i / c % taps, i % c);
+        w.data()[(row * c + channel) * taps + tap]
     }))
 }
 
@@ -237,6 +257,14 @@ fn matrix_extents(t: &Tensor) -> Result<(usize, usize), String> {
     match t.shape()[..] {
         [n, d] => Ok((n, d)),
         _ => Err(format!("{:?} is not a matrix", t.shape())),
+    }
+}
+
+/// Returns the number of rows of a tensor and their length, the last extent.
+fn row_extents(t: &Tensor) -> Result<(usize, usize), String> {
+    match t.shape().split_last() {
+        Some((d, rows)) if !rows.is_empty() => Ok((rows.iter().product(), *d)),
+        _ => Err(format!("{:?} has no rows", t.shape())),
     }
 }
 

@@ -211,9 +211,9 @@ pub trait MediaPipeline {
         opens_scene: bool,
     ) -> Result<Tensor, Diagnostic>;
 
-    /// Decodes and writes a chunk and returns its number of frames. The runtime calls it once per
-    /// chunk, in order.
-    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic>;
+    /// Decodes and writes a chunk and returns its number of frames. `opens_scene` tells whether the
+    /// chunk is the first of its scene. The runtime calls it once per chunk, in order.
+    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor, opens_scene: bool) -> Result<u32, Diagnostic>;
 
     /// Closes the output after the last chunk.
     fn finish_output(&mut self) -> Result<(), Diagnostic>;
@@ -241,6 +241,8 @@ pub enum MediaJob {
         epoch: u32,
         /// Latents that the chunk's call returned.
         latents: Tensor,
+        /// Whether the chunk is the first of its scene.
+        opens_scene: bool,
     },
 }
 

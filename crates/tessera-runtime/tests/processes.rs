@@ -280,7 +280,7 @@ impl MediaPipeline for TestMediaPipeline {
         Ok(context_tensor(previous))
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, _: &Tensor) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, chunk: u32, _: &Tensor, _: bool) -> Result<u32, Diagnostic> {
         std::thread::sleep(Duration::from_millis(3));
         if self.disk_full && chunk == 3 {
             let code = tessera_runtime::CODES.iter().find(|c| c.id == "T0748").expect("listed");

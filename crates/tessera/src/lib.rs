@@ -34,6 +34,7 @@ mod kernel_probe;
 #[doc(hidden)]
 pub mod local;
 pub mod machine_shape;
+mod media_codec;
 mod media_pipeline;
 mod model;
 mod parity;
@@ -51,6 +52,7 @@ pub mod stream_options;
 pub mod summary;
 pub mod synthetic_delays;
 pub mod terminal;
+mod vae_weights;
 pub mod wire_dump;
 
 pub use codes::CODES;

@@ -27,7 +27,7 @@ use tessera_runtime::{Digest, Tripwires};
 
 use crate::codes::T0017;
 use crate::communicators;
-use crate::media_pipeline::MediaCodec;
+use crate::media_codec::MediaCodec;
 use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank::RankContext;
@@ -71,8 +71,9 @@ pub fn run(
     if plan.mapping.weights.is_some() {
         model.digest_weights(plan)?;
     }
-    let words = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.open_text_encoder()?;
-    let mut codec = MediaCodec::load(plan, words, None).map_err(|d| vec![d])?;
+    let parts = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;
+    let (words, vae) = (parts.open_text_encoder()?, parts.open_vae_weights()?);
+    let mut codec = MediaCodec::load(plan, words, vae, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
     let mut director = Director::new(common.stream.clone())?;
     let mut ranks = InProcessRanks::start(plan, model, threads, &common).map_err(|d| vec![d])?;
@@ -142,7 +143,7 @@ impl UndeliveredChunk {
         codec: &mut MediaCodec,
         on: &mut impl FnMut(DeliveredChunk<'_>),
     ) -> Result<(), Diagnostic> {
-        let pixels = codec.decode_pixels(self.chunk, &self.latents)?;
+        let pixels = codec.decode_pixels(self.chunk, &self.latents, self.opens_scene)?;
         on(DeliveredChunk {
             chunk: self.chunk,
             meta: &self.meta,

@@ -8,13 +8,16 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{TextEncoder, VideoModel, WanConfig, WordEncoder, expected_weights};
+use tessera_models::{
+    PixelDecoder, TextEncoder, VaeConfig, VideoModel, WanConfig, WordEncoder, expected_weights,
+};
 use tessera_plan::Mapping;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
 use crate::codes::{T0010, T0016, T0041};
 use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
+use crate::vae_weights::{VAE_FOLDER, VaeWeights};
 
 /// Name of the file with the weights of a text encoder.
 const TEXT_ENCODER_FILE: &str = "text_encoder.safetensors";
@@ -58,6 +61,7 @@ impl Model {
             (c, s) => return Err([c.err(), s.err()].into_iter().flatten().collect()),
         };
         let mut video = VideoModel::parse((&config.0, &config.1), (&stream.0, &stream.1))?;
+        read_vae_config(dir, &mut video)?;
         if let Some(recompute) = overrides.recompute {
             video.stream.recompute = recompute;
         }
@@ -149,8 +153,8 @@ impl Model {
         plan_model(&self.video, &plan.model, &plan.model_dir, &mapping)
     }
 
-    /// Returns the digest of the generator's weights, combined with that of the text encoder's if the
-    /// model has one.
+    /// Returns the digest of the generator's weights, combined with those of the text encoder and of the
+    /// VAE if the model has them.
     fn content_digest(&self) -> Result<String, Diagnostics> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let mut digest = self.open_weights()?.set.content_digest(threads);
@@ -158,7 +162,18 @@ impl Model {
             let text_encoder = self.open_text_encoder_weights()?.content_digest(threads);
             digest = *blake3::hash([digest, text_encoder].as_flattened()).as_bytes();
         }
+        if let Some(vae) = self.open_vae_weights()? {
+            digest = *blake3::hash([digest, vae.content_digest(threads)].as_flattened()).as_bytes();
+        }
         Ok(blake3::Hash::from(digest).to_hex().to_string())
+    }
+
+    /// Opens the weights of the VAE; `None` if the model has none.
+    pub(crate) fn open_vae_weights(&self) -> Result<Option<VaeWeights>, Diagnostics> {
+        match self.video.stream.decoder {
+            PixelDecoder::WanVae => VaeWeights::open(&self.dir, &self.video.stream.vae).map(Some),
+            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Ok(None),
+        }
     }
 
     fn open_text_encoder_weights(&self) -> Result<WeightSet, Diagnostics> {
@@ -212,6 +227,18 @@ impl WeightDigest {
         let digest = self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         self.model.check_pin(plan, digest)
     }
+}
+
+/// Takes the dimensions of the VAE from its own config, if the model's folder has one.
+fn read_vae_config(dir: &Path, video: &mut VideoModel) -> Result<(), Diagnostics> {
+    let path = dir.join(VAE_FOLDER).join("config.json");
+    if video.stream.decoder == PixelDecoder::WanVae && path.exists() {
+        let name = path.display().to_string();
+        let text = read_text_file(&path)
+            .map_err(|e| vec![Diagnostic::error(&T0010, format!("{name} cannot be read: {e}"))])?;
+        video.stream.vae = VaeConfig::parse(&name, &text)?;
+    }
+    Ok(())
 }
 
 fn require_folder(dir: &Path) -> Result<(), Diagnostic> {

@@ -16,7 +16,8 @@ use crate::codes::{T0011, T0012};
 use crate::files::{StagedFolder, read_text};
 
 /// Phases that the leader runs outside the lockstep.
-pub(crate) const LEADER_PHASES: [&str; 2] = ["decode", "encode"];
+pub(crate) const LEADER_PHASES: [&str; 5] =
+    ["decode", "decode.open", "decode.first", "decode.rest", "encode"];
 
 /// A sealed plan and its sources.
 #[derive(Debug)]

@@ -187,11 +187,12 @@ pub(crate) fn check_stream(
         Err(e) => ds.extend(e),
     }
     ds.extend(model.open_weights().err().into_iter().flatten());
+    ds.extend(model.open_vae_weights().err().into_iter().flatten());
     for (_, folder) in &options.weights_at {
         ds.extend(preflight_reload(plan, &model.dir, folder).err().into_iter().flatten());
     }
     ds.extend(stream_spec(plan).check_settings());
-    if plan.video.stream.decoder == PixelDecoder::SpaceTimeDepth {
+    if plan.video.stream.decoder != PixelDecoder::None {
         ds.extend(new_clip_stream(&plan.video).err());
     }
     if ds.is_empty() { Ok(()) } else { Err(ds) }

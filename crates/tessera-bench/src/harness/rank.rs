@@ -152,7 +152,7 @@ impl MediaPipeline for DiscardingMedia {
         constant_tensor("context")
     }
 
-    fn deliver_chunk(&mut self, _: u32, _: &Tensor) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, _: u32, _: &Tensor, _: bool) -> Result<u32, Diagnostic> {
         Ok(0)
     }
 

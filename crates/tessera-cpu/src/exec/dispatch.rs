@@ -10,10 +10,11 @@ use super::memory::{MemoryView, ValueLocation, WeightData};
 use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
 use crate::kernels::{
-    FrameIndexing, KeyBias, MatmulWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, add, attention,
-    bias_act, bmm, depth_to_space_time, gate_residual, layer_norm, map_elements, matmul, norm_modulate,
-    renoise, rms_norm, rms_scale, rope, row_square_sum, silu, softmax, space_time_to_depth, time_embed,
-    to_x0,
+    ConvSpec, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache, RopeSpec, Scratch,
+    add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time, gate_residual,
+    layer_norm, map_elements, matmul, norm_modulate, patchify, renoise, rms_norm, rms_scale, rope,
+    row_square_sum, scale_shift, silu, softmax, space_time_to_depth, time_embed, to_x0, unpatchify,
+    upsample_nearest,
 };
 
 impl CpuBackend {
@@ -174,6 +175,28 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::DepthToSpaceTime(v) => bind_values(v, [v.x], |r, v, [x]| {
             depth_to_space_time(r.out, x, pixel_geometry(v.stride, &r.out_ty.shape));
         }),
+        C::Conv3d(v) => bind_op(v, |r, v| r.run_conv3d(v)),
+        C::UpsampleNearest(v) => bind_values(v, [v.x], |r, v, [x]| {
+            let frame = [r.inputs.shape(v.x)[2] as usize, r.inputs.width(v.x)];
+            upsample_nearest(r.out, x, frame, v.scale.map(|n| n as usize));
+        }),
+        C::ChannelsToFrames(v) => bind_values(v, [v.x], |r, v, [x]| {
+            let cells = r.inputs.shape(v.x)[1..3].iter().product::<u64>() as usize;
+            channels_to_frames(r.out, x, cells, v.parts as usize, r.inputs.width(v.x) / v.parts as usize);
+        }),
+        C::Patchify(v) => bind_values(v, [v.x], |r, v, [x]| {
+            patchify(r.out, x, patch_grid(v.patch, r.inputs.shape(v.x)));
+        }),
+        C::Unpatchify(v) => bind_values(v, [v.x], |r, v, [x]| {
+            unpatchify(r.out, x, patch_grid(v.patch, &r.out_ty.shape));
+        }),
+        C::ScaleShift(v) => bind_values(v, [v.x, v.scale, v.shift], |r, v, [x, scale, shift]| {
+            scale_shift(r.out, x, scale, shift, v.inverse);
+        }),
+        C::Clamp(v) => bind_values(v, [v.x], |r, v, [x]| {
+            let limit = v.limit as f32;
+            map_elements(r.pool, r.out, x, |x| x.clamp(-limit, limit));
+        }),
         C::TakeRows(v) => bind_values(v, [v.x], |r, v, [x]| {
             let (row, rows) = (v.row as usize, v.rows as usize);
             take_range(r.out, x, r.inputs.shape(v.x), 0, row..row + rows);
@@ -220,6 +243,25 @@ impl KernelRun<'_> {
         let (w, bias) = (x.weight(v.w)?, v.bias.map(|b| x.values(b)).transpose()?);
         let (rows, segments) = (x.values(v.x)?, v.segments as usize);
         matmul(self.pool, self.scratch, self.out, rows, w, extents, bias, v.act, segments);
+        Ok(())
+    }
+
+    fn run_conv3d(&mut self, v: &views::Conv3d) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let shape = x.shape(v.x);
+        let extents = |n: [u64; 3]| n.map(|n| n as usize);
+        let spec = ConvSpec {
+            history: v.history.map(|h| x.values(h)).transpose()?.unwrap_or_default(),
+            pad_frames: v.pad_frames as usize,
+            frame: extents([shape[1], shape[2], shape[3]]),
+            kernel: extents(v.kernel),
+            stride: extents(v.stride.unwrap_or([1; 3])),
+            pad_before: v.pad_before as usize,
+        };
+        let out = &self.out_ty.shape;
+        let (w, bias) = (x.weight(v.w)?, v.bias.map(|b| x.values(b)).transpose()?);
+        let extents = extents([out[1], out[2], out[3]]);
+        conv3d(self.pool, self.scratch, self.out, x.values(v.x)?, w, bias, extents, &spec);
         Ok(())
     }
 
@@ -324,6 +366,15 @@ impl KernelRun<'_> {
             first_row: self.inputs.global_row(x) + first_row as usize,
             rows_per_frame: frame_rows as usize,
         }
+    }
+}
+
+/// Returns the patches of a grid [t, h, w, c].
+fn patch_grid(patch: [u64; 2], grid: &[u64]) -> PatchGrid {
+    PatchGrid {
+        extents: [grid[1] as usize, grid[2] as usize],
+        channels: grid[3] as usize,
+        patch: patch.map(|n| n as usize),
     }
 }
 

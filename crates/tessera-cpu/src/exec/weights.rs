@@ -52,7 +52,7 @@ impl CpuBackend {
         let ty = p.type_of(v);
         let matmul_only = p.ops.iter().filter(|o| o.used_values().any(|u| u == v)).all(|o| {
             let elsewhere = o.used_values().filter(|u| *u == v).count() > 1;
-            o.opcode == Opcode::Matmul && o.operands[1] == v && !elsewhere
+            matches!(o.opcode, Opcode::Matmul | Opcode::Conv3d) && o.operands[1] == v && !elsewhere
         });
         let has_choice = matmul_only && ty.shape.len() == 2;
         let packed = has_choice && self.packs_weights;
@@ -61,7 +61,7 @@ impl CpuBackend {
             return Ok(*i);
         }
         if packed {
-            // A matmul can use a plain weight too; in the opposite case the weight is loaded a
+            // A matmul or a convolution can use a plain weight too; in the opposite case the weight is loaded a
             // second time.
             key.packed = false;
             if let Some(i) = self.weight_index.get(&key) {

@@ -128,17 +128,7 @@ pub fn matmul(
     if out.is_empty() {
         return;
     }
-    let panels = match w {
-        MatmulWeight::Packed(p) => {
-            assert_eq!(p.shape(), (n, k), "packed weight of a matmul");
-            p.panels.get()
-        }
-        MatmulWeight::Plain(w) => {
-            let packed = scratch.packed.ensure_len(n.div_ceil(PANEL) * PANEL * k);
-            pack_weight(pool, w, n, k, packed);
-            scratch.packed.get()
-        }
-    };
+    let panels = packed_panels(pool, &mut scratch.packed, w, (n, k));
     let packed_matmul = PackedMatmul { panels, n, k, bias: bias.unwrap_or(&[]), act, segments };
     let work = 2 * m * n * k;
     if m >= ROW_BLOCK * pool.thread_count() || !pool.should_parallelize(work) {
@@ -167,6 +157,25 @@ pub fn matmul(
     });
 }
 
+/// Returns the panels of a weight `[n, k]`, packed into `spare` if it is plain.
+pub(super) fn packed_panels<'a>(
+    pool: &Pool,
+    spare: &'a mut AlignedBuffer,
+    w: MatmulWeight<'a>,
+    (n, k): (usize, usize),
+) -> &'a [f32] {
+    match w {
+        MatmulWeight::Packed(p) => {
+            assert_eq!(p.shape(), (n, k), "packed weight of a matmul");
+            p.panels.get()
+        }
+        MatmulWeight::Plain(w) => {
+            pack_weight(pool, w, n, k, spare.ensure_len(n.div_ceil(PANEL) * PANEL * k));
+            spare.get()
+        }
+    }
+}
+
 fn pack_weight(pool: &Pool, w: &[f32], n: usize, k: usize, out: &mut [f32]) {
     assert_eq!(w.len(), n * k, "weight [{n}, {k}]");
     pool.for_each_block(out, PANEL * k, 4 * n * k, |i, panel| {
@@ -175,19 +184,21 @@ fn pack_weight(pool: &Pool, w: &[f32], n: usize, k: usize, out: &mut [f32]) {
     });
 }
 
-struct PackedMatmul<'a> {
-    panels: &'a [f32],
-    n: usize,
-    k: usize,
-    bias: &'a [f32],
-    act: Option<Activation>,
-    segments: usize,
+/// A matmul with a packed weight `[n, k]`.
+pub(super) struct PackedMatmul<'a> {
+    pub(super) panels: &'a [f32],
+    pub(super) n: usize,
+    pub(super) k: usize,
+    /// `[n]`, or empty.
+    pub(super) bias: &'a [f32],
+    pub(super) act: Option<Activation>,
+    pub(super) segments: usize,
 }
 
 impl PackedMatmul<'_> {
     /// Multiplies some rows of x with the columns `range`, which starts on a panel; `out` has just
     /// those columns.
-    fn compute_rows(&self, x: &[f32], range: std::ops::Range<usize>, out: &mut [f32]) {
+    pub(super) fn compute_rows(&self, x: &[f32], range: std::ops::Range<usize>, out: &mut [f32]) {
         let k = self.k;
         let step = range.len();
         let mut sums: [AccumulatorTile; TREE_LEVELS] = [[0.0; TILE_ROWS * PANEL]; TREE_LEVELS];

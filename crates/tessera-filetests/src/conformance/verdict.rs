@@ -193,17 +193,21 @@ fn count_roundings(cast: &[&Program]) -> f64 {
             let terms = match view {
                 V::Pad(_) | V::Compact(_) | V::TakeRows(_) | V::TakeShard(_) => continue,
                 V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) => continue,
+                V::UpsampleNearest(_) | V::ChannelsToFrames(_) | V::Patchify(_) | V::Unpatchify(_) => {
+                    continue;
+                }
                 V::AllReduce(_) | V::ReduceScatter(_) => {
                     op.comm_group().map_or(1, |g| u64::from(p.mesh.group_size(g)))
                 }
                 V::Matmul(v) => extent(v.x, 1),
                 V::LayerNorm(v) => extent(v.x, 1),
                 V::NormModulate(v) => extent(v.x, 1),
-                V::RmsNorm(v) => extent(v.x, 1),
+                V::RmsNorm(v) => last_extent(v.x),
+                V::Conv3d(v) => extent(v.w, 1),
                 V::RowSquareSum(v) => extent(v.x, 1),
                 V::Softmax(v) => last_extent(v.x),
                 V::Bmm(v) => last_extent(v.x),
-                V::Attention(v) => extent(v.k, 0) + v.head_dim,
+                V::Attention(v) => p.type_of(v.k).element_count() / last_extent(v.k) + v.head_dim,
                 _ if op.opcode.table_row().kind == OpKind::Compute => 1,
                 _ => continue,
             };

@@ -101,7 +101,7 @@ impl RuleContext<'_> {
         let (load, dtype, dims) = match load {
             Some(load @ WeightLoad::E4m3) => (load, DType::E4m3, 2),
             Some(load @ WeightLoad::E4m3Scale) => (load, DType::F32, 1),
-            Some(WeightLoad::Patch) | None => return Ok(()),
+            Some(WeightLoad::Patch | WeightLoad::Conv) | None => return Ok(()),
         };
         if declared.dtype == dtype && declared.shape.len() == dims {
             return Ok(());
@@ -166,12 +166,13 @@ impl RuleContext<'_> {
     /// Infers the type of an op that reduces each row of operand 0; the operands in `vectors` must
     /// be replicated.
     pub(super) fn row_norm_type(&self, vectors: &[usize], segments: u64) -> RuleResult<Type> {
-        let [_, d] = self.matrix_shape(0)?;
+        let [_, d] = self.row_extents(0)?;
+        let last = self.operands[0].shape.len() - 1;
         self.check_segments(segments, d)?;
-        if let Some(axis) = self.axis_that_shards(&self.operands[0].layout, 1) {
+        if let Some(axis) = self.axis_that_shards(&self.operands[0].layout, last) {
             return rule_error(
                 &T0213,
-                format!("{} over dim 1, which is sharded over {axis}", self.op.opcode.name()),
+                format!("{} over dim {last}, which is sharded over {axis}", self.op.opcode.name()),
             );
         }
         for v in vectors {
@@ -226,7 +227,7 @@ impl RuleContext<'_> {
 
     /// Checks that a vector or column operand has the dtype of its rows, or f32. Vectors are small,
     /// so they may stay f32 when the rows have a lower precision.
-    fn check_vector_dtype(&self, vector: usize, rows: usize) -> RuleResult<()> {
+    pub(super) fn check_vector_dtype(&self, vector: usize, rows: usize) -> RuleResult<()> {
         let (vector_dtype, rows_of) = (self.operands[vector].dtype, self.operands[rows].dtype);
         if vector_dtype == rows_of || vector_dtype == DType::F32 {
             return Ok(());
@@ -363,9 +364,8 @@ impl RuleContext<'_> {
 
     pub(super) fn attention_type(&self, v: &views::Attention) -> RuleResult<Type> {
         use AxisLayout::{Replicated as R, Shard as S};
-        let ([n, d], [r, dk], [rv, dv]) =
-            (self.matrix_shape(0)?, self.matrix_shape(1)?, self.matrix_shape(2)?);
-        let hd = v.head_dim;
+        let ([_, d], [r, dk], [rv, dv]) = (self.row_extents(0)?, self.row_extents(1)?, self.row_extents(2)?);
+        let (hd, last) = (v.head_dim, self.operands[0].shape.len() - 1);
         if d != dk || d != dv || r != rv || !d.is_multiple_of(hd) {
             return rule_error(
                 &T0210,
@@ -394,17 +394,18 @@ impl RuleContext<'_> {
             (None, Some(_)) => return rule_error(&T0203, "`bias_rows` without a bias"),
         }
         for i in [1, 2] {
-            if let Some(axis) = self.axis_that_shards(&self.operands[i].layout, 0) {
+            let mut rows = 0..self.operands[i].shape.len() - 1;
+            if let Some(axis) = rows.find_map(|dim| self.axis_that_shards(&self.operands[i].layout, dim)) {
                 return rule_error(&T0213, format!("softmax over keys, which are sharded over {axis}"));
             }
         }
         let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1], l[2]) {
             (R, R, R) => Some(R),
-            (S(q), R, R) if q.dim == 0 => Some(S(q)),
-            (S(q), S(k), S(v)) if q == k && k == v && q.dim == 1 => Some(S(q)),
+            (S(q), R, R) if q.dim < last => Some(S(q)),
+            (S(q), S(k), S(v)) if q == k && k == v && q.dim == last => Some(S(q)),
             _ => None,
         })?;
-        Ok(self.type_like_first([n, d], layout))
+        Ok(self.type_like_first(self.operands[0].shape.clone(), layout))
     }
 
     pub(super) fn cast_type(&self, &views::Cast { to, .. }: &views::Cast) -> RuleResult<Type> {

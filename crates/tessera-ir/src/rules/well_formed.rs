@@ -104,10 +104,12 @@ fn check_operand_dtypes(program: &Program, row: &OpRow, op: &Op) -> RuleResult<(
 fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
     for (k, v) in &op.keyed {
         let t = program.type_of(*v);
-        // A matmul's bias and scales are vectors, which its rule checks; every other keyed operand
-        // is a call scalar.
+        // The rules of a matmul and of a convolution check their vectors and the history; every other
+        // keyed operand is a call scalar.
         let fits = match (*k, op.opcode) {
-            ("bias" | "x_scale" | "w_scale", Opcode::Matmul) => is_float(t.dtype),
+            ("bias" | "x_scale" | "w_scale", Opcode::Matmul) | ("bias" | "history", Opcode::Conv3d) => {
+                is_float(t.dtype)
+            }
             ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
             _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
         };
@@ -115,6 +117,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
             let want = match *k {
                 "bias" | "sigma" => "a float scalar",
                 "x_scale" | "w_scale" => "a vector of f32",
+                "history" => "frames",
                 _ => "an i64 scalar",
             };
             return rule_error(

@@ -202,7 +202,7 @@ impl Lowering<'_> {
         }
         let bias = a.bias.map(|b| self.local_value(b, s));
         let b = &mut self.stages[s].builder;
-        b.set_attr("head_dim", self.sharding.head_dim).copy_attrs(op, &["bias_rows"]);
+        b.set_attr("head_dim", a.head_dim).copy_attrs(op, &["bias_rows"]);
         if let Some(bias) = bias {
             b.add_keyed("bias", bias);
         }

@@ -2,7 +2,7 @@
 
 use tessera_ir::views;
 
-use super::{OpContext, TensorResult, matrix_extents};
+use super::{OpContext, TensorResult, matrix_extents, row_extents};
 use crate::Tensor;
 
 pub(super) fn rope(cx: &OpContext<'_>, v: &views::Rope) -> TensorResult {
@@ -42,9 +42,9 @@ pub(super) fn rope(cx: &OpContext<'_>, v: &views::Rope) -> TensorResult {
 
 pub(super) fn attention(cx: &OpContext<'_>, v: &views::Attention) -> TensorResult {
     let (queries, keys, values) = (cx.tensor(v.q)?, cx.tensor(v.k)?, cx.tensor(v.v)?);
-    let ((n, d), (r, dk)) = (matrix_extents(queries)?, matrix_extents(keys)?);
+    let ((n, d), (r, dk)) = (row_extents(queries)?, row_extents(keys)?);
     let hd = v.head_dim as usize;
-    if d != dk || values.shape() != [r, d] || !d.is_multiple_of(hd) {
+    if d != dk || row_extents(values)? != (r, d) || !d.is_multiple_of(hd) {
         return Err(format!("q {:?} k {:?} v {:?}", queries.shape(), keys.shape(), values.shape()));
     }
     let biased = match (v.bias, &v.bias_rows) {
@@ -52,7 +52,7 @@ pub(super) fn attention(cx: &OpContext<'_>, v: &views::Attention) -> TensorResul
         (None, None) => None,
         _ => return Err("`bias` and `bias_rows` must be given together".to_string()),
     };
-    let mut y = Tensor::full(&[n, d], 0.0);
+    let mut y = Tensor::full(queries.shape(), 0.0);
     for i in 0..n {
         for h in (0..d).step_by(hd) {
             let q = &queries.row(i)[h..h + hd];

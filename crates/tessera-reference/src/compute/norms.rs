@@ -2,7 +2,7 @@
 
 use tessera_ir::{ValueId, views};
 
-use super::{OpContext, TensorResult, matrix_extents, vector_data, zip_elements};
+use super::{OpContext, TensorResult, matrix_extents, row_extents, vector_data, zip_elements};
 use crate::Tensor;
 
 pub(super) fn layer_norm(cx: &OpContext<'_>, v: &views::LayerNorm) -> TensorResult {
@@ -66,7 +66,7 @@ pub(super) fn gate_residual(cx: &OpContext<'_>, v: &views::GateResidual) -> Tens
 
 pub(super) fn rms_norm(cx: &OpContext<'_>, v: &views::RmsNorm) -> TensorResult {
     let x = cx.tensor(v.x)?;
-    let (_, d) = matrix_extents(x)?;
+    let (_, d) = row_extents(x)?;
     let w = vector_data(cx.tensor(v.w)?, d)?;
     Ok(Tensor::from_fn(x.shape(), |i| {
         let row = x.row(i / d);

@@ -195,8 +195,9 @@ fn run_command(
         MediaJob::Deliver { chunk, epoch, .. } if epoch < min_epoch.load(Ordering::Acquire) => {
             leader::Event::Discarded { chunk }
         }
-        MediaJob::Deliver { chunk, latents, .. } => {
-            leader::Event::Delivered { chunk, frames: pipeline.deliver_chunk(chunk, &latents)? }
+        MediaJob::Deliver { chunk, latents, opens_scene, .. } => {
+            let frames = pipeline.deliver_chunk(chunk, &latents, opens_scene)?;
+            leader::Event::Delivered { chunk, frames }
         }
     }))
 }

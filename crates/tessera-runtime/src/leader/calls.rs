@@ -381,7 +381,7 @@ impl Leader {
             let why = "a hard cut came while the chunk was computed";
             self.add_entry(RecordEntry::Dropped { request, chunk: Some(chunk), epoch, why });
         } else {
-            self.actions.push(Action::Media(MediaJob::Deliver { chunk, epoch, latents }));
+            self.actions.push(Action::Media(MediaJob::Deliver { chunk, epoch, latents, opens_scene }));
         }
     }
 

@@ -236,7 +236,7 @@ impl MediaPipeline for NullMedia {
         Ok(context_tensor(previous))
     }
 
-    fn deliver_chunk(&mut self, _: u32, _: &Tensor) -> Result<u32, tessera_base::Diagnostic> {
+    fn deliver_chunk(&mut self, _: u32, _: &Tensor, _: bool) -> Result<u32, tessera_base::Diagnostic> {
         Ok(12)
     }
 

@@ -436,7 +436,7 @@ impl Net {
                     let tensor = context_tensor(&previous);
                     self.step_leader(leader::Event::Context { chunk, tensor });
                 }
-                leader::Action::Media(MediaJob::Deliver { chunk, epoch, latents }) => {
+                leader::Action::Media(MediaJob::Deliver { chunk, epoch, latents, .. }) => {
                     self.undelivered.push_back((chunk, epoch, latents));
                     self.max_undelivered = self.max_undelivered.max(self.undelivered.len());
                 }

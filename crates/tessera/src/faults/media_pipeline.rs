@@ -44,9 +44,9 @@ impl MediaPipeline for DrillMediaPipeline {
         self.inner.encode_context(chunk, previous, opens_scene)
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor, opens_scene: bool) -> Result<u32, Diagnostic> {
         self.injector.remove_output_folder(chunk);
-        self.inner.deliver_chunk(chunk, latents)
+        self.inner.deliver_chunk(chunk, latents, opens_scene)
     }
 
     fn finish_output(&mut self) -> Result<(), Diagnostic> {

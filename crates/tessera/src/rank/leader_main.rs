@@ -130,9 +130,10 @@ fn media_factory(
     let (plan, orders, record) = (Arc::clone(&context.plan), orders.clone(), Arc::clone(record));
     let drill = context.fault_injector.clone();
     Box::new(move || {
-        let words =
-            Model::open_for_plan(&orders.model, &plan)?.open_text_encoder().map_err(first_diagnostic)?;
-        let pipeline = RunMediaPipeline::new(&plan, words, &orders, record)?;
+        let model = Model::open_for_plan(&orders.model, &plan)?;
+        let words = model.open_text_encoder().map_err(first_diagnostic)?;
+        let vae = model.open_vae_weights().map_err(first_diagnostic)?;
+        let pipeline = RunMediaPipeline::new(&plan, words, vae, &orders, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
         Ok(match drill {
             None => pipeline,

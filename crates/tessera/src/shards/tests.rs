@@ -18,7 +18,7 @@ use tessera_runtime::{Tripwires, find_shard_mismatch};
 
 use super::*;
 use crate::engine::MeshEngine;
-use crate::media_pipeline::MediaCodec;
+use crate::media_codec::MediaCodec;
 use crate::rank::RankContext;
 use crate::stream::check_stream;
 use crate::stream_options::StreamOptions;
@@ -410,7 +410,7 @@ fn stream_latents(
     let common = RankContext::new(Arc::clone(plan), crate::synthetic_delays::SyntheticDelays::default());
     let model = Model::open_for_plan(from, plan).unwrap();
     let mut director = Director::new(common.stream.clone()).unwrap();
-    let text = MediaCodec::load(plan, model.open_text_encoder().unwrap(), None)
+    let text = MediaCodec::load(plan, model.open_text_encoder().unwrap(), None, None)
         .unwrap()
         .encode_text("a red circle moves left")
         .unwrap();

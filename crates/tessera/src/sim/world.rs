@@ -15,6 +15,7 @@ use std::sync::Arc;
 use tessera_base::Diagnostic;
 use tessera_device::TimingModel;
 use tessera_mesh::Rank;
+use tessera_models::PixelDecoder;
 use tessera_report::record::{PhaseRecord, StreamWaits};
 use tessera_report::timeline::TimelineSpan;
 use tessera_runtime::Failure;
@@ -371,8 +372,12 @@ impl World for SimWorld<'_> {
                     self.record.record_media_interval(chunk, name, at(done), at(done + ns));
                     done += ns;
                 }
-                if emitted && matches!(work, MediaJob::Deliver { .. }) {
-                    let frames = self.plan.video.stream.frames_per_chunk() as u32;
+                if emitted && let MediaJob::Deliver { opens_scene, .. } = work {
+                    let stream = &self.plan.video.stream;
+                    let frames = match opens_scene {
+                        true => stream.first_chunk_frames(),
+                        false => stream.frames_per_chunk(),
+                    } as u32;
                     let wrote = self.record.record_delivery(chunk, frames, &[]);
                     self.note_error(wrote);
                 }
@@ -386,14 +391,22 @@ impl SimMedia {
     /// Takes the durations from the leader's own programs, or from the command line if those are
     /// longer.
     fn new(plan: &Plan, orders: &RankConfig, prices: &dyn TimingModel) -> Result<SimMedia, Diagnostic> {
-        let (decode_ns, encode_ns) =
-            (program_ns(plan, "decode", prices)?, program_ns(plan, "encode", prices)?);
+        let encode_ns = program_ns(plan, "encode", prices)?;
         let others = plan.video.stream.chunk_frames.saturating_sub(1);
+        let (first_ns, rest_ns) = match plan.video.stream.decoder {
+            PixelDecoder::WanVae => {
+                (program_ns(plan, "decode.first", prices)?, program_ns(plan, "decode.rest", prices)?)
+            }
+            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => {
+                let decode_ns = program_ns(plan, "decode", prices)?;
+                (decode_ns, decode_ns.saturating_mul(others))
+            }
+        };
         let delays = orders.delays.media;
         let at_least = |ns: u64, least_ns: Option<u64>| ns.max(least_ns.unwrap_or(0));
         Ok(SimMedia {
-            first_decode_ns: at_least(decode_ns, delays.map(|m| m.first_ns)),
-            rest_decode_ns: at_least(decode_ns.saturating_mul(others), delays.map(|m| m.rest_ns)),
+            first_decode_ns: at_least(first_ns, delays.map(|m| m.first_ns)),
+            rest_decode_ns: at_least(rest_ns, delays.map(|m| m.rest_ns)),
             encode_ns: at_least(encode_ns, delays.map(|m| m.encode_ns)),
             ..SimMedia::default()
         })

@@ -135,13 +135,26 @@ fn build_compute(
     let f32_only = || s.refuse_bf16(&s.p.ops[i], format!("{} in bf16", s.p.ops[i].opcode.name()));
     let launch = match op {
         C::Matmul(v) => return gemms::build_gemm(s, v, None, out),
-        C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::TakeRows(v) => return copies::build_take_rows(s, v, out),
         C::TakeShard(v) => return copies::build_take_shard(s, v, out),
         C::Pad(v) => return copies::build_pad(s, v, out),
         C::Compact(v) => return copies::build_compact(s, v, out),
         C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {
             return copy_whole(s, v.x, s.at(out)?);
+        }
+        C::Conv3d(_)
+        | C::UpsampleNearest(_)
+        | C::ChannelsToFrames(_)
+        | C::Patchify(_)
+        | C::Unpatchify(_)
+        | C::ScaleShift(_)
+        | C::Clamp(_) => return cuda_failure("the convolutions of a VAE, which the leader runs on the CPU"),
+        C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => {
+            return cuda_failure("attention within frames");
+        }
+        C::Attention(v) => return attention::build_attention(s, v, out, targets),
+        C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => {
+            return cuda_failure("a norm of the cells of frames");
         }
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
         C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),

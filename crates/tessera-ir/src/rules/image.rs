@@ -1,0 +1,158 @@
+//! Rules of the ops on frames: values [t, h, w, c], channels last, and the patches of which a generator's
+//! tokens consist.
+
+use super::{RuleContext, RuleResult, multiply_extents, rule_error};
+use crate::codes::{T0203, T0210, T0213};
+use crate::{Type, views};
+
+impl RuleContext<'_> {
+    pub(super) fn conv3d_type(&self, v: &views::Conv3d) -> RuleResult<Type> {
+        let [frames, rows, columns, c] = self.frame_shape(0)?;
+        let [m, k] = self.matrix_shape(1)?;
+        for i in 0..self.operands.len() {
+            self.check_replicated(i)?;
+        }
+        self.check_same_dtype(0, 1)?;
+        if k != multiply_extents(&[multiply_extents(&v.kernel)?, c])? {
+            let message = format!(
+                "a kernel of {:?} over {} needs rows of kt·kh·kw·c elements, not {}",
+                v.kernel,
+                self.display_operand(0),
+                self.display_operand(1)
+            );
+            return rule_error(&T0210, message);
+        }
+        if let Some(b) = v.bias.map(|b| self.program.type_of(b))
+            && (b.shape != [m] || b.dtype != self.operands[0].dtype || !b.layout.is_replicated())
+        {
+            let message = format!("bias {} for {m} channels", b.display_on(self.mesh));
+            return rule_error(&T0210, message);
+        }
+        let before = self.frames_before(v)?;
+        let padding = v.pad_before.saturating_add(v.pad_after);
+        let padded =
+            [before.saturating_add(frames), rows.saturating_add(padding), columns.saturating_add(padding)];
+        let stride = v.stride.unwrap_or([1; 3]);
+        let mut shape = vec![0; 3];
+        for (out, ((extent, kernel), stride)) in
+            shape.iter_mut().zip(padded.into_iter().zip(v.kernel).zip(stride))
+        {
+            let Some(last) = extent.checked_sub(kernel) else {
+                let message = format!(
+                    "a kernel of {:?} does not fit {padded:?} frames, rows or columns of {}",
+                    v.kernel,
+                    self.display_operand(0)
+                );
+                return rule_error(&T0210, message);
+            };
+            *out = last / stride + 1;
+        }
+        shape.push(m);
+        multiply_extents(&shape)?;
+        Ok(Type::new(self.operands[0].dtype, shape))
+    }
+
+    /// Returns the number of frames that precede those of x.
+    fn frames_before(&self, v: &views::Conv3d) -> RuleResult<u64> {
+        let Some(history) = v.history else { return Ok(v.pad_frames) };
+        let (x, history) = (self.operands[0], self.program.type_of(history));
+        if v.pad_frames > 0 {
+            return rule_error(&T0203, "`pad_frames` beside `history`: both precede the frames of x");
+        }
+        match history.shape[..] {
+            [frames, ..]
+                if history.shape.len() == 4
+                    && history.shape[1..] == x.shape[1..]
+                    && history.dtype == x.dtype
+                    && history.layout == x.layout =>
+            {
+                Ok(frames)
+            }
+            _ => rule_error(
+                &T0210,
+                format!("history {} for frames {}", history.display_on(self.mesh), self.display_operand(0)),
+            ),
+        }
+    }
+
+    pub(super) fn upsample_nearest_type(&self, v: &views::UpsampleNearest) -> RuleResult<Type> {
+        let [t, h, w, c] = self.frame_shape(0)?;
+        self.check_replicated(0)?;
+        let shape = [t, multiply_extents(&[h, v.scale[0]])?, multiply_extents(&[w, v.scale[1]])?, c];
+        multiply_extents(&shape)?;
+        Ok(Type::new(self.operands[0].dtype, shape))
+    }
+
+    pub(super) fn channels_to_frames_type(&self, v: &views::ChannelsToFrames) -> RuleResult<Type> {
+        let [t, h, w, c] = self.frame_shape(0)?;
+        self.check_replicated(0)?;
+        if !c.is_multiple_of(v.parts) {
+            let message = format!("{} parts of the channels of {}", v.parts, self.display_operand(0));
+            return rule_error(&T0210, message);
+        }
+        Ok(Type::new(self.operands[0].dtype, [multiply_extents(&[t, v.parts])?, h, w, c / v.parts]))
+    }
+
+    pub(super) fn patchify_type(&self, v: &views::Patchify) -> RuleResult<Type> {
+        let [t, h, w, c] = self.frame_shape(0)?;
+        self.check_replicated(0)?;
+        let [ph, pw] = v.patch;
+        if !h.is_multiple_of(ph) || !w.is_multiple_of(pw) {
+            let message = format!("{} cannot be split into patches of {ph}×{pw}", self.display_operand(0));
+            return rule_error(&T0210, message);
+        }
+        let (tokens, width) = (multiply_extents(&[t, h / ph, w / pw])?, multiply_extents(&[ph, pw, c])?);
+        Ok(Type::new(self.operands[0].dtype, [tokens, width]))
+    }
+
+    pub(super) fn unpatchify_type(&self, v: &views::Unpatchify) -> RuleResult<Type> {
+        let [tokens, width] = self.matrix_shape(0)?;
+        self.check_replicated(0)?;
+        let ([t, h, w], [ph, pw]) = (v.grid, v.patch);
+        let cells = multiply_extents(&v.patch)?;
+        if multiply_extents(&v.grid)? != tokens || !width.is_multiple_of(cells) {
+            let message = format!(
+                "{} does not match a grid of {:?} with patches of {ph}×{pw}",
+                self.display_operand(0),
+                v.grid
+            );
+            return rule_error(&T0210, message);
+        }
+        let shape = [t, multiply_extents(&[h, ph])?, multiply_extents(&[w, pw])?, width / cells];
+        Ok(Type::new(self.operands[0].dtype, shape))
+    }
+
+    pub(super) fn scale_shift_type(&self) -> RuleResult<Type> {
+        let [_, c] = self.row_extents(0)?;
+        let last = self.operands[0].shape.len() - 1;
+        for vector in [1, 2] {
+            self.check_replicated(vector)?;
+            self.check_vector_dtype(vector, 0)?;
+            if self.operands[vector].shape != [c] {
+                let message = format!("vector {} for {c} channels", self.display_operand(vector));
+                return rule_error(&T0210, message);
+            }
+        }
+        match self.axis_that_shards(&self.operands[0].layout, last) {
+            None => Ok(self.operands[0].clone()),
+            Some(axis) => rule_error(
+                &T0213,
+                format!("a vector of all channels beside channels that are sharded over {axis}"),
+            ),
+        }
+    }
+
+    /// Returns the extents [t, h, w, c] of an operand.
+    fn frame_shape(&self, operand: usize) -> RuleResult<[u64; 4]> {
+        match self.operands[operand].shape[..] {
+            [t, h, w, c] => Ok([t, h, w, c]),
+            _ => rule_error(
+                &T0210,
+                format!(
+                    "operand {operand} must be frames [t, h, w, c], but is {}",
+                    self.display_operand(operand)
+                ),
+            ),
+        }
+    }
+}

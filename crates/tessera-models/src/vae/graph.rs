@@ -1,0 +1,320 @@
+//! The programs of a causal VAE, which the leader runs: frames are values [t, h, w, c], channels last.
+//!
+//! A convolution over time reads the last frames of its input from a buffer of the plan, and the program
+//! then writes the newest frames to it. At the start of a scene every buffer holds zeros, which is the
+//! padding of the first frame.
+
+use tessera_ir::{Attr, DType, Opcode, Program, Type, ValueId};
+
+use super::VaeConfig;
+use crate::VideoModel;
+use crate::graph::GraphBuilder;
+
+/// Frames of history that a convolution over three frames needs.
+const HISTORY: u64 = 2;
+
+/// ε of the norms: x / √(mean(x²) + ε). It only keeps a cell of zeros from dividing by zero; other cells are
+/// divided by their L2 norm over √c.
+const NORM_EPS: f64 = 1e-24;
+
+/// Builds the programs that decode the latents of a chunk in order, each with its number of latent
+/// frames: `decode.open` the first latent of a scene, which is one pixel frame; `decode.first` the first of
+/// a later chunk; `decode.rest` the others of any chunk.
+///
+/// The first latent of a chunk has a program of its own because the next chunk's anchor waits for it
+/// alone.
+pub(crate) fn decode_programs(m: &VideoModel, vae: &VaeConfig) -> Vec<Program> {
+    let rest = m.stream.chunk_frames - 1;
+    let mut programs =
+        vec![decode_program(m, vae, "decode.open", 1), decode_program(m, vae, "decode.first", 1)];
+    if rest > 0 {
+        programs.push(decode_program(m, vae, "decode.rest", rest));
+    }
+    programs
+}
+
+/// Builds the program that encodes one pixel frame on its own, as the first of a scene: the anchor of the
+/// next chunk.
+pub(crate) fn encode_anchor_program(m: &VideoModel, vae: &VaeConfig) -> Program {
+    let mut v = VaeBuilder::new(m, vae, "encode", Past::None);
+    let s = &m.stream;
+    let pixels = Type::new(DType::F32, [1, s.height, s.width, 3]);
+    let x = v.graph.builder.set_label("pixels").add_input("pixels", pixels);
+    let mut x = v.emit_conv("encoder.conv1", x, vae.base_dim, Kernel::Space3Time3);
+    let mut block = 0;
+    for (level, to) in vae.widths().into_iter().enumerate() {
+        for _ in 0..vae.res_blocks {
+            x = v.emit_residual(&format!("encoder.downsamples.{block}"), x, to);
+            block += 1;
+        }
+        if level + 1 < vae.dim_mult.len() {
+            // The first frame of a scene passes the halving of frames unchanged.
+            let name = format!("encoder.downsamples.{block}.resample.1");
+            x = v.emit_conv(&name, x, to, Kernel::HalfSpace);
+            block += 1;
+        }
+    }
+    x = v.emit_middle("encoder", x);
+    x = v.emit_head("encoder", x, 2 * vae.z_dim);
+    let moments = v.emit_conv("conv1", x, 2 * vae.z_dim, Kernel::Point);
+    // The first half of the channels is the mean of the distribution, which is the latent.
+    v.graph.builder.set_attr("parts", 2u64);
+    let halves = v.graph.emit_op(Opcode::ChannelsToFrames, &[moments]);
+    let z = v.emit_rows(halves, 0, 1);
+    let z = v.emit_latent_scale(z, LatentScale::Normalise);
+    let patch = m.wan.patch.map(|x| x as i64).to_vec();
+    v.graph.builder.set_attr("patch", patch);
+    let tokens = v.graph.emit_op(Opcode::Patchify, &[z]);
+    v.finish("latents", tokens)
+}
+
+/// Builds a program that decodes `frames` latent frames. The first latent of a scene passes the doubling of
+/// frames unchanged, and the history of these convolutions begins with the second.
+fn decode_program(m: &VideoModel, vae: &VaeConfig, name: &str, frames: u64) -> Program {
+    let opens_scene = name == "decode.open";
+    let mut v = VaeBuilder::new(m, vae, name, Past::Buffers);
+    let [_, h, w] = m.stream.token_grid(&m.wan).map(|x| x as i64);
+    let tokens = Type::new(DType::F32, [frames * m.frame_tokens(), m.wan.token_width()]);
+    let x = v.graph.builder.set_label("latents").add_input("latents", tokens);
+    let patch = m.wan.patch.map(|x| x as i64).to_vec();
+    v.graph.builder.set_attr("grid", vec![frames as i64, h, w]).set_attr("patch", patch);
+    let z = v.graph.emit_op(Opcode::Unpatchify, &[x]);
+    let z = v.emit_latent_scale(z, LatentScale::Denormalise);
+    let z = v.emit_conv("conv2", z, vae.z_dim, Kernel::Point);
+    let top = vae.widths().last().copied().unwrap_or(vae.base_dim);
+    let x = v.emit_conv("decoder.conv1", z, top, Kernel::Space3Time3);
+    let mut x = v.emit_middle("decoder", x);
+    let mut block = 0;
+    for (i, to) in vae.widths().into_iter().rev().enumerate() {
+        for _ in 0..=vae.res_blocks {
+            x = v.emit_residual(&format!("decoder.upsamples.{block}"), x, to);
+            block += 1;
+        }
+        if let Some(doubles_frames) = vae.temporal_downsample.iter().rev().nth(i) {
+            let at = format!("decoder.upsamples.{block}");
+            if *doubles_frames && !opens_scene {
+                x = v.emit_conv(&format!("{at}.time_conv"), x, 2 * to, Kernel::Time3);
+                v.graph.builder.set_attr("parts", 2u64);
+                x = v.graph.emit_op(Opcode::ChannelsToFrames, &[x]);
+            }
+            v.graph.builder.set_attr("scale", vec![2i64, 2]);
+            x = v.graph.emit_op(Opcode::UpsampleNearest, &[x]);
+            x = v.emit_conv(&format!("{at}.resample.1"), x, to / 2, Kernel::Space3);
+            block += 1;
+        }
+    }
+    let x = v.emit_head("decoder", x, 3);
+    v.graph.builder.set_attr("limit", 1.0);
+    let pixels = v.graph.emit_op(Opcode::Clamp, &[x]);
+    v.finish("pixels", pixels)
+}
+
+/// Where the frames before those of a program come from.
+#[derive(Clone, Copy, PartialEq)]
+enum Past {
+    /// Buffers of the plan, which the program also updates.
+    Buffers,
+    /// There are none: the program begins a scene and leaves nothing behind.
+    None,
+}
+
+/// The direction of the conversion between latents of the VAE and normalised ones of the generator.
+#[derive(Clone, Copy, PartialEq)]
+enum LatentScale {
+    /// From the VAE to the generator.
+    Normalise,
+    /// From the generator to the VAE.
+    Denormalise,
+}
+
+/// The extents, the steps and the padding of a convolution.
+#[derive(Clone, Copy)]
+enum Kernel {
+    /// 1×1×1.
+    Point,
+    /// 3×3×3, causal.
+    Space3Time3,
+    /// 3 frames, causal.
+    Time3,
+    /// 3×3 within a frame.
+    Space3,
+    /// 3×3 within a frame at every second row and column, with zeros behind the last row and column.
+    HalfSpace,
+}
+
+impl Kernel {
+    fn extents(self) -> [i64; 3] {
+        match self {
+            Kernel::Point => [1, 1, 1],
+            Kernel::Space3Time3 => [3, 3, 3],
+            Kernel::Time3 => [3, 1, 1],
+            Kernel::Space3 | Kernel::HalfSpace => [1, 3, 3],
+        }
+    }
+}
+
+struct VaeBuilder<'a> {
+    graph: GraphBuilder<'a>,
+    vae: &'a VaeConfig,
+    past: Past,
+}
+
+impl<'a> VaeBuilder<'a> {
+    fn new(m: &'a VideoModel, vae: &'a VaeConfig, name: &str, past: Past) -> VaeBuilder<'a> {
+        let mut graph = GraphBuilder::new(m, name);
+        graph.set_location("leader");
+        VaeBuilder { graph, vae, past }
+    }
+
+    fn finish(mut self, output: &str, value: ValueId) -> Program {
+        self.graph.builder.set_attr("at", "leader");
+        self.graph.builder.add_output(output, value);
+        self.graph.finish()
+    }
+
+    fn frame_shape(&self, x: ValueId) -> [u64; 4] {
+        match self.graph.builder.type_of(x).shape[..] {
+            [t, h, w, c] => [t, h, w, c],
+            // The builder has recorded why an op has no such result, and `finish` reports it.
+            _ => [1; 4],
+        }
+    }
+
+    fn emit_rows(&mut self, x: ValueId, row: u64, rows: u64) -> ValueId {
+        self.graph.builder.set_attr("row", row).set_attr("rows", rows);
+        self.graph.emit_op(Opcode::TakeRows, &[x])
+    }
+
+    /// Emits the conversion between the generator's latents and the VAE's.
+    fn emit_latent_scale(&mut self, z: ValueId, scale: LatentScale) -> ValueId {
+        let std = self.graph.emit_weight("vae.latents_std", &[self.vae.z_dim], "whole", 1);
+        let mean = self.graph.emit_weight("vae.latents_mean", &[self.vae.z_dim], "whole", 1);
+        if scale == LatentScale::Normalise {
+            self.graph.builder.set_attr("inverse", Attr::Bool(true));
+        }
+        self.graph.emit_op(Opcode::ScaleShift, &[z, std, mean])
+    }
+
+    /// Emits a convolution to `out` channels, with its history if it covers several frames.
+    fn emit_conv(&mut self, name: &str, x: ValueId, out: u64, kernel: Kernel) -> ValueId {
+        let [kt, kh, kw] = kernel.extents();
+        let c = self.frame_shape(x)[3];
+        self.graph.builder.set_attr("load", "conv");
+        let w = self.graph.emit_weight(
+            &format!("vae.{name}.weight"),
+            &[out, (kt * kh * kw) as u64 * c],
+            "whole",
+            1,
+        );
+        let bias = self.graph.emit_weight(&format!("vae.{name}.bias"), &[out], "whole", 1);
+        let history = (kt > 1 && self.past == Past::Buffers).then(|| self.read_history(name, x));
+        let b = &mut self.graph.builder;
+        b.set_attr("kernel", vec![kt, kh, kw]).add_keyed("bias", bias);
+        match history {
+            Some(history) => drop(b.add_keyed("history", history)),
+            None if kt > 1 => drop(b.set_attr("pad_frames", HISTORY)),
+            None => {}
+        }
+        match kernel {
+            Kernel::Space3Time3 | Kernel::Space3 => {
+                b.set_attr("pad_before", 1u64).set_attr("pad_after", 1u64);
+            }
+            Kernel::HalfSpace => {
+                b.set_attr("pad_after", 1u64).set_attr("stride", vec![1i64, 2, 2]);
+            }
+            Kernel::Point | Kernel::Time3 => {}
+        }
+        let y = self.graph.emit_op(Opcode::Conv3d, &[x, w]);
+        if let Some(history) = history {
+            self.write_history(name, x, history);
+        }
+        y
+    }
+
+    fn history_type(&self, x: ValueId) -> Type {
+        let [_, h, w, c] = self.frame_shape(x);
+        Type::new(DType::F32, [HISTORY, h, w, c])
+    }
+
+    fn read_history(&mut self, name: &str, x: ValueId) -> ValueId {
+        let ty = self.history_type(x);
+        self.graph.read_buffer(&format!("vae.{name}"), HISTORY, ty)
+    }
+
+    /// Emits the write of the newest frames of x, or of the history and x if x has one frame.
+    fn write_history(&mut self, name: &str, x: ValueId, history: ValueId) {
+        let (frames, ty, buffer) = (self.frame_shape(x)[0], self.history_type(x), format!("vae.{name}"));
+        if frames >= HISTORY {
+            let last = match frames {
+                HISTORY => x,
+                _ => self.emit_rows(x, frames - HISTORY, HISTORY),
+            };
+            self.graph.write_buffer(&buffer, ty, last, None);
+            return;
+        }
+        let newest = self.emit_rows(history, 1, 1);
+        self.graph.write_buffer(&buffer, ty.clone(), newest, None);
+        self.graph.builder.set_attr("first_row", 1u64);
+        self.graph.write_buffer(&buffer, ty, x, None);
+    }
+
+    fn emit_norm(&mut self, name: &str, x: ValueId) -> ValueId {
+        let c = self.frame_shape(x)[3];
+        let gamma = self.graph.emit_weight(&format!("vae.{name}.gamma"), &[c], "whole", 1);
+        self.graph.builder.set_attr("eps", NORM_EPS);
+        self.graph.emit_op(Opcode::RmsNorm, &[x, gamma])
+    }
+
+    fn emit_residual(&mut self, name: &str, x: ValueId, out: u64) -> ValueId {
+        let shortcut = match self.frame_shape(x)[3] == out {
+            true => x,
+            false => self.emit_conv(&format!("{name}.shortcut"), x, out, Kernel::Point),
+        };
+        let mut y = x;
+        for (norm, conv) in [(0, 2), (3, 6)] {
+            y = self.emit_norm(&format!("{name}.residual.{norm}"), y);
+            y = self.graph.emit_op(Opcode::Silu, &[y]);
+            y = self.emit_conv(&format!("{name}.residual.{conv}"), y, out, Kernel::Space3Time3);
+        }
+        self.graph.emit_op(Opcode::Add, &[y, shortcut])
+    }
+
+    fn emit_middle(&mut self, side: &str, x: ValueId) -> ValueId {
+        let c = self.frame_shape(x)[3];
+        let x = self.emit_residual(&format!("{side}.middle.0"), x, c);
+        let x = self.emit_frame_attention(&format!("{side}.middle.1"), x);
+        self.emit_residual(&format!("{side}.middle.2"), x, c)
+    }
+
+    /// Emits attention with one head in which the cells of each frame attend to each other.
+    fn emit_frame_attention(&mut self, name: &str, x: ValueId) -> ValueId {
+        let [t, h, w, c] = self.frame_shape(x);
+        let y = self.emit_norm(&format!("{name}.norm"), x);
+        let qkv = self.emit_conv(&format!("{name}.to_qkv"), y, 3 * c, Kernel::Point);
+        self.graph.builder.set_attr("parts", 3u64);
+        let parts = self.graph.emit_op(Opcode::ChannelsToFrames, &[qkv]);
+        let ty = Type::new(DType::F32, [t, h, w, c]);
+        let buffer = format!("vae.{name}.frames{t}");
+        let mut attended = parts;
+        for frame in 0..t {
+            let [q, k, v] = [0, 1, 2].map(|part| self.emit_rows(parts, 3 * frame + part, 1));
+            self.graph.builder.set_attr("head_dim", c);
+            attended = self.graph.emit_op(Opcode::Attention, &[q, k, v]);
+            if t > 1 {
+                self.graph.builder.set_attr("first_row", frame);
+                self.graph.write_buffer(&buffer, ty.clone(), attended, None);
+            }
+        }
+        if t > 1 {
+            attended = self.graph.read_buffer(&buffer, t, ty);
+        }
+        let y = self.emit_conv(&format!("{name}.proj"), attended, c, Kernel::Point);
+        self.graph.emit_op(Opcode::Add, &[y, x])
+    }
+
+    fn emit_head(&mut self, side: &str, x: ValueId, out: u64) -> ValueId {
+        let x = self.emit_norm(&format!("{side}.head.0"), x);
+        let x = self.graph.emit_op(Opcode::Silu, &[x]);
+        self.emit_conv(&format!("{side}.head.2"), x, out, Kernel::Space3Time3)
+    }
+}

@@ -1,0 +1,250 @@
+//! The leader's codec: the text encoder, and the plan's decode and encode programs on a CPU backend of
+//! their own, outside the mesh.
+//!
+//! Chunks are decoded in order. In the recompute regime the first latent of a chunk is decoded before the
+//! next chunk's call, which waits for the anchor; the other latents are decoded during that call.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tessera_base::Diagnostic;
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, WeightSource};
+use tessera_ir::Type;
+use tessera_mesh::Rank;
+use tessera_models::{PixelDecoder, VideoModel, WordEncoder};
+use tessera_runtime::wire::Tensor;
+
+use crate::codes::T0016;
+use crate::host_memory::available_bytes;
+use crate::plan::{LEADER_PHASES, Plan};
+use crate::record::MediaInterval;
+use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
+use crate::vae_weights::VaeWeights;
+
+pub(crate) struct MediaCodec {
+    video: VideoModel,
+    words: WordEncoder,
+    cpu: CpuBackend,
+    loaded: BTreeMap<String, ProgramHandle>,
+    /// The last chunk whose first latent was decoded, and what is left of it.
+    first_latent: Option<FirstLatent>,
+    delays: Option<MediaDelays>,
+    intervals: Vec<MediaInterval>,
+}
+
+/// The decoded first latent of a chunk. A decoder with history decodes each latent exactly once.
+struct FirstLatent {
+    chunk: u32,
+    /// The last pixel frame of the latent, from which the next chunk's anchor is encoded.
+    anchor: Vec<f32>,
+    /// All pixels of the latent, until the chunk is delivered.
+    pixels: Option<Vec<f32>>,
+}
+
+impl MediaCodec {
+    pub(crate) fn load(
+        plan: &Plan,
+        words: WordEncoder,
+        vae: Option<VaeWeights>,
+        delays: Option<MediaDelays>,
+    ) -> Result<MediaCodec, Diagnostic> {
+        let (rank, sealed) = (Rank(0), &plan.sealed);
+        let seat = MeshRank { mesh: *sealed.mesh(), rank };
+        let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+        available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
+        let mut source: Box<dyn WeightSource> = match vae {
+            Some(vae) => Box::new(vae),
+            None => Box::new(NoWeights),
+        };
+        let mut loaded = BTreeMap::new();
+        for name in LEADER_PHASES {
+            if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
+                loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut *source)?);
+            }
+        }
+        Ok(MediaCodec {
+            video: plan.video.clone(),
+            words,
+            cpu,
+            loaded,
+            first_latent: None,
+            delays,
+            intervals: Vec::new(),
+        })
+    }
+
+    /// Fills temporaries with NaN before each run, so that a program that reads one without a value fails.
+    pub(crate) fn poison_temporaries(&mut self) {
+        self.cpu.poison_temporaries();
+    }
+
+    pub(crate) fn decoder_kind(&self) -> PixelDecoder {
+        self.video.stream.decoder
+    }
+
+    pub(crate) fn encode_text(&self, prompt: &str) -> Result<Tensor, Diagnostic> {
+        let rows = self.words.encode(prompt).map_err(|d| *d)?;
+        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], &rows)
+    }
+
+    /// Returns the pixels [frames, height, width, 3] of a chunk; empty for a model without a
+    /// decoder. Latents that [`MediaCodec::build_context`] has already decoded are not decoded
+    /// again.
+    pub(crate) fn decode_pixels(
+        &mut self,
+        chunk: u32,
+        latents: &Tensor,
+        opens_scene: bool,
+    ) -> Result<Vec<f32>, Diagnostic> {
+        self.intervals.clear();
+        let latents = f32_values(latents);
+        let whole = Instant::now();
+        let name = if self.has_first_latent(chunk) { "decode.rest" } else { "decode" };
+        self.decode_first(chunk, &latents, opens_scene)?;
+        let mut pixels = self.first_latent.as_mut().and_then(|f| f.pixels.take()).unwrap_or_default();
+        let begun = Instant::now();
+        let rest = &latents[self.frame_len().min(latents.len())..];
+        match self.decoder_kind() {
+            PixelDecoder::SpaceTimeDepth => {
+                for frame in rest.chunks_exact(self.frame_len()) {
+                    pixels.extend(self.run_program("decode", "latents", frame, "pixels")?);
+                }
+            }
+            PixelDecoder::WanVae if !rest.is_empty() => {
+                pixels.extend(self.run_program("decode.rest", "latents", rest, "pixels")?);
+            }
+            PixelDecoder::WanVae | PixelDecoder::None => {}
+        }
+        self.apply_delay(begun, |m| m.rest_ns);
+        self.end_interval(name, whole);
+        Ok(pixels)
+    }
+
+    /// Builds the context [anchor, z₋₂, z₋₁] from chunk `before` for the chunk after it. The anchor
+    /// is the encoding of one decoded frame: the last pixel frame of latent 0. After the first chunk of a
+    /// scene the anchor is latent 0 itself. No other latent is decoded for the context.
+    pub(crate) fn build_context(
+        &mut self,
+        before: u32,
+        latents: &Tensor,
+        opens_scene: bool,
+    ) -> Result<Tensor, Diagnostic> {
+        self.intervals.clear();
+        let mut context = f32_values(latents);
+        if !opens_scene {
+            let begun = Instant::now();
+            self.decode_first(before, &context, false)?;
+            self.end_interval("decode.first", begun);
+            let begun = Instant::now();
+            let anchor = self.first_latent.as_ref().map(|f| f.anchor.clone()).unwrap_or_default();
+            // The lossless encoder reads as many frames as a latent holds, so its one frame is repeated.
+            let copies = match self.decoder_kind() {
+                PixelDecoder::SpaceTimeDepth => self.video.stream.stride[0] as usize,
+                PixelDecoder::WanVae | PixelDecoder::None => 1,
+            };
+            let encoded = self.run_program("encode", "pixels", &anchor.repeat(copies), "latents")?;
+            context[..encoded.len()].copy_from_slice(&encoded);
+            self.apply_delay(begun, |m| m.encode_ns);
+            self.end_interval("encode", begun);
+        }
+        Tensor::from_f32("context", &[self.video.chunk_tokens(), self.video.wan.token_width()], &context)
+    }
+
+    /// Ends an interval of work that began at `begun`.
+    pub(crate) fn end_interval(&mut self, name: &'static str, begun: Instant) {
+        self.intervals.push(MediaInterval { name, begun, ended: Instant::now() });
+    }
+
+    /// Takes the intervals of the last context or delivery.
+    pub(crate) fn take_intervals(&mut self) -> Vec<MediaInterval> {
+        std::mem::take(&mut self.intervals)
+    }
+
+    /// Returns the number of values in one latent frame.
+    fn frame_len(&self) -> usize {
+        (self.video.frame_tokens() * self.video.wan.token_width()) as usize
+    }
+
+    fn has_first_latent(&self, chunk: u32) -> bool {
+        self.first_latent.as_ref().is_some_and(|f| f.chunk == chunk)
+    }
+
+    /// Decodes the first latent of a chunk, unless that was done before. The first chunk of a scene clears
+    /// the decoder's history.
+    fn decode_first(&mut self, chunk: u32, latents: &[f32], opens_scene: bool) -> Result<(), Diagnostic> {
+        if self.has_first_latent(chunk) {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let frame = &latents[..self.frame_len().min(latents.len())];
+        let pixels = match self.decoder_kind() {
+            PixelDecoder::SpaceTimeDepth => self.run_program("decode", "latents", frame, "pixels")?,
+            PixelDecoder::WanVae if opens_scene => {
+                self.cpu.reset_buffers();
+                self.run_program("decode.open", "latents", frame, "pixels")?
+            }
+            PixelDecoder::WanVae => self.run_program("decode.first", "latents", frame, "pixels")?,
+            PixelDecoder::None => Vec::new(),
+        };
+        self.apply_delay(begun, |m| m.first_ns);
+        let picture = (self.video.stream.height * self.video.stream.width * 3) as usize;
+        let anchor = pixels[pixels.len().saturating_sub(picture)..].to_vec();
+        self.first_latent = Some(FirstLatent { chunk, anchor, pixels: Some(pixels) });
+        Ok(())
+    }
+
+    fn apply_delay(&self, begun: Instant, ns: impl Fn(&MediaDelays) -> u64) {
+        if let Some(m) = &self.delays {
+            sleep_until_elapsed(begun, ns(m));
+        }
+    }
+
+    fn run_program(
+        &mut self,
+        phase: &str,
+        input: &str,
+        data: &[f32],
+        output: &str,
+    ) -> Result<Vec<f32>, Diagnostic> {
+        let failed = |why: String| Diagnostic::error(&T0016, format!("{phase} of a chunk: {why}"));
+        let program =
+            *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
+        let call = CallData { inputs: BTreeMap::from([(input, data)]), ..CallData::default() };
+        self.cpu.run(program, &call, &mut NoopObserver).map_err(|f| match f {
+            Fault::Failed(t)
+            | Fault::Stalled(t)
+            | Fault::Aborted(t)
+            | Fault::Refused(t)
+            | Fault::Poisoned(t) => failed(t),
+        })?;
+        self.cpu
+            .output(output)
+            .map(<[f32]>::to_vec)
+            .ok_or_else(|| failed(format!("the program output no {output}")))
+    }
+}
+
+fn f32_values(t: &Tensor) -> Vec<f32> {
+    t.to_f32().unwrap_or_default()
+}
+
+/// The weights of a model whose decoder has none.
+struct NoWeights;
+
+impl WeightSource for NoWeights {
+    fn read(&mut self, name: &str, _: &Type, _: Option<&str>, _: &MeshRank) -> Result<Vec<f32>, Diagnostic> {
+        Err(Diagnostic::error(&T0016, format!("the decoder requires a weight `{name}`")))
+    }
+}
+
+struct NoopObserver;
+
+impl Observer for NoopObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,195 @@
+//! Compares the VAE's programs with diffusers, and the ways to decode a stream with each other.
+
+use std::path::{Path, PathBuf};
+
+use tessera_models::VaeConfig;
+use tessera_plan::Mapping;
+use tessera_weights::{WeightFiles, WeightSet};
+
+use super::*;
+use crate::plan::plan_model;
+
+/// A VAE with inputs and outputs that diffusers computed, and the plan of a generator of the same latents.
+struct VaeCase {
+    plan: Plan,
+    dir: PathBuf,
+    expected: WeightSet,
+    channels: usize,
+    /// Rows and columns of latents.
+    grid: [usize; 2],
+}
+
+impl VaeCase {
+    fn open(dir: &Path, regime: &str) -> VaeCase {
+        let config = std::fs::read_to_string(dir.join("vae/config.json")).unwrap();
+        let vae = VaeConfig::parse("vae/config.json", &config).unwrap();
+        let expected =
+            WeightFiles::open_file(&dir.join("expected.safetensors")).unwrap().resolve_as_is().unwrap();
+        let shape = expected.tensor_shape("latents").unwrap().to_vec();
+        let wan = format!(
+            r#"{{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1,"in_dim":{0},"out_dim":{0},"text_len":2,"text_dim":1}}"#,
+            vae.z_dim
+        );
+        let stream = format!(
+            "[video]\nwidth = {}\nheight = {}\n[cache]\nmode = \"{regime}\"\n[text]\nencoder = \"words\"\n\
+             [decoder]\nkind = \"wan_vae\"\n{}",
+            shape[3] * 8,
+            shape[2] * 8,
+            vae_table(&vae),
+        );
+        let video = VideoModel::parse(("config.json", &wan), ("stream.toml", &stream)).unwrap();
+        let plan = plan_model(&video, "vae", "", &Mapping::default()).unwrap_or_else(|ds| panic!("{ds:#?}"));
+        let (channels, grid) = (shape[0] as usize, [shape[2] as usize, shape[3] as usize]);
+        VaeCase { plan, dir: dir.to_path_buf(), expected, channels, grid }
+    }
+
+    fn load_codec(&self) -> MediaCodec {
+        let words = WordEncoder::new("a\n", vec![1.0], 1, 2).unwrap();
+        let vae =
+            VaeWeights::open(&self.dir, &self.plan.video.stream.vae).unwrap_or_else(|ds| panic!("{ds:#?}"));
+        let mut codec = MediaCodec::load(&self.plan, words, Some(vae), None).unwrap();
+        codec.poison_temporaries();
+        codec
+    }
+
+    fn tensor(&self, name: &str) -> Vec<f32> {
+        self.expected.read_whole_f32(name).unwrap()
+    }
+
+    /// Returns the latents of a chunk as the generator's tokens, from the tensor [C, F, H, W] of the file.
+    fn chunk_latents(&self, chunk: usize) -> Tensor {
+        let (all, frames) =
+            (self.tensor("latents"), self.expected.tensor_shape("latents").unwrap()[1] as usize);
+        let per_chunk = self.plan.video.stream.chunk_frames as usize;
+        let tokens = self.to_tokens(&all, frames, chunk * per_chunk..(chunk + 1) * per_chunk);
+        let video = &self.plan.video;
+        Tensor::from_f32("latents", &[video.chunk_tokens(), video.wan.token_width()], &tokens).unwrap()
+    }
+
+    fn to_tokens(&self, latents: &[f32], frames: usize, range: std::ops::Range<usize>) -> Vec<f32> {
+        let [h, w] = self.grid;
+        let mut tokens = Vec::new();
+        for (frame, row, column) in
+            range.flat_map(|f| (0..h / 2).flat_map(move |y| (0..w / 2).map(move |x| (f, y, x))))
+        {
+            for (dy, dx) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                let cell = (2 * row + dy) * w + 2 * column + dx;
+                tokens.extend((0..self.channels).map(|c| latents[(c * frames + frame) * h * w + cell]));
+            }
+        }
+        tokens
+    }
+}
+
+fn vae_table(vae: &VaeConfig) -> String {
+    format!(
+        "[decoder.vae]\nbase_dim = {}\nz_dim = {}\ndim_mult = {:?}\nres_blocks = {}\ntemporal_downsample = {:?}\n\
+         latents_mean = {:?}\nlatents_std = {:?}\n",
+        vae.base_dim,
+        vae.z_dim,
+        vae.dim_mult,
+        vae.res_blocks,
+        vae.temporal_downsample,
+        vae.latents_mean,
+        vae.latents_std
+    )
+}
+
+/// Returns the largest difference, as a part of the largest value.
+fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let far = found.iter().zip(expected).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+    far / expected.iter().map(|x| f64::from(x.abs())).fold(0.0, f64::max)
+}
+
+fn fixture() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/wan-vae")
+}
+
+/// Decodes all chunks in a regime, and compares the frames that the file holds and the anchor.
+fn compare_with_diffusers(dir: &Path, regime: &str) -> [f64; 2] {
+    let case = VaeCase::open(dir, regime);
+    let mut codec = case.load_codec();
+    let chunks = case.expected.tensor_shape("latents").unwrap()[1] / case.plan.video.stream.chunk_frames;
+    let mut pixels = Vec::new();
+    for chunk in 0..chunks as u32 {
+        let latents = case.chunk_latents(chunk as usize);
+        if regime == "recompute" {
+            codec.build_context(chunk, &latents, chunk == 0).unwrap();
+        }
+        let decoded = codec.decode_pixels(chunk, &latents, chunk == 0).unwrap();
+        let frames = decoded.len() / (case.grid[0] * case.grid[1] * 64 * 3);
+        assert_eq!(frames, if chunk == 0 { 9 } else { 12 });
+        pixels.extend(decoded);
+    }
+    let (frames, expected) = (case.tensor("frames"), case.tensor("pixels"));
+    let picture = case.grid[0] * case.grid[1] * 64;
+    let found: Vec<f32> = (0..3)
+        .flat_map(|colour| {
+            let pixels = &pixels;
+            frames.iter().flat_map(move |f| {
+                pixels[*f as usize * picture * 3..][..picture * 3].iter().skip(colour).step_by(3).copied()
+            })
+        })
+        .collect();
+    let mut anchor_error = 0.0;
+    if regime == "recompute" {
+        let planes = case.tensor("picture");
+        let pixels: Vec<f32> =
+            (0..picture).flat_map(|i| [0, 1, 2].map(|c| planes[c * picture + i])).collect();
+        let encoded = codec.run_program("encode", "pixels", &pixels, "latents").unwrap();
+        anchor_error = relative_error(&encoded, &case.to_tokens(&case.tensor("anchor"), 1, 0..1));
+    }
+    [relative_error(&found, &expected), anchor_error]
+}
+
+#[test]
+fn streamed_decoding_and_the_anchor_equal_diffusers() {
+    for regime in ["resident", "recompute"] {
+        let [pixels, anchor] = compare_with_diffusers(&fixture(), regime);
+        assert!(pixels <= 2e-5 && anchor <= 2e-5, "{regime}: pixels {pixels:e}, anchor {anchor:e}");
+    }
+}
+
+/// A VAE that is too large to commit; tools/fixtures/make_vae.py says how to make one.
+#[test]
+#[ignore = "needs a folder that tools/fixtures/make_vae.py has written"]
+fn the_vae_of_a_folder_equals_diffusers() {
+    #[allow(clippy::disallowed_methods, reason = "the developer names a folder of their own")]
+    let dir = std::env::var("TESSERA_VAE_FOLDER").expect("TESSERA_VAE_FOLDER names the folder");
+    let [pixels, anchor] = compare_with_diffusers(Path::new(&dir), "recompute");
+    println!("pixels {pixels:e}, anchor {anchor:e}");
+    assert!(pixels <= 2e-5 && anchor <= 2e-5, "pixels {pixels:e}, anchor {anchor:e}");
+}
+
+#[test]
+fn a_new_scene_forgets_the_frames_before_it() {
+    let case = VaeCase::open(&fixture(), "resident");
+    let mut codec = case.load_codec();
+    let first = codec.decode_pixels(0, &case.chunk_latents(0), true).unwrap();
+    codec.decode_pixels(1, &case.chunk_latents(1), false).unwrap();
+    assert_eq!(codec.decode_pixels(2, &case.chunk_latents(0), true).unwrap(), first);
+    let continued = codec.decode_pixels(3, &case.chunk_latents(0), false).unwrap();
+    assert!(relative_error(&continued[..first.len()], &first) > 1e-2, "the history has no effect");
+}
+
+#[test]
+fn a_late_context_does_not_decode_a_latent_twice() {
+    let case = VaeCase::open(&fixture(), "recompute");
+    let decode = |late: bool| {
+        let mut codec = case.load_codec();
+        codec.decode_pixels(0, &case.chunk_latents(0), true).unwrap();
+        let latents = case.chunk_latents(1);
+        let mut decoded = Vec::new();
+        if late {
+            decoded = codec.decode_pixels(1, &latents, false).unwrap();
+        }
+        let context = codec.build_context(1, &latents, false).unwrap();
+        if !late {
+            decoded = codec.decode_pixels(1, &latents, false).unwrap();
+        }
+        let next = codec.decode_pixels(2, &case.chunk_latents(2), false).unwrap();
+        (decoded, context, next)
+    };
+    assert!(decode(false) == decode(true));
+}

@@ -1,0 +1,91 @@
+//! The weights of a model's VAE.
+
+use std::path::Path;
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_device::{MeshRank, WeightSource};
+use tessera_ir::Type;
+use tessera_models::{VaeConfig, expected_vae_weights};
+use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
+
+/// Folder of the VAE in a model folder.
+pub(crate) const VAE_FOLDER: &str = "vae";
+/// Prefix of the names of the VAE's tensors in a program.
+const PROGRAM_PREFIX: &str = "vae.";
+
+/// The weights of a VAE, and the mean and standard deviation of its latents, which programs read as
+/// weights.
+#[derive(Debug, Clone)]
+pub(crate) struct VaeWeights {
+    set: WeightSet,
+    config: VaeConfig,
+}
+
+impl VaeWeights {
+    /// Opens the weights in the folder `vae` of a model's folder and compares them with what the config
+    /// requires.
+    ///
+    /// # Errors
+    /// One diagnostic that lists every missing, extra or misshapen tensor, or why the files cannot be read.
+    pub(crate) fn open(model_dir: &Path, config: &VaeConfig) -> Result<VaeWeights, Diagnostics> {
+        let expected: Vec<ExpectedTensor> = expected_vae_weights(config)
+            .into_iter()
+            .map(|w| {
+                let original = w.name.trim_start_matches(PROGRAM_PREFIX).to_string();
+                ExpectedTensor { aliases: vec![original, w.diffusers_name], name: w.name, shape: w.shape }
+            })
+            .collect();
+        let set = WeightFiles::open(&model_dir.join(VAE_FOLDER))?.resolve(&expected)?;
+        Ok(VaeWeights { set, config: config.clone() })
+    }
+
+    /// Returns the digest of all weights.
+    pub(crate) fn content_digest(&self, threads: usize) -> [u8; 32] {
+        self.set.content_digest(threads)
+    }
+}
+
+impl WeightSource for VaeWeights {
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        _: &MeshRank,
+    ) -> Result<Vec<f32>, Diagnostic> {
+        let setting = |values: &[f64]| Ok(values.iter().map(|x| *x as f32).collect());
+        match name.strip_prefix(PROGRAM_PREFIX) {
+            Some("latents_mean") => return setting(&self.config.latents_mean),
+            Some("latents_std") => return setting(&self.config.latents_std),
+            _ => {}
+        }
+        let raw = self.set.read_whole_f32(name)?;
+        let rows = ty.shape.first().map_or(1, |m| *m as usize);
+        Ok(match (load, self.set.tensor_shape(name)) {
+            (Some("conv"), Some([_, c, ..])) => transpose_taps(&raw, rows, *c as usize),
+            _ => raw,
+        })
+    }
+
+    fn check_finite(&mut self, name: &str) -> Result<(), Diagnostic> {
+        match name.strip_prefix(PROGRAM_PREFIX) {
+            Some("latents_mean" | "latents_std") => Ok(()),
+            _ => self.set.check_finite(name),
+        }
+    }
+}
+
+/// Transposes rows of (channel, tap) to rows of (tap, channel).
+fn transpose_taps(raw: &[f32], rows: usize, channels: usize) -> Vec<f32> {
+    let width = raw.len() / rows.max(1);
+    let taps = width / channels.max(1);
+    let mut out = vec![0.0; raw.len()];
+    for (from, to) in raw.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+        for (tap, cell) in to.chunks_exact_mut(channels).enumerate() {
+            for (c, x) in cell.iter_mut().enumerate() {
+                *x = from[c * taps + tap];
+            }
+        }
+    }
+    out
+}
