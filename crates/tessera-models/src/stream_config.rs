@@ -97,6 +97,17 @@ impl StreamConfig {
     /// # Errors
     /// Returns one diagnostic per problem.
     pub fn parse(file: &str, text: &str, model: &WanConfig) -> Result<StreamConfig, Diagnostics> {
+        StreamConfig::parse_with_vae(file, text, model, None)
+    }
+
+    /// Parses `stream.toml`. If the decoder is a VAE, its own config `vae`, a file name and a text,
+    /// replaces `[decoder.vae]`.
+    pub(crate) fn parse_with_vae(
+        file: &str,
+        text: &str,
+        model: &WanConfig,
+        vae: Option<(&str, &str)>,
+    ) -> Result<StreamConfig, Diagnostics> {
         let mut root = ConfigReader::new(file, "", parse_toml(file, text)?);
         let (mut video, mut latent, mut cache) =
             (root.read_table("video"), root.read_table("latent"), root.read_table("cache"));
@@ -137,7 +148,11 @@ impl StreamConfig {
         };
         let mut vae_problems = Vec::new();
         if config.decoder == PixelDecoder::WanVae {
-            config.vae = VaeConfig::read(decoder.read_table("vae"), &mut vae_problems);
+            let stated = VaeConfig::read(decoder.read_table("vae"), &mut vae_problems);
+            match vae.map_or(Ok(stated), |(file, text)| VaeConfig::parse(file, text)) {
+                Ok(vae) => config.vae = vae,
+                Err(ds) => vae_problems.extend(ds),
+            }
         }
         let mut ds: Diagnostics = [root, video, latent, cache, schedule, words, decoder]
             .into_iter()

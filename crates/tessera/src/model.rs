@@ -8,9 +8,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{
-    PixelDecoder, TextEncoder, VaeConfig, VideoModel, WanConfig, WordEncoder, expected_weights,
-};
+use tessera_models::{PixelDecoder, TextEncoder, VideoModel, WanConfig, WordEncoder, expected_weights};
 use tessera_plan::Mapping;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
@@ -60,8 +58,10 @@ impl Model {
             (Ok(c), Ok(s)) => (c, s),
             (c, s) => return Err([c.err(), s.err()].into_iter().flatten().collect()),
         };
-        let mut video = VideoModel::parse((&config.0, &config.1), (&stream.0, &stream.1))?;
-        read_vae_config(dir, &mut video)?;
+        let vae_file = format!("{VAE_FOLDER}/config.json");
+        let vae = dir.join(&vae_file).exists().then(|| read(&vae_file)).transpose().map_err(|d| vec![d])?;
+        let vae = vae.as_ref().map(|(file, text)| (file.as_str(), text.as_str()));
+        let mut video = VideoModel::parse_with_vae((&config.0, &config.1), (&stream.0, &stream.1), vae)?;
         if let Some(recompute) = overrides.recompute {
             video.stream.recompute = recompute;
         }
@@ -227,18 +227,6 @@ impl WeightDigest {
         let digest = self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         self.model.check_pin(plan, digest)
     }
-}
-
-/// Takes the dimensions of the VAE from its own config, if the model's folder has one.
-fn read_vae_config(dir: &Path, video: &mut VideoModel) -> Result<(), Diagnostics> {
-    let path = dir.join(VAE_FOLDER).join("config.json");
-    if video.stream.decoder == PixelDecoder::WanVae && path.exists() {
-        let name = path.display().to_string();
-        let text = read_text_file(&path)
-            .map_err(|e| vec![Diagnostic::error(&T0010, format!("{name} cannot be read: {e}"))])?;
-        video.stream.vae = VaeConfig::parse(&name, &text)?;
-    }
-    Ok(())
 }
 
 fn require_folder(dir: &Path) -> Result<(), Diagnostic> {

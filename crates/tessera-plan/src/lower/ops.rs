@@ -161,7 +161,10 @@ impl Lowering<'_> {
         let logical = op.buffer.map(|b| self.program.buffer(b));
         let (name, ty) = logical.map_or((String::new(), None), |b| (b.name.clone(), Some(b.ty.clone())));
         let ty = ty.unwrap_or_else(|| Type::scalar(DType::F32));
-        let layout = self.sharding.buffer_layout(&name, &ty.shape);
+        let layout = match self.analysis.is_leader_phase {
+            true => AxisLayout::Replicated,
+            false => self.sharding.buffer_layout(&name, &ty.shape),
+        };
         let local = self.local_type(&ty, layout, s);
         (self.stages[s].builder.declare_buffer(&name, local.clone()), local)
     }

@@ -1,0 +1,106 @@
+//! Streams a model with a Wan VAE, and rejects folders whose VAE does not fit.
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use support::{json_field, repo_root, run_for_text, to_text};
+
+/// Makes a model folder of a generator fixture and the VAE fixture, with more lines of stream settings.
+fn model_folder(dir: &Path, cache: &str) -> PathBuf {
+    let (model, vae) = (dir.join("model"), dir.join("model/vae"));
+    fs::create_dir_all(&vae).unwrap();
+    let (generator, fixture) =
+        (repo_root().join("fixtures/wan-odd"), repo_root().join("fixtures/wan-vae/vae"));
+    for file in ["config.json", "model.safetensors", "vocab.txt", "text_encoder.safetensors"] {
+        fs::copy(generator.join(file), model.join(file)).unwrap();
+    }
+    for file in ["config.json", "diffusion_pytorch_model.safetensors"] {
+        fs::copy(fixture.join(file), vae.join(file)).unwrap();
+    }
+    let stream = fs::read_to_string(generator.join("stream.toml")).unwrap();
+    let stream =
+        stream.replace("kind = \"none\"", "kind = \"wan_vae\"").replace("mode = \"resident\"", cache);
+    fs::write(model.join("stream.toml"), stream).unwrap();
+    model
+}
+
+fn stream(model: &Path, out: &Path, more: &[&str]) -> (Option<i32>, String) {
+    let fixed =
+        ["stream", model.to_str().unwrap(), "--out", out.to_str().unwrap(), "--format", "json", "--quiet"];
+    run_for_text(
+        &[&fixed[..], &["--oversubscribe", "--chunks", "4", "--prompt", "a red square"], more].concat(),
+    )
+}
+
+#[test]
+fn a_stream_through_a_vae_gives_the_same_frames_on_every_mesh() {
+    for cache in ["mode = \"resident\"", "mode = \"recompute\""] {
+        let dir = tempfile::tempdir().unwrap();
+        let model = model_folder(dir.path(), cache);
+        let mut clips = Vec::new();
+        for (name, mesh) in [
+            ("one", &["--mesh", "tp=1"][..]),
+            ("two", &["--mesh", "tp=2", "--strategy", "ulysses"]),
+            ("outside", &["--mesh", "tp=1", "--topology", "pp0"]),
+        ] {
+            let out = dir.path().join(name);
+            let (code, text) = stream(&model, &out, &[mesh, &["--png", "--cut-at", "2"]].concat());
+            assert_eq!(code, Some(0), "{cache} {name}: {text}");
+            // A scene begins with one frame of its first latent: 9 frames, then 12, and so again after the cut.
+            assert_eq!(json_field(&text, "frames"), "42", "{text}");
+            assert_eq!(fs::read_dir(out.join("frames")).unwrap().count(), 42);
+            clips.push(fs::read(out.join("clip.png")).unwrap());
+        }
+        assert!(clips.iter().all(|clip| *clip == clips[0]), "{cache}: the frames depend on the mesh");
+    }
+}
+
+#[test]
+fn a_vae_that_does_not_fit_is_rejected_before_anything_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model_folder(dir.path(), "mode = \"resident\"");
+    let config = model.join("vae/config.json");
+    let good = fs::read_to_string(&config).unwrap();
+    let rejects = |what: &str, code: &str, words: &[&str]| {
+        let out = dir.path().join("out");
+        let (status, text) = stream(&model, &out, &["--mesh", "tp=1"]);
+        assert!(status == Some(1) && text.contains(code), "{what}: {status:?} {text}");
+        for word in words {
+            assert!(text.contains(word), "{what}: no `{word}` in {text}");
+        }
+        assert!(!out.exists(), "{what} left a folder");
+    };
+    fs::write(&config, good.replace("\"dropout\"", "\"is_residual\": true, \"dropout\"")).unwrap();
+    rejects("a VAE of Wan2.2", "T0413", &["is_residual is true"]);
+    fs::write(&config, good.replace("\"z_dim\": 4", "\"z_dim\": 8")).unwrap();
+    rejects("another number of latent channels", "T0411", &["4 latents_mean", "for 8 channels"]);
+    fs::write(&config, good.replace("\"num_res_blocks\": 1", "\"num_res_blocks\": 2")).unwrap();
+    rejects("a VAE with more blocks", "T0506", &["62 missing, 14 extra"]);
+    fs::write(&config, &good).unwrap();
+    let weights = model.join("vae/diffusion_pytorch_model.safetensors");
+    let whole = fs::read(&weights).unwrap();
+    fs::write(&weights, &whole[..whole.len() / 2]).unwrap();
+    rejects("half a file", "T05", &["diffusion_pytorch_model.safetensors"]);
+    fs::remove_file(&weights).unwrap();
+    rejects("a folder without weights", "T05", &["vae"]);
+}
+
+#[test]
+fn the_digest_of_all_weights_covers_the_vae() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model_folder(dir.path(), "mode = \"resident\"");
+    let digest = |name: &str| {
+        let out = dir.path().join(name);
+        let (status, text) = stream(&model, &out, &["--mesh", "tp=1"]);
+        assert_eq!(status, Some(0), "{text}");
+        json_field(&to_text(&fs::read(out.join("record.jsonl")).unwrap()), "weights")
+    };
+    let before = digest("before");
+    let weights = model.join("vae/diffusion_pytorch_model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    assert_ne!(digest("after"), before);
+}
