@@ -73,4 +73,13 @@ a run with this tensor would complete and produce black frames.\n\n\
 The message names the file, the tensor, and the index of its first such element. The usual causes are a training run that \
 diverged before the checkpoint was written, a conversion to a narrower dtype that overflowed, and damage to the file. \
 Compare the file's hash with the publisher's, and fetch it again if they differ.";
+
+    T0514: "a LoRA does not fit the model",
+    "A LoRA file holds pairs of low-rank factors, one pair for each matrix that it changes: the matrix becomes W + strength · \
+alpha / r · up · down. Every factor must belong to a matrix of the generator and have its extents; the notes list those that do \
+not. The names of diffusers, PEFT and kohya files are known, with either naming of the generator.\n\n\
+A LoRA for another size of the model has other extents. Factors of a text encoder (`lora_te_…`), whole differences (`.diff`), \
+DoRA magnitudes and Conv factors are not low-rank updates of a generator's matrices. They are rejected and not skipped, because \
+a stream without them would look almost as intended. If all factors are unknown, compare the names of the file with those of the \
+checkpoint, which `tessera check MODEL` reads.";
 }

@@ -25,12 +25,14 @@ mod byte_runs;
 mod codes;
 mod dtype;
 mod header;
+mod lora;
 mod resolve;
 mod stored_tensor;
 mod weight_files;
 mod weight_set;
 
 pub use codes::CODES;
+pub use lora::Lora;
 pub use resolve::ExpectedTensor;
 pub use weight_files::{TensorInfo, WeightFiles};
 pub use weight_set::WeightSet;

@@ -2,12 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
 use tessera_base::{Bytes, Diagnostic, closest_name};
 
 use crate::byte_runs::{self, ByteRuns};
 use crate::codes::{T0506, T0507, T0509};
 use crate::dtype::FileDtype;
+use crate::lora::Lora;
 use crate::resolve::ResolvedTensors;
 use crate::stored_tensor::StoredTensor;
 
@@ -24,11 +26,19 @@ const BLOCK_BYTES: usize = 1 << 20;
 #[derive(Debug, Clone)]
 pub struct WeightSet {
     tensors: ResolvedTensors,
+    /// Low-rank updates that are added to each tensor as it is read, in this order.
+    loras: Vec<Arc<Lora>>,
 }
 
 impl WeightSet {
     pub(crate) fn new(tensors: ResolvedTensors) -> WeightSet {
-        WeightSet { tensors }
+        WeightSet { tensors, loras: Vec::new() }
+    }
+
+    /// Adds a low-rank update, so that every later read returns the changed weights, and the digests are
+    /// those of the weights with the update.
+    pub fn add_lora(&mut self, lora: Lora) {
+        self.loras.push(Arc::new(lora));
     }
 
     /// Iterates over the canonical names in order.
@@ -59,6 +69,7 @@ impl WeightSet {
         for run in ByteRuns::new(&t.shape, ranges, dtype.byte_size()) {
             dtype.widen_to_f32(&t.raw_bytes()[run], &mut out);
         }
+        self.loras.iter().for_each(|lora| lora.add_to_slice(name, ranges, &mut out));
         Ok(out)
     }
 
@@ -138,7 +149,7 @@ impl WeightSet {
             hash.0.update(&raw[..raw.len().min(SAMPLE_BYTES)]);
             hash.0.update(&raw[raw.len().saturating_sub(SAMPLE_BYTES)..]);
         }
-        hash.finish()
+        self.include_loras(hash.finish())
     }
 
     /// Computes BLAKE3 over the headers and, in name order, over the BLAKE3 of every block of 1 MiB
@@ -169,7 +180,16 @@ impl WeightSet {
         let mut hash = FramedHasher::new("tessera weight content 1");
         hash.0.update(&self.header_digest());
         hash.0.update(digests.as_flattened());
-        hash.finish()
+        self.include_loras(hash.finish())
+    }
+
+    /// Returns the digest of weights with the low-rank updates; `digest` itself if there are none.
+    fn include_loras(&self, digest: [u8; 32]) -> [u8; 32] {
+        self.loras.iter().fold(digest, |digest, lora| {
+            let mut hash = FramedHasher::new("tessera weights with a low-rank update 1");
+            hash.0.update(&digest).update(&lora.digest());
+            hash.finish()
+        })
     }
 
     /// Checks that every element of a tensor is finite.
