@@ -31,6 +31,14 @@ shift.\n\n\
 Schedules such as 700, 500, 400, 200 belong to video-to-video, which starts from the latents of an input video. Tessera \
 streams take no input video.";
 
+    T0413: "tensors do not describe a Wan generator",
+    "A checkpoint without a config.json is described by its tensors: the patch embedding gives the width and the \
+channels, the first block the feed-forward width, the names the number of blocks. The message lists the tensors that are \
+missing or have another number of dims, so the file is another model, or one part of it (a VAE, a text encoder, an \
+adapter).\n\n\
+No tensor shows the width of a head. It is 128 in every published Wan model; a model with other heads needs its \
+config.json beside the weights.";
+
     T0420: "prompt is empty",
     "A prompt needs at least one word; an empty one would condition the model on padding alone. For the demo \
 model try `a red circle moves right`.";
