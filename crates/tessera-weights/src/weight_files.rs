@@ -1,6 +1,6 @@
 //! Finds, maps and lists weight files. All file-system access is in this module.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -94,6 +94,12 @@ impl WeightFiles {
     /// Iterates over all tensors in name order.
     pub fn iter_tensors(&self) -> impl Iterator<Item = TensorInfo<'_>> {
         self.tensors.iter().map(|(name, t)| TensorInfo { name, dtype: &t.dtype, shape: &t.shape })
+    }
+
+    /// Lists the files that hold the tensors.
+    #[must_use]
+    pub fn list_files(&self) -> BTreeSet<&str> {
+        self.tensors.values().map(|t| &*t.file).collect()
     }
 
     /// Returns the bytes of all tensors in the files, without the files' headers.
