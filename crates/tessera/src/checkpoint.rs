@@ -98,8 +98,6 @@ impl Form {
 pub struct PartFiles {
     /// What opens the part: a file, an index of shards, or a folder.
     pub source: PathBuf,
-    /// The config of the part, if it has one of its own.
-    pub config: Option<PathBuf>,
 }
 
 /// A model as a user downloaded it: its form and the files of its parts.
@@ -109,6 +107,8 @@ pub struct CheckpointFolder {
     pub path: PathBuf,
     /// The form in which it was published.
     pub form: Form,
+    /// The generator's config, if it has one.
+    pub config: Option<PathBuf>,
     /// `stream.toml` of the folder, if it has one.
     pub stream: Option<PathBuf>,
     /// Checkpoints of the folder, if there are several and none has a usual name.

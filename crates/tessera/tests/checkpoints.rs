@@ -198,6 +198,12 @@ fn a_release_is_refused_for_streaming_and_still_described() {
     assert_eq!(report.problems.iter().map(|d| d.code.id).collect::<Vec<_>>(), ["T0072"]);
     assert!(report.next_command.is_none() && report.generator.unwrap().layers == 1);
     assert_eq!((report.parts[0].form, report.parts[1].form), ("safetensors", "PyTorch"));
+    // The name of the weights says the same where the other parts were not downloaded.
+    let alone = TempDir::new().unwrap();
+    for file in ["config.json", "diffusion_pytorch_model.safetensors"] {
+        fs::copy(dir.path().join(file), alone.path().join(file)).unwrap();
+    }
+    assert_eq!(single(Model::open(alone.path(), &with_preset(Preset::LongLive))).code.id, "T0072");
     // A class that names a causal model, or a stream config, says that the weights were replaced.
     write(&dir.path().join("config.json"), &CONFIG.replace("WanModel", "CausalWanModel"));
     Model::open(dir.path(), &with_preset(Preset::SelfForcing)).unwrap();

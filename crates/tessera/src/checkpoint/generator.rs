@@ -7,7 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_models::{Preset, WanConfig, expected_weights};
 use tessera_weights::{ExpectedTensor, WeightFiles};
 
-use super::{CheckpointFolder, Form, Part, PartFiles};
+use super::{CheckpointFolder, Form, PartFiles};
 use crate::codes::{T0010, T0072, T0073, T0075};
 use crate::files::read_text_file;
 
@@ -132,19 +132,13 @@ fn image_input_error(at: &str, says: &str) -> Diagnostic {
 }
 
 pub(super) fn read_wan_config(checkpoint: &CheckpointFolder) -> Result<WanConfig, Diagnostics> {
-    let generator = checkpoint.require(Part::Generator).map_err(|d| vec![d]);
-    // A model folder can be planned without its weights.
-    let own = checkpoint.path.join("config.json");
-    let config = match &generator {
-        Ok(found) => found.config.clone(),
-        Err(_) => Some(own).filter(|p| p.exists()),
-    };
-    let Some(config) = config else {
-        let opened = GeneratorFiles::open(generator?)?;
+    // With a config, a model can be planned without its weights.
+    let Some(config) = &checkpoint.config else {
+        let opened = checkpoint.open_generator()?;
         return WanConfig::from_shapes(&checkpoint.path.display().to_string(), &opened.shapes());
     };
     let at = config.display().to_string();
-    let text = read_text_file(&config)
+    let text = read_text_file(config)
         .map_err(|e| vec![Diagnostic::error(&T0010, format!("{at} cannot be read: {e}"))])?;
     if let Some(says) = describe_image_input(&text) {
         return Err(vec![image_input_error(&at, &says)]);
@@ -171,8 +165,7 @@ pub(super) fn require_causal(checkpoint: &CheckpointFolder) -> Result<(), Diagno
     if !is_release || checkpoint.stream.is_some() {
         return Ok(());
     }
-    let config = checkpoint.part(Part::Generator).and_then(|p| p.config.as_ref());
-    let text = config.and_then(|path| read_text_file(path).ok()).unwrap_or_default();
+    let text = checkpoint.config.as_ref().and_then(|path| read_text_file(path).ok()).unwrap_or_default();
     let class = serde_json::from_str::<serde_json::Value>(&text)
         .ok()
         .and_then(|config| config["_class_name"].as_str().map(String::from))

@@ -56,6 +56,7 @@ pub(super) fn recognise(path: &Path) -> Result<CheckpointFolder, Diagnostic> {
     let mut found = CheckpointFolder {
         path: path.to_path_buf(),
         form: Form::Unknown,
+        config: None,
         stream: Some(dir.join("stream.toml")).filter(|p| path.is_dir() && p.exists()),
         candidates: Vec::new(),
         parts: BTreeMap::new(),
@@ -64,7 +65,7 @@ pub(super) fn recognise(path: &Path) -> Result<CheckpointFolder, Diagnostic> {
         find_generator(&mut found);
     } else {
         found.form = Form::Checkpoint;
-        found.parts.insert(Part::Generator, PartFiles { source: path.to_path_buf(), config: None });
+        found.parts.insert(Part::Generator, PartFiles { source: path.to_path_buf() });
     }
     let bases = list_bases(dir, found.form);
     for (part, find) in [
@@ -92,17 +93,17 @@ fn find_generator(found: &mut CheckpointFolder) {
     if dir.join("model_index.json").exists() || dir.join("transformer/config.json").exists() {
         found.form = Form::DiffusersPipeline;
         let transformer = dir.join("transformer");
-        if let Some(source) = find_usual_weights(&transformer) {
-            let config = Some(transformer.join("config.json")).filter(|p| p.exists());
-            found.parts.insert(Part::Generator, PartFiles { source, config });
-        }
+        found.config = Some(transformer.join("config.json")).filter(|p| p.exists());
+        let source = find_usual_weights(&transformer);
+        found.parts.extend(source.map(|source| (Part::Generator, PartFiles { source })));
         return;
     }
     let has_config = config.exists();
+    found.config = Some(config.clone()).filter(|_| has_config);
     found.form = match (has_config, found.stream.is_some()) {
         (true, true) => Form::Tessera,
         (true, false) if is_diffusers_config(&config) => Form::DiffusersTransformer,
-        (true, false) if has_wan_parts(&dir) => Form::OriginalWan,
+        (true, false) if has_wan_parts(&dir) || has_release_name(&dir) => Form::OriginalWan,
         _ => Form::Unknown,
     };
     let source = find_usual_weights(&dir).or_else(|| {
@@ -113,9 +114,7 @@ fn find_generator(found: &mut CheckpointFolder) {
         if found.form == Form::Unknown {
             found.form = Form::Checkpoint;
         }
-        found
-            .parts
-            .insert(Part::Generator, PartFiles { source, config: Some(config).filter(|_| has_config) });
+        found.parts.insert(Part::Generator, PartFiles { source });
     } else if found.form == Form::Unknown && !found.candidates.is_empty() {
         found.form = Form::Checkpoint;
     }
@@ -153,6 +152,13 @@ fn has_wan_parts(dir: &Path) -> bool {
     find_vae(dir).is_some() || find_text_encoder(dir).is_some() || find_tokenizer(dir).is_some()
 }
 
+/// Returns whether the weights have the name that releases of Wan use, also where the other parts were
+/// not downloaded.
+fn has_release_name(dir: &Path) -> bool {
+    let weights = find_usual_weights(dir);
+    weights.is_some_and(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(WEIGHT_STEMS[1])))
+}
+
 /// Lists the folders in which parts are looked up, in this order.
 fn list_bases(dir: &Path, form: Form) -> Vec<PathBuf> {
     let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).map(Path::to_path_buf);
@@ -183,20 +189,15 @@ fn find_tokenizer(base: &Path) -> Option<PartFiles> {
         .iter()
         .map(|folder| base.join(folder))
         .find(|folder| TOKENIZER_FILES.iter().any(|file| folder.join(file).exists()))
-        .map(|source| PartFiles { source, config: None })
+        .map(|source| PartFiles { source })
 }
 
 fn find_one_file(base: &Path, names: &[&str]) -> Option<PartFiles> {
-    names
-        .iter()
-        .map(|name| base.join(name))
-        .find(|p| p.is_file())
-        .map(|source| PartFiles { source, config: None })
+    names.iter().map(|name| base.join(name)).find(|p| p.is_file()).map(|source| PartFiles { source })
 }
 
 fn find_in_folder(folder: &Path) -> Option<PartFiles> {
-    let source = find_usual_weights(folder)?;
-    Some(PartFiles { source, config: Some(folder.join("config.json")).filter(|p| p.exists()) })
+    find_usual_weights(folder).map(|source| PartFiles { source })
 }
 
 fn collect_incomplete(dir: &Path, depth: usize, out: &mut Vec<PathBuf>) {
