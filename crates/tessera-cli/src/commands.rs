@@ -9,6 +9,7 @@ pub mod drill;
 pub mod explain;
 pub mod lint;
 pub mod measure;
+pub mod models;
 pub mod plan;
 pub mod record;
 pub mod stream;

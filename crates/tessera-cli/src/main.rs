@@ -23,7 +23,7 @@ use clap::{Parser, Subcommand};
 use tessera_base::DiagnosticFormat;
 
 use commands::{
-    autopsy, bench, bringup, check, doctor, drill, explain, lint, measure, plan, record, stream, wire,
+    autopsy, bench, bringup, check, doctor, drill, explain, lint, measure, models, plan, record, stream, wire,
 };
 use output::{CliError, CliResult};
 use parse::invalid_argument;
@@ -56,6 +56,7 @@ enum CliCommand {
     Doctor(Box<doctor::Args>),
     Drill(drill::Args),
     Measure(measure::Args),
+    Models(models::Args),
     Autopsy(autopsy::Args),
     Bringup(bringup::Args),
     Record(record::Args),
@@ -92,6 +93,7 @@ fn main() -> ExitCode {
         CliCommand::Lint(args) => (args.format, lint::run(&args)),
         CliCommand::Doctor(args) => (args.format.into(), doctor::run(&args)),
         CliCommand::Measure(args) => (args.format.into(), measure::run(&args)),
+        CliCommand::Models(args) => (args.format().into(), models::run(&args)),
         CliCommand::Drill(args) => (args.format.into(), drill::run(&args)),
         CliCommand::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
         CliCommand::Record(args) => (args.format().into(), record::run(&args)),

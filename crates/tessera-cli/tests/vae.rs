@@ -73,7 +73,7 @@ fn a_vae_that_does_not_fit_is_rejected_before_anything_starts() {
         assert!(!out.exists(), "{what} left a folder");
     };
     fs::write(&config, good.replace("\"dropout\"", "\"is_residual\": true, \"dropout\"")).unwrap();
-    rejects("a VAE of Wan2.2", "T0413", &["is_residual is true"]);
+    rejects("a VAE of Wan2.2", "T0414", &["is_residual is true"]);
     fs::write(&config, good.replace("\"z_dim\": 4", "\"z_dim\": 8")).unwrap();
     rejects("another number of latent channels", "T0411", &["4 latents_mean", "for 8 channels"]);
     fs::write(&config, good.replace("\"num_res_blocks\": 1", "\"num_res_blocks\": 2")).unwrap();

@@ -1,11 +1,13 @@
 //! Checks on hostile input: arbitrary bytes as program text, as mutations of valid plans, as
-//! recorded traces, as data from a socket, and as what a PyTorch run leaves behind. For every input
+//! recorded traces, as data from a socket, as files of weights, and as what a PyTorch run leaves
+//! behind. For every input
 //! the parser, the verifier, the wire code and the readers must return a result without a panic, and
 //! accepted input must satisfy their guarantees.
 //!
 //! Each function panics if a guarantee is broken. Fuzzers call the functions with bytes of their
 //! choice; a test calls them with bytes drawn from a seed.
 
+mod checkpoints;
 mod compile_traces;
 mod flight_dumps;
 mod fuzz_input;
@@ -196,6 +198,15 @@ pub fn fuzz_traces(bytes: &[u8]) {
 /// If a guarantee is broken.
 pub fn fuzz_compile_traces(bytes: &[u8]) {
     compile_traces::check_logs(bytes);
+}
+
+/// Treats bytes as a file of weights. The reader must accept or reject it, and every tensor of an
+/// accepted file must have the values that its shape announces.
+///
+/// # Panics
+/// If a guarantee is broken.
+pub fn fuzz_checkpoint(bytes: &[u8]) {
+    checkpoints::check_file(bytes);
 }
 
 /// Treats bytes as the Flight Recorder dumps of two PyTorch ranks. The reader must accept or reject them,

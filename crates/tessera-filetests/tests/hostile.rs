@@ -138,6 +138,21 @@ fn mutated_compile_traces_are_read_or_rejected() {
 }
 
 #[test]
+fn mutated_checkpoints_are_read_or_rejected() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/torch-checkpoints");
+    let mut files: Vec<_> = std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path()).collect();
+    files.sort();
+    let files: Vec<Vec<u8>> = files.iter().map(|f| std::fs::read(f).unwrap()).collect();
+    assert!(files.len() >= 9);
+    files.iter().for_each(|bytes| hostile::fuzz_checkpoint(bytes));
+    let mut draws = RandomBytes { seed: 7, drawn: 0 };
+    for i in 0..500 {
+        let (file, other) = (&files[i % files.len()], &files[(i + 1) % files.len()]);
+        hostile::fuzz_checkpoint(&draws.mutate_bytes(file, other));
+    }
+}
+
+#[test]
 fn mutated_flight_dumps_are_read_or_rejected() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tessera-torch/tests/flight");
     let mut files = Vec::new();

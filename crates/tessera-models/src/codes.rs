@@ -31,7 +31,15 @@ shift.\n\n\
 Schedules such as 700, 500, 400, 200 belong to video-to-video, which starts from the latents of an input video. Tessera \
 streams take no input video.";
 
-    T0413: "the config describes another VAE",
+    T0413: "tensors do not describe a Wan generator",
+    "A checkpoint without a config.json is described by its tensors: the patch embedding gives the width and the \
+channels, the first block the feed-forward width, the names the number of blocks. The message lists the tensors that are \
+missing or have another number of dims, so the file is another model, or one part of it (a VAE, a text encoder, an \
+adapter).\n\n\
+No tensor shows the width of a head. It is 128 in every published Wan model; a model with other heads needs its \
+config.json beside the weights.";
+
+    T0414: "the config describes another VAE",
     "Tessera decodes with the causal VAE of Wan2.1, whose config.json has the class AutoencoderKLWan and no residual \
 shortcuts between levels. The VAE of Wan2.2 has 48 channels, patches of 2 × 2 pixels and such shortcuts (`is_residual`), and \
 its latents mean nothing to a generator of Wan2.1. The message shows the key that differs.\n\n\

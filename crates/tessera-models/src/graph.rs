@@ -35,21 +35,8 @@ impl VideoModel {
     /// # Errors
     /// Returns one diagnostic per problem in either text.
     pub fn parse(config: (&str, &str), stream: (&str, &str)) -> Result<VideoModel, Diagnostics> {
-        VideoModel::parse_with_vae(config, stream, None)
-    }
-
-    /// Like [`VideoModel::parse`], with the config of a VAE beside the model: if the stream uses one,
-    /// its dimensions replace those of the stream settings.
-    ///
-    /// # Errors
-    /// Returns one diagnostic per problem in one of the texts.
-    pub fn parse_with_vae(
-        config: (&str, &str),
-        stream: (&str, &str),
-        vae: Option<(&str, &str)>,
-    ) -> Result<VideoModel, Diagnostics> {
         let wan = WanConfig::parse(config.0, config.1)?;
-        let stream = StreamConfig::parse_with_vae(stream.0, stream.1, &wan, vae)?;
+        let stream = StreamConfig::parse(stream.0, stream.1, &wan)?;
         Ok(VideoModel { wan, stream })
     }
 

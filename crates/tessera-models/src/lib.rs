@@ -12,6 +12,7 @@
 mod codes;
 mod graph;
 mod lm;
+mod presets;
 mod schedule;
 mod stream_config;
 mod vae;
@@ -23,6 +24,7 @@ pub mod zoo;
 pub use codes::CODES;
 pub use graph::{ContextRegime, VideoModel, build_phases, list_calls};
 pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
+pub use presets::Preset;
 pub use schedule::SigmaStep;
 pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps};
 pub use vae::{VaeConfig, expected_vae_weights};

@@ -1,11 +1,12 @@
 //! Stream settings of a model from `stream.toml`: picture, latent, cache regime, schedule, text
 //! encoder and decoder.
 
-use tessera_base::config::{ConfigReader, parse_toml};
+use tessera_base::config::ConfigReader;
 use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::WanConfig;
 use crate::codes::{T0411, T0412};
+use crate::presets::{Preset, parse_over_preset};
 use crate::schedule::{SigmaStep, compute_sigma_steps};
 use crate::vae::VaeConfig;
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
@@ -97,18 +98,23 @@ impl StreamConfig {
     /// # Errors
     /// Returns one diagnostic per problem.
     pub fn parse(file: &str, text: &str, model: &WanConfig) -> Result<StreamConfig, Diagnostics> {
-        StreamConfig::parse_with_vae(file, text, model, None)
+        StreamConfig::parse_over(file, text, None, None, model)
     }
 
-    /// Parses `stream.toml`. If the decoder is a VAE, its own config `vae`, a file name and a text,
-    /// replaces `[decoder.vae]`.
-    pub(crate) fn parse_with_vae(
+    /// Parses `stream.toml` over a preset: keys that the text leaves out have the preset's values. A
+    /// preset that the text names itself gives way to this one. If the decoder is a VAE, its own config
+    /// `vae`, a file name and a text, replaces `[decoder.vae]`.
+    ///
+    /// # Errors
+    /// Returns one diagnostic per problem.
+    pub fn parse_over(
         file: &str,
         text: &str,
-        model: &WanConfig,
+        preset: Option<Preset>,
         vae: Option<(&str, &str)>,
+        model: &WanConfig,
     ) -> Result<StreamConfig, Diagnostics> {
-        let mut root = ConfigReader::new(file, "", parse_toml(file, text)?);
+        let mut root = ConfigReader::new(file, "", parse_over_preset(file, text, preset)?);
         let (mut video, mut latent, mut cache) =
             (root.read_table("video"), root.read_table("latent"), root.read_table("cache"));
         let (mut schedule, mut words, mut decoder) =
@@ -219,7 +225,7 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
         }
         let (bh, bw) = (sh * model.patch[0], sw * model.patch[1]);
         if !self.width.is_multiple_of(bw) || !self.height.is_multiple_of(bh) {
-            refuse(format!("{}×{} pixels are not a multiple of {bw}×{bh} patches", self.width, self.height));
+            refuse(describe_nearest_sizes([self.width, self.height], [bw, bh]));
         }
         if !self.window_frames.is_multiple_of(self.chunk_frames) || self.window_frames < self.chunk_frames {
             refuse(format!(
@@ -387,6 +393,22 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
     }
 }
 
+/// Describes a picture that does not divide into patches, with the nearest ones that do.
+fn describe_nearest_sizes([width, height]: [u64; 2], [bw, bh]: [u64; 2]) -> String {
+    let multiples = |n: u64, of: u64| {
+        let (below, above) = (n - n % of, n.next_multiple_of(of));
+        if below == 0 || below == above { vec![above] } else { vec![below, above] }
+    };
+    let sizes: Vec<String> = multiples(width, bw)
+        .iter()
+        .flat_map(|w| multiples(height, bh).into_iter().map(move |h| format!("{w}×{h}")))
+        .collect();
+    format!(
+        "{width}×{height} pixels are not a multiple of {bw}×{bh} patches; the nearest sizes are {}",
+        sizes.join(", ")
+    )
+}
+
 /// Computes the denoising steps of a stream.
 #[must_use]
 pub fn denoising_steps(config: &StreamConfig) -> Vec<SigmaStep> {
@@ -471,6 +493,18 @@ mod tests {
         let text = |steps| format!("[video]\nwidth = 16\nheight = 16\n[schedule]\nsteps = {steps}\n");
         let parse = |steps| StreamConfig::parse("s", &text(steps), &wan).unwrap();
         assert_eq!(parse("[1000, 750, 500, 250, 0]"), parse("[1000, 750, 500, 250]"));
+    }
+
+    #[test]
+    fn an_odd_picture_size_names_its_legal_neighbours() {
+        let nearest = |size| describe_nearest_sizes(size, [16, 16]);
+        for (size, says) in [
+            ([850, 480], "sizes are 848×480, 864×480"),
+            ([5, 481], "sizes are 16×480, 16×496"),
+            ([831, 481], "sizes are 816×480, 816×496, 832×480, 832×496"),
+        ] {
+            assert!(nearest(size).ends_with(says), "{}", nearest(size));
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ mod names;
 use tessera_base::config::{ConfigReader, parse_json};
 use tessera_base::{Diagnostic, Diagnostics};
 
-use crate::codes::T0413;
+use crate::codes::T0414;
 
 pub(crate) use graph::{decode_programs, encode_anchor_program};
 pub use names::expected_vae_weights;
@@ -63,7 +63,7 @@ impl VaeConfig {
     /// Parses a diffusers `vae/config.json`; the file name appears only in diagnostics.
     ///
     /// # Errors
-    /// One diagnostic per problem: T0413 if the file describes another VAE.
+    /// One diagnostic per problem: T0414 if the file describes another VAE.
     pub fn parse(file: &str, text: &str) -> Result<VaeConfig, Diagnostics> {
         let mut table = ConfigReader::new(file, "", parse_json(file, text)?);
         table.ignore_keys(&IGNORED_KEYS);
@@ -80,7 +80,7 @@ impl VaeConfig {
             latents_std: table.read_numbers("latents_std", &wan.latents_std),
         };
         let variant = describe_variant(&mut table, config.base_dim).map(|found| {
-            Diagnostic::error(&T0413, format!("the config is not that of a Wan2.1 VAE: {found}"))
+            Diagnostic::error(&T0414, format!("the config is not that of a Wan2.1 VAE: {found}"))
                 .with_label(file, "another VAE")
                 .with_hint("use the VAE that was published with the generator")
         });

@@ -5,6 +5,8 @@ use tessera_base::{Diagnostic, Diagnostics, format_choices};
 
 use crate::codes::T0410;
 
+mod from_shapes;
+
 /// The dimensions of a Wan2.1 DiT. Source: the model's own `config.json`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WanConfig {

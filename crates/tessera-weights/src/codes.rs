@@ -21,10 +21,9 @@ fails alone.";
     T0503: "a weight file is not safetensors",
     "The first bytes do not start a JSON object of tensors within the limit of 100 000 000 bytes, so this is \
 another kind of file, or its beginning is damaged.\n\n\
-Files often mistaken for weights: a Git LFS pointer (about 130 bytes of text), a web page saved instead of a \
-download, a renamed PyTorch checkpoint (.pt, .bin, .ckpt). Tessera never unpickles checkpoints, because that \
-runs code from the file; convert them to safetensors with the publisher's tool. A tensor name that \
-appears twice in a header is rejected too, because readers disagree on which one counts.";
+Files often mistaken for weights: a web page saved instead of a download, a GGUF file, an archive of several \
+files. A checkpoint of PyTorch is read too (T0511), and a Git LFS pointer has a code of its own (T0513). A tensor \
+name that appears twice in a header is rejected too, because readers disagree on which one counts.";
 
     T0504: "a header's tensors do not match the file's bytes",
     "The header of a safetensors file states a shape, a dtype and a byte range for each \
@@ -51,8 +50,10 @@ Read the counts first. All missing and equally many extra: the files use names t
 have another architecture. All misshapen: the config has another size. A few missing: a partial conversion, \
 or a typo that the suggested name shows. A few extra: often a LoRA, an EMA copy or optimizer state that should \
 not have been written to the file.\n\n\
-Readable dtypes are F32, F16 and BF16. F64, integers and FP8 are rejected: converting them involves choices (rounding, \
-scales) that the exporter of the model must make.";
+Readable dtypes are F32, F16, BF16, and F8_E4M3 with scales: one number or one per row, in a tensor with the weight's \
+name whose last part is `scale_weight` or `weight_scale`. F64, integers and FP8 without a scale are rejected: converting \
+them involves choices (rounding, scales) that the exporter of the model must make.\n\n\
+A missing tensor has the name that the files would give it, with the prefix of their other tensors.";
 
     T0507: "a weight slice does not exist",
     "A rank requested a weight that is not in the set, or a range outside its shape. The names and shapes \
@@ -73,6 +74,35 @@ a run with this tensor would complete and produce black frames.\n\n\
 The message names the file, the tensor, and the index of its first such element. The usual causes are a training run that \
 diverged before the checkpoint was written, a conversion to a narrower dtype that overflowed, and damage to the file. \
 Compare the file's hash with the publisher's, and fetch it again if they differ.";
+
+    T0510: "a checkpoint contains code",
+    "A PyTorch checkpoint (.pt, .pth, .bin) holds a pickle, and a pickle is a program: it may import any function and \
+call it, for example os.system. Tessera executes nothing of it. It knows the six names by which PyTorch stores tensors and \
+ordered dicts, and refuses a file that uses another one; the message states the name and the byte.\n\n\
+Often the name is harmless: a training config (omegaconf, argparse.Namespace), an optimizer or a numpy scalar that was \
+saved beside the weights. If you trust the publisher, load the file with PyTorch on a machine without secrets, keep the \
+tensors alone, and write them as safetensors. If the name runs commands or opens connections (os, subprocess, builtins, \
+socket), do not load it anywhere, and report it to the place from which you have it.";
+
+    T0511: "a PyTorch checkpoint cannot be read",
+    "Since version 1.6, torch.save writes a zip archive with an entry data.pkl, which describes the tensors, and one \
+uncompressed entry per storage. The message states what differs here: another kind of archive, a TorchScript program, an \
+entry that is missing or too short, or a pickle that ends early.\n\n\
+A file in the older format (a bare pickle) must be written again: torch.save(torch.load(IN, map_location='cpu', \
+weights_only=True), OUT). For any other message compare the file's size and hash with those that the publisher states, \
+and fetch it again if they differ.";
+
+    T0512: "a tensor of a checkpoint is not contiguous",
+    "A PyTorch checkpoint stores tensors as views of storages, and a view may be transposed, skip elements or repeat \
+them. Tessera maps files instead of copying them, so it reads tensors whose elements lie one after another in row-major \
+order, as in safetensors. The message names each tensor with its shape and strides.\n\n\
+Write the checkpoint again with contiguous tensors: torch.save({k: v.contiguous() for k, v in state.items()}, OUT).";
+
+    T0513: "a Git LFS pointer instead of a file",
+    "A repository with Git LFS holds a text of about 130 bytes in place of each large file. `git clone` without Git LFS, \
+or with GIT_LFS_SKIP_SMUDGE=1, leaves this text under the name of the weights.\n\n\
+Install Git LFS and run `git lfs pull` in the repository; `--include` limits it to the files that you need. Or download \
+the files with the publisher's own tool. The message states the size that the complete file will have.";
 
     T0514: "a LoRA does not fit the model",
     "A LoRA file holds pairs of low-rank factors, one pair for each matrix that it changes: the matrix becomes W + strength · \

@@ -1,5 +1,5 @@
-//! Element types of safetensors files: the readable ones, and the sizes of all types that the
-//! format defines.
+//! Element types of weight files under their safetensors names: the readable ones, and the sizes of
+//! all types that the format defines.
 
 use std::fmt;
 
@@ -12,11 +12,14 @@ pub(crate) enum FileDtype {
     F16,
     /// bfloat16: the upper half of a binary32.
     Bf16,
+    /// 8 bits with 4 of exponent and 3 of mantissa, without infinities. Its values mean nothing without
+    /// the scales beside them.
+    E4m3,
 }
 
 impl FileDtype {
     /// Every element type that can be read from a file.
-    const ALL: [FileDtype; 3] = [FileDtype::F32, FileDtype::F16, FileDtype::Bf16];
+    const ALL: [FileDtype; 4] = [FileDtype::F32, FileDtype::F16, FileDtype::Bf16, FileDtype::E4m3];
 
     /// Returns the type with this safetensors name if it is readable.
     pub(crate) fn from_name(name: &str) -> Option<FileDtype> {
@@ -29,6 +32,7 @@ impl FileDtype {
             FileDtype::F32 => "F32",
             FileDtype::F16 => "F16",
             FileDtype::Bf16 => "BF16",
+            FileDtype::E4m3 => "F8_E4M3",
         }
     }
 
@@ -37,6 +41,7 @@ impl FileDtype {
         match self {
             FileDtype::F32 => 4,
             FileDtype::F16 | FileDtype::Bf16 => 2,
+            FileDtype::E4m3 => 1,
         }
     }
 
@@ -66,8 +71,20 @@ impl FileDtype {
                     .iter()
                     .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16)),
             ),
+            FileDtype::E4m3 => out.extend(raw.iter().map(|b| e4m3_to_f32(*b))),
         }
     }
+}
+
+/// Returns the value of an e4m3 number: bias 7, subnormals, and NaN where all other bits are set.
+fn e4m3_to_f32(byte: u8) -> f32 {
+    let (exponent, mantissa) = ((byte >> 3) & 15, f32::from(byte & 7));
+    let magnitude = match (exponent, byte & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa / 512.0,
+        _ => (1.0 + mantissa / 8.0) * 2f32.powi(i32::from(exponent) - 7),
+    };
+    if byte & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 impl fmt::Display for FileDtype {
@@ -92,6 +109,19 @@ pub(crate) fn bit_size(name: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_e4m3_number_lies_between_its_neighbours() {
+        let mut values = Vec::new();
+        FileDtype::E4m3.widen_to_f32(&(0..=255).collect::<Vec<u8>>(), &mut values);
+        // The published extremes of the type: least subnormal, least normal, greatest.
+        assert_eq!((values[1], values[8], values[0x7e]), (2f32.powi(-9), 2f32.powi(-6), 448.0));
+        assert!(values[..0x7f].windows(2).all(|w| w[0] < w[1]));
+        assert!(values[0x7f].is_nan() && values[0xff].is_nan());
+        assert!((0..0x7f).all(|i| values[i + 128] == -values[i]));
+        assert_eq!((values[0x38], values[0x80].to_bits()), (1.0, (-0f32).to_bits()));
+        assert_eq!(FileDtype::E4m3.find_nonfinite(&[0, 0x7f]).map(|(at, _)| at), Some(1));
+    }
 
     #[test]
     fn every_half_widens_exactly() {

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde::de::{Error as _, MapAccess, Visitor};
 use tessera_base::Diagnostic;
 
-use crate::codes::{T0502, T0503, T0504};
+use crate::codes::{T0502, T0503, T0504, T0513};
 use crate::dtype;
 
 /// Maximum header size; the format's own library has the same limit.
@@ -37,6 +37,9 @@ pub(crate) struct TensorEntry {
 /// the content. Returns the tensors by name.
 pub(crate) fn parse(at: &str, file: &[u8]) -> Result<BTreeMap<String, TensorEntry>, Diagnostic> {
     let found = file.len() as u64;
+    if file.starts_with(GIT_LFS_MARK) {
+        return Err(pointer_error(at, file));
+    }
     let Some((length, rest)) = file.split_first_chunk::<8>() else {
         return Err(
             truncated_error(at, LENGTH_BYTES, found, "the header's length").with_hint(file_type_hint(file))
@@ -159,6 +162,22 @@ fn truncated_error(at: &str, expected: u64, found: u64, what: &str) -> Diagnosti
     )
 }
 
+/// First bytes of a file that Git LFS left in place of the file itself.
+const GIT_LFS_MARK: &[u8] = b"version https://git-lfs";
+
+/// Builds the diagnostic for a pointer of Git LFS, with the size of the file that it stands for.
+fn pointer_error(at: &str, file: &[u8]) -> Diagnostic {
+    let text = String::from_utf8_lossy(&file[..file.len().min(MAX_POINTER_BYTES)]);
+    let size = text.lines().find_map(|line| line.strip_prefix("size ")?.trim().parse::<u64>().ok());
+    let stands_for = size.map_or(String::new(), |n| format!("; it stands for a file of {n} bytes"));
+    Diagnostic::error(&T0513, "a Git LFS pointer instead of the weights")
+        .with_label(at, format!("{} bytes of text{stands_for}", file.len()))
+        .with_hint("run `git lfs pull` in the repository that it came from, or download the file itself")
+}
+
+/// Maximum size of a pointer, as Git LFS defines it.
+const MAX_POINTER_BYTES: usize = 1024;
+
 const DAMAGED_HINT: &str =
     "fetch or copy the file again and compare its size and checksum with the original's";
 
@@ -166,10 +185,6 @@ const DAMAGED_HINT: &str =
 fn file_type_hint(file: &[u8]) -> &'static str {
     if file.is_empty() {
         "the file is empty: a download or copy did not start, or the disk is full"
-    } else if file.starts_with(b"version https://git-lfs") {
-        "this is a Git LFS pointer, not the file: run `git lfs pull` where it came from"
-    } else if file.starts_with(b"PK\x03\x04") || file.starts_with(b"\x80\x02") {
-        "this looks like a PyTorch checkpoint, which can run code when read: convert it to safetensors"
     } else if file.starts_with(b"<") {
         "this looks like a web page, perhaps from a download that required a login"
     } else if file.starts_with(b"GGUF") {
@@ -306,7 +321,7 @@ mod tests {
             assert_eq!(error_code(&with_header(&json, data)), expected, "{json} + {data}");
         }
         assert_eq!(error_code(&u64::MAX.to_le_bytes()), "T0503");
-        assert_eq!(error_code(b"version https://git-lfs.github.com/spec/v1"), "T0503");
+        assert_eq!(error_code(b"version https://git-lfs.github.com/spec/v1"), "T0513");
         assert_eq!(error_code(&[&4u64.to_le_bytes()[..], b"\xff\xff\xff\xff"].concat()), "T0503");
         assert!(parse("f", &with_header(&two("[4,8]", "[0,4]"), 8)).is_ok(), "header order is free");
     }

@@ -1,9 +1,9 @@
-//! Weights on disk: safetensors files, their tensors' names and slices, memory maps and
-//! fingerprints.
+//! Weights on disk: safetensors files and PyTorch checkpoints, their tensors' names and slices,
+//! memory maps and fingerprints.
 //!
 //! A caller lists the tensors that it expects ([`ExpectedTensor`]: a canonical name, aliases, a shape)
 //! and then reads one range per dim. This library crate knows nothing of models, meshes or layouts,
-//! never unpickles and never writes. Its only `unsafe` block is the memory map.
+//! never executes a pickle and never writes. Its only `unsafe` block is the memory map.
 //!
 //! ```no_run
 //! # use tessera_weights::{ExpectedTensor, WeightFiles};
@@ -27,7 +27,9 @@ mod dtype;
 mod header;
 mod lora;
 mod resolve;
+mod scales;
 mod stored_tensor;
+mod torch_file;
 mod weight_files;
 mod weight_set;
 

@@ -6,6 +6,7 @@ use tessera_base::{Diagnostic, closest_name};
 
 use crate::codes::T0506;
 use crate::dtype::FileDtype;
+use crate::scales::{find_scales, is_scale_name};
 use crate::stored_tensor::StoredTensor;
 
 /// A tensor that a caller needs.
@@ -29,9 +30,11 @@ impl ExpectedTensor {
 /// Expected tensors by canonical name, with their locations.
 pub(crate) type ResolvedTensors = BTreeMap<String, (FileDtype, StoredTensor)>;
 
-/// Implements `WeightFiles::resolve`. `at` names the files.
+/// Implements `WeightFiles::resolve`. `at` names the files, and `outer_prefix` is a prefix of all names
+/// in them that `stored` omits.
 pub(crate) fn resolve_tensors(
     at: &str,
+    outer_prefix: &str,
     stored: &BTreeMap<String, StoredTensor>,
     expected: &[ExpectedTensor],
 ) -> Result<ResolvedTensors, Diagnostic> {
@@ -39,7 +42,11 @@ pub(crate) fn resolve_tensors(
     let found: BTreeMap<&str, &StoredTensor> =
         stored.iter().map(|(name, t)| (&name[prefix.len()..], t)).collect();
     let (style, claims) = claim_names(&found, expected);
-    let claimed: HashSet<&str> = claims.iter().flatten().copied().collect();
+    let mut claimed: HashSet<&str> = claims.iter().flatten().copied().collect();
+    // Without a tensor in FP8, a scale belongs to nothing and is an extra tensor.
+    if claimed.iter().any(|name| found[name].dtype == FileDtype::E4m3.name()) {
+        claimed.extend(found.keys().filter(|name| is_scale_name(name, &found)));
+    }
     let extra: BTreeMap<&str, &StoredTensor> =
         found.iter().filter(|(name, _)| !claimed.contains(**name)).map(|(n, t)| (*n, *t)).collect();
 
@@ -54,7 +61,8 @@ pub(crate) fn resolve_tensors(
         let Some(name) = claim else {
             let suggest = problems.missing.len() < MAX_SUGGESTIONS;
             let near = if suggest { nearest_extra(e, style, &extra) } else { String::new() };
-            problems.missing.push(format!("missing: {} {:?}{near}", e.name, e.shape));
+            let name = e.name_in_style(style);
+            problems.missing.push(format!("missing: {outer_prefix}{prefix}{name} {:?}{near}", e.shape));
             continue;
         };
         let t = found[name];
@@ -66,16 +74,23 @@ pub(crate) fn resolve_tensors(
         }
         match FileDtype::from_name(&t.dtype) {
             None => problems.dtype.push(format!(
-                "unsupported dtype: {}: expected F32, F16 or BF16, found {}{alias}",
+                "unsupported dtype: {}: expected F32, F16, BF16 or F8_E4M3 with scales, found {}{alias}",
                 e.name, t.dtype
             )),
+            Some(FileDtype::E4m3) => match find_scales(name, t, &found) {
+                Ok(scales) => {
+                    out.insert(e.name.clone(), (FileDtype::E4m3, t.with_scales(scales)));
+                }
+                Err(why) => problems.dtype.push(format!("{}: {why}{alias}", e.name)),
+            },
             Some(dtype) => {
                 out.insert(e.name.clone(), (dtype, t.clone()));
             }
         }
     }
     problems.extra = extra.iter().map(|(n, t)| format!("extra: {n} {} {:?}", t.dtype, t.shape)).collect();
-    match problems.into_diagnostic(at, expected.len(), found.len(), prefix) {
+    let prefix = format!("{outer_prefix}{prefix}");
+    match problems.into_diagnostic(at, expected.len(), found.len(), &prefix) {
         None => Ok(out),
         Some(d) => Err(d),
     }
@@ -86,7 +101,7 @@ pub(crate) fn resolve_tensors(
 const MAX_SUGGESTIONS: usize = 40;
 
 /// Prefixes that training code adds to a model's tensor names.
-const WRAPPERS: [&str; 2] = ["model.", "generator."];
+const WRAPPERS: [&str; 4] = ["model.", "generator.", "diffusion_model.", "module."];
 
 /// Returns the wrapper prefixes that all stored names have, unless an expected name has them too.
 fn common_prefix<'a>(stored: &'a BTreeMap<String, StoredTensor>, expected: &[ExpectedTensor]) -> &'a str {
@@ -172,7 +187,9 @@ impl ResolveProblems {
                 .with_label(at, format!("contains {found} tensors"))
                 .with_hint("check that config and weights belong to the same model and the same revision");
         if !prefix.is_empty() {
-            d = d.with_note(format!("all names in the files begin with {prefix}, which is omitted here"));
+            d = d.with_note(format!(
+                "all names in the files begin with {prefix}, which extra names omit here"
+            ));
         }
         // The first few notes of each kind come first, so that a shortened list still shows every
         // kind.

@@ -1,6 +1,6 @@
 //! Finds, maps and lists weight files. All file-system access is in this module.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,12 +14,15 @@ use crate::codes::{T0501, T0505, T0508};
 use crate::header::{self, MAX_HEADER_BYTES};
 use crate::resolve::{self, ExpectedTensor};
 use crate::stored_tensor::StoredTensor;
+use crate::torch_file;
 use crate::weight_set::WeightSet;
 
 /// The tensors of one model's files, under the names in the files. Clones share the maps.
 #[derive(Debug, Clone)]
 pub struct WeightFiles {
     source: String,
+    /// The part of the names in the files that [`WeightFiles::select`] removed.
+    prefix: String,
     tensors: BTreeMap<String, StoredTensor>,
 }
 
@@ -38,13 +41,16 @@ impl WeightFiles {
     /// Opens the weights of a folder: `model.safetensors`, or the shards listed in
     /// `model.safetensors.index.json`, or the same two with the stem `diffusion_pytorch_model`,
     /// else the only `*.safetensors` file except `text_encoder.safetensors`. A path to a file opens
-    /// that file.
+    /// that file, or the shards that it lists if it is an index.
     ///
     /// # Errors
     /// One diagnostic per bad file: no candidate, several candidates or missing shards (T0501),
     /// truncated (T0502), not safetensors (T0503), inconsistent (T0504), contradicts its index
     /// (T0505), unreadable (T0508).
     pub fn open(dir: &Path) -> Result<WeightFiles, Diagnostics> {
+        if dir.is_file() && dir.to_string_lossy().ends_with(INDEX_SUFFIX) {
+            return open_index(dir.parent().unwrap_or(Path::new("")), dir);
+        }
         if dir.is_file() {
             return WeightFiles::open_file(dir).map_err(|d| vec![d]);
         }
@@ -61,17 +67,39 @@ impl WeightFiles {
         only_candidate(dir).and_then(|path| WeightFiles::open_file(&path)).map_err(|d| vec![d])
     }
 
-    /// Opens a single safetensors file.
+    /// Opens a single safetensors file, or a checkpoint that `torch.save` wrote.
     ///
     /// # Errors
-    /// T0502, T0503, T0504 or T0508, as for [`WeightFiles::open`].
+    /// T0502, T0503, T0504 or T0508, as for [`WeightFiles::open`]; T0510, T0511 or T0512 for a
+    /// PyTorch checkpoint; T0513 for a pointer of Git LFS.
     pub fn open_file(path: &Path) -> Result<WeightFiles, Diagnostic> {
-        Ok(WeightFiles { source: path.display().to_string(), tensors: read_file(path)? })
+        let source = path.display().to_string();
+        Ok(WeightFiles { source, prefix: String::new(), tensors: read_file(path)? })
+    }
+
+    /// Keeps the tensors whose names begin with `prefix`, and removes it from the names. Messages
+    /// still show it. The name parts in `infixes`, such as those of a wrapper around each block, are
+    /// removed too.
+    #[must_use]
+    pub fn select(self, prefix: &str, infixes: &[&str]) -> WeightFiles {
+        let rename = |name: &str| infixes.iter().fold(name.to_string(), |n, infix| n.replace(infix, ""));
+        let tensors = self
+            .tensors
+            .into_iter()
+            .filter_map(|(name, t)| Some((rename(name.strip_prefix(prefix)?), t)))
+            .collect();
+        WeightFiles { prefix: self.prefix + prefix, tensors, ..self }
     }
 
     /// Iterates over all tensors in name order.
     pub fn iter_tensors(&self) -> impl Iterator<Item = TensorInfo<'_>> {
         self.tensors.iter().map(|(name, t)| TensorInfo { name, dtype: &t.dtype, shape: &t.shape })
+    }
+
+    /// Lists the files that hold the tensors.
+    #[must_use]
+    pub fn list_files(&self) -> BTreeSet<&str> {
+        self.tensors.values().map(|t| &*t.file).collect()
     }
 
     /// Returns the bytes of all tensors in the files, without the files' headers.
@@ -84,14 +112,14 @@ impl WeightFiles {
     ///
     /// The i-th aliases of all tensors form one naming style. The style that finds the most tensors
     /// is used; a tensor that it does not find is looked up under its other names. A leading
-    /// `model.` or `generator.` is stripped, repeatedly, if all names in the files have it and no
-    /// expected name does.
+    /// `model.`, `generator.`, `diffusion_model.` or `module.` is stripped, repeatedly, if all names in
+    /// the files have it and no expected name does. A tensor in FP8 needs its scales beside it.
     ///
     /// # Errors
     /// T0506: one diagnostic with a note per problem: missing, extra, wrong shape, unsupported
     /// dtype.
     pub fn resolve(&self, expected: &[ExpectedTensor]) -> Result<WeightSet, Diagnostics> {
-        resolve::resolve_tensors(&self.source, &self.tensors, expected)
+        resolve::resolve_tensors(&self.source, &self.prefix, &self.tensors, expected)
             .map(WeightSet::new)
             .map_err(|d| vec![d])
     }
@@ -110,6 +138,9 @@ impl WeightFiles {
     }
 }
 
+/// End of the name of a file that lists shards.
+const INDEX_SUFFIX: &str = ".index.json";
+
 const FILE_STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 
 /// This file has the same extension as the model's weights but belongs to the text encoder.
@@ -123,7 +154,13 @@ struct ShardIndex {
 fn read_file(path: &Path) -> Result<BTreeMap<String, StoredTensor>, Diagnostic> {
     let at = path.display().to_string();
     let map = Arc::new(map_file(path).map_err(|e| read_error(&at, &e))?);
-    let entries = header::parse(&at, &map)?;
+    let entries = if torch_file::is_zip(&map) {
+        torch_file::parse(&at, &map)?
+    } else if torch_file::is_legacy(&map) {
+        return Err(torch_file::legacy_error(&at));
+    } else {
+        header::parse(&at, &map)?
+    };
     let file = Arc::from(at);
     Ok(entries.into_iter().map(|(name, t)| (name, StoredTensor::new(&file, &map, t))).collect())
 }
@@ -173,7 +210,7 @@ fn open_index(dir: &Path, index_path: &Path) -> Result<WeightFiles, Diagnostics>
         problems.push(d);
     }
 
-    let mut all = WeightFiles { source: at.clone(), tensors: BTreeMap::new() };
+    let mut all = WeightFiles { source: at.clone(), prefix: String::new(), tensors: BTreeMap::new() };
     let mut disagree = Vec::new();
     for shard in present {
         let tensors = match read_file(&dir.join(shard)) {

@@ -59,7 +59,7 @@ impl WeightSet {
     }
 
     /// Reads one slice as f32, row-major; `ranges` has one half-open range per dim. The conversion
-    /// is exact.
+    /// is exact, except that an element with a scale is the rounded product of both.
     ///
     /// # Errors
     /// T0507: the tensor does not exist, or the ranges do not fit its shape.
@@ -69,6 +69,9 @@ impl WeightSet {
         for run in ByteRuns::new(&t.shape, ranges, dtype.byte_size()) {
             dtype.widen_to_f32(&t.raw_bytes()[run], &mut out);
         }
+        let rows = ranges.first().cloned().unwrap_or(0..1);
+        let row_elements = out.len().checked_div((rows.end - rows.start) as usize).unwrap_or(0);
+        t.apply_scales(&mut out, rows.start as usize, row_elements);
         self.loras.iter().for_each(|lora| lora.add_to_slice(name, ranges, &mut out));
         Ok(out)
     }
@@ -180,6 +183,11 @@ impl WeightSet {
         let mut hash = FramedHasher::new("tessera weight content 1");
         hash.0.update(&self.header_digest());
         hash.0.update(digests.as_flattened());
+        for (name, (_, t)) in self.tensors.iter().filter(|(_, (_, t))| !t.scales().is_empty()) {
+            hash.update_text(name);
+            hash.update_number(t.scales().len() as u64);
+            t.scales().iter().for_each(|s| hash.update_number(s.to_bits().into()));
+        }
         self.include_loras(hash.finish())
     }
 

@@ -133,7 +133,7 @@ fn all_problems_are_listed_at_once() {
             "missing: gone [7]",
             "extra: blocks.0.wieght F32 [4]",
             "misshapen: bent: expected [2, 3], found [3, 2]",
-            "unsupported dtype: wide: expected F32, F16 or BF16, found F64",
+            "unsupported dtype: wide: expected F32, F16, BF16 or F8_E4M3 with scales, found F64",
         ]
     );
     let twice = single_error(
@@ -177,7 +177,7 @@ fn truncated_files_report_missing_bytes() {
     }
     std::fs::write(&path, b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n").unwrap();
     let d = single_error(WeightFiles::open(dir.path()));
-    assert!(d.code.id == "T0503" && d.hint.unwrap().contains("git lfs pull"));
+    assert!(d.code.id == "T0513" && d.hint.unwrap().contains("git lfs pull"));
     std::fs::write(&path, [&20u64.to_le_bytes()[..], b"{\"a\": {\"dtype\": oops}"].concat()).unwrap();
     let d = single_error(WeightFiles::open(dir.path()));
     assert!(d.code.id == "T0503" && d.labels[0].message.contains("column"), "{d:?}");

@@ -84,4 +84,54 @@ one of the two.";
 runs with these weights alone. The files of this model have another digest, so no rank was started.\n\n\
 The digest covers the name, dtype, shape and every element of every tensor. It depends neither on the mesh, nor on the \
 files' naming style, nor on how many files hold the tensors. Use the checkpoint for which the plan was made, or plan again.";
+
+    T0070: "a part of the checkpoint is missing",
+    "A video model has four parts: the generator, the VAE, the text encoder and the tokenizer. Tessera looks for the names \
+under which they are published: those of the original Wan release (Wan2.1_VAE.pth, models_t5_umt5-xxl-enc-bf16.pth, \
+google/umt5-xxl/) and those of a diffusers pipeline (vae/, text_encoder/, tokenizer/). Distilled checkpoints contain the \
+generator alone, and share the other parts with Wan2.1; these are also looked up in folders Wan2.1-T2V-* and wan_models \
+below the checkpoint and beside it.\n\n\
+`tessera models inspect FOLDER` lists what was found where, and what is missing.";
+
+    T0071: "download is incomplete",
+    "The folder holds files that a download program has not renamed to their final names yet (*.incomplete, *.part, \
+*.aria2, *.crdownload), and a part that the run needs is not there. The download was interrupted or still runs.\n\n\
+Run the same download command again: it continues where it stopped. A part whose files are complete is used although other \
+files of the folder are not.";
+
+    T0072: "model was not distilled for streaming",
+    "Wan2.1 as it was released denoises all frames of a clip together, and every frame attends to later ones. A stream \
+generates chunk by chunk, and a chunk cannot attend to frames that do not exist yet. The tensors have the same names and \
+shapes, so a run would end without an error and show noise or frozen pictures.\n\n\
+Use a checkpoint that was trained for causal chunks: Self-Forcing, LongLive or StreamDiffusionV2 for 1.3B, Krea Realtime for \
+14B. The released folder still provides their VAE, text encoder and tokenizer.\n\n\
+A folder counts as released if it is a full Wan folder or a diffusers pipeline whose config does not name a causal class \
+(CausalWanModel and similar). If its weights were replaced by causal ones, say so by a stream.toml in the folder or by \
+`--stream FILE`.";
+
+    T0073: "checkpoint is image-to-video",
+    "An image-to-video model takes the first picture as an input: its patch embedding has 36 channels instead of 16, and \
+layers named img_emb or image_embedder encode the picture. A stream has no such input.\n\n\
+Use the text-to-video checkpoint (T2V) of the same family.";
+
+    T0074: "VAE belongs to Wan2.2",
+    "The VAE of Wan2.2 compresses 16 by 16 pixels to a cell of 48 channels, and that of Wan2.1 compresses 8 by 8 pixels to \
+a cell of 16. Generators distilled from Wan2.1 produce latents of 16 channels, which only the VAE of Wan2.1 decodes.\n\n\
+Use Wan2.1_VAE.pth, or the folder vae/ of a Wan2.1 pipeline.";
+
+    T0075: "checkpoint is an adapter",
+    "The file holds factors of low rank (LoRA) that must be added to the weights of a base model. Alone they are no model. \
+Tessera does not merge them, because the scale and the base are stated outside of the file.\n\n\
+Merge the adapter into its base with the publisher's tool, save the result as safetensors, and name that file. LongLive is \
+published as a base and an adapter: without the adapter it generates, but drifts after a minute.";
+
+    T0076: "model has no stream settings",
+    "A published checkpoint states its dimensions and not how it is streamed: picture size, frames per chunk, cache window, \
+denoising steps. Tessera does not guess them, because a wrong schedule produces plausible but poor pictures.\n\n\
+Name a preset with `--preset`, or write a stream.toml into the folder, or name one with `--stream FILE`. A stream.toml may \
+begin with preset = \"self-forcing\" and state only what differs. `tessera models inspect FOLDER` shows the presets that fit.";
+
+    T0077: "several checkpoints in one folder",
+    "The folder holds several files with weights, and none has a usual name (diffusion_pytorch_model or model). They may be \
+two precisions of one model or two models, so Tessera does not choose. Name the file itself instead of the folder.";
 }

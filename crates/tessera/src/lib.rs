@@ -13,6 +13,8 @@
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
 pub mod check;
+pub mod checkpoint;
+pub mod checkpoint_report;
 pub mod clock;
 pub mod codes;
 mod collective_guard;

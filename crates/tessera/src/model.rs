@@ -1,4 +1,4 @@
-//! A model folder: its two config files, its weights and its text encoder.
+//! A model: its config and stream settings, its weights and its text encoder.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -8,14 +8,15 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{PixelDecoder, TextEncoder, VideoModel, WanConfig, WordEncoder, expected_weights};
+use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, VideoModel, WanConfig, WordEncoder};
 use tessera_plan::Mapping;
-use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
+use tessera_weights::{WeightFiles, WeightSet};
 
-use crate::codes::{T0010, T0016, T0041};
+use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected};
+use crate::codes::{T0010, T0016, T0041, T0076};
 use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
-use crate::vae_weights::{VAE_FOLDER, VaeWeights};
+use crate::vae_weights::VaeWeights;
 
 /// Name of the file with the weights of a text encoder.
 const TEXT_ENCODER_FILE: &str = "text_encoder.safetensors";
@@ -25,10 +26,9 @@ const TEXT_ENCODER_FILE: &str = "text_encoder.safetensors";
 pub struct Model {
     /// Name for display: that of the folder, or for [`Model::open_for_plan`] the one in the plan.
     pub name: String,
-    /// Folder from which weights, text encoder and vocabulary are read.
+    /// Folder from which weights, text encoder and vocabulary are read, or the checkpoint itself.
     pub dir: PathBuf,
-    /// Content of `config.json` and `stream.toml` with the overrides, or the configs of a sealed
-    /// plan.
+    /// Dimensions and stream settings with the overrides, or the configs of a sealed plan.
     pub video: VideoModel,
 }
 
@@ -39,29 +39,31 @@ pub struct Overrides {
     pub recompute: Option<bool>,
     /// Denoising timesteps that replace those of the streaming config.
     pub steps: Option<Vec<f64>>,
+    /// Settings of a published model, below those of a stream config.
+    pub preset: Option<Preset>,
+    /// Stream config to read instead of the folder's own.
+    pub stream_file: Option<PathBuf>,
 }
 
 impl Model {
-    /// Reads the configs of a model folder.
+    /// Reads the dimensions and the stream settings of a model folder, or of a checkpoint as it was
+    /// published.
     ///
     /// # Errors
-    /// Returns T0010, or everything that is wrong with either config.
+    /// Returns T0010, everything that is wrong with either config, T0072 for a model that was not
+    /// distilled for streaming, T0076 without stream settings, or why the generator cannot be read.
     pub fn open(dir: &Path, overrides: &Overrides) -> Result<Model, Diagnostics> {
-        require_folder(dir).map_err(|d| vec![d])?;
-        let read = |file: &str| {
-            let path = dir.join(file);
-            read_text_file(&path)
-                .map(|text| (path.display().to_string(), text))
-                .map_err(|e| Diagnostic::error(&T0010, format!("{} cannot be read: {e}", path.display())))
-        };
-        let (config, stream) = match (read("config.json"), read("stream.toml")) {
-            (Ok(c), Ok(s)) => (c, s),
-            (c, s) => return Err([c.err(), s.err()].into_iter().flatten().collect()),
-        };
-        let vae_file = format!("{VAE_FOLDER}/config.json");
-        let vae = dir.join(&vae_file).exists().then(|| read(&vae_file)).transpose().map_err(|d| vec![d])?;
+        let checkpoint = CheckpointFolder::recognise(dir).map_err(|d| vec![d])?;
+        // A stream config that the user names says that the weights are causal.
+        if overrides.stream_file.is_none() {
+            checkpoint.require_causal().map_err(|d| vec![d])?;
+        }
+        let (at, text) = read_stream_text(&checkpoint, overrides).map_err(|d| vec![d])?;
+        let wan = checkpoint.read_wan_config()?;
+        let vae = checkpoint.read_vae_config().map_err(|d| vec![d])?;
         let vae = vae.as_ref().map(|(file, text)| (file.as_str(), text.as_str()));
-        let mut video = VideoModel::parse_with_vae((&config.0, &config.1), (&stream.0, &stream.1), vae)?;
+        let stream = StreamConfig::parse_over(&at, &text, overrides.preset, vae, &wan)?;
+        let mut video = VideoModel { wan, stream };
         if let Some(recompute) = overrides.recompute {
             video.stream.recompute = recompute;
         }
@@ -95,7 +97,7 @@ impl Model {
     /// # Errors
     /// Returns T0010 if the folder does not exist.
     pub fn open_for_plan(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
-        require_folder(dir)?;
+        require_path(dir)?;
         Ok(Model { name: plan.model.clone(), dir: dir.to_path_buf(), video: plan.video.clone() })
     }
 
@@ -105,11 +107,8 @@ impl Model {
     /// Returns one diagnostic that lists every missing, extra or misshapen tensor, or the reason
     /// why the files cannot be read.
     pub fn open_weights(&self) -> Result<Weights, Diagnostics> {
-        let expected: Vec<ExpectedTensor> = expected_weights(&self.video.wan)
-            .into_iter()
-            .map(|w| ExpectedTensor { name: w.name, aliases: vec![w.diffusers_name], shape: w.shape })
-            .collect();
-        let set = WeightFiles::open(&self.dir)?.resolve(&expected)?;
+        let checkpoint = CheckpointFolder::recognise(&self.dir).map_err(|d| vec![d])?;
+        let set = checkpoint.open_part(Part::Generator, &list_expected(&self.video.wan))?;
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
@@ -229,8 +228,39 @@ impl WeightDigest {
     }
 }
 
-fn require_folder(dir: &Path) -> Result<(), Diagnostic> {
-    if dir.is_dir() {
+/// Returns the name and the text of the stream config. The text is empty if a preset alone gives the
+/// settings.
+fn read_stream_text(
+    checkpoint: &CheckpointFolder,
+    overrides: &Overrides,
+) -> Result<(String, String), Diagnostic> {
+    let own = checkpoint.stream.as_ref().filter(|_| overrides.preset.is_none());
+    let path = match (overrides.stream_file.as_ref().or(own), overrides.preset) {
+        (Some(path), _) => path,
+        (None, Some(preset)) => return Ok((format!("the preset {}", preset.name()), String::new())),
+        (None, None) => return Err(no_stream_settings(checkpoint)),
+    };
+    read_text_file(path)
+        .map(|text| (path.display().to_string(), text))
+        .map_err(|e| Diagnostic::error(&T0010, format!("{} cannot be read: {e}", path.display())))
+}
+
+fn no_stream_settings(checkpoint: &CheckpointFolder) -> Diagnostic {
+    let at = checkpoint.path.display().to_string();
+    if checkpoint.form == Form::Unknown {
+        return Diagnostic::error(
+            &T0010,
+            format!("{at} is no model: it has neither config.json nor weights"),
+        )
+        .with_hint("give the path of a model folder or of a checkpoint, for example models/demo");
+    }
+    Diagnostic::error(&T0076, format!("{} does not say how it is streamed", checkpoint.form.description()))
+        .with_label(&at, "no stream.toml")
+        .with_hint(format!("add --preset NAME; `tessera models inspect {at}` shows the presets that fit"))
+}
+
+fn require_path(dir: &Path) -> Result<(), Diagnostic> {
+    if dir.exists() {
         return Ok(());
     }
     Err(Diagnostic::error(&T0010, format!("folder {} does not exist", dir.display()))

@@ -6,10 +6,10 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
 use tessera_models::{VaeConfig, expected_vae_weights};
-use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
+use tessera_weights::{ExpectedTensor, WeightSet};
 
-/// Folder of the VAE in a model folder.
-pub(crate) const VAE_FOLDER: &str = "vae";
+use crate::checkpoint::{CheckpointFolder, Part};
+
 /// Prefix of the names of the VAE's tensors in a program.
 const PROGRAM_PREFIX: &str = "vae.";
 
@@ -22,12 +22,12 @@ pub(crate) struct VaeWeights {
 }
 
 impl VaeWeights {
-    /// Opens the weights in the folder `vae` of a model's folder and compares them with what the config
+    /// Opens the VAE of a model folder or of a published checkpoint, and compares it with what the config
     /// requires.
     ///
     /// # Errors
-    /// One diagnostic that lists every missing, extra or misshapen tensor, or why the files cannot be read.
-    pub(crate) fn open(model_dir: &Path, config: &VaeConfig) -> Result<VaeWeights, Diagnostics> {
+    /// As [`CheckpointFolder::open_part`].
+    pub(crate) fn open(model: &Path, config: &VaeConfig) -> Result<VaeWeights, Diagnostics> {
         let expected: Vec<ExpectedTensor> = expected_vae_weights(config)
             .into_iter()
             .map(|w| {
@@ -35,7 +35,8 @@ impl VaeWeights {
                 ExpectedTensor { aliases: vec![original, w.diffusers_name], name: w.name, shape: w.shape }
             })
             .collect();
-        let set = WeightFiles::open(&model_dir.join(VAE_FOLDER))?.resolve(&expected)?;
+        let checkpoint = CheckpointFolder::recognise(model).map_err(|d| vec![d])?;
+        let set = checkpoint.open_part(Part::Vae, &expected)?;
         Ok(VaeWeights { set, config: config.clone() })
     }
 

@@ -1,7 +1,8 @@
 //! The flags of a mapping, which `plan` and `stream` share, and the values that `bench` shares too.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use tessera::checkpoint::Preset;
 use tessera::files::read_text_file;
 use tessera::{DtypePolicy, Mapping, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology, Transport};
 use tessera_base::Diagnostic;
@@ -131,6 +132,19 @@ mapping_flags! {
     #[arg(long, value_name = "LIST")]
     steps: String,
 
+    [OfModel]
+    /// Stream settings of a published model, for a checkpoint without a stream.toml
+    #[arg(long, value_parser = named_values(PRESETS))]
+    preset: Preset,
+
+    [OfModel]
+    /// Stream settings from this file instead of the folder's stream.toml
+    ///
+    /// Keys that the file leaves out have the values of --preset, or of the preset that its own key
+    /// `preset` names, if there is one.
+    #[arg(long, value_name = "FILE")]
+    stream: PathBuf,
+
     [Fixed]
     /// Requested chunks that may wait at the leader, 1 to 64 [default: 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), help_heading = QUEUE_HEADING)]
@@ -210,6 +224,19 @@ const CACHES: &[(&str, bool, &str)] = &[
     ("recompute", true, "Recompute keys and values from past frames before each chunk"),
 ];
 
+/// Values of `--preset`, each with its help text.
+pub const PRESETS: &[(&str, Preset, &str)] = &[
+    ("self-forcing", Preset::SelfForcing, "Self-Forcing 1.3B: chunks of 3, a window of 21"),
+    ("longlive", Preset::LongLive, "LongLive 1.3B: chunks of 3, a window of 12, without its sink"),
+    (
+        "stream-diffusion-v2",
+        Preset::StreamDiffusionV2,
+        "StreamDiffusionV2 1.3B: chunks of 1; needs an input video",
+    ),
+    ("krea-realtime", Preset::KreaRealtime, "Krea Realtime 14B as its own server runs it"),
+    ("krea-realtime-scope", Preset::KreaRealtimeScope, "Krea Realtime 14B as Scope runs it: no warp"),
+];
+
 /// A field that a search chooses, as the value of a pin.
 trait PinText {
     fn pin_text(self) -> String;
@@ -254,7 +281,12 @@ impl MappingArgs {
     /// # Errors
     /// T0030 for steps that are no numbers.
     pub fn parse_overrides(&self) -> Result<Overrides, Diagnostic> {
-        Ok(Overrides { recompute: self.cache, steps: self.steps.as_deref().map(parse_steps).transpose()? })
+        Ok(Overrides {
+            recompute: self.cache,
+            steps: self.steps.as_deref().map(parse_steps).transpose()?,
+            preset: self.preset,
+            stream_file: self.stream.clone(),
+        })
     }
 
     /// Opens the model and plans it under these options, which override the mapping file, if there
@@ -341,10 +373,11 @@ mod tests {
         assert!(STRATEGIES.iter().all(|(name, value, _)| *name == value.name()));
         assert!(NUMERICS.iter().all(|(name, value, _)| *name == value.name()));
         assert!(DTYPES.iter().all(|(name, value, _)| *name == value.name()));
+        assert!(PRESETS.iter().all(|(name, value, _)| *name == value.name()));
         assert!(TRANSPORTS.iter().all(|(name, value, _)| *name == value.name()));
         assert_eq!(
-            (TOPOLOGIES.len(), DTYPES.len(), TRANSPORTS.len()),
-            (Topology::ALL.len(), DtypePolicy::ALL.len(), Transport::ALL.len())
+            (TOPOLOGIES.len(), DTYPES.len(), TRANSPORTS.len(), PRESETS.len()),
+            (Topology::ALL.len(), DtypePolicy::ALL.len(), Transport::ALL.len(), Preset::ALL.len())
         );
     }
 

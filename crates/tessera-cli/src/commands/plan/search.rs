@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use tessera::checkpoint::{CheckpointFolder, Form};
 use tessera::{DtypePolicy, Model, Plan, plan};
 use tessera_base::Diagnostic;
 use tessera_estimate::{
@@ -52,7 +53,7 @@ pub fn run(
     )?;
     // A mesh on the command line acts as a pin.
     let pins = merge_pins(&[planning.mesh.clone(), args.pin.clone()]).map_err(CliError::usage)?;
-    if let Some(dir) = dir.filter(|d| d.join("stream.toml").exists()) {
+    if let Some(dir) = dir.filter(|d| is_video_model(d, planning)) {
         return search_for_video(args, dir, planning, machine, &pins, folder, format);
     }
     let subject = match (&args.recipe, &args.zoo, dir) {
@@ -134,6 +135,15 @@ fn search_for_video(
         sheet.write_with_plan(&plan, folder)?;
     }
     print_report(&sheet, folder, format, Some((&query.machine.cluster.name, mapping.dtype)))
+}
+
+/// Returns whether a path is a video model: one with stream settings, or a published release of one.
+fn is_video_model(path: &Path, planning: &MappingArgs) -> bool {
+    if path.join("stream.toml").exists() || planning.preset.is_some() || planning.stream.is_some() {
+        return true;
+    }
+    let form = CheckpointFolder::recognise(path).map(|checkpoint| checkpoint.form);
+    matches!(form, Ok(Form::OriginalWan | Form::DiffusersPipeline | Form::DiffusersTransformer))
 }
 
 /// Rejects flags that would have no effect.
