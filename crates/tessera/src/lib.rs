@@ -23,6 +23,7 @@ pub mod environment;
 pub mod faults;
 pub mod files;
 pub mod flight;
+mod frame_writer;
 pub mod gpu_placement;
 pub mod gpus;
 mod host_memory;

@@ -16,9 +16,9 @@ use tessera_runtime::{Failure, FailureClass};
 
 use crate::clock::format_utc;
 use crate::files::{StagedFolder, lost_output, write_error};
+use crate::frame_writer::{CLIP_FILE, LATENTS_FILE};
 use crate::html_writer;
 use crate::machine_shape::describe_machine;
-use crate::media_pipeline::{CLIP_FILE, LATENTS_FILE};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, checks_output};
 use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};

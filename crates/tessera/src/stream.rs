@@ -14,10 +14,10 @@ use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
 
 use crate::codes::{T0015, T0016, T0018};
 use crate::cuda::{self, GpuRankConfig};
+use crate::frame_writer::new_clip_stream;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
-use crate::media_pipeline::new_clip_stream;
 use crate::model::Model;
 use crate::plan::{LEADER_PHASES, Plan};
 use crate::rank_config::RankConfig;
