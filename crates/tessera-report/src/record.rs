@@ -104,6 +104,19 @@ pub struct RunStart {
     /// Description of the simulated machine; `None` if the times are real.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
+    /// Where frames and latents go. Empty in a simulated run, and in records of earlier builds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub outputs: Vec<RunOutput>,
+}
+
+/// One output of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunOutput {
+    /// What the output holds: `clip`, `latents`, `png`, `raw` or `y4m`.
+    pub kind: String,
+    /// File or folder, relative to the run folder unless absolute; `-` for standard output, `fd:N`
+    /// for an open file descriptor.
+    pub to: String,
 }
 
 /// What the times of a run depend on besides its plan.

@@ -30,6 +30,7 @@ mod host_memory;
 mod html_writer;
 pub mod join;
 mod kernel_probe;
+mod latents_file;
 // No user needs it: the tests of this crate do, and the one that counts every allocation needs a
 // process of its own.
 #[doc(hidden)]

@@ -19,7 +19,6 @@ use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0016;
-use crate::files::check_in_place;
 use crate::frame_writer::FrameWriter;
 use crate::host_memory::available_bytes;
 use crate::plan::Plan;
@@ -52,7 +51,7 @@ impl RunMediaPipeline {
         }
         Ok(RunMediaPipeline {
             codec,
-            writer: FrameWriter::create(&plan.video, &orders.out, orders.png)?,
+            writer: FrameWriter::create(plan, &orders.out, &orders.outputs)?,
             chunks: orders.chunks,
             checks_output: orders.checks_output(),
             record,
@@ -64,7 +63,7 @@ impl RunMediaPipeline {
         if !self.checks_output {
             return Ok(());
         }
-        check_in_place(&self.writer.file, &self.writer.path)?;
+        self.writer.check_in_place()?;
         record.check_in_place()
     }
 }
@@ -89,13 +88,7 @@ impl MediaPipeline for RunMediaPipeline {
     fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
         let pixels = self.codec.decode_pixels(chunk, latents)?;
         let written = Instant::now();
-        let frames = match self.codec.decoder_kind() {
-            PixelDecoder::SpaceTimeDepth => self.writer.write_frames(&pixels)?,
-            PixelDecoder::None => {
-                self.writer.write_latents(latents.data())?;
-                0
-            }
-        };
+        let frames = self.writer.write_chunk(&pixels, latents.data())?;
         self.codec.end_interval("write", written);
         let mut record = lock_record(&self.record);
         record.record_media_laps(chunk, self.codec.take_intervals());

@@ -18,7 +18,7 @@ use crate::model::Model;
 use crate::plan::Plan;
 use crate::record::ChunkSettings;
 use crate::shards::preflight_reload;
-use crate::stream_options::StreamOptions;
+use crate::stream_options::{OutputOptions, StreamOptions};
 use crate::synthetic_delays::SyntheticDelays;
 
 /// The configuration that the launcher sends to every rank. The leader decides about the stream;
@@ -47,8 +47,8 @@ pub(crate) struct RankConfig {
     pub(crate) flushes: Vec<u32>,
     /// Weight folders to load before a chunk, each with its expected digest.
     pub(crate) weights: Vec<(u32, String, Digest)>,
-    /// Whether to write every frame as a PNG.
-    pub(crate) png: bool,
+    /// Outputs beside those that every run writes.
+    pub(crate) outputs: OutputOptions,
     /// Whether each rank writes the messages that it sends to a file.
     pub(crate) wire_dump: bool,
     /// Whether each rank poisons temporaries that hold no value.
@@ -92,7 +92,7 @@ impl RankConfig {
             cuts: options.cuts_at.clone(),
             flushes: options.flushes_at.clone(),
             weights,
-            png: options.png,
+            outputs: options.outputs.clone(),
             wire_dump: options.wire_dump,
             poison: options.poison,
             delays: options.delays,

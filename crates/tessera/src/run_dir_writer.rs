@@ -5,10 +5,11 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tessera_base::Diagnostic;
+use tessera_models::PixelDecoder;
 use tessera_report::overlap::OverlapStats;
 use tessera_report::record::{
-    RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunRecord, RunStart, RunStatus, SCHEMA,
-    ScheduledPrompt,
+    RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunOutput, RunRecord, RunStart, RunStatus,
+    SCHEMA, ScheduledPrompt,
 };
 use tessera_report::timeline::TimelineSpan;
 use tessera_runtime::tripwire::T0765;
@@ -16,15 +17,16 @@ use tessera_runtime::{Failure, FailureClass};
 
 use crate::clock::format_utc;
 use crate::files::{StagedFolder, lost_output, write_error};
-use crate::frame_writer::{CLIP_FILE, LATENTS_FILE};
+use crate::frame_writer::{CLIP_FILE, FRAMES_FOLDER};
 use crate::html_writer;
+use crate::latents_file::LATENTS_FILE;
 use crate::machine_shape::describe_machine;
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, checks_output};
 use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
 use crate::run_dir::read_record;
 use crate::run_settings::build_id;
-use crate::stream_options::{StreamOptions, StreamReport};
+use crate::stream_options::{OutputOptions, StreamOptions, StreamReport};
 
 /// Event of a run in performance mode; its detail says which gates allowed the run, or who overrode them.
 const PERFORMANCE_EVENT: &str = "performance mode";
@@ -115,7 +117,24 @@ pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptio
             .collect(),
         device: options.device,
         machine: None,
+        outputs: list_outputs(plan, options),
     }
+}
+
+/// Lists where the frames and latents of a run go; a simulated run has none.
+fn list_outputs(plan: &Plan, options: &StreamOptions) -> Vec<RunOutput> {
+    if options.device == RunDevice::Sim {
+        return Vec::new();
+    }
+    let OutputOptions { png, latents } = &options.outputs;
+    let decodes = plan.video.stream.decoder != PixelDecoder::None;
+    let files = [
+        ("clip", CLIP_FILE, decodes),
+        ("latents", LATENTS_FILE, *latents || !decodes),
+        ("png", FRAMES_FOLDER, *png),
+    ];
+    let files = files.into_iter().filter(|(.., written)| *written);
+    files.map(|(kind, to, _)| RunOutput { kind: kind.into(), to: to.into() }).collect()
 }
 
 /// Closes the record if the leader could not, and writes the report and the trace. If the run has

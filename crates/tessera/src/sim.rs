@@ -105,8 +105,11 @@ fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnost
                 .with_hint(format!("omit {option}")),
         );
     };
-    if options.png {
+    if options.outputs.png {
         reject("--png", "no pixels are computed");
+    }
+    if options.outputs.latents {
+        reject("--latents", "no latents are computed");
     }
     if !options.weights_at.is_empty() {
         reject("--weights-at", "no weights are loaded");

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::overlap::OverlapStats;
 pub use tessera_report::record::RunDevice;
@@ -36,8 +37,8 @@ pub struct StreamOptions {
     pub out: PathBuf,
     /// Whether `out` is an empty folder of a [`ReservedFolder`](crate::files::ReservedFolder).
     pub out_is_reserved: bool,
-    /// Whether to write every frame as a PNG too.
-    pub png: bool,
+    /// Outputs beside those that every run writes.
+    pub outputs: OutputOptions,
     /// Whether every rank writes the messages that it sends to a file.
     pub wire_dump: bool,
     /// Whether every rank poisons temporaries that hold no value, to find accesses in the wrong order.
@@ -54,6 +55,15 @@ pub struct StreamOptions {
     pub performance: Option<String>,
     /// The command line, for the record.
     pub command: Vec<String>,
+}
+
+/// Outputs that a run writes beside the clip of its model, or its latents if it has no decoder.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct OutputOptions {
+    /// Whether to write every frame as a PNG.
+    pub png: bool,
+    /// Whether to write the latents of a model with a decoder too.
+    pub latents: bool,
 }
 
 impl StreamOptions {

@@ -10,7 +10,7 @@ use tessera::codes::T0040;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::sim::{self, ClusterPrices, SimMachine};
-use tessera::stream_options::{RunDevice, StreamOptions};
+use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
 use tessera::{Model, Plan};
 use tessera_base::Diagnostic;
@@ -104,6 +104,11 @@ pub struct Args {
     /// Also write every frame as a PNG
     #[arg(long)]
     pub png: bool,
+
+    /// Also write the latents, as latents.safetensors in the run folder; a model without a decoder
+    /// always writes them
+    #[arg(long)]
+    pub latents: bool,
 
     /// Also write the messages that each rank sends, as wire/rank-N.bin in the run folder; `tessera
     /// wire dump` decodes them
@@ -262,7 +267,7 @@ pub fn run(args: &Args) -> CliResult {
             None => args.out.clone().unwrap_or_else(free_dir),
         },
         out_is_reserved: reserved.is_some(),
-        png: args.png,
+        outputs: OutputOptions { png: args.png, latents: args.latents },
         wire_dump: args.wire_dump,
         poison: args.poison,
         oversubscribe: args.oversubscribe,

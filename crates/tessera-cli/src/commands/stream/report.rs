@@ -41,7 +41,7 @@ pub fn print_failure(f: &tessera::Failure) {
 /// The files that a run folder may contain, with the most useful ones first.
 const RUN_DIR_FILES: &[(&str, &str)] = &[
     ("clip.png", "the video, an animated PNG for any browser"),
-    ("latents.f32", "the latents, because the model has no decoder"),
+    ("latents.safetensors", "the latents of every chunk"),
     ("frames", "every frame as a PNG"),
     ("report.html", "the report, for a browser"),
     ("trace.json", "a timeline for ui.perfetto.dev"),
