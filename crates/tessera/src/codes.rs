@@ -84,4 +84,21 @@ one of the two.";
 runs with these weights alone. The files of this model have another digest, so no rank was started.\n\n\
 The digest covers the name, dtype, shape and every element of every tensor. It depends neither on the mesh, nor on the \
 files' naming style, nor on how many files hold the tensors. Use the checkpoint for which the plan was made, or plan again.";
+
+    T0042: "reader of the frames stalls",
+    "`tessera stream` writes uncompressed frames to a pipe (--raw, --y4m), and the program at the other end has taken \
+no byte for three quarters of the time that the media pipeline has for an answer. Frames wait for their reader, chunks wait for the frames, and a stream \
+cannot wait for ever: the run ended and kept its folder.\n\nFind out what the reader waits for: a paused player, an encoder slower than its input, a full disk. \
+A program that must pause can read from a file: `--raw frames.rgb`.";
+
+    T0043: "reader of the frames closed its pipe",
+    "`tessera stream` writes uncompressed frames to a pipe (--raw, --y4m), and the program at the other end closed it before \
+the stream was over. The message states how many frames it received. Chunks delivered before are complete in the run folder.\n\n\
+Look at the messages of that program: a player that was closed, or an encoder that rejected the size or the format of the frames. The guide \
+`outputs` has command lines that work.";
+
+    T0044: "frames cannot go to this destination",
+    "--raw and --y4m take a new file, a named pipe, `-` for standard output, or `fd:N` for a file descriptor that the command \
+inherits. The descriptor is not open for writing, or standard output is a terminal, which uncompressed frames would fill with control characters. Pipe \
+the command into a program, or name a file.";
 }

@@ -1,14 +1,17 @@
 //! Writes the frames or latents of a run to the files of its directory.
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_models::{PixelDecoder, VideoModel};
 use tessera_report::apng::{ApngStream, png_frame};
 
 use crate::files::{check_in_place, lost_output, write_error, write_file};
+use crate::frame_pipe::FramePipe;
 use crate::latents_file::LatentsFile;
 use crate::plan::Plan;
 use crate::stream_options::OutputOptions;
@@ -25,6 +28,7 @@ pub(crate) struct FrameWriter {
     latents: Option<LatentsFile>,
     /// Folder of one PNG per frame, if the frames are written as PNGs too.
     png_folder: Option<PathBuf>,
+    pipes: Vec<FramePipe>,
     frames_written: u32,
 }
 
@@ -38,6 +42,7 @@ impl FrameWriter {
         plan: &Plan,
         dir: &Path,
         outputs: &OutputOptions,
+        pipes: OpenPipes,
     ) -> Result<FrameWriter, Diagnostic> {
         let stream = &plan.video.stream;
         let decodes = stream.decoder != PixelDecoder::None;
@@ -49,7 +54,11 @@ impl FrameWriter {
             std::fs::create_dir(folder).map_err(|e| write_error(folder, &e))?;
         }
         let size = (stream.width as u32, stream.height as u32);
-        Ok(FrameWriter { size, clip, latents, png_folder, frames_written: 0 })
+        let fps = frame_rate_fraction(stream.fps);
+        let targets = outputs.pipes.iter().zip(pipes.fds);
+        let pipes = targets.map(|(target, out)| FramePipe::start(target, out, (size, fps), pipes.patience));
+        let pipes = pipes.collect::<Result<Vec<_>, Diagnostic>>()?;
+        Ok(FrameWriter { size, clip, latents, png_folder, pipes, frames_written: 0 })
     }
 
     /// Writes a chunk, given as pixels [frames, height, width, 3] in [−1, 1] and as the bytes of its
@@ -78,6 +87,7 @@ impl FrameWriter {
         if let Some(clip) = &mut self.clip {
             clip.append_frame(rgb)?;
         }
+        self.pipes.iter_mut().try_for_each(|pipe| pipe.write_frame(rgb))?;
         self.frames_written += 1;
         Ok(())
     }
@@ -115,6 +125,13 @@ impl FrameWriter {
             .chain(latents)
             .try_for_each(|(file, path)| file.sync_data().map_err(|e| write_error(path, &e)))
     }
+}
+
+/// Open destinations of uncompressed frames, in the order of the options.
+pub(crate) struct OpenPipes {
+    pub(crate) fds: Vec<OwnedFd>,
+    /// Maximum time for which a reader may take nothing.
+    pub(crate) patience: Duration,
 }
 
 fn frame_path(folder: &Path, frame: u32) -> PathBuf {

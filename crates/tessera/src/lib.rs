@@ -23,6 +23,7 @@ pub mod environment;
 pub mod faults;
 pub mod files;
 pub mod flight;
+pub mod frame_pipe;
 mod frame_writer;
 pub mod gpu_placement;
 pub mod gpus;

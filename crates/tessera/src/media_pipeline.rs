@@ -19,7 +19,7 @@ use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0016;
-use crate::frame_writer::FrameWriter;
+use crate::frame_writer::{FrameWriter, OpenPipes};
 use crate::host_memory::available_bytes;
 use crate::plan::Plan;
 use crate::rank_config::RankConfig;
@@ -43,6 +43,7 @@ impl RunMediaPipeline {
         plan: &Plan,
         words: WordEncoder,
         orders: &RankConfig,
+        pipes: OpenPipes,
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<RunMediaPipeline, Diagnostic> {
         let mut codec = MediaCodec::load(plan, words, orders.delays.media)?;
@@ -51,7 +52,7 @@ impl RunMediaPipeline {
         }
         Ok(RunMediaPipeline {
             codec,
-            writer: FrameWriter::create(plan, &orders.out, &orders.outputs)?,
+            writer: FrameWriter::create(plan, &orders.out, &orders.outputs, pipes)?,
             chunks: orders.chunks,
             checks_output: orders.checks_output(),
             record,

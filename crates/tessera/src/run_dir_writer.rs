@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tessera_base::Diagnostic;
 use tessera_models::PixelDecoder;
 use tessera_report::overlap::OverlapStats;
+use tessera_report::raw_video::RawFormat;
 use tessera_report::record::{
     RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunOutput, RunRecord, RunStart, RunStatus,
     SCHEMA, ScheduledPrompt,
@@ -126,7 +127,7 @@ fn list_outputs(plan: &Plan, options: &StreamOptions) -> Vec<RunOutput> {
     if options.device == RunDevice::Sim {
         return Vec::new();
     }
-    let OutputOptions { png, latents } = &options.outputs;
+    let OutputOptions { png, latents, pipes } = &options.outputs;
     let decodes = plan.video.stream.decoder != PixelDecoder::None;
     let files = [
         ("clip", CLIP_FILE, decodes),
@@ -134,7 +135,15 @@ fn list_outputs(plan: &Plan, options: &StreamOptions) -> Vec<RunOutput> {
         ("png", FRAMES_FOLDER, *png),
     ];
     let files = files.into_iter().filter(|(.., written)| *written);
-    files.map(|(kind, to, _)| RunOutput { kind: kind.into(), to: to.into() }).collect()
+    let files = files.map(|(kind, to, _)| RunOutput { kind: kind.into(), to: to.into() });
+    let pipes = pipes.iter().map(|pipe| {
+        let kind = match pipe.format {
+            RawFormat::Rgb24 => "raw",
+            RawFormat::Y4m => "y4m",
+        };
+        RunOutput { kind: kind.into(), to: pipe.to.to_text() }
+    });
+    files.chain(pipes).collect()
 }
 
 /// Closes the record if the leader could not, and writes the report and the trace. If the run has

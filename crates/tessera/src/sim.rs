@@ -108,6 +108,9 @@ fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnost
     if options.outputs.png {
         reject("--png", "no pixels are computed");
     }
+    if !options.outputs.pipes.is_empty() {
+        reject("--raw or --y4m", "no pixels are computed");
+    }
     if options.outputs.latents {
         reject("--latents", "no latents are computed");
     }

@@ -1,5 +1,6 @@
 //! Runs a sealed plan as processes on this host and writes the run directory.
 
+use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
@@ -63,7 +64,13 @@ pub fn run(
     let on_gpus = on_gpus.map(|communicator_ids| GpuRankConfig { communicator_ids, first_rank_of_host: 0 });
     // GPU ranks communicate on the GPUs and need no CPU communicators.
     let specs = if on_gpus.is_some() { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
-    let extra_fds = communicators::create_arenas_of_ranks(&specs, ranks).map_err(|d| vec![d])?;
+    let mut extra_fds = communicators::create_arenas_of_ranks(&specs, ranks).map_err(|d| vec![d])?;
+    let frame_pipes = options.outputs.open_pipes().map_err(|d| vec![d])?;
+    if !frame_pipes.is_empty() {
+        extra_fds.resize(ranks as usize, Vec::new());
+        // The leader takes them from the end of its list.
+        extra_fds[0].extend(frame_pipes.into_iter().map(Arc::new));
+    }
     let threads = (cores / computing as usize).max(1);
     let orders = RankConfig::from_options(plan, model, options, threads).map_err(|d| vec![d])?;
     let orders = RankConfig { gpus: on_gpus, ..orders };
@@ -176,6 +183,18 @@ pub(crate) fn check_stream(
             Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor")
                 .with_hint("use --cache resident"),
         );
+    }
+    if plan.video.stream.decoder == PixelDecoder::None {
+        let writes = [(options.outputs.png, "--png"), (!options.outputs.pipes.is_empty(), "--raw or --y4m")];
+        for (_, option) in writes.iter().filter(|(given, _)| *given) {
+            ds.push(
+                Diagnostic::error(
+                    &T0016,
+                    format!("{option} needs frames, and {} has no decoder", plan.model),
+                )
+                .with_hint(format!("leave out {option}; the run writes the latents to latents.safetensors")),
+            );
+        }
     }
     ds.extend(options.check_out().err());
     let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;

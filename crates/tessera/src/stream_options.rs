@@ -1,5 +1,6 @@
 //! What a stream generates and how it runs, its events, and how it ended.
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -11,6 +12,7 @@ use tessera_runtime::Failure;
 use crate::codes::T0018;
 use crate::faults::DrillConfig;
 use crate::files::refuse_existing;
+use crate::frame_pipe::{FrameDestination, FrameTarget};
 use crate::synthetic_delays::SyntheticDelays;
 
 /// What a stream generates and how it runs. A change at a chunk takes effect when that chunk
@@ -64,6 +66,21 @@ pub struct OutputOptions {
     pub png: bool,
     /// Whether to write the latents of a model with a decoder too.
     pub latents: bool,
+    /// Destinations of uncompressed frames.
+    pub pipes: Vec<FrameTarget>,
+}
+
+impl OutputOptions {
+    /// Returns whether frames go to standard output, where nothing else may go then.
+    #[must_use]
+    pub fn uses_stdout(&self) -> bool {
+        self.pipes.iter().any(|p| p.to == FrameDestination::Stdout)
+    }
+
+    /// Opens the destinations of uncompressed frames, in order.
+    pub(crate) fn open_pipes(&self) -> Result<Vec<OwnedFd>, Diagnostic> {
+        self.pipes.iter().map(|p| p.to.open()).collect()
+    }
 }
 
 impl StreamOptions {
@@ -89,6 +106,11 @@ impl StreamOptions {
             ds.push(Diagnostic::error(&T0018, format!("chunk {c} is both cut and flushed")).with_hint(
                 "a flush is a cut that takes effect at once: give the chunk to only one of the two options",
             ));
+        }
+        let pipes = &self.outputs.pipes;
+        if let Some(twice) = (1..pipes.len()).find(|i| pipes[..*i].iter().any(|p| p.to == pipes[*i].to)) {
+            let message = format!("two streams of frames go to {}", pipes[twice].to.to_text());
+            ds.push(Diagnostic::error(&T0018, message).with_hint("name another destination for one of them"));
         }
         if self.chunks == 0 {
             ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use tessera::codes::T0040;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
+use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
@@ -23,7 +24,7 @@ use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
 use crate::progress::run_watched;
 use join::{JoinArgs, read_variable};
 use performance::PerformanceArgs;
-use report::print_report;
+use report::{ReportPlace, print_report};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -109,6 +110,18 @@ pub struct Args {
     /// always writes them
     #[arg(long)]
     pub latents: bool,
+
+    /// Also write every frame as bare RGB, 8 bits per channel: to a new file or a named pipe, to
+    /// standard output (-) or to an open file descriptor (fd:N)
+    ///
+    /// The run waits while the reader takes its time, and ends if the reader closes the pipe. With -,
+    /// the summary goes to standard error.
+    #[arg(long, value_name = "FILE|-|fd:N")]
+    pub raw: Option<String>,
+
+    /// As --raw, as YUV4MPEG2 (4:4:4), whose header states size and frame rate
+    #[arg(long, value_name = "FILE|-|fd:N")]
+    pub y4m: Option<String>,
 
     /// Also write the messages that each rank sends, as wire/rank-N.bin in the run folder; `tessera
     /// wire dump` decodes them
@@ -216,6 +229,8 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 /// Streams a plan on this host, or as one rank of a run that is started externally.
 pub fn run(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
+    let outputs = parse_outputs(args)?;
+    let place = if outputs.uses_stdout() { ReportPlace::StandardError } else { ReportPlace::StandardOutput };
     args.simulated.check_device(args.device)?;
     let needs_ranks = [
         ("--wire-dump", args.wire_dump, "ranks that send messages"),
@@ -267,7 +282,7 @@ pub fn run(args: &Args) -> CliResult {
             None => args.out.clone().unwrap_or_else(free_dir),
         },
         out_is_reserved: reserved.is_some(),
-        outputs: OutputOptions { png: args.png, latents: args.latents },
+        outputs,
         wire_dump: args.wire_dump,
         poison: args.poison,
         oversubscribe: args.oversubscribe,
@@ -282,13 +297,13 @@ pub fn run(args: &Args) -> CliResult {
     }
     if is_joining(args) {
         let join_options = args.join.options_from_env()?;
-        return join::run(plan, &model, &options, &join_options, args.quiet, args.format);
+        return join::run(plan, &model, &options, &join_options, args.quiet, (args.format, place));
     }
     let rank = vec![current_exe_path()?, "rank".to_string()];
     let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
         tessera::stream::run(&plan, &model, &options, rank, interrupt, on_event)
     });
-    print_report(&report?, args.format, false)
+    print_report(&report?, (args.format, place), false)
 }
 
 /// Returns whether this process is, or should be, one rank of a run that is started externally.
@@ -324,7 +339,7 @@ fn run_simulated(args: &Args, plan: &Plan, options: &StreamOptions) -> CliResult
     let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
         sim::run(plan, options, machine, interrupt, on_event)
     });
-    print_report(&report?, args.format, false)
+    print_report(&report?, (args.format, ReportPlace::StandardOutput), false)
 }
 
 struct StreamChanges {
@@ -352,6 +367,33 @@ fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
     errors.extend(repeated_chunk_error("--flush-at", args.flush_at.iter().copied()));
     errors.extend(repeated_chunk_error("--weights-at", out.weights.iter().map(|(c, _)| *c)));
     if errors.is_empty() { Ok(out) } else { Err(CliError::from_usage_errors(errors)) }
+}
+
+/// Parses the options of outputs, and reports all errors at once.
+fn parse_outputs(args: &Args) -> Result<OutputOptions, CliError> {
+    let (mut pipes, mut errors) = (Vec::new(), Vec::new());
+    let given = [("--raw", &args.raw, RawFormat::Rgb24), ("--y4m", &args.y4m, RawFormat::Y4m)];
+    for (option, text, format) in given {
+        let Some(text) = text else { continue };
+        match FrameDestination::parse(text) {
+            Some(to) => pipes.push(FrameTarget { format, to }),
+            None => errors.push(invalid_argument(
+                option,
+                text,
+                "neither a file, nor `-`, nor `fd:` and a number",
+                &format!("{option} - | ffplay -"),
+            )),
+        }
+    }
+    let outputs = OutputOptions { png: args.png, latents: args.latents, pipes };
+    if outputs.uses_stdout() && args.format == OutputFormat::Json {
+        errors.push(
+            Diagnostic::error(&T0030, "--format json and the frames both go to standard output").with_hint(
+                "leave out --format json and read record.jsonl, or send the frames to a file or fd:3",
+            ),
+        );
+    }
+    if errors.is_empty() { Ok(outputs) } else { Err(CliError::from_usage_errors(errors)) }
 }
 
 fn parse_delays(args: &Args, other_latents: u64) -> Result<SyntheticDelays, CliError> {

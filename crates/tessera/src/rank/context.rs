@@ -1,6 +1,7 @@
 //! What a rank derives from its plan and its configuration before it runs, and the engine that it
 //! builds from them.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -53,6 +54,8 @@ pub(crate) struct RankSetup {
     pub(crate) communicators: EndpointSources,
     /// Settings derived from the plan.
     pub(crate) context: RankContext,
+    /// Open destinations of uncompressed frames, in the order of the options; only on the leader.
+    pub(crate) frame_pipes: Vec<OwnedFd>,
     /// Interrupt handle of a leader without a launcher.
     pub(crate) interrupt: Option<StopHandle>,
     /// Event handler of a leader without a launcher.

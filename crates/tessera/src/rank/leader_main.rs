@@ -1,6 +1,8 @@
 //! Runs the leader: rank 0, which takes requests, encodes, decodes and writes the record.
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tessera_base::Diagnostics;
 use tessera_mesh::Rank;
@@ -12,6 +14,7 @@ use tessera_runtime::{Failure, FailureClass};
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
 use crate::communicators::EndpointSources;
 use crate::faults::DrillMediaPipeline;
+use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
 use crate::model::Model;
 use crate::parity::{ExecutorState, rank_parity};
@@ -26,12 +29,18 @@ pub(crate) fn run_as_leader(
 ) -> Result<Option<Failure>, Diagnostics> {
     let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
     let setup = arrive().map(|arrival| {
-        let RankSetup { joined, communicators: lanes, context: mut common, interrupt, on_event: tell } =
-            arrival;
+        let RankSetup {
+            joined,
+            communicators: lanes,
+            context: mut common,
+            frame_pipes,
+            interrupt,
+            on_event: tell,
+        } = arrival;
         let session = joined.welcome.session;
         common.apply_config(orders, Rank(0));
         common.begin_flight(orders, session, Rank(0));
-        let parts = build_leader_parts(session, lanes, orders, &common, &record, tell);
+        let parts = build_leader_parts(session, (lanes, frame_pipes), orders, &common, &record, tell);
         (joined, common, parts.map(|parts| LeaderParts { stop: interrupt, ..parts }))
     });
     let outcome = match setup {
@@ -61,7 +70,7 @@ pub(crate) fn run_as_leader(
 
 fn build_leader_parts(
     session: u64,
-    communicators: EndpointSources,
+    (communicators, frame_pipes): (EndpointSources, Vec<OwnedFd>),
     orders: &RankConfig,
     context: &RankContext,
     record: &Arc<Mutex<RecordWriter>>,
@@ -112,7 +121,7 @@ fn build_leader_parts(
         config,
         local_rank: own_engine,
         topology: context.topology,
-        media: media_factory(context, orders, record),
+        media: media_factory(context, orders, frame_pipes, record),
         requests,
         record: entry_recorder(orders, record, on_event),
         stop: None,
@@ -125,14 +134,17 @@ fn build_leader_parts(
 fn media_factory(
     context: &RankContext,
     orders: &RankConfig,
+    fds: Vec<OwnedFd>,
     record: &Arc<Mutex<RecordWriter>>,
 ) -> MediaPipelineFactory {
     let (plan, orders, record) = (Arc::clone(&context.plan), orders.clone(), Arc::clone(record));
     let drill = context.fault_injector.clone();
+    // A reader that stalls should be named before the media pipeline counts as stalled.
+    let pipes = OpenPipes { fds, patience: Duration::from_nanos(context.limits.media_ns / 4 * 3) };
     Box::new(move || {
         let words =
             Model::open_for_plan(&orders.model, &plan)?.open_text_encoder().map_err(first_diagnostic)?;
-        let pipeline = RunMediaPipeline::new(&plan, words, &orders, record)?;
+        let pipeline = RunMediaPipeline::new(&plan, words, &orders, pipes, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
         Ok(match drill {
             None => pipeline,
