@@ -156,3 +156,41 @@ fn outputs_that_cannot_be_are_refused_before_the_run() {
     }
     assert_eq!(fs::read_to_string(taken).unwrap(), "kept");
 }
+
+#[test]
+fn synthetic_weights_run_without_files_and_give_the_same_latents_on_any_mesh() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("bare");
+    fs::create_dir(&model).unwrap();
+    for name in ["config.json", "stream.toml"] {
+        fs::copy(support::repo_root().join("fixtures/wan-odd").join(name), model.join(name)).unwrap();
+    }
+    let model = model.to_str().unwrap();
+    let run = |name: &str, more: &[&str]| {
+        let args = [&[model, "--chunks", "2", "--prompt", "any words at all"], more].concat();
+        let o = stream_to(&dir.path().join(name), &args);
+        let field = |field| json_field(&to_text(&o.stdout), field);
+        (field("golden"), field("weights"))
+    };
+    let one = run("one", &["--weights", "synthetic:1"]);
+    let split = run("split", &["--weights", "synthetic:1", "--mesh", "tp=2", "--poison"]);
+    assert_eq!(one, split, "the mesh changes nothing");
+    let other = run("other", &["--weights", "synthetic:2"]);
+    assert!(one.0 != other.0 && one.1 != other.1, "the seed determines values and digest");
+    let latents = fs::read(dir.path().join("one/latents.safetensors")).unwrap();
+    let header = u64::from_le_bytes(*latents.first_chunk().unwrap()) as usize;
+    let values = latents[8 + header..].as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
+    let largest = values.map(f32::abs).fold(0.0, f32::max);
+    assert!(largest.is_finite() && largest > 0.1, "largest value {largest}");
+
+    let refused = run_stream(&dir.path().join("refused"), &[model, "--prompt", "red"]);
+    assert_ne!(refused.status.code(), Some(0), "a model without files runs only on request");
+    for (more, code) in [
+        (&["--weights", "synthetic:x"][..], "T0030"),
+        (&["--weights", "synthetic:1", "--weights-at", "1:fixtures/wan-odd"], "T0018"),
+    ] {
+        let o = run_stream(&dir.path().join("refused"), &[&[model, "--prompt", "red"], more].concat());
+        let text = support::both_outputs(&o);
+        assert!(text.contains(code) && o.status.code() != Some(0), "{more:?}: {text}");
+    }
+}

@@ -3,7 +3,8 @@
 //!
 //! A caller lists the tensors that it expects ([`ExpectedTensor`]: a canonical name, aliases, a shape)
 //! and then reads one range per dim. This library crate knows nothing of models, meshes or layouts,
-//! never unpickles and never writes. Its only `unsafe` block is the memory map.
+//! never unpickles and never writes. [`WeightSet::synthetic`] computes seeded tensors
+//! instead, for a run without files. Its only `unsafe` block is the memory map.
 //!
 //! ```no_run
 //! # use tessera_weights::{ExpectedTensor, WeightFiles};
@@ -27,6 +28,7 @@ mod dtype;
 mod header;
 mod resolve;
 mod stored_tensor;
+mod synthetic;
 mod weight_files;
 mod weight_set;
 

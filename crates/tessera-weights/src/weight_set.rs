@@ -10,6 +10,7 @@ use crate::codes::{T0506, T0507, T0509};
 use crate::dtype::FileDtype;
 use crate::resolve::ResolvedTensors;
 use crate::stored_tensor::StoredTensor;
+use crate::synthetic;
 
 /// Bytes sampled at each end of a tensor: one page.
 const SAMPLE_BYTES: usize = 4096;
@@ -45,7 +46,10 @@ impl WeightSet {
     /// Returns the bytes of all resolved tensors, with their dtypes on disk.
     #[must_use]
     pub fn total_bytes(&self) -> Bytes {
-        self.tensors.values().map(|(_, t)| Bytes(t.raw_bytes().len() as u64)).sum()
+        let bytes = |(dtype, t): &(FileDtype, StoredTensor)| {
+            Bytes(t.shape.iter().product::<u64>().saturating_mul(dtype.byte_size()))
+        };
+        self.tensors.values().map(bytes).sum()
     }
 
     /// Reads one slice as f32, row-major; `ranges` has one half-open range per dim. The conversion
@@ -55,6 +59,9 @@ impl WeightSet {
     /// T0507: the tensor does not exist, or the ranges do not fit its shape.
     pub fn read_f32(&self, name: &str, ranges: &[Range<u64>]) -> Result<Vec<f32>, Diagnostic> {
         let (dtype, t) = self.find_slice(name, ranges)?;
+        if let Some(generator) = t.generator() {
+            return Ok(generator.generate_slice(&t.shape, ranges));
+        }
         let mut out = Vec::with_capacity(byte_runs::element_count(ranges) as usize);
         for run in ByteRuns::new(&t.shape, ranges, dtype.byte_size()) {
             dtype.widen_to_f32(&t.raw_bytes()[run], &mut out);
@@ -138,6 +145,7 @@ impl WeightSet {
             hash.0.update(&raw[..raw.len().min(SAMPLE_BYTES)]);
             hash.0.update(&raw[raw.len().saturating_sub(SAMPLE_BYTES)..]);
         }
+        self.update_with_seeds(&mut hash);
         hash.finish()
     }
 
@@ -169,7 +177,17 @@ impl WeightSet {
         let mut hash = FramedHasher::new("tessera weight content 1");
         hash.0.update(&self.header_digest());
         hash.0.update(digests.as_flattened());
+        self.update_with_seeds(&mut hash);
         hash.finish()
+    }
+
+    /// Adds the definition and seed of each tensor that is computed: together with the headers they
+    /// determine its elements, so its elements need not be hashed.
+    fn update_with_seeds(&self, hash: &mut FramedHasher) {
+        for generator in self.tensors.values().filter_map(|(_, t)| t.generator()) {
+            hash.update_text(synthetic::DEFINITION);
+            hash.update_number(generator.seed);
+        }
     }
 
     /// Checks that every element of a tensor is finite.

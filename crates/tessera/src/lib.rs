@@ -57,7 +57,7 @@ pub mod terminal;
 pub mod wire_dump;
 
 pub use codes::CODES;
-pub use model::{Model, Overrides, Weights};
+pub use model::{Model, Overrides, Weights, WeightsOrigin};
 pub use plan::Plan;
 pub use rank::rank_main;
 pub use run_settings::build_id;

@@ -71,7 +71,8 @@ pub fn run(
     if plan.mapping.weights.is_some() {
         model.digest_weights(plan)?;
     }
-    let words = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.open_text_encoder()?;
+    let words = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;
+    let words = words.with_weights(model.weights).open_text_encoder()?;
     let mut codec = MediaCodec::load(plan, words, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
     let mut director = Director::new(common.stream.clone())?;
@@ -181,7 +182,7 @@ impl InProcessRanks {
             let own_arenas = communicators::indices_of_rank(&specs, rank)
                 .map(|i| share(&arenas[i]))
                 .collect::<Result<Vec<_>, _>>()?;
-            let factory = common.engine_factory(rank, &model.dir, threads, own_arenas);
+            let factory = common.engine_factory(rank, (&model.dir, model.weights), threads, own_arenas);
             let sender = sender.clone();
             let forward = move |event| {
                 let _ = sender.send((rank.0, event));

@@ -14,7 +14,7 @@ use crate::codes::T0010;
 use crate::cuda::GpuRankConfig;
 use crate::faults::DrillConfig;
 use crate::files::write_error;
-use crate::model::Model;
+use crate::model::{Model, WeightsOrigin};
 use crate::plan::Plan;
 use crate::record::ChunkSettings;
 use crate::shards::preflight_reload;
@@ -31,6 +31,8 @@ pub(crate) struct RankConfig {
     pub(crate) digest: String,
     /// Absolute path of the model folder, from which every rank reads weights.
     pub(crate) model: PathBuf,
+    /// Where the weights come from.
+    pub(crate) weights_origin: WeightsOrigin,
     /// Directory to which the run writes its output.
     pub(crate) out: PathBuf,
     /// Number of CPU threads per rank.
@@ -84,6 +86,7 @@ impl RankConfig {
             plan: out.join("plan"),
             digest: plan.sealed.digest_hex(),
             model: absolute(&model.dir)?,
+            weights_origin: model.weights,
             out,
             threads,
             chunks: options.chunks,
@@ -99,6 +102,19 @@ impl RankConfig {
             gpus: None,
             drill: options.drill.clone(),
         })
+    }
+
+    /// Returns where a rank finds the weights.
+    pub(crate) fn model_files(&self) -> (&Path, WeightsOrigin) {
+        (&self.model, self.weights_origin)
+    }
+
+    /// Opens the model of the run, whose settings the plan has.
+    ///
+    /// # Errors
+    /// T0010 if its folder does not exist.
+    pub(crate) fn open_model(&self, plan: &Plan) -> Result<Model, Diagnostic> {
+        Ok(Model::open_for_plan(&self.model, plan)?.with_weights(self.weights_origin))
     }
 
     /// Returns whether this run checks that its output files stay in place; only a self-test does

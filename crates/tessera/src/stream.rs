@@ -19,7 +19,7 @@ use crate::frame_writer::new_clip_stream;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
-use crate::model::Model;
+use crate::model::{Model, WeightsOrigin};
 use crate::plan::{LEADER_PHASES, Plan};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
@@ -197,7 +197,14 @@ pub(crate) fn check_stream(
         }
     }
     ds.extend(options.check_out().err());
-    let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;
+    if model.weights != WeightsOrigin::Files && !options.weights_at.is_empty() {
+        ds.push(
+            Diagnostic::error(&T0018, "a stream of synthetic weights cannot load weight files later")
+                .with_hint("leave out --weights-at, or stream from the files of the model"),
+        );
+        return Err(ds);
+    }
+    let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights);
     match model.open_text_encoder() {
         Ok(words) => {
             let prompts = std::iter::once(&options.prompt).chain(options.prompts_at.iter().map(|(_, p)| p));

@@ -13,7 +13,7 @@ use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
-use tessera::{Model, Plan};
+use tessera::{Model, Plan, WeightsOrigin};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
@@ -33,6 +33,8 @@ Examples:
   tessera stream models/demo --mesh tp=2 --topology pp1 --cache recompute
   tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
   tessera stream --plan my-plan --out my-run
+  tessera stream models/demo --raw - | ffplay -f rawvideo -pixel_format rgb24 -video_size 128x128 -
+  tessera stream models/wan2.1-1.3b --weights synthetic:1 --device cuda      without a checkpoint
   tessera stream models/wan2.1-14b --mesh tp=8,pp=9 --device sim --cluster gb200-nvl72
   tessera stream models/demo --mesh tp=2 --device cuda      one GPU per rank
   tessera stream models/demo --mesh tp=2 --performance --gate-record gates.json   only if the gates are green
@@ -96,6 +98,11 @@ pub struct Args {
     /// scene (as --cut-at does); may be repeated
     #[arg(long, value_name = "CHUNK:DIR", help_heading = CHANGES_HEADING)]
     pub weights_at: Vec<String>,
+
+    /// Compute all weights from a seed instead of reading files, so that a model runs without a
+    /// checkpoint; its output shows nothing
+    #[arg(long, value_name = "synthetic:SEED")]
+    pub weights: Option<String>,
 
     /// New folder for the video, the record and the report [default: out/MODEL-1, or the next free
     /// number]
@@ -245,6 +252,7 @@ pub fn run(args: &Args) -> CliResult {
             ));
         }
     }
+    let weights = parse_weights_origin(args)?;
     let (model, plan) = match &args.plan {
         None => {
             let planned = args.mapping.open_and_plan(args.model.as_deref(), None);
@@ -260,6 +268,7 @@ pub fn run(args: &Args) -> CliResult {
             }
         }
     };
+    let model = model.with_weights(weights);
     let performance = args.performance.check_gates(&plan, args.device, args.format)?;
     let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
     // Joined ranks that share a disk must find the same name, so they reserve none.
@@ -369,6 +378,15 @@ fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
     if errors.is_empty() { Ok(out) } else { Err(CliError::from_usage_errors(errors)) }
 }
 
+/// Parses `--weights`.
+fn parse_weights_origin(args: &Args) -> Result<WeightsOrigin, CliError> {
+    let Some(text) = &args.weights else { return Ok(WeightsOrigin::Files) };
+    WeightsOrigin::parse(text).ok_or_else(|| {
+        let why = "not `synthetic:` and a whole number; weight files are read from the model's folder";
+        CliError::usage(invalid_argument("--weights", text, why, "--weights synthetic:1"))
+    })
+}
+
 /// Parses the options of outputs, and reports all errors at once.
 fn parse_outputs(args: &Args) -> Result<OutputOptions, CliError> {
     let (mut pipes, mut errors) = (Vec::new(), Vec::new());
@@ -453,7 +471,7 @@ fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan
 fn read_plan_without_model(folder: &Path) -> Result<(Model, Plan), CliError> {
     let plan = Plan::read(folder)?;
     let (name, dir) = (plan.model.clone(), PathBuf::from(&plan.model_dir));
-    Ok((Model { name, dir, video: plan.video.clone() }, plan))
+    Ok((Model { name, dir, video: plan.video.clone(), weights: WeightsOrigin::Files }, plan))
 }
 
 /// Parses a prompt that takes effect at a chunk, such as `4:a blue square`.

@@ -16,7 +16,6 @@ use crate::communicators::EndpointSources;
 use crate::faults::DrillMediaPipeline;
 use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
-use crate::model::Model;
 use crate::parity::{ExecutorState, rank_parity};
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
@@ -80,10 +79,7 @@ fn build_leader_parts(
     let ranks: Vec<Rank> = context.plan.mesh_ranks().collect();
     let parity = rank_parity(
         &context.plan,
-        Model::open_for_plan(&orders.model, &context.plan)
-            .map_err(|d| vec![d])?
-            .open_weights()?
-            .sample_digest(),
+        orders.open_model(&context.plan).map_err(|d| vec![d])?.open_weights()?.sample_digest(),
         &orders.delays,
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
@@ -104,7 +100,7 @@ fn build_leader_parts(
         tripwires: context.tripwires.clone(),
     };
     let own_engine = ranks.contains(&Rank(0)).then(|| {
-        let engine = context.engine_factory(Rank(0), &orders.model, orders.threads, communicators);
+        let engine = context.engine_factory(Rank(0), orders.model_files(), orders.threads, communicators);
         (context.worker_config(Rank(0)), engine)
     });
     let requests = {
@@ -142,8 +138,7 @@ fn media_factory(
     // A reader that stalls should be named before the media pipeline counts as stalled.
     let pipes = OpenPipes { fds, patience: Duration::from_nanos(context.limits.media_ns / 4 * 3) };
     Box::new(move || {
-        let words =
-            Model::open_for_plan(&orders.model, &plan)?.open_text_encoder().map_err(first_diagnostic)?;
+        let words = orders.open_model(&plan)?.open_text_encoder().map_err(first_diagnostic)?;
         let pipeline = RunMediaPipeline::new(&plan, words, &orders, pipes, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
         Ok(match drill {
@@ -214,6 +209,7 @@ mod tests {
             joined: JoinedRank::from_links(welcome, Vec::new(), Vec::new()),
             communicators: Vec::new().into(),
             context: RankContext::new(Arc::new(plan), orders.delays),
+            frame_pipes: Vec::new(),
             interrupt: None,
             on_event: None,
         };
