@@ -10,6 +10,9 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use tessera_base::random::{DrawKey, fill_normals};
+
 use support::{json_field, tessera_command, to_text};
 
 fn run_stream(out: &Path, more: &[&str]) -> Output {
@@ -193,4 +196,146 @@ fn synthetic_weights_run_without_files_and_give_the_same_latents_on_any_mesh() {
         let text = support::both_outputs(&o);
         assert!(text.contains(code) && o.status.code() != Some(0), "{more:?}: {text}");
     }
+}
+
+/// Writes the noise that `seed` draws for the first step of each chunk, as [chunks, tokens, width].
+fn write_seeded_noise(path: &Path, seed: u64, [chunks, tokens, width]: [usize; 3]) {
+    let mut values = vec![0.0_f32; chunks * tokens * width];
+    for (chunk, part) in (0..).zip(values.chunks_exact_mut(tokens * width)) {
+        fill_normals(DrawKey { seed, chunk, draw: 0 }, 0, part);
+    }
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let tensor = TensorView::new(safetensors::Dtype::F32, vec![chunks, tokens, width], &bytes).unwrap();
+    safetensors::serialize_to_file([("noise", tensor)], None, path).unwrap();
+}
+
+#[test]
+fn given_noise_that_equals_the_drawn_noise_gives_the_same_latents_on_any_mesh() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
+    let noise = at("noise.safetensors");
+    // wan-odd has 3 frames of 3 × 5 tokens of 2 × 2 cells with 4 channels.
+    write_seeded_noise(Path::new(&noise), 7, [3, 45, 16]);
+    let golden = |name: &str, more: &[&str]| {
+        let fixed = ["fixtures/wan-odd", "--prompt", "a red square", "--seed", "7"];
+        let o = stream_to(Path::new(&at(name)), &[&fixed, more].concat());
+        json_field(&to_text(&o.stdout), "golden")
+    };
+    let three = ["--chunks", "3"];
+    let drawn = golden("drawn", &three);
+    for (name, mesh) in [("one", "tp=1"), ("two", "tp=2"), ("stages", "pp=2"), ("four", "tp=2,pp=2")] {
+        let given = golden(name, &[&three[..], &["--noise", &noise, "--mesh", mesh]].concat());
+        assert_eq!(given, drawn, "{mesh}");
+    }
+    let record = fs::read_to_string(dir.path().join("one/record.jsonl")).unwrap();
+    assert!(record.contains("\"given noise\"") && record.contains("3 chunks, digest "), "{record}");
+    let programs = fs::read_dir(dir.path().join("one/plan/programs")).unwrap();
+    let names: Vec<String> = programs.map(|f| to_text(f.unwrap().file_name().as_encoded_bytes())).collect();
+    assert!(names.iter().any(|n| n.starts_with("noise")), "the plan has no program of its own: {names:?}");
+
+    // Another noise gives other latents.
+    let other = at("other.safetensors");
+    write_seeded_noise(Path::new(&other), 8, [3, 45, 16]);
+    assert_ne!(golden("other", &[&three[..], &["--noise", &other]].concat()), drawn);
+}
+
+#[test]
+fn noise_that_does_not_fit_the_plan_or_the_stream_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
+    let (noise, turned, with, without) = (at("noise"), at("turned"), at("with"), at("without"));
+    write_seeded_noise(Path::new(&noise), 7, [2, 45, 16]);
+    write_seeded_noise(Path::new(&turned), 7, [2, 16, 45]);
+    for (folder, source) in [(&with, "call"), (&without, "seed")] {
+        let plan = ["plan", "fixtures/wan-odd", "--noise-source", source, "--out", folder];
+        let o = tessera_command(&plan).output().unwrap();
+        assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
+    }
+    let cases: [(&[&str], &str); 6] = [
+        (&["--plan", &with], "T0018"),
+        (&["--plan", &without, "--noise", &noise], "T0018"),
+        (&["--plan", &with, "--noise", &noise, "--chunks", "3"], "T0027"),
+        (&["fixtures/wan-odd", "--noise", &turned], "T0027"),
+        (&["fixtures/wan-odd", "--noise", "/nowhere/at/all"], "T0508"),
+        (&["--plan", &with, "--noise", &noise, "--device", "sim"], "T0040"),
+    ];
+    for (more, code) in cases {
+        let two = ["--prompt", "red", "--chunks", "2"];
+        let two = if more.contains(&"--chunks") { &two[..2] } else { &two[..] };
+        let o = run_stream(&dir.path().join("run"), &[more, two].concat());
+        let text = support::both_outputs(&o);
+        assert!(text.contains(code), "{more:?}: {text}");
+        assert!(matches!(o.status.code(), Some(1 | 2)), "{more:?}: {text}");
+        assert!(!dir.path().join("run").exists(), "{more:?} left a run folder");
+    }
+    stream_to(
+        &dir.path().join("run"),
+        &["--plan", &with, "--noise", &noise, "--prompt", "red", "--chunks", "2"],
+    );
+}
+
+/// Returns whether a program runs. A test that needs one that this machine lacks says so and ends.
+fn has_program(program: &str, args: &[&str]) -> bool {
+    let runs = Command::new(program).args(args).output().is_ok_and(|o| o.status.success());
+    if !runs {
+        eprintln!("skipped: `{program} {}` does not run here", args.join(" "));
+    }
+    runs
+}
+
+#[test]
+fn the_reader_of_the_guide_returns_the_noise_layout_that_gives_the_run_again() {
+    if !has_program("python3", &["-c", "import numpy"]) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    stream_to(&out, &["fixtures/wan-odd", "--prompt", "red", "--chunks", "2"]);
+    let guide = fs::read_to_string(support::repo_root().join("docs/guides/outputs.md")).unwrap();
+    let reader = guide.split("```python\n").nth(1).unwrap().split("```").next().unwrap();
+    let script = format!(
+        "{reader}\nimport sys\nx = read_latents(sys.argv[1])\nassert x.shape == (2, 4, 3, 6, 10), x.shape\n\
+         sys.stdout.buffer.write(np.ascontiguousarray(x).tobytes())"
+    );
+    let latents = out.join("latents.safetensors");
+    let o = Command::new("python3").args(["-c", &script]).arg(&latents).output().unwrap();
+    assert!(o.status.success(), "{}", to_text(&o.stderr));
+    // The planar layout is read as noise, and so is the layout of the file: both are the same noise.
+    let bytes = fs::read(&latents).unwrap();
+    let parsed = SafeTensors::deserialize(&bytes).unwrap();
+    let stored = parsed.tensor("latents").unwrap();
+    let planar = TensorView::new(safetensors::Dtype::F32, vec![2, 4, 3, 6, 10], &o.stdout).unwrap();
+    let golden = |name: &str, tensor: TensorView<'_>| {
+        let file = dir.path().join(name);
+        safetensors::serialize_to_file([("noise", tensor)], None, &file).unwrap();
+        let file = file.to_str().unwrap();
+        let args = ["fixtures/wan-odd", "--prompt", "red", "--chunks", "2", "--noise", file];
+        json_field(&to_text(&stream_to(&dir.path().join(format!("{name}-run")), &args).stdout), "golden")
+    };
+    assert_eq!(golden("planar", planar), golden("stored", stored));
+}
+
+#[test]
+fn ffmpeg_reads_the_frames_from_the_pipe_of_the_guide() {
+    if !has_program("ffmpeg", &["-version"]) || !has_program("bash", &["-c", "true"]) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let script = format!(
+        "set -eo pipefail; '{}' stream models/demo --chunks 1 --out '{}' --png --y4m - \
+         | ffmpeg -loglevel error -i - -f rawvideo -pix_fmt rgb24 '{}'",
+        env!("CARGO_BIN_EXE_tessera"),
+        at("run"),
+        at("read.rgb")
+    );
+    let o = Command::new("bash").args(["-c", &script]).current_dir(support::repo_root()).output().unwrap();
+    assert!(o.status.success(), "{}", to_text(&o.stderr));
+    let (read, written) = (fs::read(at("read.rgb")).unwrap(), png_frames(&dir.path().join("run")));
+    assert_eq!(read.len(), written.len());
+    let largest = read.iter().zip(&written).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+    let sum: u64 = read.iter().zip(&written).map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
+    let mean = sum as f64 / read.len() as f64;
+    // Eight bits of luma and chroma in the limited range hold a color to within a few steps.
+    assert!(largest <= 6 && mean < 1.5, "largest difference {largest}, mean {mean}");
 }

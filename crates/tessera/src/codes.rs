@@ -59,6 +59,13 @@ ranks a: 0 3`.\n\n\
 Put the programs of all roles into one file. For a plan, name the plan's folder, which lists \
 the ranks of each role.";
 
+    T0027: "noise file cannot be used",
+    "`--noise FILE` gives the noise of each chunk's first denoising step. The file is a safetensors file with one tensor \
+`noise`, whose first dim counts the chunks of the stream. The other dims are the tokens of a chunk as programs read them, [tokens, width] or \
+[frames, rows, columns, patch rows, patch columns, channels], or the latents as other programs hold them, [channels, frames, height, width]. \
+The message has the shape in the file and those that the model takes. A file may have more chunks than the stream, but not fewer.\n\n\
+The guide `outputs` shows how to write such a file.";
+
     T0034: "inconsistent rank environment",
     "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, `tessera stream` is one rank of a run that an external \
 launcher started, such as torchrun, Slurm or a shell on each host. All four are required: whole numbers with RANK below \

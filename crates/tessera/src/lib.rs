@@ -39,6 +39,7 @@ pub mod local;
 pub mod machine_shape;
 mod media_pipeline;
 mod model;
+mod noise_file;
 mod parity;
 pub mod plan;
 mod rank;

@@ -85,6 +85,7 @@ pub fn run(
         if request.reload.is_some() {
             return Err(vec![Diagnostic::error(&RANK_FAILED, "an in-process run cannot reload weights")]);
         }
+        let noise = request.noise.clone();
         if let Some(prompt) = &request.prompt {
             text = Some(codec.encode_text(prompt).map_err(|d| vec![d])?);
         }
@@ -94,6 +95,7 @@ pub fn run(
         if meta.reset_cross {
             inputs.extend(text.clone());
         }
+        inputs.extend(noise);
         let mut context = None;
         if let Some(last) = last.as_ref().filter(|_| meta.recompute) {
             let made =

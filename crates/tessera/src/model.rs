@@ -59,6 +59,8 @@ pub struct Overrides {
     pub recompute: Option<bool>,
     /// Denoising timesteps that replace those of the streaming config.
     pub steps: Option<Vec<f64>>,
+    /// Whether calls carry the noise of a chunk's first step, instead of the streaming config's choice.
+    pub given_noise: Option<bool>,
 }
 
 impl Model {
@@ -81,6 +83,9 @@ impl Model {
         let mut video = VideoModel::parse((&config.0, &config.1), (&stream.0, &stream.1))?;
         if let Some(recompute) = overrides.recompute {
             video.stream.recompute = recompute;
+        }
+        if let Some(given) = overrides.given_noise {
+            video.stream.given_noise = given;
         }
         if let Some(steps) = &overrides.steps {
             video.stream.set_steps(steps.clone());

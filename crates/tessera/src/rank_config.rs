@@ -49,6 +49,8 @@ pub(crate) struct RankConfig {
     pub(crate) flushes: Vec<u32>,
     /// Weight folders to load before a chunk, each with its expected digest.
     pub(crate) weights: Vec<(u32, String, Digest)>,
+    /// File with the noise of each chunk's first step; only the leader reads it.
+    pub(crate) noise: Option<PathBuf>,
     /// Outputs beside those that every run writes.
     pub(crate) outputs: OutputOptions,
     /// Whether each rank writes the messages that it sends to a file.
@@ -95,6 +97,7 @@ impl RankConfig {
             cuts: options.cuts_at.clone(),
             flushes: options.flushes_at.clone(),
             weights,
+            noise: options.noise.as_deref().map(absolute).transpose()?,
             outputs: options.outputs.clone(),
             wire_dump: options.wire_dump,
             poison: options.poison,
@@ -137,7 +140,7 @@ impl RankConfig {
     pub(crate) fn stream_request(&self, chunk: u32) -> StreamRequest {
         let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
         let seed = self.chunk_settings(u64::from(chunk)).seed;
-        StreamRequest { prompt, seed, cut: self.cut_at(chunk), reload: self.reload_at(chunk) }
+        StreamRequest { prompt, seed, cut: self.cut_at(chunk), reload: self.reload_at(chunk), noise: None }
     }
 
     pub(crate) fn cut_at(&self, chunk: u32) -> SceneCut {

@@ -22,6 +22,7 @@ use crate::frame_writer::{CLIP_FILE, FRAMES_FOLDER};
 use crate::html_writer;
 use crate::latents_file::LATENTS_FILE;
 use crate::machine_shape::describe_machine;
+use crate::noise_file::NoiseFile;
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, checks_output};
 use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
@@ -31,6 +32,9 @@ use crate::stream_options::{OutputOptions, StreamOptions, StreamReport};
 
 /// Event of a run in performance mode; its detail says which gates allowed the run, or who overrode them.
 const PERFORMANCE_EVENT: &str = "performance mode";
+
+/// Event of a run whose noise came from a file; its detail names the file and its digest.
+const NOISE_EVENT: &str = "given noise";
 
 /// Writes the run directory with its plan and the first line of its record, atomically. `weights` is
 /// the digest of all weights.
@@ -74,6 +78,12 @@ pub(crate) fn write_run_dir_with(
             memory: None,
         })
         .to_json();
+    }
+    if let Some(path) = &options.noise {
+        let detail = NoiseFile::open(path, &plan.video)?.describe();
+        let event = NOISE_EVENT.into();
+        lines +=
+            &RecordLine::Event(RunEvent { at_ns: 0, event, detail, startup: None, memory: None }).to_json();
     }
     folder.write(RECORD_FILE, lines.as_bytes())?;
     plan.write_into(&mut folder, "plan/")?;

@@ -110,6 +110,9 @@ fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnost
                 .with_hint(format!("omit {option}")),
         );
     };
+    if plan.video.stream.given_noise {
+        reject("--noise", "no values are computed, so the calls carry none");
+    }
     if options.outputs.png {
         reject("--png", "no pixels are computed");
     }

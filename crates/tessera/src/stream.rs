@@ -20,6 +20,7 @@ use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
 use crate::model::{Model, WeightsOrigin};
+use crate::noise_file::NoiseFile;
 use crate::plan::{LEADER_PHASES, Plan};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
@@ -197,6 +198,23 @@ pub(crate) fn check_stream(
         }
     }
     ds.extend(options.check_out().err());
+    match (&options.noise, plan.video.stream.given_noise) {
+        (Some(path), true) => {
+            ds.extend(NoiseFile::open(path, &plan.video).and_then(|f| f.check(options.chunks)).err());
+        }
+        (None, true) => ds.push(
+            Diagnostic::error(&T0018, "the calls of this plan carry noise, and no file of noise is given")
+                .with_hint("give --noise FILE, or plan with --noise-source seed"),
+        ),
+        (Some(_), false) => ds.push(
+            Diagnostic::error(
+                &T0018,
+                "a file of noise is given, and the ranks of this plan draw their noise",
+            )
+            .with_hint("leave out --noise, or plan with --noise-source call"),
+        ),
+        (None, false) => {}
+    }
     if model.weights != WeightsOrigin::Files && !options.weights_at.is_empty() {
         ds.push(
             Diagnostic::error(&T0018, "a stream of synthetic weights cannot load weight files later")

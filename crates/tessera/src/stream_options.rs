@@ -35,6 +35,8 @@ pub struct StreamOptions {
     pub flushes_at: Vec<u32>,
     /// Weight folders that every rank loads before a chunk; that chunk opens a scene.
     pub weights_at: Vec<(u32, PathBuf)>,
+    /// File with the noise of each chunk's first step, for a plan whose calls carry it.
+    pub noise: Option<PathBuf>,
     /// Run directory; it must not exist, unless it is reserved.
     pub out: PathBuf,
     /// Whether `out` is an empty folder of a [`ReservedFolder`](crate::files::ReservedFolder).

@@ -84,6 +84,15 @@ pub struct Args {
     #[arg(long, value_name = "CHUNK:SEED", help_heading = CHANGES_HEADING)]
     pub seed_at: Vec<String>,
 
+    /// File with the noise of each chunk's first denoising step, instead of seeded noise: a tensor
+    /// `noise` of [chunks, tokens, width] or [chunks, channels, frames, height, width] in a
+    /// safetensors file
+    ///
+    /// The calls of such a run carry the noise, and so its plan is another one; with --plan, plan with
+    /// --noise-source call. Later steps draw their noise from the seed.
+    #[arg(long, value_name = "FILE")]
+    pub noise: Option<PathBuf>,
+
     /// Start a new scene at this chunk: earlier chunks are completed, then their context is
     /// discarded; may be repeated
     #[arg(long, value_name = "CHUNK", help_heading = CHANGES_HEADING)]
@@ -255,7 +264,11 @@ pub fn run(args: &Args) -> CliResult {
     let weights = parse_weights_origin(args)?;
     let (model, plan) = match &args.plan {
         None => {
-            let planned = args.mapping.open_and_plan(args.model.as_deref(), None);
+            let mut mapping = args.mapping.clone();
+            if args.noise.is_some() {
+                mapping.noise_source.get_or_insert(true);
+            }
+            let planned = mapping.open_and_plan(args.model.as_deref(), None);
             planned.map_err(CliError::into_usage_if_invalid)?
         }
         Some(folder) => {
@@ -286,6 +299,7 @@ pub fn run(args: &Args) -> CliResult {
         cuts_at: args.cut_at.clone(),
         flushes_at: args.flush_at.clone(),
         weights_at: changes.weights,
+        noise: args.noise.clone(),
         out: match &reserved {
             Some(folder) => folder.path().to_path_buf(),
             None => args.out.clone().unwrap_or_else(free_dir),

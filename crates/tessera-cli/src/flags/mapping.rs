@@ -131,6 +131,11 @@ mapping_flags! {
     #[arg(long, value_name = "LIST")]
     steps: String,
 
+    [OfModel]
+    /// Where the noise of each chunk's first denoising step comes from [default: the model's]
+    #[arg(long, value_parser = named_values(NOISE_SOURCES))]
+    noise_source: bool,
+
     [Fixed]
     /// Requested chunks that may wait at the leader, 1 to 64 [default: 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), help_heading = QUEUE_HEADING)]
@@ -204,6 +209,12 @@ pub const TRANSPORTS: &[(&str, Transport, &str)] = &[
     ("nccl", Transport::Nccl, "NCCL for every collective"),
 ];
 
+/// Values of `--noise-source`: whether calls carry the noise, each with its help text.
+const NOISE_SOURCES: &[(&str, bool, &str)] = &[
+    ("seed", false, "Every rank draws it from the seed"),
+    ("call", true, "The leader sends it, from the file of `tessera stream --noise`"),
+];
+
 /// Values of `--cache`: whether keys and values are recomputed, each with its help text.
 const CACHES: &[(&str, bool, &str)] = &[
     ("resident", false, "Keep the KV cache of past frames in device memory"),
@@ -254,7 +265,8 @@ impl MappingArgs {
     /// # Errors
     /// T0030 for steps that are no numbers.
     pub fn parse_overrides(&self) -> Result<Overrides, Diagnostic> {
-        Ok(Overrides { recompute: self.cache, steps: self.steps.as_deref().map(parse_steps).transpose()? })
+        let steps = self.steps.as_deref().map(parse_steps).transpose()?;
+        Ok(Overrides { recompute: self.cache, steps, given_noise: self.noise_source })
     }
 
     /// Opens the model and plans it under these options, which override the mapping file, if there

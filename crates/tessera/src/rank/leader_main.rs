@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tessera_base::Diagnostics;
 use tessera_mesh::Rank;
-use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, run_leader};
+use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, StreamRequest, run_leader};
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::leader::{LeaderConfig, RecordEntry};
 use tessera_runtime::{Failure, FailureClass};
@@ -16,6 +16,7 @@ use crate::communicators::EndpointSources;
 use crate::faults::DrillMediaPipeline;
 use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
+use crate::noise_file::NoiseFile;
 use crate::parity::{ExecutorState, rank_parity};
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
@@ -105,11 +106,14 @@ fn build_leader_parts(
     });
     let requests = {
         let chunks = orders.chunks;
+        let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &context.plan.video));
+        let noise = noise.transpose().map_err(|d| vec![d])?;
         let (orders, drill) = (orders.clone(), context.fault_injector.clone());
         let chunk_request = move |c| {
-            drill
-                .iter()
-                .fold(orders.stream_request(c), |chunk_request, hand| hand.modify_request(c, chunk_request))
+            // The launcher checked the file. A chunk whose noise it lacks now is refused with its call.
+            let noise = noise.as_ref().and_then(|file| file.read_chunk(c).ok());
+            let request = StreamRequest { noise, ..orders.stream_request(c) };
+            drill.iter().fold(request, |chunk_request, hand| hand.modify_request(c, chunk_request))
         };
         Box::new((0..chunks).map(chunk_request))
     };
@@ -181,7 +185,7 @@ mod tests {
     use tessera_runtime::driver::JoinedRank;
 
     use super::*;
-    use crate::model::Overrides;
+    use crate::model::{Model, Overrides};
     use crate::plan::plan_model;
     use crate::run_dir_writer::write_run_dir;
     use crate::stream_options::StreamOptions;
