@@ -3,8 +3,9 @@
 
 mod support;
 
-use support::{SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise,
-    test_stream};
+use support::{
+    SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise, test_stream,
+};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::envelope_check::{LocalState, check_context, check_envelope};
 use tessera_runtime::kv_cache::{CacheRegime, CacheState};

@@ -145,12 +145,12 @@ mod tests {
         let place = |ch: usize, f: usize, row: usize, column: usize| {
             ((ch * 8 + f) * 64 + row) as f32 * 64.0 + column as f32
         };
-        let mut planes = vec![0.0; count];
+        let mut planes = Vec::with_capacity(count);
         let mut tokens = vec![0.0; count];
         for i in 0..count {
             let (w, h) = (c * x, r * y);
             let (column, row, frame, channel) = (i % w, i / w % h, i / w / h % f, i / w / h / f);
-            planes[i] = place(channel, frame, row, column);
+            planes.push(place(channel, frame, row, column));
             let token = (frame * r + row / y) * c + column / x;
             let element = ((row % y) * x + column % x) * ch + channel;
             tokens[token * (y * x * ch) + element] = planes[i];

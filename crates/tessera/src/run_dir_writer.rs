@@ -68,7 +68,7 @@ pub(crate) fn write_run_dir_with(
 ) -> Result<(), Diagnostic> {
     options.check_out()?;
     let mut folder = StagedFolder::create_over(&options.out)?;
-    let mut lines = RecordLine::Start(start).to_json();
+    let mut lines = RecordLine::Start(Box::new(start)).to_json();
     if let Some(detail) = &options.performance {
         lines += &RecordLine::Event(RunEvent {
             at_ns: 0,

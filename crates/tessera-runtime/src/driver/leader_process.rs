@@ -176,7 +176,7 @@ impl Machine for LeaderProcess {
             match intake_events {
                 IntakeEvent::Prompt(prompt) => self.send_media_job(process, MediaJob::EncodePrompt(prompt)),
                 IntakeEvent::Request(request, text) => {
-                    let StreamRequest { prompt, seed, cut, reload, noise } = request;
+                    let StreamRequest { prompt, seed, cut, reload, noise } = *request;
                     if let Some(reload) = reload {
                         process.queue_event(leader::Event::Reload(reload));
                     }
