@@ -251,13 +251,14 @@ fn noise_that_does_not_fit_the_plan_or_the_stream_is_refused() {
         let o = tessera_command(&plan).output().unwrap();
         assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
     }
-    let cases: [(&[&str], &str); 6] = [
+    let cases: [(&[&str], &str); 7] = [
         (&["--plan", &with], "T0018"),
         (&["--plan", &without, "--noise", &noise], "T0018"),
         (&["--plan", &with, "--noise", &noise, "--chunks", "3"], "T0027"),
         (&["fixtures/wan-odd", "--noise", &turned], "T0027"),
         (&["fixtures/wan-odd", "--noise", "/nowhere/at/all"], "T0508"),
         (&["--plan", &with, "--noise", &noise, "--device", "sim"], "T0040"),
+        (&["--plan", &without, "--weights", "synthetic:1", "--device", "sim"], "T0040"),
     ];
     for (more, code) in cases {
         let two = ["--prompt", "red", "--chunks", "2"];

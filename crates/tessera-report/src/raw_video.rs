@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub enum RawFormat {
     /// Frames of `width * height * 3` bytes of RGB, one after the other, without a header.
     Rgb24,
-    /// YUV4MPEG2 with full chroma: BT.601 matrix and limited range, which players assume.
+    /// YUV4MPEG2 with full chroma: BT.601 matrix and limited range, which readers assume.
     Y4m,
 }
 

@@ -25,10 +25,10 @@
 mod byte_runs;
 mod codes;
 mod dtype;
+mod generator;
 mod header;
 mod resolve;
 mod stored_tensor;
-mod synthetic;
 mod weight_files;
 mod weight_set;
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use memmap2::Mmap;
 
+use crate::generator::Generator;
 use crate::header::TensorEntry;
-use crate::synthetic::Generator;
 
 /// Where one tensor comes from.
 #[derive(Debug, Clone)]

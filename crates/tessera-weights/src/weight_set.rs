@@ -8,9 +8,9 @@ use tessera_base::{Bytes, Diagnostic, closest_name};
 use crate::byte_runs::{self, ByteRuns};
 use crate::codes::{T0506, T0507, T0509};
 use crate::dtype::FileDtype;
-use crate::resolve::ResolvedTensors;
+use crate::generator::{DEFINITION, Generator};
+use crate::resolve::{ExpectedTensor, ResolvedTensors};
 use crate::stored_tensor::StoredTensor;
-use crate::synthetic;
 
 /// Bytes sampled at each end of a tensor: one page.
 const SAMPLE_BYTES: usize = 4096;
@@ -30,6 +30,20 @@ pub struct WeightSet {
 impl WeightSet {
     pub(crate) fn new(tensors: ResolvedTensors) -> WeightSet {
         WeightSet { tensors }
+    }
+
+    /// Returns seeded f32 values for the expected tensors, under their canonical names.
+    ///
+    /// A tensor of two or more dims has a standard deviation of 1/√(fan-in), with all dims but the
+    /// first as the fan-in, so activations keep their magnitude. The weights of norms are close to 1,
+    /// and other vectors close to 0.
+    #[must_use]
+    pub fn synthetic(seed: u64, expected: &[ExpectedTensor]) -> WeightSet {
+        let tensors = expected.iter().map(|e| {
+            let generator = Generator::new(seed, &e.name, &e.shape);
+            (e.name.clone(), (FileDtype::F32, StoredTensor::generated(generator, e.shape.clone())))
+        });
+        WeightSet::new(tensors.collect::<ResolvedTensors>())
     }
 
     /// Iterates over the canonical names in order.
@@ -185,7 +199,7 @@ impl WeightSet {
     /// determine its elements, so its elements need not be hashed.
     fn update_with_seeds(&self, hash: &mut FramedHasher) {
         for generator in self.tensors.values().filter_map(|(_, t)| t.generator()) {
-            hash.update_text(synthetic::DEFINITION);
+            hash.update_text(DEFINITION);
             hash.update_number(generator.seed);
         }
     }

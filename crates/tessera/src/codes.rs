@@ -94,8 +94,8 @@ files' naming style, nor on how many files hold the tensors. Use the checkpoint 
 
     T0042: "reader of the frames stalls",
     "`tessera stream` writes uncompressed frames to a pipe (--raw, --y4m), and the program at the other end has taken \
-no byte for three quarters of the time that the media pipeline has for an answer. Frames wait for their reader, chunks wait for the frames, and a stream \
-cannot wait for ever: the run ended and kept its folder.\n\nFind out what the reader waits for: a paused player, an encoder slower than its input, a full disk. \
+no byte for three quarters of the time that the media pipeline has for an answer. Frames wait for their reader, chunks wait for the frames, and the wait of a \
+stream has a limit: the run ended and kept its folder.\n\nFind out what the reader waits for: a paused player, an encoder slower than its input, a full disk. \
 A program that must pause can read from a file: `--raw frames.rgb`.";
 
     T0043: "reader of the frames closed its pipe",

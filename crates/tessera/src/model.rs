@@ -118,8 +118,14 @@ impl Model {
     /// Returns T0010 if the folder does not exist.
     pub fn open_for_plan(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
         require_folder(dir)?;
+        Ok(Model::from_plan(dir, plan))
+    }
+
+    /// Returns the model of a sealed plan, for a caller that may read none of its files.
+    #[must_use]
+    pub fn from_plan(dir: &Path, plan: &Plan) -> Model {
         let (name, video) = (plan.model.clone(), plan.video.clone());
-        Ok(Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::Files })
+        Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::Files }
     }
 
     /// Returns the model with weights of another origin.

@@ -19,7 +19,7 @@ mod world;
 
 pub use prices::{ClusterPrices, to_bundle};
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::TimingModel;
@@ -32,7 +32,7 @@ use tessera_runtime::sim::{ExternalEvent, Sim, SimConfig, SimOutcome};
 use tessera_runtime::{Digest, Failure, FailureClass, Parity, Tripwires};
 
 use crate::engine::build_program_index;
-use crate::model::{Model, WeightsOrigin};
+use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank_config::RankConfig;
 use crate::record::RecordWriter;
@@ -74,12 +74,7 @@ pub fn run(
 ) -> Result<StreamReport, Diagnostics> {
     validate_request(plan, options)?;
     // The simulation never reads this folder.
-    let model = Model {
-        name: plan.model.clone(),
-        dir: PathBuf::from("."),
-        video: plan.video.clone(),
-        weights: WeightsOrigin::Files,
-    };
+    let model = Model::from_plan(Path::new("."), plan);
     let orders = RankConfig::from_options(plan, &model, options, 1).map_err(|d| vec![d])?;
     let start = RunStart {
         // A simulated run has no start time, so that equal runs produce equal bytes.

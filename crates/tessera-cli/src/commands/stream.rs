@@ -251,6 +251,7 @@ pub fn run(args: &Args) -> CliResult {
     let needs_ranks = [
         ("--wire-dump", args.wire_dump, "ranks that send messages"),
         ("--poison", args.poison, "ranks that compute values"),
+        ("--weights", args.weights.is_some(), "ranks that load weights"),
     ];
     for (option, given, what) in needs_ranks {
         if given && args.device == RunDevice::Sim {
@@ -261,27 +262,7 @@ pub fn run(args: &Args) -> CliResult {
             ));
         }
     }
-    let weights = parse_weights_origin(args)?;
-    let (model, plan) = match &args.plan {
-        None => {
-            let mut mapping = args.mapping.clone();
-            if args.noise.is_some() {
-                mapping.noise_source.get_or_insert(true);
-            }
-            let planned = mapping.open_and_plan(args.model.as_deref(), None);
-            planned.map_err(CliError::into_usage_if_invalid)?
-        }
-        Some(folder) => {
-            if let Some(option) = args.mapping.given_flags(&MappingUse::ALL).first() {
-                return Err(plan_conflict_error(option));
-            }
-            match args.device {
-                RunDevice::Cpu | RunDevice::Cuda => read_sealed_plan(folder, args.model.as_ref())?,
-                RunDevice::Sim => read_plan_without_model(folder)?,
-            }
-        }
-    };
-    let model = model.with_weights(weights);
+    let (model, plan) = open_model_and_plan(args)?;
     let performance = args.performance.check_gates(&plan, args.device, args.format)?;
     let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
     // Joined ranks that share a disk must find the same name, so they reserve none.
@@ -327,6 +308,31 @@ pub fn run(args: &Args) -> CliResult {
         tessera::stream::run(&plan, &model, &options, rank, interrupt, on_event)
     });
     print_report(&report?, (args.format, place), false)
+}
+
+/// Plans the model, or reads the plan that `--plan` names, and applies the origin of the weights.
+fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
+    let weights = parse_weights_origin(args)?;
+    let (model, plan) = match &args.plan {
+        None => {
+            let mut mapping = args.mapping.clone();
+            if args.noise.is_some() {
+                mapping.noise_source.get_or_insert(true);
+            }
+            let planned = mapping.open_and_plan(args.model.as_deref(), None);
+            planned.map_err(CliError::into_usage_if_invalid)?
+        }
+        Some(folder) => {
+            if let Some(option) = args.mapping.given_flags(&MappingUse::ALL).first() {
+                return Err(plan_conflict_error(option));
+            }
+            match args.device {
+                RunDevice::Cpu | RunDevice::Cuda => read_sealed_plan(folder, args.model.as_ref())?,
+                RunDevice::Sim => read_plan_without_model(folder)?,
+            }
+        }
+    };
+    Ok((model.with_weights(weights), plan))
 }
 
 /// Returns whether this process is, or should be, one rank of a run that is started externally.
@@ -484,8 +490,7 @@ fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan
 /// Reads a plan folder for a simulated run, which takes everything about the model from the plan.
 fn read_plan_without_model(folder: &Path) -> Result<(Model, Plan), CliError> {
     let plan = Plan::read(folder)?;
-    let (name, dir) = (plan.model.clone(), PathBuf::from(&plan.model_dir));
-    Ok((Model { name, dir, video: plan.video.clone(), weights: WeightsOrigin::Files }, plan))
+    Ok((Model::from_plan(Path::new(&plan.model_dir), &plan), plan))
 }
 
 /// Parses a prompt that takes effect at a chunk, such as `4:a blue square`.
