@@ -62,8 +62,9 @@ fn stream_latents(out: &Path, more: &[&str]) -> (String, Vec<f32>) {
     let said = String::from_utf8_lossy(&o.stdout).into_owned();
     assert_eq!(o.status.code(), Some(0), "{more:?}: {said}{}", String::from_utf8_lossy(&o.stderr));
     let json: serde_json::Value = serde_json::from_str(&said).unwrap();
-    let bytes = std::fs::read(out.join("latents.f32")).unwrap();
-    let latents = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    let bytes = std::fs::read(out.join("latents.safetensors")).unwrap();
+    let header = u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
+    let latents = bytes[8 + header..].as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
     (json["golden"].as_str().unwrap().to_string(), latents)
 }
 

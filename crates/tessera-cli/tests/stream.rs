@@ -33,15 +33,16 @@ fn results_are_independent_of_ranks_and_saved_plans() {
     let one = stream_json(&at("one"), &[&["fixtures/wan-odd"], &what[..]].concat());
     assert_eq!(json_field(&one, "chunks"), "3");
     assert_eq!(json_field(&one, "golden").len(), 64);
-    let latents = fs::read(at("one").join("latents.f32")).unwrap();
-    assert_eq!(latents.len(), 3 * 4 * 3 * 6 * 10 * 4, "three chunks of [4, 3, 6, 10] in f32");
+    let latents = fs::read(at("one").join("latents.safetensors")).unwrap();
+    assert_eq!(latents.len(), 4096 + 3 * 4 * 3 * 6 * 10 * 4, "three chunks of [4, 3, 6, 10] in f32");
 
     let plan = at("plan");
     let o = run_stream(&["plan", "fixtures/wan-odd", "--mesh", "tp=2", "--out", plan.to_str().unwrap()]);
     assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
     let two = stream_json(&at("two"), &[&["--plan", plan.to_str().unwrap()], &what[..]].concat());
     assert_eq!(json_field(&one, "golden"), json_field(&two, "golden"));
-    assert_eq!(latents, fs::read(at("two").join("latents.f32")).unwrap());
+    let on_two = fs::read(at("two").join("latents.safetensors")).unwrap();
+    assert_eq!(latents[4096..], on_two[4096..], "the headers name different plans");
 
     let other = stream_json(&at("other"), &["fixtures/wan-odd", "--chunks", "3", "--prompt", "a red square"]);
     assert_ne!(json_field(&one, "golden"), json_field(&other, "golden"));
@@ -324,7 +325,7 @@ fn the_summary_lists_the_output_files() {
     let (out, err) = (to_text(&o.stdout), to_text(&o.stderr));
     assert_eq!(o.status.code(), Some(0), "{err}");
     assert!(out.starts_with("out/wan-odd-1: 2 chunks"), "{out}");
-    for name in ["golden ", "out/wan-odd-1/latents.f32", "out/wan-odd-1/record.jsonl"] {
+    for name in ["golden ", "out/wan-odd-1/latents.safetensors", "out/wan-odd-1/record.jsonl"] {
         assert!(out.contains(name), "no {name} in {out}");
     }
     assert!(err.contains("chunk 1/2") && err.contains("chunk 2/2") && err.contains("denoise"), "{err}");
@@ -342,7 +343,7 @@ fn spawn_endless(out: &Path) -> Child {
 fn start_endless(out: &Path) -> Child {
     let child = spawn_endless(out);
     let begun = Instant::now();
-    while fs::metadata(out.join("latents.f32")).map_or(0, |m| m.len()) == 0 {
+    while fs::metadata(out.join("latents.safetensors")).map_or(0, |m| m.len()) <= 4096 {
         assert!(begun.elapsed() < TIMEOUT, "no chunk was written");
         std::thread::sleep(Duration::from_millis(20));
     }

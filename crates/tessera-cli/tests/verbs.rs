@@ -328,7 +328,7 @@ fn a_full_disk_is_reported_and_leaves_no_partial_plan() {
         &format!("stream --prompt red --chunks 200 --out there '{model}'"),
     );
     assert_failed(&o, 17, &["T0014", "failed[", "the output could not be delivered"]);
-    assert!(fs::metadata(dir.path().join("there/latents.f32")).unwrap().len() > 0);
+    assert!(fs::metadata(dir.path().join("there/latents.safetensors")).unwrap().len() > 4096);
 
     let full = Command::new("sh")
         .args(["-c", &format!("exec '{}' explain > /dev/full", env!("CARGO_BIN_EXE_tessera"))])

@@ -72,6 +72,9 @@ pub fn build_phases(m: &VideoModel) -> Vec<Program> {
     let chunk = m.stream.chunk_frames;
     let fills: Vec<u64> = (0..m.stream.window_frames / chunk).map(|i| i * chunk).collect();
     let mut out = vec![text_phase(m), renoise_phase(m)];
+    if m.stream.given_noise {
+        out.push(noise_phase(m));
+    }
     match m.context_regime() {
         ContextRegime::Resident => {
             out.extend(fills.iter().map(|f| denoise_phase(m, *f)));
@@ -125,15 +128,18 @@ pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
                 if !resident && fill > 0 {
                     phases.push("recompute".into());
                 }
-                for _ in 0..m.stream.steps.len() {
-                    phases.extend(["renoise".into(), format!("denoise.fill{fill}")]);
+                for step in 0..m.stream.steps.len() {
+                    let is_given = m.stream.given_noise && step == 0;
+                    let noise = if is_given { "noise" } else { "renoise" };
+                    phases.extend([noise.into(), format!("denoise.fill{fill}")]);
                 }
                 if resident {
                     phases.push(format!("clean.fill{fill}"));
                 }
                 phases.push("emit".into());
                 let name = format!(
-                    "chunk.fill{fill}{}{}",
+                    "chunk.fill{fill}{}{}{}",
+                    if m.stream.given_noise { ".noise" } else { "" },
                     if text { ".text" } else { "" },
                     if rebase { ".rebase" } else { "" }
                 );
@@ -451,6 +457,17 @@ fn renoise_phase(m: &VideoModel) -> Program {
     g.finish()
 }
 
+/// Takes the noise of a chunk's first denoising step from the call. That step has σ = 1, so its latents
+/// are the noise alone.
+fn noise_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "noise");
+    let tokens = g.token_type();
+    g.builder.set_attr("at", "first").set_attr("part", "tokens");
+    let x = g.builder.set_label("noise").add_input("noise", tokens.clone());
+    g.write_buffer("x", tokens, x, None);
+    g.finish()
+}
+
 /// Builds one denoising step with `fill` frames of context in the cache.
 fn denoise_phase(m: &VideoModel, fill: u64) -> Program {
     let mut g = GraphBuilder::new(m, &format!("denoise.fill{fill}"));
@@ -611,6 +628,26 @@ mod tests {
             }
             let known: BTreeSet<String> = expected_weights(&m.wan).into_iter().map(|w| w.name).collect();
             assert_eq!(used, known);
+        }
+    }
+
+    #[test]
+    fn given_noise_is_a_program_and_calls_of_its_own() {
+        for regime in ["", "[cache]\nmode = \"recompute\"\n"] {
+            let (drawn, given) = (tiny(regime), tiny(&format!("{regime}[noise]\nsource = \"call\"\n")));
+            assert!(drawn.stream.to_toml().find("noise").is_none());
+            let printed = StreamConfig::parse("", &given.stream.to_toml(), &given.wan).unwrap();
+            assert!(printed.given_noise, "the setting is part of the plan");
+            let names = |m: &VideoModel| build_phases(m).into_iter().map(|p| p.name).collect::<BTreeSet<_>>();
+            let more: Vec<String> = names(&given).difference(&names(&drawn)).cloned().collect();
+            assert_eq!(more, ["noise"]);
+            let calls = |m: &VideoModel| list_calls(m).into_iter().collect::<Vec<_>>();
+            let drawn_calls: BTreeSet<String> = calls(&drawn).into_iter().map(|(name, _)| name).collect();
+            for (name, phases) in calls(&given) {
+                assert!(!drawn_calls.contains(&name), "{name} names two calls");
+                let count = |phase: &str| phases.iter().filter(|p| *p == phase).count();
+                assert_eq!((count("noise"), count("renoise")), (1, given.stream.steps.len() - 1));
+            }
         }
     }
 

@@ -84,6 +84,8 @@ pub struct StreamConfig {
     pub warp: bool,
     /// Whether the model predicts the flow, which `to_x0` converts, or x0 itself.
     pub prediction: PredictionTarget,
+    /// Whether a call carries the noise of its first denoising step. The later steps draw theirs.
+    pub given_noise: bool,
     /// Component that turns a prompt into the rows that cross-attention reads.
     pub text: TextEncoder,
     /// Component that turns latents into pixels, if the stream writes any.
@@ -119,6 +121,7 @@ impl StreamConfig {
             (root.read_table("video"), root.read_table("latent"), root.read_table("cache"));
         let (mut schedule, mut words, mut decoder) =
             (root.read_table("schedule"), root.read_table("text"), root.read_table("decoder"));
+        let mut noise = root.read_table("noise");
         let stride = latent.read_numbers("stride", &[4.0, 8.0, 8.0]);
         let mut config = StreamConfig {
             width: video.read_count("width", None),
@@ -141,6 +144,7 @@ impl StreamConfig {
                 "x0" => PredictionTarget::X0,
                 _ => PredictionTarget::Flow,
             },
+            given_noise: noise.read_choice("source", &["seed", "call"], "seed") == "call",
             text: match words.read_choice("encoder", &["words", "none"], "none") {
                 "words" => TextEncoder::Words,
                 _ => TextEncoder::None,
@@ -160,7 +164,7 @@ impl StreamConfig {
                 Err(ds) => vae_problems.extend(ds),
             }
         }
-        let mut ds: Diagnostics = [root, video, latent, cache, schedule, words, decoder]
+        let mut ds: Diagnostics = [root, video, latent, cache, schedule, noise, words, decoder]
             .into_iter()
             .flat_map(ConfigReader::finish)
             .chain(vae_problems)
@@ -195,10 +199,13 @@ impl StreamConfig {
             PixelDecoder::WanVae => ("wan_vae", self.vae.to_toml()),
             PixelDecoder::None => ("none", String::new()),
         };
+        // A stream that draws all noise renders as before this setting existed, and so keeps its
+        // digest.
+        let noise = if self.given_noise { "[noise]\nsource = \"call\"\n\n" } else { "" };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n{vae}",
+prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n{vae}",
             self.width,
             self.height,
             self.fps,

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use tessera_base::random::{DrawKey, fill_normals};
 use tessera_base::{Diagnostic, closest_name};
 
 use crate::codes::{T0420, T0421, T0422};
@@ -14,9 +15,19 @@ pub struct WordEncoder {
     table: Vec<f32>,
     dim: usize,
     text_len: usize,
+    /// Seed of the rows of words outside the vocabulary; `None` if such words are errors.
+    seed: Option<u64>,
 }
 
 impl WordEncoder {
+    /// Creates an encoder that knows every word: its row holds standard normals that are a function of
+    /// the seed and the word.
+    #[must_use]
+    pub fn synthetic(seed: u64, dim: u64, text_len: u64) -> WordEncoder {
+        let (dim, text_len) = (dim as usize, text_len as usize);
+        WordEncoder { rows: BTreeMap::new(), table: Vec::new(), dim, text_len, seed: Some(seed) }
+    }
+
     /// Creates the encoder from the lines of a vocabulary and a table [words, dim], row-major.
     ///
     /// # Errors
@@ -53,7 +64,7 @@ impl WordEncoder {
                 ),
             )));
         }
-        Ok(WordEncoder { rows, table, dim, text_len })
+        Ok(WordEncoder { rows, table, dim, text_len, seed: None })
     }
 
     /// Encodes a prompt as [text_len, text_dim], padded with zero rows.
@@ -69,7 +80,8 @@ impl WordEncoder {
                     .with_hint(format!("known words: {}", self.known_words())),
             ));
         }
-        let unknown: Vec<&String> = words.iter().filter(|w| !self.rows.contains_key(*w)).collect();
+        let is_known = |w: &String| self.seed.is_some() || self.rows.contains_key(w);
+        let unknown: Vec<&String> = words.iter().filter(|w| !is_known(w)).collect();
         if !unknown.is_empty() {
             let mut d = Diagnostic::error(&T0421, format!("unknown word in the prompt `{prompt}`"));
             for w in unknown {
@@ -91,6 +103,9 @@ impl WordEncoder {
         for (w, row) in words.iter().zip(out.chunks_exact_mut(self.dim)) {
             if let Some(i) = self.rows.get(w) {
                 row.copy_from_slice(&self.table[i * self.dim..(i + 1) * self.dim]);
+            } else if let Some(seed) = self.seed {
+                let key = DrawKey { seed: seed ^ hash_word(w), chunk: 0, draw: 0 };
+                fill_normals(key, 0, row);
             }
         }
         Ok(out)
@@ -101,6 +116,12 @@ impl WordEncoder {
     pub fn known_words(&self) -> String {
         self.rows.keys().cloned().collect::<Vec<_>>().join(" ")
     }
+}
+
+/// Hashes a word by FNV-1a.
+fn hash_word(word: &str) -> u64 {
+    let step = |h: u64, b: u8| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3);
+    word.bytes().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
 #[cfg(test)]
@@ -114,6 +135,16 @@ mod tests {
     #[test]
     fn a_prompt_is_its_rows_and_padding() {
         assert_eq!(test_encoder().encode("A circle").unwrap(), [0.0, 1.0, 4.0, 5.0, 0.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_synthetic_encoder_knows_every_word_by_its_seed() {
+        let encode = |seed, prompt| WordEncoder::synthetic(seed, 3, 4).encode(prompt).unwrap();
+        let [one, two] = [1, 2].map(|seed| encode(seed, "Zebra crossing"));
+        assert_ne!(one, two);
+        assert_eq!(one[6..], [0.0; 6]);
+        assert_eq!(encode(1, "crossing zebra"), [&one[3..6], &one[..3], &one[6..]].concat());
+        assert_eq!(WordEncoder::synthetic(1, 3, 4).encode("a b c d e").unwrap_err().code.id, "T0422");
     }
 
     #[test]

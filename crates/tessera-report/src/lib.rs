@@ -21,6 +21,7 @@ mod memory_record;
 pub mod mermaid;
 pub mod overlap;
 pub mod perfetto;
+pub mod raw_video;
 pub mod record;
 pub mod record_check;
 mod stats;

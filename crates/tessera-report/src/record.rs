@@ -21,7 +21,7 @@ pub const SCHEMA: u32 = 2;
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum RecordLine {
     /// The first line: the request and the plan.
-    Start(RunStart),
+    Start(Box<RunStart>),
     /// A finished chunk, written once its frames are delivered.
     Chunk(ChunkRecord),
     /// An event that the reader should see.
@@ -104,6 +104,19 @@ pub struct RunStart {
     /// Description of the simulated machine; `None` if the times are real.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
+    /// Where frames and latents go. Empty in a simulated run, and in records of earlier builds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub outputs: Vec<RunOutput>,
+}
+
+/// One output of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunOutput {
+    /// What the output holds: `clip`, `latents`, `png`, `raw` or `y4m`.
+    pub kind: String,
+    /// File or folder, relative to the run folder unless absolute; `-` for standard output, `fd:N`
+    /// for an open file descriptor.
+    pub to: String,
 }
 
 /// What the times of a run depend on besides its plan.
@@ -558,7 +571,7 @@ impl RunRecord {
         }
         match serde_json::from_slice(line) {
             Ok(RecordLine::Start(start)) => Ok(RunRecord {
-                start,
+                start: *start,
                 chunks: Vec::new(),
                 omitted: OmittedChunks::default(),
                 events: Vec::new(),
@@ -585,7 +598,7 @@ mod tests {
     use crate::timeline::tests::sample;
 
     fn record_text(r: &RunRecord) -> String {
-        let mut out = RecordLine::Start(r.start.clone()).to_json();
+        let mut out = RecordLine::Start(Box::new(r.start.clone())).to_json();
         out.extend(r.chunks.iter().map(|c| RecordLine::Chunk(c.clone()).to_json()));
         out.extend(r.events.iter().map(|e| RecordLine::Event(e.clone()).to_json()));
         out.extend(r.end.iter().map(|e| RecordLine::End(e.clone()).to_json()));
@@ -636,18 +649,18 @@ mod tests {
             event.to_json(),
             "{\"kind\":\"event\",\"at_ns\":5,\"event\":\"cut\",\"detail\":\"a \\\"hard\\\" one\\n\"}\n"
         );
-        let start = RecordLine::Start(sample(0).start).to_json();
+        let start = RecordLine::Start(Box::new(sample(0).start)).to_json();
         assert!(start.starts_with("{\"kind\":\"start\",\"schema\":2,\"tessera\":\""), "{start}");
     }
 
     #[test]
     fn the_default_device_is_the_cpu() {
         let mut start = sample(0).start;
-        let text = RecordLine::Start(start.clone()).to_json().replace(",\"device\":\"cpu\"", "");
+        let text = RecordLine::Start(Box::new(start.clone())).to_json().replace(",\"device\":\"cpu\"", "");
         assert!(!text.contains("\"device\"") && !text.contains("\"machine\""), "{text}");
         assert_eq!(RunRecord::parse(text.as_bytes()).unwrap().start, start);
         (start.device, start.machine) = (RunDevice::Sim, Some("hgx-h200, profile ideal".into()));
-        let text = RecordLine::Start(start.clone()).to_json();
+        let text = RecordLine::Start(Box::new(start.clone())).to_json();
         assert!(text.contains("\"device\":\"sim\",\"machine\":\"hgx-h200, profile ideal\""), "{text}");
         assert_eq!(RunRecord::parse(text.as_bytes()).unwrap().start, start);
     }

@@ -252,6 +252,7 @@ pub(crate) mod tests {
                 ],
                 device: crate::record::RunDevice::Cpu,
                 machine: None,
+                outputs: Vec::new(),
             },
             chunks: (0..chunks)
                 .map(|i| {

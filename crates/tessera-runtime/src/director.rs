@@ -7,7 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::{T0720, T0721};
 use crate::kv_cache::{CacheRegime, CacheSpec, CacheStage, CacheState, Transition};
-use crate::program_index::ProgramIndex;
+use crate::program_index::{NOISE_PROGRAM, ProgramIndex};
 use crate::wire::{CallAction, CallMeta, F32Bits, PhaseCall, ScalarArg};
 
 use serde::{Deserialize, Serialize};
@@ -275,15 +275,19 @@ impl CallDraft<'_> {
         let bias = ScalarArg::from_f32(spec.bias.ln());
         for (draw, step) in spec.steps.iter().enumerate() {
             let sigma = ScalarArg::from_f32(step.sigma);
-            self.push_phase(
-                "renoise",
-                &[
-                    ("sigma", sigma.clone()),
-                    ("seed", ScalarArg::I64(seed as i64)),
-                    ("chunk", ScalarArg::I64(i64::from(chunk))),
-                    ("draw", ScalarArg::I64(draw as i64)),
-                ],
-            );
+            if draw == 0 && self.programs.takes_noise() {
+                self.push_phase(NOISE_PROGRAM, &[]);
+            } else {
+                self.push_phase(
+                    "renoise",
+                    &[
+                        ("sigma", sigma.clone()),
+                        ("seed", ScalarArg::I64(seed as i64)),
+                        ("chunk", ScalarArg::I64(i64::from(chunk))),
+                        ("draw", ScalarArg::I64(draw as i64)),
+                    ],
+                );
+            }
             self.push_phase(
                 &format!("denoise.fill{fill}"),
                 &[
@@ -370,6 +374,22 @@ mod tests {
 
     fn programs(plan: &CallPlan) -> Vec<&str> {
         plan.meta.iter().flat_map(|m| &m.phases).map(|p| p.program.as_str()).collect()
+    }
+
+    #[test]
+    fn given_noise_replaces_the_draw_of_the_first_step_alone() {
+        let drawn = program_index();
+        let names = drawn.warmup_phases().into_iter().map(|p| p.program).chain(["noise".to_string()]);
+        let infos = names.map(|n| (n.clone(), drawn.get(&n).cloned().unwrap_or_default()));
+        let given = ProgramIndex::new(infos.collect::<Vec<_>>());
+        let mut d = Director::new(spec(CacheRegime::Resident, 9)).expect("legal");
+        let first = d.plan_chunk(&FIRST, &given).expect("planned");
+        assert_eq!(programs(&first)[..5], ["text", "noise", "denoise.fill0", "renoise", "denoise.fill0"]);
+        let meta = first.meta.expect("a chunk");
+        assert_eq!((meta.n_steps, meta.phases[3].int_arg("draw")), (2, Some(1)));
+        let warmup = given.warmup_phases();
+        let at = |name: &str| warmup.iter().position(|p| p.program == name).expect("listed");
+        assert!(at("renoise") < at("noise") && at("noise") < at("denoise.fill0"));
     }
 
     const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };

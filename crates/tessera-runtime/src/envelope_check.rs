@@ -198,6 +198,7 @@ fn check_infer(
         ("reset_cross", m.reset_cross, PhaseKind::Text, 1),
         ("recompute", m.recompute, PhaseKind::Recompute, 1),
         ("phases", true, PhaseKind::Emit, 1),
+        ("the plan's use of given noise", local.programs.takes_noise(), PhaseKind::Noise, 1),
     ] {
         let n = count(kind);
         if n > max_count || (n == 1) != value {

@@ -86,6 +86,8 @@ pub enum Event {
         request: ChunkRequest,
         /// The prompt's embedding, if the request has a new prompt.
         text: Option<Tensor>,
+        /// The noise of the chunk's first step, if the plan takes given noise.
+        noise: Option<Tensor>,
     },
     /// A call without a chunk is requested: NOOP, which tests the path to every rank and back, or
     /// RESET.
@@ -397,7 +399,7 @@ impl Leader {
             Event::Tick => self.handle_tick(now),
             Event::Message { rank, message } => self.handle_message(rank, message),
             Event::Gone { rank, how } => self.handle_rank_gone(rank, &how),
-            Event::Request { request, text } => self.handle_request(request, text),
+            Event::Request { request, text, noise } => self.handle_request(request, text, noise),
             Event::Control(action) => self.enqueue_control(action),
             Event::Reload(reload) => self.enqueue_item(InboxItem::Reload(reload)),
             Event::NoMoreRequests => self.no_more_requests = true,

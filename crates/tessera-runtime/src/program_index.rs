@@ -9,6 +9,9 @@ use crate::Digest;
 use crate::codes::{T0722, T0723};
 use crate::wire::{Dtype, PhaseCall, ScalarArg};
 
+/// The program of a plan whose calls carry the noise of a chunk's first step.
+pub(crate) const NOISE_PROGRAM: &str = "noise";
+
 /// The kind of a phase, given by the part of the program's name before the first dot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PhaseKind {
@@ -16,6 +19,8 @@ pub enum PhaseKind {
     Text,
     /// Draws the noisy latents of a step.
     Renoise,
+    /// Takes the noise of the first step from the call.
+    Noise,
     /// Runs one generator forward over noisy latents.
     Denoise,
     /// Runs one generator forward over the finished latents, so that the caches hold clean keys and
@@ -36,6 +41,7 @@ impl PhaseKind {
         Some(match program.split('.').next()? {
             "text" => PhaseKind::Text,
             "renoise" => PhaseKind::Renoise,
+            "noise" => PhaseKind::Noise,
             "denoise" => PhaseKind::Denoise,
             "clean" => PhaseKind::Clean,
             "recompute" => PhaseKind::Recompute,
@@ -54,10 +60,11 @@ impl PhaseKind {
 
 impl PhaseKind {
     /// Every kind, in an order in which each phase finds the results of the earlier ones.
-    const WARMUP_ORDER: [PhaseKind; 7] = [
+    const WARMUP_ORDER: [PhaseKind; 8] = [
         PhaseKind::Text,
         PhaseKind::Recompute,
         PhaseKind::Renoise,
+        PhaseKind::Noise,
         PhaseKind::Denoise,
         PhaseKind::Clean,
         PhaseKind::Rebase,
@@ -219,6 +226,12 @@ impl ProgramIndex {
         // The sort is stable: programs of one kind stay in order of name.
         phases.sort_by_key(|(order, _)| *order);
         phases.into_iter().map(|(_, p)| p).collect()
+    }
+
+    /// Returns whether every chunk's call carries the noise of its first step.
+    #[must_use]
+    pub fn takes_noise(&self) -> bool {
+        self.programs.contains_key(NOISE_PROGRAM)
     }
 
     /// Returns the digest of the warm-up phases, which must be equal on every rank.

@@ -3,10 +3,13 @@
 
 mod support;
 
-use support::{SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_stream};
+use support::{
+    SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise, test_stream,
+};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::envelope_check::{LocalState, check_context, check_envelope};
 use tessera_runtime::kv_cache::{CacheRegime, CacheState};
+use tessera_runtime::program_index::ProgramIndex;
 use tessera_runtime::wire::{
     CallAction, CallMeta, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, Reload, Tensor, Tensors,
     WIRE_VERSION,
@@ -38,17 +41,54 @@ fn refusal_codes(e: &Envelope, before: &CacheState) -> Vec<&'static str> {
 }
 
 fn refusal_codes_with(e: &Envelope, before: &CacheState, tripwires: &Tripwires) -> Vec<&'static str> {
-    let programs = test_programs();
+    codes_under(e, before, &test_programs(), tripwires)
+}
+
+fn codes_under(
+    e: &Envelope,
+    before: &CacheState,
+    programs: &ProgramIndex,
+    tripwires: &Tripwires,
+) -> Vec<&'static str> {
     let local = LocalState {
         plan: plan_digest(),
         session: SESSION,
         last_call_id: 1,
         cache: before,
-        programs: &programs,
+        programs,
         open_calls: 0,
         tripwires,
     };
     check_envelope(e, &local).err().unwrap_or_default().iter().map(|d| d.code.id).collect()
+}
+
+fn noise_tensor() -> Tensor {
+    Tensor::from_f32("noise", &[2, 2], &[0.5; 4]).expect("fits")
+}
+
+/// A plan whose calls carry noise accepts no call without it, and none that draws the noise instead; the
+/// usual plan accepts no call that carries it.
+#[test]
+fn given_noise_is_sent_exactly_where_the_plan_takes_it() {
+    let takes_noise = test_programs_with_noise();
+    let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let before = director.cache_state().clone();
+    let mut drawing = director.clone();
+    let call = director.plan_chunk(&request, &takes_noise).expect("planned");
+    let (mut e, _) = second_call();
+    e.header.chunk = call.chunk;
+    e.header.cache_epoch = call.cache_epoch;
+    e.meta = call.meta;
+    e.tensors = Tensors(vec![prompt_tensor(1), noise_tensor()]);
+    let codes = |e: &Envelope| codes_under(e, &before, &takes_noise, &Tripwires::default());
+    assert_eq!(codes(&e), [] as [&str; 0]);
+    let without = Envelope { tensors: Tensors(vec![prompt_tensor(1)]), ..e.clone() };
+    assert_eq!(codes(&without), ["T0735"]);
+    let drawn = drawing.plan_chunk(&request, &test_programs()).expect("planned").meta;
+    let drawn = Envelope { meta: drawn, ..without };
+    assert!(codes(&drawn).contains(&"T0732"), "{:?}", codes(&drawn));
+    assert!(codes_under(&e, &before, &test_programs(), &Tripwires::default()).contains(&"T0722"));
 }
 
 fn break_field(e: &mut Envelope, field: &str) {
@@ -78,6 +118,7 @@ fn break_field(e: &mut Envelope, field: &str) {
         "kv_bias" => m.kv_bias = F32Bits::new(f32::NAN),
         "phases" => m.phases[1].program = "denoise.fill99".into(),
         "predicted_state" => m.predicted_state = Digest::default(),
+        "noise" => tensors.0.push(noise_tensor()),
         "text" => tensors.0.clear(),
         other => panic!("no rule breaks `{other}`: add one for the new field"),
     }

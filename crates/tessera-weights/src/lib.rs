@@ -3,7 +3,8 @@
 //!
 //! A caller lists the tensors that it expects ([`ExpectedTensor`]: a canonical name, aliases, a shape)
 //! and then reads one range per dim. This library crate knows nothing of models, meshes or layouts,
-//! never executes a pickle and never writes. Its only `unsafe` block is the memory map.
+//! never executes a pickle and never writes. [`WeightSet::synthetic`] computes seeded tensors
+//! instead, for a run without files. Its only `unsafe` block is the memory map.
 //!
 //! ```no_run
 //! # use tessera_weights::{ExpectedTensor, WeightFiles};
@@ -24,6 +25,7 @@
 mod byte_runs;
 mod codes;
 mod dtype;
+mod generator;
 mod header;
 mod lora;
 mod resolve;

@@ -1,31 +1,41 @@
-//! A tensor as it lies in a mapped weight file, with the scales that belong to it.
+//! A tensor as it lies in a mapped weight file, with the scales that belong to it, or as a seed defines it.
 
 use std::sync::Arc;
 
 use memmap2::Mmap;
 
+use crate::generator::Generator;
 use crate::header::TensorEntry;
 
-/// The location of one tensor in a mapped file. The offsets are checked against the map's length.
+/// Where one tensor comes from.
 #[derive(Debug, Clone)]
 pub(crate) struct StoredTensor {
     /// Path of the file, for messages.
     pub(crate) file: Arc<str>,
-    map: Arc<Mmap>,
+    content: TensorContent,
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
-    start: usize,
-    end: usize,
     /// Factors of the elements: one for all, or one per row. Empty if there are none.
     scales: Arc<[f32]>,
+}
+
+#[derive(Debug, Clone)]
+enum TensorContent {
+    /// Bytes of a mapped file. The offsets are checked against the map's length.
+    Mapped {
+        map: Arc<Mmap>,
+        start: usize,
+        end: usize,
+    },
+    Generated(Generator),
 }
 
 impl StoredTensor {
     /// Locates a tensor of a header in the mapped file that begins with the header.
     pub(crate) fn new(file: &Arc<str>, map: &Arc<Mmap>, t: TensorEntry) -> StoredTensor {
         let TensorEntry { dtype, shape, start, end } = t;
-        let (file, map) = (Arc::clone(file), Arc::clone(map));
-        StoredTensor { file, map, dtype, shape, start, end, scales: Arc::default() }
+        let content = TensorContent::Mapped { map: Arc::clone(map), start, end };
+        StoredTensor { file: Arc::clone(file), content, dtype, shape, scales: Arc::default() }
     }
 
     /// Returns the tensor with factors of its elements: one for all, or one per row.
@@ -52,8 +62,26 @@ impl StoredTensor {
         }
     }
 
-    /// Returns all bytes, row-major and little-endian.
+    /// Returns an f32 tensor that is computed.
+    pub(crate) fn generated(generator: Generator, shape: Vec<u64>) -> StoredTensor {
+        let file = format!("synthetic:{}", generator.seed).into();
+        let content = TensorContent::Generated(generator);
+        StoredTensor { file, content, dtype: "F32".into(), shape, scales: Arc::default() }
+    }
+
+    /// Returns what computes the tensor; `None` if it lies in a file.
+    pub(crate) fn generator(&self) -> Option<&Generator> {
+        match &self.content {
+            TensorContent::Mapped { .. } => None,
+            TensorContent::Generated(generator) => Some(generator),
+        }
+    }
+
+    /// Returns all bytes, row-major and little-endian; none for a tensor that is computed.
     pub(crate) fn raw_bytes(&self) -> &[u8] {
-        &self.map[self.start..self.end]
+        match &self.content {
+            TensorContent::Mapped { map, start, end } => &map[*start..*end],
+            TensorContent::Generated(_) => &[],
+        }
     }
 }

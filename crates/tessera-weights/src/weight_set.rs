@@ -9,8 +9,9 @@ use tessera_base::{Bytes, Diagnostic, closest_name};
 use crate::byte_runs::{self, ByteRuns};
 use crate::codes::{T0506, T0507, T0509};
 use crate::dtype::FileDtype;
+use crate::generator::{DEFINITION, Generator};
 use crate::lora::Lora;
-use crate::resolve::ResolvedTensors;
+use crate::resolve::{ExpectedTensor, ResolvedTensors};
 use crate::stored_tensor::StoredTensor;
 
 /// Bytes sampled at each end of a tensor: one page.
@@ -41,6 +42,20 @@ impl WeightSet {
         self.loras.push(Arc::new(lora));
     }
 
+    /// Returns seeded f32 values for the expected tensors, under their canonical names.
+    ///
+    /// A tensor of two or more dims has a standard deviation of 1/√(fan-in), with all dims but the
+    /// first as the fan-in, so activations keep their magnitude. The weights of norms are close to 1,
+    /// and other vectors close to 0.
+    #[must_use]
+    pub fn synthetic(seed: u64, expected: &[ExpectedTensor]) -> WeightSet {
+        let tensors = expected.iter().map(|e| {
+            let generator = Generator::new(seed, &e.name, &e.shape);
+            (e.name.clone(), (FileDtype::F32, StoredTensor::generated(generator, e.shape.clone())))
+        });
+        WeightSet::new(tensors.collect::<ResolvedTensors>())
+    }
+
     /// Iterates over the canonical names in order.
     pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
@@ -55,7 +70,10 @@ impl WeightSet {
     /// Returns the bytes of all resolved tensors, with their dtypes on disk.
     #[must_use]
     pub fn total_bytes(&self) -> Bytes {
-        self.tensors.values().map(|(_, t)| Bytes(t.raw_bytes().len() as u64)).sum()
+        let bytes = |(dtype, t): &(FileDtype, StoredTensor)| {
+            Bytes(t.shape.iter().product::<u64>().saturating_mul(dtype.byte_size()))
+        };
+        self.tensors.values().map(bytes).sum()
     }
 
     /// Reads one slice as f32, row-major; `ranges` has one half-open range per dim. The conversion
@@ -65,6 +83,9 @@ impl WeightSet {
     /// T0507: the tensor does not exist, or the ranges do not fit its shape.
     pub fn read_f32(&self, name: &str, ranges: &[Range<u64>]) -> Result<Vec<f32>, Diagnostic> {
         let (dtype, t) = self.find_slice(name, ranges)?;
+        if let Some(generator) = t.generator() {
+            return Ok(generator.generate_slice(&t.shape, ranges));
+        }
         let mut out = Vec::with_capacity(byte_runs::element_count(ranges) as usize);
         for run in ByteRuns::new(&t.shape, ranges, dtype.byte_size()) {
             dtype.widen_to_f32(&t.raw_bytes()[run], &mut out);
@@ -152,6 +173,7 @@ impl WeightSet {
             hash.0.update(&raw[..raw.len().min(SAMPLE_BYTES)]);
             hash.0.update(&raw[raw.len().saturating_sub(SAMPLE_BYTES)..]);
         }
+        self.update_with_seeds(&mut hash);
         self.include_loras(hash.finish())
     }
 
@@ -188,6 +210,7 @@ impl WeightSet {
             hash.update_number(t.scales().len() as u64);
             t.scales().iter().for_each(|s| hash.update_number(s.to_bits().into()));
         }
+        self.update_with_seeds(&mut hash);
         self.include_loras(hash.finish())
     }
 
@@ -198,6 +221,15 @@ impl WeightSet {
             hash.0.update(&digest).update(&lora.digest());
             hash.finish()
         })
+    }
+
+    /// Adds the definition and seed of each tensor that is computed: together with the headers they
+    /// determine its elements, so its elements need not be hashed.
+    fn update_with_seeds(&self, hash: &mut FramedHasher) {
+        for generator in self.tensors.values().filter_map(|(_, t)| t.generator()) {
+            hash.update_text(DEFINITION);
+            hash.update_number(generator.seed);
+        }
     }
 
     /// Checks that every element of a tensor is finite.

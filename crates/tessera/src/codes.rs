@@ -59,6 +59,13 @@ ranks a: 0 3`.\n\n\
 Put the programs of all roles into one file. For a plan, name the plan's folder, which lists \
 the ranks of each role.";
 
+    T0027: "noise file cannot be used",
+    "`--noise FILE` gives the noise of each chunk's first denoising step. The file is a safetensors file with one tensor \
+`noise`, whose first dim counts the chunks of the stream. The other dims are the tokens of a chunk as programs read them, [tokens, width] or \
+[frames, rows, columns, patch rows, patch columns, channels], or the latents as other programs hold them, [channels, frames, height, width]. \
+The message has the shape in the file and those that the model takes. A file may have more chunks than the stream, but not fewer.\n\n\
+The guide `outputs` shows how to write such a file.";
+
     T0034: "inconsistent rank environment",
     "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, `tessera stream` is one rank of a run that an external \
 launcher started, such as torchrun, Slurm or a shell on each host. All four are required: whole numbers with RANK below \
@@ -84,6 +91,23 @@ one of the two.";
 runs with these weights alone. The files of this model have another digest, so no rank was started.\n\n\
 The digest covers the name, dtype, shape and every element of every tensor. It depends neither on the mesh, nor on the \
 files' naming style, nor on how many files hold the tensors. Use the checkpoint for which the plan was made, or plan again.";
+
+    T0042: "reader of the frames stalls",
+    "`tessera stream` writes uncompressed frames to a pipe (--raw, --y4m), and the program at the other end has taken \
+no byte for three quarters of the time that the media pipeline has for an answer. Frames wait for their reader, chunks wait for the frames, and the wait of a \
+stream has a limit: the run ended and kept its folder.\n\nFind out what the reader waits for: a paused player, an encoder slower than its input, a full disk. \
+A program that must pause can read from a file: `--raw frames.rgb`.";
+
+    T0043: "reader of the frames closed its pipe",
+    "`tessera stream` writes uncompressed frames to a pipe (--raw, --y4m), and the program at the other end closed it before \
+the stream was over. The message states how many frames it received. Chunks delivered before are complete in the run folder.\n\n\
+Look at the messages of that program: a player that was closed, or an encoder that rejected the size or the format of the frames. The guide \
+`outputs` has command lines that work.";
+
+    T0044: "frames cannot go to this destination",
+    "--raw and --y4m take a new file, a named pipe, `-` for standard output, or `fd:N` for a file descriptor that the command \
+inherits. The descriptor is not open for writing, or standard output is a terminal, which uncompressed frames would fill with control characters. Pipe \
+the command into a program, or name a file.";
 
     T0070: "a part of the checkpoint is missing",
     "A video model has four parts: the generator, the VAE, the text encoder and the tokenizer. Tessera looks for the names \

@@ -18,7 +18,7 @@ use tessera_report::record::RunRecord;
 use tessera_report::timeline::{Timeline, TimelineSpan};
 
 use crate::files::{open_regular_file, read_file, write_file};
-use crate::media_pipeline::CLIP_FILE;
+use crate::frame_writer::CLIP_FILE;
 use crate::plan::Plan;
 use crate::run_dir::read_flight_records;
 

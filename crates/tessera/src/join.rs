@@ -186,6 +186,7 @@ fn run_rank_zero(
     on_event: &mut dyn FnMut(JoinEvent),
 ) -> Result<JoinReport, Diagnostics> {
     let leader_plan = Plan::read(&orders.plan)?;
+    let frame_pipes = options.outputs.open_pipes().map_err(|d| vec![d])?;
     let mut tally = ProgressTally::new(options.chunks);
     let (sender, receiver) = channel();
     let outcome = std::thread::scope(|s| {
@@ -193,6 +194,7 @@ fn run_rank_zero(
             let arrive = || {
                 let arrival = setup_from_peers(Arc::new(leader_plan), orders, spec, peers);
                 Ok(RankSetup {
+                    frame_pipes,
                     interrupt: Some(interrupt.clone()),
                     on_event: Some(forward_events(sender)),
                     ..arrival
@@ -251,6 +253,7 @@ fn setup_from_peers(
         joined: JoinedRank::from_links(welcome, Vec::new(), peers.control),
         communicators: EndpointSources::Streams(peers.communicators),
         context: RankContext::new(plan, orders.delays).with_peers(peers.digest),
+        frame_pipes: Vec::new(),
         interrupt: None,
         on_event: None,
     }

@@ -25,12 +25,15 @@ pub mod environment;
 pub mod faults;
 pub mod files;
 pub mod flight;
+pub mod frame_pipe;
+mod frame_writer;
 pub mod gpu_placement;
 pub mod gpus;
 mod host_memory;
 mod html_writer;
 pub mod join;
 mod kernel_probe;
+mod latents_file;
 // No user needs it: the tests of this crate do, and the one that counts every allocation needs a
 // process of its own.
 #[doc(hidden)]
@@ -39,6 +42,7 @@ pub mod machine_shape;
 mod media_codec;
 mod media_pipeline;
 mod model;
+mod noise_file;
 mod parity;
 pub mod plan;
 mod rank;
@@ -58,7 +62,7 @@ mod vae_weights;
 pub mod wire_dump;
 
 pub use codes::CODES;
-pub use model::{Model, Overrides, Weights};
+pub use model::{Model, Overrides, Weights, WeightsOrigin};
 pub use plan::Plan;
 pub use rank::rank_main;
 pub use run_settings::build_id;

@@ -71,7 +71,7 @@ pub fn run(
     if plan.mapping.weights.is_some() {
         model.digest_weights(plan)?;
     }
-    let parts = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;
+    let parts = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights);
     let (words, vae) = (parts.open_text_encoder()?, parts.open_vae_weights()?);
     let mut codec = MediaCodec::load(plan, words, vae, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
@@ -85,6 +85,7 @@ pub fn run(
         if request.reload.is_some() {
             return Err(vec![Diagnostic::error(&RANK_FAILED, "an in-process run cannot reload weights")]);
         }
+        let noise = request.noise.clone();
         if let Some(prompt) = &request.prompt {
             text = Some(codec.encode_text(prompt).map_err(|d| vec![d])?);
         }
@@ -94,6 +95,7 @@ pub fn run(
         if meta.reset_cross {
             inputs.extend(text.clone());
         }
+        inputs.extend(noise);
         let mut context = None;
         if let Some(last) = last.as_ref().filter(|_| meta.recompute) {
             let made =
@@ -182,7 +184,7 @@ impl InProcessRanks {
             let own_arenas = communicators::indices_of_rank(&specs, rank)
                 .map(|i| share(&arenas[i]))
                 .collect::<Result<Vec<_>, _>>()?;
-            let factory = common.engine_factory(rank, &model.dir, threads, own_arenas);
+            let factory = common.engine_factory(rank, (&model.dir, model.weights), threads, own_arenas);
             let sender = sender.clone();
             let forward = move |event| {
                 let _ = sender.send((rank.0, event));

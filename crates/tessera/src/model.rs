@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
+use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
@@ -30,6 +31,26 @@ pub struct Model {
     pub dir: PathBuf,
     /// Dimensions and stream settings with the overrides, or the configs of a sealed plan.
     pub video: VideoModel,
+    /// Where its weights come from.
+    pub weights: WeightsOrigin,
+}
+
+/// Where the weights of a model come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum WeightsOrigin {
+    /// The files of the model's folder.
+    #[default]
+    Files,
+    /// Values that are computed from this seed, without files.
+    Synthetic(u64),
+}
+
+impl WeightsOrigin {
+    /// Parses `synthetic:SEED`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<WeightsOrigin> {
+        text.strip_prefix("synthetic:")?.parse().ok().map(WeightsOrigin::Synthetic)
+    }
 }
 
 /// Settings that the command line can override.
@@ -43,6 +64,8 @@ pub struct Overrides {
     pub preset: Option<Preset>,
     /// Stream config to read instead of the folder's own.
     pub stream_file: Option<PathBuf>,
+    /// Whether calls carry the noise of a chunk's first step, instead of the streaming config's choice.
+    pub given_noise: Option<bool>,
 }
 
 impl Model {
@@ -67,6 +90,9 @@ impl Model {
         if let Some(recompute) = overrides.recompute {
             video.stream.recompute = recompute;
         }
+        if let Some(given) = overrides.given_noise {
+            video.stream.given_noise = given;
+        }
         if let Some(steps) = &overrides.steps {
             video.stream.set_steps(steps.clone());
         }
@@ -75,7 +101,7 @@ impl Model {
             return Err(ds);
         }
         let name = folder_name(dir);
-        Ok(Model { name, dir: dir.to_path_buf(), video })
+        Ok(Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::Files })
     }
 
     /// Opens a model folder, and plans and seals the model under a mapping.
@@ -98,7 +124,20 @@ impl Model {
     /// Returns T0010 if the folder does not exist.
     pub fn open_for_plan(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
         require_path(dir)?;
-        Ok(Model { name: plan.model.clone(), dir: dir.to_path_buf(), video: plan.video.clone() })
+        Ok(Model::from_plan(dir, plan))
+    }
+
+    /// Returns the model of a sealed plan, for a caller that may read none of its files.
+    #[must_use]
+    pub fn from_plan(dir: &Path, plan: &Plan) -> Model {
+        let (name, video) = (plan.model.clone(), plan.video.clone());
+        Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::Files }
+    }
+
+    /// Returns the model with weights of another origin.
+    #[must_use]
+    pub fn with_weights(self, weights: WeightsOrigin) -> Model {
+        Model { weights, ..self }
     }
 
     /// Opens the weights and compares them with what the config requires.
@@ -107,8 +146,14 @@ impl Model {
     /// Returns one diagnostic that lists every missing, extra or misshapen tensor, or the reason
     /// why the files cannot be read.
     pub fn open_weights(&self) -> Result<Weights, Diagnostics> {
-        let checkpoint = CheckpointFolder::recognise(&self.dir).map_err(|d| vec![d])?;
-        let set = checkpoint.open_part(Part::Generator, &list_expected(&self.video.wan))?;
+        let expected = list_expected(&self.video.wan);
+        let set = match self.weights {
+            WeightsOrigin::Files => {
+                let checkpoint = CheckpointFolder::recognise(&self.dir).map_err(|d| vec![d])?;
+                checkpoint.open_part(Part::Generator, &expected)?
+            }
+            WeightsOrigin::Synthetic(seed) => WeightSet::synthetic(seed, &expected),
+        };
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
@@ -128,13 +173,21 @@ impl Model {
         self.check_pin(plan, self.content_digest()?)
     }
 
+    /// Names the origin of the weights for a reader.
+    fn weights_text(&self) -> String {
+        match self.weights {
+            WeightsOrigin::Files => self.dir.display().to_string(),
+            WeightsOrigin::Synthetic(seed) => format!("synthetic:{seed}"),
+        }
+    }
+
     /// Returns the digest if the plan pins no other one, and T0041 otherwise.
     fn check_pin(&self, plan: &Plan, digest: String) -> Result<String, Diagnostics> {
         match &plan.mapping.weights {
             Some(pinned) if *pinned != digest => Err(vec![
                 Diagnostic::error(&T0041, "the weights differ from those that the plan pins")
                     .with_label("the plan", format!("pins weights with digest {pinned}"))
-                    .with_label(self.dir.display().to_string(), format!("holds weights with digest {digest}"))
+                    .with_label(self.weights_text(), format!("holds weights with digest {digest}"))
                     .with_hint("use the weights for which the plan was made, or plan again"),
             ]),
             _ => Ok(digest),
@@ -157,7 +210,8 @@ impl Model {
     fn content_digest(&self) -> Result<String, Diagnostics> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let mut digest = self.open_weights()?.set.content_digest(threads);
-        if self.video.stream.text == TextEncoder::Words {
+        // A synthetic text encoder has a row for any word, by definition of its seed.
+        if self.video.stream.text == TextEncoder::Words && self.weights == WeightsOrigin::Files {
             let text_encoder = self.open_text_encoder_weights()?.content_digest(threads);
             digest = *blake3::hash([digest, text_encoder].as_flattened()).as_bytes();
         }
@@ -170,7 +224,7 @@ impl Model {
     /// Opens the weights of the VAE; `None` if the model has none.
     pub(crate) fn open_vae_weights(&self) -> Result<Option<VaeWeights>, Diagnostics> {
         match self.video.stream.decoder {
-            PixelDecoder::WanVae => VaeWeights::open(&self.dir, &self.video.stream.vae).map(Some),
+            PixelDecoder::WanVae => VaeWeights::open(self).map(Some),
             PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Ok(None),
         }
     }
@@ -186,11 +240,15 @@ impl Model {
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
-    /// Opens the text encoder.
+    /// Opens the text encoder. With synthetic weights, every word of a prompt has a seeded row, so
+    /// that models without an encoder of their own run too.
     ///
     /// # Errors
     /// Returns T0016 if the model has none, or what is wrong with its files.
     pub fn open_text_encoder(&self) -> Result<WordEncoder, Diagnostics> {
+        if let WeightsOrigin::Synthetic(seed) = self.weights {
+            return Ok(WordEncoder::synthetic(seed, self.video.wan.text_dim, self.video.wan.text_len));
+        }
         if self.video.stream.text != TextEncoder::Words {
             return Err(vec![
                 Diagnostic::error(&T0016, format!("{} has no text encoder", self.name)).with_label(

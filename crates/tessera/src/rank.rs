@@ -75,8 +75,17 @@ impl RankSetup {
     ) -> Result<RankSetup, Result<Failure, Diagnostics>> {
         let plan = load_plan(orders).map_err(|ds| report_refusal(&mut joined, ds))?;
         let common = RankContext::new(plan, orders.delays);
-        let lanes = std::mem::take(&mut joined.extra_fds).into();
-        Ok(RankSetup { joined, communicators: lanes, context: common, interrupt: None, on_event: None })
+        let mut fds = std::mem::take(&mut joined.extra_fds);
+        let piped = if joined.welcome.rank == 0 { orders.outputs.pipes.len() } else { 0 };
+        let frame_pipes = fds.split_off(fds.len().saturating_sub(piped));
+        Ok(RankSetup {
+            joined,
+            communicators: fds.into(),
+            context: common,
+            frame_pipes,
+            interrupt: None,
+            on_event: None,
+        })
     }
 }
 

@@ -14,11 +14,11 @@ use crate::codes::T0010;
 use crate::cuda::GpuRankConfig;
 use crate::faults::DrillConfig;
 use crate::files::write_error;
-use crate::model::Model;
+use crate::model::{Model, WeightsOrigin};
 use crate::plan::Plan;
 use crate::record::ChunkSettings;
 use crate::shards::preflight_reload;
-use crate::stream_options::StreamOptions;
+use crate::stream_options::{OutputOptions, StreamOptions};
 use crate::synthetic_delays::SyntheticDelays;
 
 /// The configuration that the launcher sends to every rank. The leader decides about the stream;
@@ -31,6 +31,8 @@ pub(crate) struct RankConfig {
     pub(crate) digest: String,
     /// Absolute path of the model folder, from which every rank reads weights.
     pub(crate) model: PathBuf,
+    /// Where the weights come from.
+    pub(crate) weights_origin: WeightsOrigin,
     /// Directory to which the run writes its output.
     pub(crate) out: PathBuf,
     /// Number of CPU threads per rank.
@@ -47,8 +49,10 @@ pub(crate) struct RankConfig {
     pub(crate) flushes: Vec<u32>,
     /// Weight folders to load before a chunk, each with its expected digest.
     pub(crate) weights: Vec<(u32, String, Digest)>,
-    /// Whether to write every frame as a PNG.
-    pub(crate) png: bool,
+    /// File with the noise of each chunk's first step; only the leader reads it.
+    pub(crate) noise: Option<PathBuf>,
+    /// Outputs beside those that every run writes.
+    pub(crate) outputs: OutputOptions,
     /// Whether each rank writes the messages that it sends to a file.
     pub(crate) wire_dump: bool,
     /// Whether each rank poisons temporaries that hold no value.
@@ -84,6 +88,7 @@ impl RankConfig {
             plan: out.join("plan"),
             digest: plan.sealed.digest_hex(),
             model: absolute(&model.dir)?,
+            weights_origin: model.weights,
             out,
             threads,
             chunks: options.chunks,
@@ -92,13 +97,27 @@ impl RankConfig {
             cuts: options.cuts_at.clone(),
             flushes: options.flushes_at.clone(),
             weights,
-            png: options.png,
+            noise: options.noise.as_deref().map(absolute).transpose()?,
+            outputs: options.outputs.clone(),
             wire_dump: options.wire_dump,
             poison: options.poison,
             delays: options.delays,
             gpus: None,
             drill: options.drill.clone(),
         })
+    }
+
+    /// Returns where a rank finds the weights.
+    pub(crate) fn model_files(&self) -> (&Path, WeightsOrigin) {
+        (&self.model, self.weights_origin)
+    }
+
+    /// Opens the model of the run, whose settings the plan has.
+    ///
+    /// # Errors
+    /// T0010 if its folder does not exist.
+    pub(crate) fn open_model(&self, plan: &Plan) -> Result<Model, Diagnostic> {
+        Ok(Model::open_for_plan(&self.model, plan)?.with_weights(self.weights_origin))
     }
 
     /// Returns whether this run checks that its output files stay in place; only a self-test does
@@ -121,7 +140,7 @@ impl RankConfig {
     pub(crate) fn stream_request(&self, chunk: u32) -> StreamRequest {
         let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
         let seed = self.chunk_settings(u64::from(chunk)).seed;
-        StreamRequest { prompt, seed, cut: self.cut_at(chunk), reload: self.reload_at(chunk) }
+        StreamRequest { prompt, seed, cut: self.cut_at(chunk), reload: self.reload_at(chunk), noise: None }
     }
 
     pub(crate) fn cut_at(&self, chunk: u32) -> SceneCut {

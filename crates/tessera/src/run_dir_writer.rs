@@ -5,10 +5,12 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tessera_base::Diagnostic;
+use tessera_models::PixelDecoder;
 use tessera_report::overlap::OverlapStats;
+use tessera_report::raw_video::RawFormat;
 use tessera_report::record::{
-    RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunRecord, RunStart, RunStatus, SCHEMA,
-    ScheduledPrompt,
+    RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunOutput, RunRecord, RunStart, RunStatus,
+    SCHEMA, ScheduledPrompt,
 };
 use tessera_report::timeline::TimelineSpan;
 use tessera_runtime::tripwire::T0765;
@@ -16,18 +18,23 @@ use tessera_runtime::{Failure, FailureClass};
 
 use crate::clock::format_utc;
 use crate::files::{StagedFolder, lost_output, write_error};
+use crate::frame_writer::{CLIP_FILE, FRAMES_FOLDER};
 use crate::html_writer;
+use crate::latents_file::LATENTS_FILE;
 use crate::machine_shape::describe_machine;
-use crate::media_pipeline::{CLIP_FILE, LATENTS_FILE};
+use crate::noise_file::NoiseFile;
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, checks_output};
 use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
 use crate::run_dir::read_record;
 use crate::run_settings::build_id;
-use crate::stream_options::{StreamOptions, StreamReport};
+use crate::stream_options::{OutputOptions, StreamOptions, StreamReport};
 
 /// Event of a run in performance mode; its detail says which gates allowed the run, or who overrode them.
 const PERFORMANCE_EVENT: &str = "performance mode";
+
+/// Event of a run whose noise came from a file; its detail names the file and its digest.
+const NOISE_EVENT: &str = "given noise";
 
 /// Writes the run directory with its plan and the first line of its record, atomically. `weights` is
 /// the digest of all weights.
@@ -61,7 +68,7 @@ pub(crate) fn write_run_dir_with(
 ) -> Result<(), Diagnostic> {
     options.check_out()?;
     let mut folder = StagedFolder::create_over(&options.out)?;
-    let mut lines = RecordLine::Start(start).to_json();
+    let mut lines = RecordLine::Start(Box::new(start)).to_json();
     if let Some(detail) = &options.performance {
         lines += &RecordLine::Event(RunEvent {
             at_ns: 0,
@@ -71,6 +78,12 @@ pub(crate) fn write_run_dir_with(
             memory: None,
         })
         .to_json();
+    }
+    if let Some(path) = &options.noise {
+        let detail = NoiseFile::open(path, &plan.video)?.describe();
+        let event = NOISE_EVENT.into();
+        lines +=
+            &RecordLine::Event(RunEvent { at_ns: 0, event, detail, startup: None, memory: None }).to_json();
     }
     folder.write(RECORD_FILE, lines.as_bytes())?;
     plan.write_into(&mut folder, "plan/")?;
@@ -115,7 +128,32 @@ pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptio
             .collect(),
         device: options.device,
         machine: None,
+        outputs: list_outputs(plan, options),
     }
+}
+
+/// Lists where the frames and latents of a run go; a simulated run has none.
+fn list_outputs(plan: &Plan, options: &StreamOptions) -> Vec<RunOutput> {
+    if options.device == RunDevice::Sim {
+        return Vec::new();
+    }
+    let OutputOptions { png, latents, pipes } = &options.outputs;
+    let decodes = plan.video.stream.decoder != PixelDecoder::None;
+    let files = [
+        ("clip", CLIP_FILE, decodes),
+        ("latents", LATENTS_FILE, *latents || !decodes),
+        ("png", FRAMES_FOLDER, *png),
+    ];
+    let files = files.into_iter().filter(|(.., written)| *written);
+    let files = files.map(|(kind, to, _)| RunOutput { kind: kind.into(), to: to.into() });
+    let pipes = pipes.iter().map(|pipe| {
+        let kind = match pipe.format {
+            RawFormat::Rgb24 => "raw",
+            RawFormat::Y4m => "y4m",
+        };
+        RunOutput { kind: kind.into(), to: pipe.to.to_text() }
+    });
+    files.chain(pipes).collect()
 }
 
 /// Closes the record if the leader could not, and writes the report and the trace. If the run has

@@ -19,7 +19,7 @@ mod world;
 
 pub use prices::{ClusterPrices, to_bundle};
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::TimingModel;
@@ -74,7 +74,7 @@ pub fn run(
 ) -> Result<StreamReport, Diagnostics> {
     validate_request(plan, options)?;
     // The simulation never reads this folder.
-    let model = Model { name: plan.model.clone(), dir: PathBuf::from("."), video: plan.video.clone() };
+    let model = Model::from_plan(Path::new("."), plan);
     let orders = RankConfig::from_options(plan, &model, options, 1).map_err(|d| vec![d])?;
     let start = RunStart {
         // A simulated run has no start time, so that equal runs produce equal bytes.
@@ -105,8 +105,17 @@ fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnost
                 .with_hint(format!("omit {option}")),
         );
     };
-    if options.png {
+    if plan.video.stream.given_noise {
+        reject("--noise", "no values are computed, so the calls carry none");
+    }
+    if options.outputs.png {
         reject("--png", "no pixels are computed");
+    }
+    if !options.outputs.pipes.is_empty() {
+        reject("--raw or --y4m", "no pixels are computed");
+    }
+    if options.outputs.latents {
+        reject("--latents", "no latents are computed");
     }
     if !options.weights_at.is_empty() {
         reject("--weights-at", "no weights are loaded");

@@ -1,5 +1,6 @@
 //! Runs a sealed plan as processes on this host and writes the run directory.
 
+use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
@@ -14,11 +15,12 @@ use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
 
 use crate::codes::{T0015, T0016, T0018};
 use crate::cuda::{self, GpuRankConfig};
+use crate::frame_writer::new_clip_stream;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
-use crate::media_pipeline::new_clip_stream;
-use crate::model::Model;
+use crate::model::{Model, WeightsOrigin};
+use crate::noise_file::NoiseFile;
 use crate::plan::{LEADER_PHASES, Plan};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
@@ -63,7 +65,13 @@ pub fn run(
     let on_gpus = on_gpus.map(|communicator_ids| GpuRankConfig { communicator_ids, first_rank_of_host: 0 });
     // GPU ranks communicate on the GPUs and need no CPU communicators.
     let specs = if on_gpus.is_some() { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
-    let extra_fds = communicators::create_arenas_of_ranks(&specs, ranks).map_err(|d| vec![d])?;
+    let mut extra_fds = communicators::create_arenas_of_ranks(&specs, ranks).map_err(|d| vec![d])?;
+    let frame_pipes = options.outputs.open_pipes().map_err(|d| vec![d])?;
+    if !frame_pipes.is_empty() {
+        extra_fds.resize(ranks as usize, Vec::new());
+        // The leader takes them from the end of its list.
+        extra_fds[0].extend(frame_pipes.into_iter().map(Arc::new));
+    }
     let threads = (cores / computing as usize).max(1);
     let orders = RankConfig::from_options(plan, model, options, threads).map_err(|d| vec![d])?;
     let orders = RankConfig { gpus: on_gpus, ..orders };
@@ -177,8 +185,44 @@ pub(crate) fn check_stream(
                 .with_hint("use --cache resident"),
         );
     }
+    if plan.video.stream.decoder == PixelDecoder::None {
+        let writes = [(options.outputs.png, "--png"), (!options.outputs.pipes.is_empty(), "--raw or --y4m")];
+        for (_, option) in writes.iter().filter(|(given, _)| *given) {
+            ds.push(
+                Diagnostic::error(
+                    &T0016,
+                    format!("{option} needs frames, and {} has no decoder", plan.model),
+                )
+                .with_hint(format!("leave out {option}; the run writes the latents to latents.safetensors")),
+            );
+        }
+    }
     ds.extend(options.check_out().err());
-    let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?;
+    match (&options.noise, plan.video.stream.given_noise) {
+        (Some(path), true) => {
+            ds.extend(NoiseFile::open(path, &plan.video).and_then(|f| f.check(options.chunks)).err());
+        }
+        (None, true) => ds.push(
+            Diagnostic::error(&T0018, "the calls of this plan carry noise, and no file of noise is given")
+                .with_hint("give --noise FILE, or plan with --noise-source seed"),
+        ),
+        (Some(_), false) => ds.push(
+            Diagnostic::error(
+                &T0018,
+                "a file of noise is given, and the ranks of this plan draw their noise",
+            )
+            .with_hint("leave out --noise, or plan with --noise-source call"),
+        ),
+        (None, false) => {}
+    }
+    if model.weights != WeightsOrigin::Files && !options.weights_at.is_empty() {
+        ds.push(
+            Diagnostic::error(&T0018, "a stream of synthetic weights cannot load weight files later")
+                .with_hint("leave out --weights-at, or stream from the files of the model"),
+        );
+        return Err(ds);
+    }
+    let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights);
     match model.open_text_encoder() {
         Ok(words) => {
             let prompts = std::iter::once(&options.prompt).chain(options.prompts_at.iter().map(|(_, p)| p));

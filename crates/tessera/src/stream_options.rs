@@ -1,7 +1,9 @@
 //! What a stream generates and how it runs, its events, and how it ended.
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::overlap::OverlapStats;
 pub use tessera_report::record::RunDevice;
@@ -10,6 +12,7 @@ use tessera_runtime::Failure;
 use crate::codes::T0018;
 use crate::faults::DrillConfig;
 use crate::files::refuse_existing;
+use crate::frame_pipe::{FrameDestination, FrameTarget};
 use crate::synthetic_delays::SyntheticDelays;
 
 /// What a stream generates and how it runs. A change at a chunk takes effect when that chunk
@@ -32,12 +35,14 @@ pub struct StreamOptions {
     pub flushes_at: Vec<u32>,
     /// Weight folders that every rank loads before a chunk; that chunk opens a scene.
     pub weights_at: Vec<(u32, PathBuf)>,
+    /// File with the noise of each chunk's first step, for a plan whose calls carry it.
+    pub noise: Option<PathBuf>,
     /// Run directory; it must not exist, unless it is reserved.
     pub out: PathBuf,
     /// Whether `out` is an empty folder of a [`ReservedFolder`](crate::files::ReservedFolder).
     pub out_is_reserved: bool,
-    /// Whether to write every frame as a PNG too.
-    pub png: bool,
+    /// Outputs beside those that every run writes.
+    pub outputs: OutputOptions,
     /// Whether every rank writes the messages that it sends to a file.
     pub wire_dump: bool,
     /// Whether every rank poisons temporaries that hold no value, to find accesses in the wrong order.
@@ -54,6 +59,30 @@ pub struct StreamOptions {
     pub performance: Option<String>,
     /// The command line, for the record.
     pub command: Vec<String>,
+}
+
+/// Outputs that a run writes beside the clip of its model, or its latents if it has no decoder.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct OutputOptions {
+    /// Whether to write every frame as a PNG.
+    pub png: bool,
+    /// Whether to write the latents of a model with a decoder too.
+    pub latents: bool,
+    /// Destinations of uncompressed frames.
+    pub pipes: Vec<FrameTarget>,
+}
+
+impl OutputOptions {
+    /// Returns whether frames go to standard output, where nothing else may go then.
+    #[must_use]
+    pub fn uses_stdout(&self) -> bool {
+        self.pipes.iter().any(|p| p.to == FrameDestination::Stdout)
+    }
+
+    /// Opens the destinations of uncompressed frames, in order.
+    pub(crate) fn open_pipes(&self) -> Result<Vec<OwnedFd>, Diagnostic> {
+        self.pipes.iter().map(|p| p.to.open()).collect()
+    }
 }
 
 impl StreamOptions {
@@ -79,6 +108,11 @@ impl StreamOptions {
             ds.push(Diagnostic::error(&T0018, format!("chunk {c} is both cut and flushed")).with_hint(
                 "a flush is a cut that takes effect at once: give the chunk to only one of the two options",
             ));
+        }
+        let pipes = &self.outputs.pipes;
+        if let Some(twice) = (1..pipes.len()).find(|i| pipes[..*i].iter().any(|p| p.to == pipes[*i].to)) {
+            let message = format!("two streams of frames go to {}", pipes[twice].to.to_text());
+            ds.push(Diagnostic::error(&T0018, message).with_hint("name another destination for one of them"));
         }
         if self.chunks == 0 {
             ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));

@@ -1,7 +1,5 @@
 //! The weights of a model's VAE.
 
-use std::path::Path;
-
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
@@ -9,6 +7,7 @@ use tessera_models::{VaeConfig, expected_vae_weights};
 use tessera_weights::{ExpectedTensor, WeightSet};
 
 use crate::checkpoint::{CheckpointFolder, Part};
+use crate::model::{Model, WeightsOrigin};
 
 /// Prefix of the names of the VAE's tensors in a program.
 const PROGRAM_PREFIX: &str = "vae.";
@@ -22,12 +21,12 @@ pub(crate) struct VaeWeights {
 }
 
 impl VaeWeights {
-    /// Opens the VAE of a model folder or of a published checkpoint, and compares it with what the config
-    /// requires.
+    /// Opens the VAE of a model and compares it with what the config requires.
     ///
     /// # Errors
     /// As [`CheckpointFolder::open_part`].
-    pub(crate) fn open(model: &Path, config: &VaeConfig) -> Result<VaeWeights, Diagnostics> {
+    pub(crate) fn open(model: &Model) -> Result<VaeWeights, Diagnostics> {
+        let config = &model.video.stream.vae;
         let expected: Vec<ExpectedTensor> = expected_vae_weights(config)
             .into_iter()
             .map(|w| {
@@ -35,8 +34,13 @@ impl VaeWeights {
                 ExpectedTensor { aliases: vec![original, w.diffusers_name], name: w.name, shape: w.shape }
             })
             .collect();
-        let checkpoint = CheckpointFolder::recognise(model).map_err(|d| vec![d])?;
-        let set = checkpoint.open_part(Part::Vae, &expected)?;
+        let set = match model.weights {
+            WeightsOrigin::Files => {
+                let checkpoint = CheckpointFolder::recognise(&model.dir).map_err(|d| vec![d])?;
+                checkpoint.open_part(Part::Vae, &expected)?
+            }
+            WeightsOrigin::Synthetic(seed) => WeightSet::synthetic(seed, &expected),
+        };
         Ok(VaeWeights { set, config: config.clone() })
     }
 

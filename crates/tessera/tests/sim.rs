@@ -220,7 +220,7 @@ fn options_that_need_numbers_are_refused_together() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan_demo("demo", mapping("tp=2", Strategy::Ulysses, Topology::Mesh), false);
     let mut options = options(dir.path().join("run"), 2);
-    options.png = true;
+    options.outputs.png = true;
     options.weights_at = vec![(1, "elsewhere".into())];
     options.delays.generate_ns = Some(5);
     options.cuts_at = vec![7];

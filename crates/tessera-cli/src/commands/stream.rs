@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use tessera::codes::T0040;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
+use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
-use tessera::stream_options::{RunDevice, StreamOptions};
+use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
-use tessera::{Model, Plan};
+use tessera::{Model, Plan, WeightsOrigin};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
@@ -23,7 +24,7 @@ use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
 use crate::progress::run_watched;
 use join::{JoinArgs, read_variable};
 use performance::PerformanceArgs;
-use report::print_report;
+use report::{ReportPlace, print_report};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -32,6 +33,8 @@ Examples:
   tessera stream models/demo --mesh tp=2 --topology pp1 --cache recompute
   tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
   tessera stream --plan my-plan --out my-run
+  tessera stream models/demo --raw - | ffplay -f rawvideo -pixel_format rgb24 -video_size 128x128 -
+  tessera stream models/wan2.1-1.3b --weights synthetic:1 --device cuda      without a checkpoint
   tessera stream models/wan2.1-14b --mesh tp=8,pp=9 --device sim --cluster gb200-nvl72
   tessera stream models/demo --mesh tp=2 --device cuda      one GPU per rank
   tessera stream models/demo --mesh tp=2 --performance --gate-record gates.json   only if the gates are green
@@ -81,6 +84,15 @@ pub struct Args {
     #[arg(long, value_name = "CHUNK:SEED", help_heading = CHANGES_HEADING)]
     pub seed_at: Vec<String>,
 
+    /// File with the noise of each chunk's first denoising step, instead of seeded noise: a tensor
+    /// `noise` of [chunks, tokens, width] or [chunks, channels, frames, height, width] in a
+    /// safetensors file
+    ///
+    /// The calls of such a run carry the noise, and so its plan is another one; with --plan, plan with
+    /// --noise-source call. Later steps draw their noise from the seed.
+    #[arg(long, value_name = "FILE")]
+    pub noise: Option<PathBuf>,
+
     /// Start a new scene at this chunk: earlier chunks are completed, then their context is
     /// discarded; may be repeated
     #[arg(long, value_name = "CHUNK", help_heading = CHANGES_HEADING)]
@@ -96,6 +108,11 @@ pub struct Args {
     #[arg(long, value_name = "CHUNK:DIR", help_heading = CHANGES_HEADING)]
     pub weights_at: Vec<String>,
 
+    /// Compute all weights from a seed instead of reading files, so that a model runs without a
+    /// checkpoint; its output shows nothing
+    #[arg(long, value_name = "synthetic:SEED")]
+    pub weights: Option<String>,
+
     /// New folder for the video, the record and the report [default: out/MODEL-1, or the next free
     /// number]
     #[arg(long, value_name = "DIR")]
@@ -104,6 +121,23 @@ pub struct Args {
     /// Also write every frame as a PNG
     #[arg(long)]
     pub png: bool,
+
+    /// Also write the latents, as latents.safetensors in the run folder; a model without a decoder
+    /// always writes them
+    #[arg(long)]
+    pub latents: bool,
+
+    /// Also write every frame as bare RGB, 8 bits per channel: to a new file or a named pipe, to
+    /// standard output (-) or to an open file descriptor (fd:N)
+    ///
+    /// The run waits while the reader takes its time, and ends if the reader closes the pipe. With -,
+    /// the summary goes to standard error.
+    #[arg(long, value_name = "FILE|-|fd:N")]
+    pub raw: Option<String>,
+
+    /// As --raw, as YUV4MPEG2 (4:4:4), whose header states size and frame rate
+    #[arg(long, value_name = "FILE|-|fd:N")]
+    pub y4m: Option<String>,
 
     /// Also write the messages that each rank sends, as wire/rank-N.bin in the run folder; `tessera
     /// wire dump` decodes them
@@ -211,10 +245,13 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 /// Streams a plan on this host, or as one rank of a run that is started externally.
 pub fn run(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
+    let outputs = parse_outputs(args)?;
+    let place = if outputs.uses_stdout() { ReportPlace::StandardError } else { ReportPlace::StandardOutput };
     args.simulated.check_device(args.device)?;
     let needs_ranks = [
         ("--wire-dump", args.wire_dump, "ranks that send messages"),
         ("--poison", args.poison, "ranks that compute values"),
+        ("--weights", args.weights.is_some(), "ranks that load weights"),
     ];
     for (option, given, what) in needs_ranks {
         if given && args.device == RunDevice::Sim {
@@ -225,21 +262,7 @@ pub fn run(args: &Args) -> CliResult {
             ));
         }
     }
-    let (model, plan) = match &args.plan {
-        None => {
-            let planned = args.mapping.open_and_plan(args.model.as_deref(), None);
-            planned.map_err(CliError::into_usage_if_invalid)?
-        }
-        Some(folder) => {
-            if let Some(option) = args.mapping.given_flags(&MappingUse::ALL).first() {
-                return Err(plan_conflict_error(option));
-            }
-            match args.device {
-                RunDevice::Cpu | RunDevice::Cuda => read_sealed_plan(folder, args.model.as_ref())?,
-                RunDevice::Sim => read_plan_without_model(folder)?,
-            }
-        }
-    };
+    let (model, plan) = open_model_and_plan(args)?;
     let performance = args.performance.check_gates(&plan, args.device, args.format)?;
     let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
     // Joined ranks that share a disk must find the same name, so they reserve none.
@@ -257,12 +280,13 @@ pub fn run(args: &Args) -> CliResult {
         cuts_at: args.cut_at.clone(),
         flushes_at: args.flush_at.clone(),
         weights_at: changes.weights,
+        noise: args.noise.clone(),
         out: match &reserved {
             Some(folder) => folder.path().to_path_buf(),
             None => args.out.clone().unwrap_or_else(free_dir),
         },
         out_is_reserved: reserved.is_some(),
-        png: args.png,
+        outputs,
         wire_dump: args.wire_dump,
         poison: args.poison,
         oversubscribe: args.oversubscribe,
@@ -277,13 +301,38 @@ pub fn run(args: &Args) -> CliResult {
     }
     if is_joining(args) {
         let join_options = args.join.options_from_env()?;
-        return join::run(plan, &model, &options, &join_options, args.quiet, args.format);
+        return join::run(plan, &model, &options, &join_options, args.quiet, (args.format, place));
     }
     let rank = vec![current_exe_path()?, "rank".to_string()];
     let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
         tessera::stream::run(&plan, &model, &options, rank, interrupt, on_event)
     });
-    print_report(&report?, args.format, false)
+    print_report(&report?, (args.format, place), false)
+}
+
+/// Plans the model, or reads the plan that `--plan` names, and applies the origin of the weights.
+fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
+    let weights = parse_weights_origin(args)?;
+    let (model, plan) = match &args.plan {
+        None => {
+            let mut mapping = args.mapping.clone();
+            if args.noise.is_some() {
+                mapping.noise_source.get_or_insert(true);
+            }
+            let planned = mapping.open_and_plan(args.model.as_deref(), None);
+            planned.map_err(CliError::into_usage_if_invalid)?
+        }
+        Some(folder) => {
+            if let Some(option) = args.mapping.given_flags(&MappingUse::ALL).first() {
+                return Err(plan_conflict_error(option));
+            }
+            match args.device {
+                RunDevice::Cpu | RunDevice::Cuda => read_sealed_plan(folder, args.model.as_ref())?,
+                RunDevice::Sim => read_plan_without_model(folder)?,
+            }
+        }
+    };
+    Ok((model.with_weights(weights), plan))
 }
 
 /// Returns whether this process is, or should be, one rank of a run that is started externally.
@@ -319,7 +368,7 @@ fn run_simulated(args: &Args, plan: &Plan, options: &StreamOptions) -> CliResult
     let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
         sim::run(plan, options, machine, interrupt, on_event)
     });
-    print_report(&report?, args.format, false)
+    print_report(&report?, (args.format, ReportPlace::StandardOutput), false)
 }
 
 struct StreamChanges {
@@ -347,6 +396,42 @@ fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
     errors.extend(repeated_chunk_error("--flush-at", args.flush_at.iter().copied()));
     errors.extend(repeated_chunk_error("--weights-at", out.weights.iter().map(|(c, _)| *c)));
     if errors.is_empty() { Ok(out) } else { Err(CliError::from_usage_errors(errors)) }
+}
+
+/// Parses `--weights`.
+fn parse_weights_origin(args: &Args) -> Result<WeightsOrigin, CliError> {
+    let Some(text) = &args.weights else { return Ok(WeightsOrigin::Files) };
+    WeightsOrigin::parse(text).ok_or_else(|| {
+        let why = "not `synthetic:` and a whole number; weight files are read from the model's folder";
+        CliError::usage(invalid_argument("--weights", text, why, "--weights synthetic:1"))
+    })
+}
+
+/// Parses the options of outputs, and reports all errors at once.
+fn parse_outputs(args: &Args) -> Result<OutputOptions, CliError> {
+    let (mut pipes, mut errors) = (Vec::new(), Vec::new());
+    let given = [("--raw", &args.raw, RawFormat::Rgb24), ("--y4m", &args.y4m, RawFormat::Y4m)];
+    for (option, text, format) in given {
+        let Some(text) = text else { continue };
+        match FrameDestination::parse(text) {
+            Some(to) => pipes.push(FrameTarget { format, to }),
+            None => errors.push(invalid_argument(
+                option,
+                text,
+                "neither a file, nor `-`, nor `fd:` and a number",
+                &format!("{option} - | ffplay -"),
+            )),
+        }
+    }
+    let outputs = OutputOptions { png: args.png, latents: args.latents, pipes };
+    if outputs.uses_stdout() && args.format == OutputFormat::Json {
+        errors.push(
+            Diagnostic::error(&T0030, "--format json and the frames both go to standard output").with_hint(
+                "leave out --format json and read record.jsonl, or send the frames to a file or fd:3",
+            ),
+        );
+    }
+    if errors.is_empty() { Ok(outputs) } else { Err(CliError::from_usage_errors(errors)) }
 }
 
 fn parse_delays(args: &Args, other_latents: u64) -> Result<SyntheticDelays, CliError> {
@@ -405,8 +490,7 @@ fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan
 /// Reads a plan folder for a simulated run, which takes everything about the model from the plan.
 fn read_plan_without_model(folder: &Path) -> Result<(Model, Plan), CliError> {
     let plan = Plan::read(folder)?;
-    let (name, dir) = (plan.model.clone(), PathBuf::from(&plan.model_dir));
-    Ok((Model { name, dir, video: plan.video.clone() }, plan))
+    Ok((Model::from_plan(Path::new(&plan.model_dir), &plan), plan))
 }
 
 /// Parses a prompt that takes effect at a chunk, such as `4:a blue square`.

@@ -145,6 +145,11 @@ mapping_flags! {
     #[arg(long, value_name = "FILE")]
     stream: PathBuf,
 
+    [OfModel]
+    /// Where the noise of each chunk's first denoising step comes from [default: the model's]
+    #[arg(long, value_parser = named_values(NOISE_SOURCES))]
+    noise_source: bool,
+
     [Fixed]
     /// Requested chunks that may wait at the leader, 1 to 64 [default: 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), help_heading = QUEUE_HEADING)]
@@ -218,6 +223,12 @@ pub const TRANSPORTS: &[(&str, Transport, &str)] = &[
     ("nccl", Transport::Nccl, "NCCL for every collective"),
 ];
 
+/// Values of `--noise-source`: whether calls carry the noise, each with its help text.
+const NOISE_SOURCES: &[(&str, bool, &str)] = &[
+    ("seed", false, "Every rank draws it from the seed"),
+    ("call", true, "The leader sends it, from the file of `tessera stream --noise`"),
+];
+
 /// Values of `--cache`: whether keys and values are recomputed, each with its help text.
 const CACHES: &[(&str, bool, &str)] = &[
     ("resident", false, "Keep the KV cache of past frames in device memory"),
@@ -286,6 +297,7 @@ impl MappingArgs {
             steps: self.steps.as_deref().map(parse_steps).transpose()?,
             preset: self.preset,
             stream_file: self.stream.clone(),
+            given_noise: self.noise_source,
         })
     }
 

@@ -6,7 +6,7 @@ use crate::record::{FailureCause, PipelineTimes};
 use crate::timeline::tests::sample;
 
 fn lines_of(r: &RunRecord) -> Vec<String> {
-    let mut out = vec![RecordLine::Start(r.start.clone()).to_json()];
+    let mut out = vec![RecordLine::Start(Box::new(r.start.clone())).to_json()];
     out.extend(r.chunks.iter().map(|c| RecordLine::Chunk(c.clone()).to_json()));
     out.extend(r.events.iter().map(|e| RecordLine::Event(e.clone()).to_json()));
     out.extend(r.end.iter().map(|e| RecordLine::End(e.clone()).to_json()));

@@ -32,6 +32,8 @@ pub struct StreamRequest {
     pub cut: SceneCut,
     /// Weights that every rank loads before this chunk, which then opens a scene.
     pub reload: Option<Reload>,
+    /// Noise of the chunk's first step, if the plan takes given noise.
+    pub noise: Option<Tensor>,
 }
 
 pub(crate) enum MediaCommand {

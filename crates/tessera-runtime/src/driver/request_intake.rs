@@ -23,7 +23,7 @@ pub(super) enum IntakeEvent {
     /// A new prompt to embed; its request and all later ones wait for the embedding.
     Prompt(String),
     /// A request and the embedding of its prompt.
-    Request(StreamRequest, Option<Tensor>),
+    Request(Box<StreamRequest>, Option<Tensor>),
     /// The application has no more requests.
     Finished,
 }
@@ -85,7 +85,7 @@ impl RequestIntake {
                 return self.waiting.push_front((request, text));
             }
             self.in_flight = self.in_flight.saturating_sub(1);
-            out.push(IntakeEvent::Request(request, text));
+            out.push(IntakeEvent::Request(Box::new(request), text));
         }
         if std::mem::take(&mut self.finished) {
             out.push(IntakeEvent::Finished);

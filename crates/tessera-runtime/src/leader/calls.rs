@@ -32,8 +32,8 @@ impl Leader {
             }
             while self.warmup == WarmupStage::Finished && !self.has_ended() && self.can_prepare() {
                 match self.inbox.pop_front() {
-                    Some(InboxItem::Chunk { ordinal, request, text }) => {
-                        self.prepare_chunk(ordinal, &request, text);
+                    Some(InboxItem::Chunk { ordinal, request, text, noise }) => {
+                        self.prepare_chunk(ordinal, &request, text, noise);
                     }
                     Some(InboxItem::Control(action)) => self.prepare_control(action, None),
                     Some(InboxItem::Reload(reload)) => {
@@ -98,7 +98,13 @@ impl Leader {
         }
     }
 
-    fn prepare_chunk(&mut self, ordinal: u64, request: &ChunkRequest, text: Option<Tensor>) {
+    fn prepare_chunk(
+        &mut self,
+        ordinal: u64,
+        request: &ChunkRequest,
+        text: Option<Tensor>,
+        noise: Option<Tensor>,
+    ) {
         if text.is_some() {
             self.prompt_embedding = text;
         }
@@ -107,8 +113,8 @@ impl Leader {
             Err(found) => return self.preflight_failed(found),
         };
         let wants_text = plan.meta.as_ref().is_some_and(|m| m.reset_cross);
-        let tensors = if wants_text { self.prompt_embedding.iter().cloned().collect() } else { Vec::new() };
-        self.send_call(plan, Some(ordinal), None, Tensors(tensors));
+        let text = self.prompt_embedding.as_ref().filter(|_| wants_text).cloned();
+        self.send_call(plan, Some(ordinal), None, Tensors(text.into_iter().chain(noise).collect()));
     }
 
     fn prepare_control(&mut self, action: CallAction, reload: Option<Reload>) {

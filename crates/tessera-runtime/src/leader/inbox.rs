@@ -9,7 +9,7 @@ use crate::{FailureClass, Limits};
 /// A chunk request, control call or reload that waits to become a call.
 #[derive(Debug)]
 pub(super) enum InboxItem {
-    Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor> },
+    Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor>, noise: Option<Tensor> },
     Control(CallAction),
     Reload(Reload),
 }
@@ -20,7 +20,12 @@ impl Leader {
         self.inbox.iter().filter(|i| matches!(i, InboxItem::Chunk { .. })).count()
     }
 
-    pub(super) fn handle_request(&mut self, mut request: ChunkRequest, mut text: Option<Tensor>) {
+    pub(super) fn handle_request(
+        &mut self,
+        mut request: ChunkRequest,
+        mut text: Option<Tensor>,
+        noise: Option<Tensor>,
+    ) {
         if self.is_stopping() {
             return;
         }
@@ -44,7 +49,7 @@ impl Leader {
             text = text.or(Some(dropped_embedding));
             request.prompt_change = true;
         }
-        self.inbox.push_back(InboxItem::Chunk { ordinal, request, text });
+        self.inbox.push_back(InboxItem::Chunk { ordinal, request, text, noise });
     }
 
     pub(super) fn enqueue_control(&mut self, action: CallAction) {

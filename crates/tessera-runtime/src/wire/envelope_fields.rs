@@ -60,12 +60,13 @@ pub const ENVELOPE_FIELDS: &[EnvelopeField] = &[
     envelope_field("predicted_state", "digest", "INFER", "Leader and ranks must predict the same cache state", "T0712"),
     envelope_field("reload", "struct", "RELOAD only", "Source and digest of the weights that every rank loads between the same two calls", "T0732"),
     envelope_field("text", "tensor", "reset_cross", "Prompt embedding, sent only when it changes", "T0735"),
+    envelope_field("noise", "tensor", "the plan takes given noise", "Noise of the first denoise step of a chunk, so that a reference run can be repeated", "T0735"),
     envelope_field("context", "tensor, in a second message", "recompute", "Context latents, which depend on the previous chunk's output", "T0735"),
 ];
 
 /// Content that an envelope omits, and why.
 const OMITTED_CONTENT: &[(&str, &str)] = &[
-    ("noise", "every rank draws it from seed, chunk and draw"),
+    ("drawn noise", "every rank draws it from seed, chunk and draw"),
     ("KV cache contents", "equal inputs and equal state digests produce equal caches"),
     ("the evicted span", "it follows from the fill level"),
     ("pixels", "only the delivering rank decodes them"),

@@ -187,6 +187,7 @@ fn as_rank() -> ! {
             seed: 7,
             cut: SceneCut::None,
             reload: None,
+            noise: None,
         });
         let parts = LeaderParts {
             config: leader,

@@ -31,6 +31,15 @@ pub fn collectives_of(program: &str) -> u64 {
 }
 
 pub fn test_programs() -> ProgramIndex {
+    list_programs(&[])
+}
+
+/// The programs of a plan whose calls carry the noise of the first step.
+pub fn test_programs_with_noise() -> ProgramIndex {
+    list_programs(&["noise"])
+}
+
+fn list_programs(more: &[&str]) -> ProgramIndex {
     let place = vec![("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(CHUNK))];
     let with_sigma = [&place[..], &[("sigma", ArgKind::F32)]].concat();
     let draw = vec![
@@ -46,6 +55,7 @@ pub fn test_programs() -> ProgramIndex {
         ("renoise".into(), draw),
         ("emit".into(), vec![]),
     ];
+    rows.extend(more.iter().map(|name| ((*name).to_string(), vec![])));
     for fill in [0, 3, 6] {
         rows.push((format!("denoise.fill{fill}"), with_sigma.clone()));
         rows.push((format!("clean.fill{fill}"), place.clone()));
@@ -54,6 +64,7 @@ pub fn test_programs() -> ProgramIndex {
         let input = match name.as_str() {
             "text" => Some(("text", vec![4, 2])),
             "recompute" => Some(("context", vec![2, 2])),
+            "noise" => Some(("noise", vec![2, 2])),
             _ => None,
         };
         let facts = ProgramInfo {

@@ -292,7 +292,7 @@ impl Net {
                 && self.leader_alive
             {
                 let event = match self.requests.pop_front() {
-                    Some(Request { request, text }) => leader::Event::Request { request, text },
+                    Some(Request { request, text }) => leader::Event::Request { request, text, noise: None },
                     None => leader::Event::NoMoreRequests,
                 };
                 self.step_leader(event);

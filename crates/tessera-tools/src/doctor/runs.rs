@@ -105,8 +105,7 @@ pub fn examine_plan(
         Some(m) => m,
         None => load_machine(DEFAULT_MACHINE.0, Some(DEFAULT_MACHINE.1), None)?,
     };
-    let model =
-        Model { name: plan.model.clone(), dir: PathBuf::from(&plan.model_dir), video: plan.video.clone() };
+    let model = Model::from_plan(Path::new(&plan.model_dir), plan);
     let ward = MitigationPricer::new(plan, &model, machine);
     let mut out = DoctorReport {
         title: format!("{} ({} over {})", patient.name, plan.model, plan.mapping.mesh),

@@ -1,6 +1,7 @@
 //! What a rank derives from its plan and its configuration before it runs, and the engine that it
 //! builds from them.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +33,7 @@ use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
 use crate::host_memory::available_bytes;
 use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
-use crate::model::Model;
+use crate::model::{Model, WeightsOrigin};
 use crate::parity::{ExecutorState, rank_parity};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, first_diagnostic};
@@ -53,6 +54,8 @@ pub(crate) struct RankSetup {
     pub(crate) communicators: EndpointSources,
     /// Settings derived from the plan.
     pub(crate) context: RankContext,
+    /// Open destinations of uncompressed frames, in the order of the options; only on the leader.
+    pub(crate) frame_pipes: Vec<OwnedFd>,
     /// Interrupt handle of a leader without a launcher.
     pub(crate) interrupt: Option<StopHandle>,
     /// Event handler of a leader without a launcher.
@@ -212,7 +215,7 @@ impl RankContext {
     pub(crate) fn engine_factory(
         &self,
         rank: Rank,
-        model: &Path,
+        (model, origin): (&Path, WeightsOrigin),
         threads: usize,
         communicators: impl Into<EndpointSources>,
     ) -> EngineFactory {
@@ -226,8 +229,8 @@ impl RankContext {
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
         let poison = self.poison;
         Box::new(move || {
-            let mut weights =
-                Model::open_for_plan(&model, &plan)?.open_weights().map_err(first_diagnostic)?;
+            let model = Model::open_for_plan(&model, &plan)?.with_weights(origin);
+            let mut weights = model.open_weights().map_err(first_diagnostic)?;
             let order = drill.as_ref().map_or(JoinOrder::OfPlan, FaultInjector::join_order);
             let mut backend = match &gpus {
                 None => build_cpu_backend(&plan, rank, threads, communicators, order)?,

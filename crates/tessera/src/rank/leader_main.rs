@@ -1,10 +1,12 @@
 //! Runs the leader: rank 0, which takes requests, encodes, decodes and writes the record.
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tessera_base::Diagnostics;
 use tessera_mesh::Rank;
-use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, run_leader};
+use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, StreamRequest, run_leader};
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::leader::{LeaderConfig, RecordEntry};
 use tessera_runtime::{Failure, FailureClass};
@@ -12,8 +14,9 @@ use tessera_runtime::{Failure, FailureClass};
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
 use crate::communicators::EndpointSources;
 use crate::faults::DrillMediaPipeline;
+use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
-use crate::model::Model;
+use crate::noise_file::NoiseFile;
 use crate::parity::{ExecutorState, rank_parity};
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
@@ -26,12 +29,18 @@ pub(crate) fn run_as_leader(
 ) -> Result<Option<Failure>, Diagnostics> {
     let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
     let setup = arrive().map(|arrival| {
-        let RankSetup { joined, communicators: lanes, context: mut common, interrupt, on_event: tell } =
-            arrival;
+        let RankSetup {
+            joined,
+            communicators: lanes,
+            context: mut common,
+            frame_pipes,
+            interrupt,
+            on_event: tell,
+        } = arrival;
         let session = joined.welcome.session;
         common.apply_config(orders, Rank(0));
         common.begin_flight(orders, session, Rank(0));
-        let parts = build_leader_parts(session, lanes, orders, &common, &record, tell);
+        let parts = build_leader_parts(session, (lanes, frame_pipes), orders, &common, &record, tell);
         (joined, common, parts.map(|parts| LeaderParts { stop: interrupt, ..parts }))
     });
     let outcome = match setup {
@@ -61,7 +70,7 @@ pub(crate) fn run_as_leader(
 
 fn build_leader_parts(
     session: u64,
-    communicators: EndpointSources,
+    (communicators, frame_pipes): (EndpointSources, Vec<OwnedFd>),
     orders: &RankConfig,
     context: &RankContext,
     record: &Arc<Mutex<RecordWriter>>,
@@ -71,10 +80,7 @@ fn build_leader_parts(
     let ranks: Vec<Rank> = context.plan.mesh_ranks().collect();
     let parity = rank_parity(
         &context.plan,
-        Model::open_for_plan(&orders.model, &context.plan)
-            .map_err(|d| vec![d])?
-            .open_weights()?
-            .sample_digest(),
+        orders.open_model(&context.plan).map_err(|d| vec![d])?.open_weights()?.sample_digest(),
         &orders.delays,
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
@@ -95,16 +101,19 @@ fn build_leader_parts(
         tripwires: context.tripwires.clone(),
     };
     let own_engine = ranks.contains(&Rank(0)).then(|| {
-        let engine = context.engine_factory(Rank(0), &orders.model, orders.threads, communicators);
+        let engine = context.engine_factory(Rank(0), orders.model_files(), orders.threads, communicators);
         (context.worker_config(Rank(0)), engine)
     });
     let requests = {
         let chunks = orders.chunks;
+        let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &context.plan.video));
+        let noise = noise.transpose().map_err(|d| vec![d])?;
         let (orders, drill) = (orders.clone(), context.fault_injector.clone());
         let chunk_request = move |c| {
-            drill
-                .iter()
-                .fold(orders.stream_request(c), |chunk_request, hand| hand.modify_request(c, chunk_request))
+            // The launcher checked the file. A chunk whose noise it lacks now is refused with its call.
+            let noise = noise.as_ref().and_then(|file| file.read_chunk(c).ok());
+            let request = StreamRequest { noise, ..orders.stream_request(c) };
+            drill.iter().fold(request, |chunk_request, hand| hand.modify_request(c, chunk_request))
         };
         Box::new((0..chunks).map(chunk_request))
     };
@@ -112,7 +121,7 @@ fn build_leader_parts(
         config,
         local_rank: own_engine,
         topology: context.topology,
-        media: media_factory(context, orders, record),
+        media: media_factory(context, orders, frame_pipes, record),
         requests,
         record: entry_recorder(orders, record, on_event),
         stop: None,
@@ -125,15 +134,18 @@ fn build_leader_parts(
 fn media_factory(
     context: &RankContext,
     orders: &RankConfig,
+    fds: Vec<OwnedFd>,
     record: &Arc<Mutex<RecordWriter>>,
 ) -> MediaPipelineFactory {
     let (plan, orders, record) = (Arc::clone(&context.plan), orders.clone(), Arc::clone(record));
     let drill = context.fault_injector.clone();
+    // A reader that stalls should be named before the media pipeline counts as stalled.
+    let pipes = OpenPipes { fds, patience: Duration::from_nanos(context.limits.media_ns / 4 * 3) };
     Box::new(move || {
-        let model = Model::open_for_plan(&orders.model, &plan)?;
+        let model = orders.open_model(&plan)?;
         let words = model.open_text_encoder().map_err(first_diagnostic)?;
         let vae = model.open_vae_weights().map_err(first_diagnostic)?;
-        let pipeline = RunMediaPipeline::new(&plan, words, vae, &orders, record)?;
+        let pipeline = RunMediaPipeline::new(&plan, words, vae, &orders, pipes, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
         Ok(match drill {
             None => pipeline,
@@ -175,7 +187,7 @@ mod tests {
     use tessera_runtime::driver::JoinedRank;
 
     use super::*;
-    use crate::model::Overrides;
+    use crate::model::{Model, Overrides};
     use crate::plan::plan_model;
     use crate::run_dir_writer::write_run_dir;
     use crate::stream_options::StreamOptions;
@@ -203,6 +215,7 @@ mod tests {
             joined: JoinedRank::from_links(welcome, Vec::new(), Vec::new()),
             communicators: Vec::new().into(),
             context: RankContext::new(Arc::new(plan), orders.delays),
+            frame_pipes: Vec::new(),
             interrupt: None,
             on_event: None,
         };

@@ -26,7 +26,7 @@ pub(crate) fn run_follower(
             return outcome;
         }
     };
-    let engine = common.engine_factory(rank, &orders.model, orders.threads, lanes);
+    let engine = common.engine_factory(rank, orders.model_files(), orders.threads, lanes);
     let (config, flight) = (common.worker_config(rank), common.flight_sink());
     // If the leader is outside the mesh, the first mesh rank relays its messages to the others.
     let outcome = if common.topology == ControlTopology::ExternalLeader

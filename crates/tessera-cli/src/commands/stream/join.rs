@@ -16,7 +16,7 @@ use tessera::terminal::{print_stderr, print_stderr_line};
 use tessera::{Model, Plan, StopHandle};
 use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
 
-use super::report::{print_failure, print_report};
+use super::report::{ReportPlace, print_failure, print_report};
 use crate::flags::{AppliesTo, flag_set};
 use crate::output::{CliError, CliResult, OutputFormat};
 use crate::progress::{EXIT_INTERRUPTED, Progress, STOPPING_MESSAGE, handle_signals};
@@ -149,7 +149,7 @@ pub fn run(
     options: &StreamOptions,
     join_options: &JoinOptions,
     quiet: bool,
-    format: OutputFormat,
+    (format, place): (OutputFormat, ReportPlace),
 ) -> CliResult {
     let is_leader = join_options.rank == 0;
     let progress = Progress::new(quiet || !is_leader, options.chunks);
@@ -195,7 +195,7 @@ pub fn run(
         None => ds.into(),
     })?;
     match report {
-        JoinReport::Leader(report) => print_report(&report, format, report.failure.is_some()),
+        JoinReport::Leader(report) => print_report(&report, (format, place), report.failure.is_some()),
         JoinReport::Rank(None) => Ok(0),
         JoinReport::Interrupted => {
             print_stderr_line(&format!("rank {}: rank 0 received a second stop request", join_options.rank));

@@ -2,18 +2,36 @@
 
 use tessera::OVERLAP_GATE;
 use tessera::stream_options::StreamReport;
-use tessera::terminal::print_stderr_line;
+use tessera::terminal::{print_stderr, print_stderr_line};
 
 use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_pairs, write_stdout};
 
+/// Where the result of a run is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReportPlace {
+    StandardOutput,
+    /// For a run whose frames go to standard output.
+    StandardError,
+}
+
 /// Prints the result of a run. `failure_printed` suppresses the failure, for callers that have
 /// already printed it.
-pub fn print_report(report: &StreamReport, format: OutputFormat, failure_printed: bool) -> CliResult {
+pub fn print_report(
+    report: &StreamReport,
+    (format, place): (OutputFormat, ReportPlace),
+    failure_printed: bool,
+) -> CliResult {
     let text = match format {
         OutputFormat::Json => render_json(report),
         OutputFormat::Text => render_text(report),
     };
-    let written = write_stdout(&text);
+    let written = match place {
+        ReportPlace::StandardOutput => write_stdout(&text),
+        ReportPlace::StandardError => {
+            print_stderr(&text);
+            Ok(())
+        }
+    };
     let on_stderr = format == OutputFormat::Text && !failure_printed || written.is_err();
     if let Some(f) = report.failure.as_ref().filter(|_| on_stderr) {
         print_failure(f);
@@ -41,7 +59,7 @@ pub fn print_failure(f: &tessera::Failure) {
 /// The files that a run folder may contain, with the most useful ones first.
 const RUN_DIR_FILES: &[(&str, &str)] = &[
     ("clip.png", "the video, an animated PNG for any browser"),
-    ("latents.f32", "the latents, because the model has no decoder"),
+    ("latents.safetensors", "the latents of every chunk"),
     ("frames", "every frame as a PNG"),
     ("report.html", "the report, for a browser"),
     ("trace.json", "a timeline for ui.perfetto.dev"),
