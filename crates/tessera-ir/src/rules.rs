@@ -6,6 +6,7 @@
 
 mod buffers;
 mod compute;
+mod embedding;
 mod possible_types;
 mod resharding;
 mod softmax_bmm_moe;
@@ -131,6 +132,7 @@ impl RuleContext<'_> {
             V::Matmul(v) => one(self.matmul_type(v)?),
             V::BiasAct(_) => one(self.bias_act_type()?),
             V::Add(_) => one(self.add_type()?),
+            V::Mul(_) => one(self.same_type(0, 1)?),
             V::Silu(_) | V::Renoise(_) => one(self.operands[0].clone()),
             V::Cast(v) => one(self.cast_type(v)?),
             V::Quantize(_) => self.quantize_types(),
@@ -144,12 +146,14 @@ impl RuleContext<'_> {
             V::RmsScale(v) => one(self.rms_scale_type(v)?),
             V::Rope(v) => one(self.rope_type(v)?),
             V::Attention(v) => one(self.attention_type(v)?),
+            V::RelativeAttention(v) => one(self.relative_attention_type(v)?),
             V::Softmax(v) => one(self.softmax_type(v)?),
             V::Bmm(v) => one(self.bmm_type(v)?),
             V::MoeRoute(v) => one(self.moe_route_type(v)?),
             V::TimeEmbed(v) => one(self.time_embed_type(v)?),
             V::SpaceTimeToDepth(v) => one(self.space_time_to_depth_type(v)?),
             V::DepthToSpaceTime(v) => one(self.depth_to_space_time_type(v)?),
+            V::Embed(_) => one(self.embed_type()?),
             V::TakeRows(v) => one(self.take_rows_type(v)?),
             V::TakeShard(v) => one(self.take_shard_type(v)?),
             V::Pad(v) => one(self.pad_type(v)?),

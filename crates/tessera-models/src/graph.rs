@@ -5,9 +5,11 @@
 //! (frame, row, column), and the elements of a token by (row, column, channel) of the patch. The
 //! residual stream is [tokens, dim].
 
-use tessera_base::Diagnostics;
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
 
+use crate::codes::T0440;
+use crate::umt5::{Umt5Config, encode_text_phase};
 use crate::{PixelDecoder, PredictionTarget, StreamConfig, WanConfig};
 
 /// The way in which the KV cache provides context across chunks.
@@ -26,6 +28,8 @@ pub struct VideoModel {
     pub wan: WanConfig,
     /// Settings of generation: chunks, cache window, denoising steps and decoder.
     pub stream: StreamConfig,
+    /// Dimensions of the UMT5 text encoder, if the stream uses one.
+    pub text_encoder: Option<Umt5Config>,
 }
 
 impl VideoModel {
@@ -36,7 +40,24 @@ impl VideoModel {
     pub fn parse(config: (&str, &str), stream: (&str, &str)) -> Result<VideoModel, Diagnostics> {
         let wan = WanConfig::parse(config.0, config.1)?;
         let stream = StreamConfig::parse(stream.0, stream.1, &wan)?;
-        Ok(VideoModel { wan, stream })
+        Ok(VideoModel { wan, stream, text_encoder: None })
+    }
+
+    /// Sets the text encoder of a model whose stream uses UMT5.
+    ///
+    /// # Errors
+    /// T0440 if the DiT does not read rows of the encoder's width.
+    pub fn set_text_encoder(&mut self, file: &str, config: Umt5Config) -> Result<(), Diagnostics> {
+        if config.d_model != self.wan.text_dim {
+            return Err(vec![
+                Diagnostic::error(&T0440, "the text encoder does not fit the DiT")
+                    .with_label(file, format!("d_model = {}", config.d_model))
+                    .with_label("config.json of the DiT", format!("text_dim = {}", self.wan.text_dim))
+                    .with_hint("use the text encoder that was published with the DiT"),
+            ]);
+        }
+        self.text_encoder = Some(config);
+        Ok(())
     }
 
     /// Returns whether keys and values stay cached across chunks or are recomputed before each
@@ -88,6 +109,9 @@ pub fn build_phases(m: &VideoModel) -> Vec<Program> {
         if m.context_regime() == ContextRegime::Recompute {
             out.push(encode_phase(m));
         }
+    }
+    if let Some(encoder) = &m.text_encoder {
+        out.push(encode_text_phase(encoder, m.wan.text_len));
     }
     out
 }

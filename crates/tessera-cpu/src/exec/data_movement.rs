@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use tessera_device::Fault;
+
 /// Adds the table to each row of the embedding, which repeats if the table is wider.
 pub(super) fn add_modulation(out: &mut [f32], table: &[f32], embedding: &[f32], width: usize) {
     let rows = embedding.len() / width;
@@ -22,6 +24,19 @@ pub(super) fn take_range(out: &mut [f32], x: &[f32], shape: &[u64], dim: usize, 
     for (o, x) in out.chunks_exact_mut(part).zip(x.chunks_exact(whole)) {
         o.copy_from_slice(&x[range.start * run..][..part]);
     }
+}
+
+/// Copies row `ids[i]` of `table` to row i of `out`.
+pub(super) fn take_rows_by_id(out: &mut [f32], ids: &[f32], table: &[f32]) -> Result<(), Fault> {
+    let width = out.len() / ids.len().max(1);
+    let rows = table.len() / width.max(1);
+    for (o, id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
+        if id.fract() != 0.0 || !(0.0..rows as f32).contains(id) {
+            return Err(Fault::Failed(format!("id {id} is not a row of a table with {rows} rows")));
+        }
+        o.copy_from_slice(&table[*id as usize * width..][..width]);
+    }
+    Ok(())
 }
 
 /// Copies `x` and fills the rest of `out` with zeros.

@@ -143,6 +143,9 @@ fn build_compute(
         C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {
             return copy_whole(s, v.x, s.at(out)?);
         }
+        C::RelativeAttention(_) => return cuda_failure("attention with a bias by distance"),
+        C::Embed(_) => return cuda_failure("rows of a table by id"),
+        C::Mul(_) => return cuda_failure("an elementwise product"),
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
         C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),
         C::LayerNorm(v) => build_residual_norm(s, None, Some((i, NormView::Affine(v))), None),
