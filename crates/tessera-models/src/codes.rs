@@ -63,7 +63,7 @@ some layers only), and the op rows do not describe this value. An estimate that 
 model, so the config is rejected. The hint lists the accepted values.\n\n\
 Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.";
 
-    T0440: "text encoder is not a UMT5 encoder that can run",
+    T0450: "text encoder is not a UMT5 encoder that can run",
     "With `encoder = \"umt5\"` in stream.toml, the folder text_encoder holds the encoder's own config.json in the format of \
 transformers. A key there selects another architecture or another feed-forward layer, for which the program would produce \
 plausible but wrong embeddings; or some dims contradict each other, and the message shows them. The width of the encoder \

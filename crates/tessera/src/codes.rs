@@ -84,4 +84,10 @@ one of the two.";
 runs with these weights alone. The files of this model have another digest, so no rank was started.\n\n\
 The digest covers the name, dtype, shape and every element of every tensor. It depends neither on the mesh, nor on the \
 files' naming style, nor on how many files hold the tensors. Use the checkpoint for which the plan was made, or plan again.";
+
+    T0058: "rows of a prompt are missing or do not fit",
+    "With `encoder = \"file\"` in stream.toml, or with --text-embeddings, another program has encoded the prompts. The file is \
+safetensors; the name of a tensor is a prompt, letter by letter, and the tensor holds its rows: at most text_len of them, each \
+of text_dim columns (config.json). Shorter prompts are padded with zero rows, as the text encoder of Wan does. The message \
+names the prompt that is missing, or shows both shapes.";
 }

@@ -71,8 +71,8 @@ pub fn run(
     if plan.mapping.weights.is_some() {
         model.digest_weights(plan)?;
     }
-    let words = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.open_text_encoder()?;
-    let mut codec = MediaCodec::load(plan, words, None).map_err(|d| vec![d])?;
+    let encoder = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.open_text_encoder()?;
+    let mut codec = MediaCodec::load(plan, encoder, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
     let mut director = Director::new(common.stream.clone())?;
     let mut ranks = InProcessRanks::start(plan, model, threads, &common).map_err(|d| vec![d])?;

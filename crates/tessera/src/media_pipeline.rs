@@ -17,7 +17,7 @@ use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, VideoModel, WordEncoder};
+use tessera_models::{PixelDecoder, TEXT_PHASE, VideoModel};
 use tessera_report::apng::{ApngStream, png_frame};
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::wire::Tensor;
@@ -26,9 +26,11 @@ use crate::codes::T0016;
 use crate::files::{check_in_place, lost_output, write_error, write_file};
 use crate::host_memory::available_bytes;
 use crate::plan::Plan;
+use crate::prompt_rows::PromptRows;
 use crate::rank_config::RankConfig;
 use crate::record::{MediaInterval, RecordWriter};
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
+use crate::text_encoder::PromptEncoder;
 
 /// Name of the clip file in a run directory.
 pub(crate) const CLIP_FILE: &str = "clip.png";
@@ -50,11 +52,11 @@ pub(crate) struct RunMediaPipeline {
 impl RunMediaPipeline {
     pub(crate) fn new(
         plan: &Plan,
-        words: WordEncoder,
+        text: PromptEncoder,
         orders: &RankConfig,
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<RunMediaPipeline, Diagnostic> {
-        let mut codec = MediaCodec::load(plan, words, orders.delays.media)?;
+        let mut codec = MediaCodec::load(plan, text, orders.delays.media)?;
         if orders.poison {
             codec.cpu.poison_temporaries();
         }
@@ -128,11 +130,11 @@ pub(crate) fn lock_record(record: &Mutex<RecordWriter>) -> std::sync::MutexGuard
     record.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The text encoder, and the plan's decode and encode programs on a CPU backend of their own,
-/// outside the mesh.
+/// The text encoder, and the plan's decode and encode programs of pixels on a CPU backend of their
+/// own, outside the mesh.
 pub(crate) struct MediaCodec {
     video: VideoModel,
-    words: WordEncoder,
+    text: PromptRows,
     cpu: CpuBackend,
     loaded: BTreeMap<String, ProgramHandle>,
     /// The chunk of which only the first latent is decoded, with the pixels of that latent.
@@ -161,7 +163,7 @@ impl Observer for NoopObserver {
 impl MediaCodec {
     pub(crate) fn load(
         plan: &Plan,
-        words: WordEncoder,
+        text: PromptEncoder,
         delays: Option<MediaDelays>,
     ) -> Result<MediaCodec, Diagnostic> {
         let (rank, sealed) = (Rank(0), &plan.sealed);
@@ -169,14 +171,14 @@ impl MediaCodec {
         let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
         available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
         let mut loaded = BTreeMap::new();
-        for name in crate::plan::LEADER_PHASES {
+        for name in crate::plan::LEADER_PHASES.into_iter().filter(|name| *name != TEXT_PHASE) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut NoWeights)?);
             }
         }
         Ok(MediaCodec {
             video: plan.video.clone(),
-            words,
+            text: PromptRows::load(plan, text)?,
             cpu,
             loaded,
             decoded_first: None,
@@ -189,9 +191,9 @@ impl MediaCodec {
         self.video.stream.decoder
     }
 
-    pub(crate) fn encode_text(&self, prompt: &str) -> Result<Tensor, Diagnostic> {
-        let rows = self.words.encode(prompt).map_err(|d| *d)?;
-        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], &rows)
+    pub(crate) fn encode_text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
+        let rows = self.text.encode(prompt)?;
+        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], rows)
     }
 
     /// Returns the pixels [frames, height, width, 3] of a chunk; empty for a model without a

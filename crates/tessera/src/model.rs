@@ -8,16 +8,14 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{TextEncoder, VideoModel, WanConfig, WordEncoder, expected_weights};
+use tessera_models::{TextEncoder, VideoModel, WanConfig, expected_weights};
 use tessera_plan::Mapping;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
-use crate::codes::{T0010, T0016, T0041};
+use crate::codes::{T0010, T0041};
 use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
-
-/// Name of the file with the weights of a text encoder.
-const TEXT_ENCODER_FILE: &str = "text_encoder.safetensors";
+use crate::text_encoder::{PromptEncoder, TextFolders, text_digests};
 
 /// The configs of a model and the folder that holds its files; weights are opened separately.
 #[derive(Debug, Clone)]
@@ -38,6 +36,8 @@ pub struct Overrides {
     pub recompute: Option<bool>,
     /// Denoising timesteps that replace those of the streaming config.
     pub steps: Option<Vec<f64>>,
+    /// File with encoded prompts, instead of the model's own text encoder.
+    pub text_embeddings: Option<PathBuf>,
 }
 
 impl Model {
@@ -63,6 +63,16 @@ impl Model {
         }
         if let Some(steps) = &overrides.steps {
             video.stream.set_steps(steps.clone());
+        }
+        if let Some(file) = &overrides.text_embeddings {
+            // The path is relative to the working folder here, and to the model's folder in the settings.
+            let path = std::path::absolute(file).unwrap_or_else(|_| file.clone());
+            video.stream.text = TextEncoder::File;
+            video.stream.text_file = path.display().to_string();
+        }
+        if video.stream.text == TextEncoder::Umt5 {
+            let (file, config) = TextFolders::of_model(dir).read_config()?;
+            video.set_text_encoder(&file, config)?;
         }
         let ds = video.stream.find_contradictions("command line", &video.wan);
         if !ds.is_empty() {
@@ -149,21 +159,17 @@ impl Model {
         plan_model(&self.video, &plan.model, &plan.model_dir, &mapping)
     }
 
-    /// Returns the digest of the generator's weights, combined with that of the text encoder's if the
-    /// model has one.
+    /// Returns the digest of the generator's weights, combined with those of the text encoder's
+    /// weights and of its tokenizer if the model has them.
     fn content_digest(&self) -> Result<String, Diagnostics> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let mut digest = self.open_weights()?.set.content_digest(threads);
-        if self.video.stream.text == TextEncoder::Words {
-            let text_encoder = self.open_text_encoder_weights()?.content_digest(threads);
-            digest = *blake3::hash([digest, text_encoder].as_flattened()).as_bytes();
+        let mut parts = vec![digest];
+        parts.extend(text_digests(&self.dir, &self.video, threads)?);
+        if parts.len() > 1 {
+            digest = *blake3::hash(parts.as_flattened()).as_bytes();
         }
         Ok(blake3::Hash::from(digest).to_hex().to_string())
-    }
-
-    fn open_text_encoder_weights(&self) -> Result<WeightSet, Diagnostics> {
-        let file = self.dir.join(TEXT_ENCODER_FILE);
-        WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()
     }
 
     /// Opens the weights of one file under the file's own tensor names; the set may be partial.
@@ -176,24 +182,8 @@ impl Model {
     ///
     /// # Errors
     /// Returns T0016 if the model has none, or what is wrong with its files.
-    pub fn open_text_encoder(&self) -> Result<WordEncoder, Diagnostics> {
-        if self.video.stream.text != TextEncoder::Words {
-            return Err(vec![
-                Diagnostic::error(&T0016, format!("{} has no text encoder", self.name)).with_label(
-                    self.dir.join("stream.toml").display().to_string(),
-                    "[text] encoder = \"none\"",
-                ),
-            ]);
-        }
-        let vocab = self.dir.join("vocab.txt");
-        let words = read_text_file(&vocab).map_err(|e| {
-            vec![Diagnostic::error(&T0010, format!("{} cannot be read: {e}", vocab.display()))]
-        })?;
-        let set = self.open_text_encoder_weights()?;
-        set.check_finite("words.weight").map_err(|d| vec![d])?;
-        let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
-        WordEncoder::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len)
-            .map_err(|d| vec![*d])
+    pub fn open_text_encoder(&self) -> Result<PromptEncoder, Diagnostics> {
+        PromptEncoder::open(&self.name, &self.dir, &self.video)
     }
 }
 

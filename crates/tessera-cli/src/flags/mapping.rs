@@ -1,6 +1,6 @@
 //! The flags of a mapping, which `plan` and `stream` share, and the values that `bench` shares too.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tessera::files::read_text_file;
 use tessera::{DtypePolicy, Mapping, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology, Transport};
@@ -125,6 +125,14 @@ mapping_flags! {
     /// How the context of past frames is kept between chunks [default: the model's]
     #[arg(long, value_parser = named_values(CACHES))]
     cache: bool,
+
+    [OfModel]
+    /// Safetensors file with the rows of each prompt, instead of the model's own text encoder
+    ///
+    /// The name of a tensor is a prompt, letter by letter. The tensor holds at most text_len rows of
+    /// text_dim columns.
+    #[arg(long, value_name = "FILE")]
+    text_embeddings: PathBuf,
 
     [OfModel]
     /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
@@ -254,7 +262,11 @@ impl MappingArgs {
     /// # Errors
     /// T0030 for steps that are no numbers.
     pub fn parse_overrides(&self) -> Result<Overrides, Diagnostic> {
-        Ok(Overrides { recompute: self.cache, steps: self.steps.as_deref().map(parse_steps).transpose()? })
+        Ok(Overrides {
+            recompute: self.cache,
+            steps: self.steps.as_deref().map(parse_steps).transpose()?,
+            text_embeddings: self.text_embeddings.clone(),
+        })
     }
 
     /// Opens the model and plans it under these options, which override the mapping file, if there

@@ -3,7 +3,7 @@
 use tessera_base::config::{ConfigReader, parse_json};
 use tessera_base::{Diagnostic, Diagnostics};
 
-use crate::codes::T0440;
+use crate::codes::T0450;
 use crate::wan_config::checked_elements;
 
 /// The dimensions of a UMT5 encoder.
@@ -95,7 +95,7 @@ impl Umt5Config {
     /// Parses the `config.json` of a transformers checkpoint. `file` appears only in diagnostics.
     ///
     /// # Errors
-    /// Returns one diagnostic per problem: T0440 for another variant of the encoder and for dims that
+    /// Returns one diagnostic per problem: T0450 for another variant of the encoder and for dims that
     /// contradict each other.
     pub fn parse(file: &str, text: &str) -> Result<Umt5Config, Diagnostics> {
         let mut f = ConfigReader::new(file, "", parse_json(file, text)?);
@@ -117,7 +117,7 @@ impl Umt5Config {
             };
             f.diagnostics.push(
                 Diagnostic::error(
-                    &T0440,
+                    &T0450,
                     format!("`{key}` is {found}: this text encoder is not implemented"),
                 )
                 .with_label(file, format!("{key} = {found}"))
@@ -153,7 +153,7 @@ impl Umt5Config {
     fn find_contradictions(&self, file: &str) -> Diagnostics {
         let mut ds = Vec::new();
         let mut refuse =
-            |message: String| ds.push(Diagnostic::error(&T0440, message).with_label(file, "these keys"));
+            |message: String| ds.push(Diagnostic::error(&T0450, message).with_label(file, "these keys"));
         if !self.buckets.is_multiple_of(2) || self.buckets < 4 || self.max_distance <= self.buckets / 4 {
             refuse(format!(
                 "{} buckets up to distance {}: the buckets must be even and at least 4, and the distance \
@@ -223,7 +223,7 @@ mod tests {
             ("\"d_ff\":10240", "\"d_ff\":1000000000", "[1000000000, 4096] is too large"),
         ] {
             let (code, message) = refused(&[(old, new)]);
-            assert!(code == "T0440" && message.contains(says), "{code} {message}");
+            assert!(code == "T0450" && message.contains(says), "{code} {message}");
         }
     }
 }

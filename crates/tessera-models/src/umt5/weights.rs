@@ -7,8 +7,8 @@ use super::Umt5Config;
 pub struct Umt5Weight {
     /// Name in the program. Its prefix keeps it apart from the names of the DiT.
     pub name: String,
-    /// Names in checkpoints: that of Wan, then that of transformers.
-    pub aliases: [String; 2],
+    /// Names in checkpoints: that of Wan, then that of transformers, then another one of transformers.
+    pub aliases: Vec<String>,
     /// Extents of the tensor.
     pub shape: Vec<u64>,
 }
@@ -19,10 +19,12 @@ pub fn umt5_weights(c: &Umt5Config) -> Vec<Umt5Weight> {
     let (d, inner) = (c.d_model, c.inner_dim());
     let weight = |wan: String, transformers: String, shape: &[u64]| Umt5Weight {
         name: program_name(&wan),
-        aliases: [wan, transformers],
+        aliases: vec![wan, transformers],
         shape: shape.to_vec(),
     };
-    let mut out = vec![weight("token_embedding.weight".into(), "shared.weight".into(), &[c.vocab_size, d])];
+    let mut table = weight("token_embedding.weight".into(), "shared.weight".into(), &[c.vocab_size, d]);
+    table.aliases.push("encoder.embed_tokens.weight".into());
+    let mut out = vec![table];
     for i in 0..c.layers {
         let (wan, block) = (format!("blocks.{i}"), format!("encoder.block.{i}"));
         let (attention, dense) = (format!("{block}.layer.0"), format!("{block}.layer.1"));

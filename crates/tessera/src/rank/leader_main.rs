@@ -130,9 +130,9 @@ fn media_factory(
     let (plan, orders, record) = (Arc::clone(&context.plan), orders.clone(), Arc::clone(record));
     let drill = context.fault_injector.clone();
     Box::new(move || {
-        let words =
+        let text =
             Model::open_for_plan(&orders.model, &plan)?.open_text_encoder().map_err(first_diagnostic)?;
-        let pipeline = RunMediaPipeline::new(&plan, words, &orders, record)?;
+        let pipeline = RunMediaPipeline::new(&plan, text, &orders, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
         Ok(match drill {
             None => pipeline,
