@@ -96,14 +96,19 @@ impl TextProgram {
         let pool = Pool::new(threads).map_err(|e| text_error(format!("its threads cannot start: {e}")))?;
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
         let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
+        // The checkpoints of Wan hold bf16, and the largest encoder has 5.7 billion weights.
+        cpu.store_bf16_weights();
         available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
         let handle = cpu.load(&Arc::new((**program).clone()), slots, &mut files)?;
         Ok(TextProgram { files, cpu, program: handle, text_len: plan.video.wan.text_len as usize })
     }
 
-    /// Runs the program, and zeroes the rows after the prompt's, as Wan does.
     fn encode(&mut self, prompt: &str) -> Result<Vec<f32>, Diagnostic> {
-        let mut ids = self.files.tokenize(prompt)?;
+        self.encode_ids(self.files.tokenize(prompt)?)
+    }
+
+    /// Runs the program, and zeroes the rows after the prompt's, as Wan does.
+    fn encode_ids(&mut self, mut ids: Vec<u32>) -> Result<Vec<f32>, Diagnostic> {
         let length = ids.len();
         ids.resize(self.text_len, PADDING_ID);
         let ids: Vec<f32> = ids.into_iter().map(|id| id as f32).collect();
@@ -122,7 +127,13 @@ impl TextProgram {
         let width = rows.len() / self.text_len;
         let mut rows = rows.to_vec();
         rows[length * width..].fill(0.0);
-        Ok(rows)
+        // To search all weights reads every file, so that only such a row is a reason for it.
+        match rows.iter().position(|x| !x.is_finite()) {
+            None => Ok(rows),
+            Some(at) => Err(self.files.find_nonfinite_weight().unwrap_or_else(|| {
+                text_error(format!("column {} of row {} is {}", at % width, at / width, rows[at]))
+            })),
+        }
     }
 }
 
@@ -136,3 +147,6 @@ impl Observer for NoObserver {
     fn on_issued(&mut self, _: usize) {}
     fn on_progress(&mut self, _: u32) {}
 }
+
+#[cfg(test)]
+mod tests;

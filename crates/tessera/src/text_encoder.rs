@@ -173,6 +173,11 @@ impl Umt5Files {
     pub(crate) fn tokenize(&self, prompt: &str) -> Result<Vec<u32>, Diagnostic> {
         self.tokenizer.encode_prompt(prompt, self.text_len as usize)
     }
+
+    /// Returns where the first weight lies that is NaN or infinite, if there is one.
+    pub(crate) fn find_nonfinite_weight(&self) -> Option<Diagnostic> {
+        self.weights.tensor_names().find_map(|name| self.weights.check_finite(name).err())
+    }
 }
 
 impl WeightSource for Umt5Files {

@@ -26,15 +26,21 @@ pub(super) fn take_range(out: &mut [f32], x: &[f32], shape: &[u64], dim: usize, 
     }
 }
 
-/// Copies row `ids[i]` of `table` to row i of `out`.
-pub(super) fn take_rows_by_id(out: &mut [f32], ids: &[f32], table: &[f32]) -> Result<(), Fault> {
-    let width = out.len() / ids.len().max(1);
-    let rows = table.len() / width.max(1);
-    for (o, id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
+/// Copies row `ids[i]` of `table`, widened to f32, to row i of `out`.
+pub(super) fn take_rows_by_id<T>(
+    out: &mut [f32],
+    ids: &[f32],
+    table: &[T],
+    widen: impl Fn(&T) -> f32,
+) -> Result<(), Fault> {
+    let width = (out.len() / ids.len().max(1)).max(1);
+    let rows = table.len() / width;
+    for (o, id) in out.chunks_exact_mut(width).zip(ids) {
         if id.fract() != 0.0 || !(0.0..rows as f32).contains(id) {
             return Err(Fault::Failed(format!("id {id} is not a row of a table with {rows} rows")));
         }
-        o.copy_from_slice(&table[*id as usize * width..][..width]);
+        let row = &table[*id as usize * width..][..width];
+        o.iter_mut().zip(row).for_each(|(o, x)| *o = widen(x));
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use crate::kernels::{
     DistanceBias, FrameIndexing, KeyBias, MatmulWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, add,
     attention, bias_act, bmm, depth_to_space_time, gate_residual, layer_norm, map_elements, matmul, multiply,
     norm_modulate, relative_attention, renoise, rms_norm, rms_scale, rope, row_square_sum, silu, softmax,
-    space_time_to_depth, time_embed, to_x0,
+    space_time_to_depth, time_embed, to_x0, widen_to_f32,
 };
 
 impl CpuBackend {
@@ -78,6 +78,7 @@ impl<'a> KernelInputs<'a> {
             ValueLocation::Weight(w) => match &self.memory.weights[*w] {
                 WeightData::Packed(p) => MatmulWeight::Packed(p),
                 WeightData::Plain(v) => MatmulWeight::Plain(v),
+                WeightData::Bf16(_) => MatmulWeight::Plain(self.values(v)?),
             },
             other => MatmulWeight::Plain(self.memory.view_value(other, self.call)?),
         })
@@ -176,9 +177,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::DepthToSpaceTime(v) => bind_values(v, [v.x], |r, v, [x]| {
             depth_to_space_time(r.out, x, pixel_geometry(v.stride, &r.out_ty.shape));
         }),
-        C::Embed(v) => {
-            bind_op(v, |r, v| take_rows_by_id(r.out, r.inputs.values(v.ids)?, r.inputs.values(v.table)?))
-        }
+        C::Embed(v) => bind_op(v, |r, v| r.run_embed(v)),
         C::TakeRows(v) => bind_values(v, [v.x], |r, v, [x]| {
             let (row, rows) = (v.row as usize, v.rows as usize);
             take_range(r.out, x, r.inputs.shape(v.x), 0, row..row + rows);
@@ -286,6 +285,17 @@ impl KernelRun<'_> {
         let widths = (x.width(v.q), v.head_dim as usize);
         attention(self.pool, self.scratch, self.out, q, k, values, widths, bias.as_ref());
         Ok(())
+    }
+
+    fn run_embed(&mut self, v: &views::Embed) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let ids = x.values(v.ids)?;
+        if let ValueLocation::Weight(w) = x.location(v.table)
+            && let WeightData::Bf16(table) = &x.memory.weights[*w]
+        {
+            return take_rows_by_id(self.out, ids, table, |x| widen_to_f32(*x));
+        }
+        take_rows_by_id(self.out, ids, x.values(v.table)?, |x| *x)
     }
 
     fn run_relative_attention(&mut self, v: &views::RelativeAttention) -> Result<(), Fault> {
