@@ -233,7 +233,7 @@ Compute ComputeOp {
     Add "add" (x: Operand, y: Operand) [] {} -> 1, true, [Copy, PerResult(2), FirstOperand, Aligned(2), ByRow],
         "Elementwise sum.";
     Mul "mul" (x: Operand, y: Operand) [] {} -> 1, false, [Elementwise, PerResult(1), FirstOperand, Aligned(2), ByRow],
-        "Elementwise product.";
+        "x · y, element by element.";
     Silu "silu" (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
         "x · sigmoid(x).";
     Cast "cast" (x: Operand) [] {to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],

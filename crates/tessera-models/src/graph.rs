@@ -5,10 +5,9 @@
 //! (frame, row, column), and the elements of a token by (row, column, channel) of the patch. The
 //! residual stream is [tokens, dim].
 
-use tessera_base::{Diagnostic, Diagnostics};
+use tessera_base::Diagnostics;
 use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
 
-use crate::codes::T0450;
 use crate::umt5::{Umt5Config, encode_text_phase};
 use crate::{PixelDecoder, PredictionTarget, StreamConfig, WanConfig};
 
@@ -48,14 +47,7 @@ impl VideoModel {
     /// # Errors
     /// T0450 if the DiT does not read rows of the encoder's width.
     pub fn set_text_encoder(&mut self, file: &str, config: Umt5Config) -> Result<(), Diagnostics> {
-        if config.d_model != self.wan.text_dim {
-            return Err(vec![
-                Diagnostic::error(&T0450, "the text encoder does not fit the DiT")
-                    .with_label(file, format!("d_model = {}", config.d_model))
-                    .with_label("config.json of the DiT", format!("text_dim = {}", self.wan.text_dim))
-                    .with_hint("use the text encoder that was published with the DiT"),
-            ]);
-        }
+        config.check_width(file, self.wan.text_dim)?;
         self.text_encoder = Some(config);
         Ok(())
     }

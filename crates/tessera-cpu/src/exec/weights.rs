@@ -103,7 +103,7 @@ impl CpuBackend {
     pub(super) fn describe_matmul_routes(&self) -> BTreeMap<String, String> {
         let mut routes = BTreeMap::new();
         for (ty, index) in &self.matmul_weights {
-            let form = match self.memory.weights[*index] {
+            let form = match &self.memory.weights[*index] {
                 WeightData::Packed(p) if p.is_bf16() => "packed weight in bf16",
                 WeightData::Packed(_) => "packed weight",
                 WeightData::Plain(_) | WeightData::Bf16(_) => "plain weight",

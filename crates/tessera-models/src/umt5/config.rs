@@ -131,6 +131,22 @@ impl Umt5Config {
         if ds.is_empty() { Ok(config) } else { Err(ds) }
     }
 
+    /// Checks that a DiT reads rows of the encoder's width. `file` appears only in the diagnostic.
+    ///
+    /// # Errors
+    /// T0450 with both widths.
+    pub(crate) fn check_width(&self, file: &str, text_dim: u64) -> Result<(), Diagnostics> {
+        if self.d_model == text_dim {
+            return Ok(());
+        }
+        Err(vec![
+            Diagnostic::error(&T0450, "the text encoder does not fit the DiT")
+                .with_label(file, format!("d_model = {}", self.d_model))
+                .with_label("config.json of the DiT", format!("text_dim = {text_dim}"))
+                .with_hint("use the text encoder that was published with the DiT"),
+        ])
+    }
+
     /// Renders the dimensions as `config.json`, with keys in a fixed order.
     #[must_use]
     pub fn to_json(&self) -> String {

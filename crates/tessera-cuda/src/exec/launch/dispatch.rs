@@ -145,7 +145,7 @@ fn build_compute(
         }
         C::RelativeAttention(_) => return cuda_failure("attention with a bias by distance"),
         C::Embed(_) => return cuda_failure("rows of a table by id"),
-        C::Mul(_) => return cuda_failure("an elementwise product"),
+        C::Mul(_) => return cuda_failure("mul, element by element"),
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
         C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),
         C::LayerNorm(v) => build_residual_norm(s, None, Some((i, NormView::Affine(v))), None),
