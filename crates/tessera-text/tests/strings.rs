@@ -1,5 +1,7 @@
 //! Ids of 500 strings in ten scripts, compared with those of the reference implementations.
 
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a test reads its fixtures")]
+
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;

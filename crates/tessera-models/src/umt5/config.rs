@@ -112,9 +112,10 @@ impl Umt5Config {
             eps: f.read_number("layer_norm_epsilon", Some(1e-6)),
         };
         for (key, accepted) in VARIANTS {
-            let Some(found) = f.take_value(key).filter(|found| found.to_string() != *accepted) else {
+            let Some(found) = f.take_value(key).map(|value| value.to_string()) else { continue };
+            if found == *accepted {
                 continue;
-            };
+            }
             f.diagnostics.push(
                 Diagnostic::error(
                     &T0450,
