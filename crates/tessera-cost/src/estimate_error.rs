@@ -170,7 +170,7 @@ fn empty_row(estimated: bool) -> ErrorRow {
 fn op_class(p: &Program, defs: &[Option<usize>], op: &Op) -> Option<(u8, &'static str)> {
     Some(match op.opcode {
         Opcode::Matmul | Opcode::Bmm | Opcode::MoeRoute => (0, "matmul"),
-        Opcode::Attention => (1, "attention"),
+        Opcode::Attention | Opcode::RelativeAttention => (1, "attention"),
         Opcode::Wait => {
             let issue = defs.get(op.operands.first()?.0 as usize).copied().flatten()?;
             (3, p.ops[issue].opcode.name())

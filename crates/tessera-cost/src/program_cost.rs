@@ -212,7 +212,10 @@ fn estimate_op(m: &MachineModel, p: &Program, defs: &[Option<usize>], op: &Op) -
         }
         (KernelClass::Gemm, Ok(OpView::Matmul(v))) => estimate_gemm(m, p, op, &v),
         (KernelClass::Attention, Ok(OpView::Attention(v))) => {
-            kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, &v)))
+            kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, [v.q, v.k], v.head_dim)))
+        }
+        (KernelClass::Attention, Ok(OpView::RelativeAttention(v))) => {
+            kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, [v.q, v.k], v.head_dim)))
         }
         (KernelClass::GroupedGemm, Ok(view)) => {
             grouped_gemm_ns(m, p, op, &view).map_or(OpEstimate::ZERO, |ns| kernel(OpActivity::Gemm, ns))
@@ -292,14 +295,14 @@ fn elementwise_ns(m: &MachineModel, bytes: f64) -> f64 {
     m.memory_bound_ns(bytes / m.profile.executor.elementwise_share)
 }
 
-fn attention_sizes(p: &Program, v: &views::Attention) -> AttentionWork {
-    let precision = value_precision(p, v.q);
-    let head = v.head_dim as f64;
+fn attention_sizes(p: &Program, [q, k]: [ValueId; 2], head_dim: u64) -> AttentionWork {
+    let precision = value_precision(p, q);
+    let head = head_dim as f64;
     AttentionWork {
-        queries: dim_extent(p, v.q, 0),
-        keys: dim_extent(p, v.k, 0),
-        heads: dim_extent(p, v.q, 1) / head,
-        kv_heads: dim_extent(p, v.k, 1) / head,
+        queries: dim_extent(p, q, 0),
+        keys: dim_extent(p, k, 0),
+        heads: dim_extent(p, q, 1) / head,
+        kv_heads: dim_extent(p, k, 1) / head,
         qk: head,
         v: head,
         causal: false,

@@ -49,6 +49,8 @@ pub struct CpuBackend {
     weight_index: BTreeMap<WeightKey, usize>,
     /// Whether the weights of matmuls are stored in packed form.
     packs_weights: bool,
+    /// Whether weights of matmuls and embeds are stored in bf16 where that is exact.
+    stores_bf16: bool,
     /// Type and index of the weights that are used by matmuls alone, which read both forms.
     matmul_weights: BTreeSet<(String, usize)>,
     /// The origin and fingerprint of each loaded weight.
@@ -131,6 +133,7 @@ impl CpuBackend {
             memory: BackendMemory::default(),
             weight_index: BTreeMap::new(),
             packs_weights: true,
+            stores_bf16: false,
             matmul_weights: BTreeSet::new(),
             shards: Vec::new(),
             derived_fingerprints: Vec::new(),
@@ -144,6 +147,12 @@ impl CpuBackend {
             budget: MemoryBudget::default(),
             is_poisoned: false,
         }
+    }
+
+    /// Stores the weights of later loads in bf16, where that is exact and only matmuls or embeds read
+    /// them. Results keep their bits, in half the memory; a matmul widens each panel for every 48 rows.
+    pub fn store_bf16_weights(&mut self) {
+        self.stores_bf16 = true;
     }
 
     /// Refuses (T0804) to allocate more than this for weights, buffers and temporaries; without a call,

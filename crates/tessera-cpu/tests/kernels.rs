@@ -510,3 +510,97 @@ fn softmax_and_bmm_agree_with_double_precision_and_are_row_invariant() {
     softmax(&pool, &mut one, &x[4 * k..5 * k], k);
     assert_eq!(bits(&one), bits(&soft[4 * k..5 * k]));
 }
+
+#[test]
+fn a_weight_in_bf16_keeps_the_bits_of_a_matmul() {
+    let pool = Pool::new(2).unwrap();
+    for (i, (m, n, k)) in [(1, 33, 7), (13, 64, 96), (101, 45, 260), (50, 130, 31)].into_iter().enumerate() {
+        let x = random_values(m * k, 1);
+        let w: Vec<f32> =
+            random_values(n * k, 2).iter().map(|v| f32::from_bits(v.to_bits() & 0xffff_0000)).collect();
+        let bf16 = PackedWeight::new_bf16(&pool, &w, n, k).unwrap();
+        let f32s = PackedWeight::new(&pool, &w, n, k);
+        assert!(bf16.is_bf16() && 2 * bf16.allocated_bytes() <= f32s.allocated_bytes(), "{m} {n} {k}");
+        let run = |w: &PackedWeight| {
+            let mut out = vec![f32::NAN; m * n];
+            let act = (i % 2 == 0).then_some(Activation::GeluTanh);
+            matmul(
+                &pool,
+                &mut Scratch::new(),
+                &mut out,
+                &x,
+                MatmulWeight::Packed(w),
+                (m, n, k),
+                None,
+                act,
+                1,
+            );
+            bits(&out)
+        };
+        assert_eq!(run(&bf16), run(&f32s), "{m} {n} {k}");
+        let mut rows = [Vec::new(), Vec::new()];
+        for first in (0..n).step_by(UNPACK_ROWS) {
+            bf16.unpack_rows(first, &mut rows[0]);
+            f32s.unpack_rows(first, &mut rows[1]);
+            assert_eq!(bits(&rows[0]), bits(&rows[1]));
+        }
+        assert_eq!((bf16.get(n * k - 1), bf16.get(n * k)), (Some(w[n * k - 1]), None));
+        // One element that bf16 would round keeps the whole weight in f32.
+        let mut other = w.clone();
+        other[n * k / 2] = 0.1;
+        assert!(PackedWeight::new_bf16(&pool, &other, n, k).is_none());
+    }
+}
+
+/// Computes in f64, from the definition, the attention of one query of one head over all keys.
+fn exact_relative_row(
+    [q, k, v]: [&[f32]; 3],
+    (dl, head_dim): (usize, usize),
+    (row, head): (usize, usize),
+    bias: impl Fn(i64) -> f64,
+) -> Vec<f64> {
+    let keys = k.len() / dl;
+    let at = |t: &[f32], r: usize, i: usize| f64::from(t[r * dl + head * head_dim + i]);
+    let scores: Vec<f64> = (0..keys)
+        .map(|r| {
+            (0..head_dim).map(|i| at(q, row, i) * at(k, r, i)).sum::<f64>() + bias(r as i64 - row as i64)
+        })
+        .collect();
+    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    (0..head_dim).map(|i| (0..keys).map(|r| weights[r] * at(v, r, i)).sum::<f64>() / sum).collect()
+}
+
+#[test]
+fn relative_attention_agrees_with_double_precision() {
+    // The last distances of the buckets 0 to 14 of one direction, of 32 buckets up to distance 128, as
+    // transformers computes them.
+    const LAST: [i64; 15] = [0, 1, 2, 3, 4, 5, 6, 7, 11, 15, 22, 31, 45, 63, 90];
+    let pool = Pool::new(2).unwrap();
+    for (n, keys, heads, head_dim) in [(1, 1, 1, 8), (5, 3, 2, 12), (33, 40, 3, 6), (200, 173, 2, 20)] {
+        let dl = heads * head_dim;
+        let small =
+            |seed| random_values(n.max(keys) * dl, seed).iter().map(|x| x * 0.5).collect::<Vec<f32>>();
+        let (q, k, v, table) = (small(1), small(2), small(3), random_values(32 * heads, 4));
+        let (q, k, v) = (&q[..n * dl], &k[..keys * dl], &v[..keys * dl]);
+        let bias = DistanceBias::new(&table, heads, 128, (n, keys));
+        let run = |pool: &Pool| {
+            let mut out = vec![f32::NAN; n * dl];
+            relative_attention(pool, &mut Scratch::new(), &mut out, [q, k, v], (dl, head_dim), &bias);
+            out
+        };
+        let out = run(&pool);
+        assert_eq!(bits(&out), bits(&run(&Pool::single_thread())));
+        for row in [0, n / 2, n - 1] {
+            for head in 0..heads {
+                let exact = exact_relative_row([q, k, v], (dl, head_dim), (row, head), |ahead| {
+                    let bucket = LAST.iter().take_while(|last| **last < ahead.abs()).count();
+                    f64::from(table[(bucket + if ahead > 0 { 16 } else { 0 }) * heads + head])
+                });
+                let got = &out[row * dl + head * head_dim..][..head_dim];
+                assert_close(got, &exact, 3e-6, &format!("row {row} of {n} on {keys}"));
+            }
+        }
+    }
+}

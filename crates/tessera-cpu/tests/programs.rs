@@ -226,3 +226,27 @@ fn a_reload_is_atomic() {
     let seen = cpu.audit_weights(u64::MAX);
     assert!(seen.changed.is_none() && seen.rounds == 1, "a new round begins");
 }
+
+#[test]
+fn weights_in_bf16_take_half_the_memory_and_keep_their_bits_and_fingerprints() {
+    let text = "program @p { %ids = input \"x\" : f32[3] %table = weight \"table\" : f32[40, 64] \
+        %w = weight \"w\" : f32[64, 64] %e = toperator.embed %ids, %table \
+        %y = toperator.matmul %e, %w output \"y\", %y }";
+    let run = |compact: bool| {
+        let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
+        let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+        if compact {
+            cpu.store_bf16_weights();
+        }
+        let p = parse_all(text, "test").unwrap().remove(0);
+        let bytes = p.values.iter().map(|v| v.ty.byte_size().0).collect();
+        let slots = Slots { slot_bytes: bytes, value_slots: (0..p.values.len() as u32).map(Some).collect() };
+        let program = cpu.load(&Arc::new(p), &slots, &mut OnesSource { reads: 0 }).unwrap();
+        let call = CallData { inputs: BTreeMap::from([("x", &[39.0, 0.0, 7.0][..])]), ..CallData::default() };
+        cpu.run(program, &call, &mut IgnoreProgress).unwrap();
+        (cpu.output("y").unwrap().to_vec(), cpu.fingerprints(), cpu.memory_bytes()[0])
+    };
+    let ((rows, prints, bytes), (half_rows, half_prints, half_bytes)) = (run(false), run(true));
+    assert_eq!((rows, prints), (half_rows, half_prints));
+    assert!(bytes > 0 && 2 * half_bytes <= bytes, "{half_bytes} of {bytes}");
+}

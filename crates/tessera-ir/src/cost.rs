@@ -67,6 +67,11 @@ fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
             Some(4 * n * d * r + 10 * n * r * (d / v.head_dim))
         }
         OpView::Conv3d(v) => Some(2 * out()? * extent(v.w, 1)?),
+        // Every key may be within the length.
+        OpView::RelativeAttention(v) => {
+            let (n, d, r) = (extent(v.q, 0)?, extent(v.q, 1)?, extent(v.k, 0)?);
+            Some(4 * n * d * r + 11 * n * r * (d / v.head_dim))
+        }
         OpView::Bmm(v) => Some(2 * out()? * p.type_of(v.x).shape.last()?),
         // Assumes that no token is dropped at any of its experts.
         OpView::MoeRoute(v) => Some(2 * out()? * extent(v.x, 1)? * v.top_k),

@@ -232,6 +232,8 @@ Compute ComputeOp {
         "y = act(x + bias), with bias [m] broadcast over the rows of x [n, m].";
     Add "add" (x: Operand, y: Operand) [] {} -> 1, true, [Copy, PerResult(2), FirstOperand, Aligned(2), ByRow],
         "Elementwise sum.";
+    Mul "mul" (x: Operand, y: Operand) [] {} -> 1, false, [Elementwise, PerResult(1), FirstOperand, Aligned(2), ByRow],
+        "x · y, element by element.";
     Silu "silu" (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
         "x · sigmoid(x).";
     Cast "cast" (x: Operand) [] {to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],
@@ -256,6 +258,8 @@ Compute ComputeOp {
         "3-D rotary embedding over (frame, row, column) of the token grid, with interleaved pairs. The position of frame f is start + frame_stride · f; with frame_stride 0 all rows are rotated by the frame position `start` only. With `first_row`, the rows of x start at that row of the grid.";
     Attention "attention" (q: Operand, k: Operand, v: Operand) [bias: OptOperand] {bias_rows: Opt<RowRange>, head_dim: Count} -> 1, false, [Attention, FromExtents, FirstOperand, Aligned(1), Own],
         "softmax(q · kᵀ / √head_dim + bias) · v per head; the bias is added to the scores of key rows bias_rows[0]..bias_rows[1].";
+    RelativeAttention "relative_attention" (q: Operand, k: Operand, v: Operand, table: Vector) [length: Operand] {head_dim: Count, max_distance: Count} -> 1, false, [Attention, FromExtents, FirstOperand, Whole, ByRow],
+        "softmax(q · kᵀ + table[bucket(j − i), head]) · v per head, over the keys j < length of query i. The table [buckets, heads] serves both directions: its first half the keys at distance m = i − j ≥ 0, its second half those at m = j − i > 0. With b buckets per direction, m < e = ⌊b / 2⌋ has bucket m, and a larger m has min(b − 1, e + ⌊ln(m / e) / ln(max_distance / e) · (b − e)⌋).";
     Softmax "softmax" (x: Operand) [] {dim: Opt<Dim>} -> 1, false, [Elementwise, PerResult(12), FirstOperand, Whole, Refused],
         "exp(x) divided by its sum along `dim` (default: the last dim); the maximum is subtracted first.";
     Bmm "bmm" (x: Operand, y: Operand) [] {scale: Or<Number, 1>, transposed: Or<Flag, 0>} -> 1, false, [GroupedGemm, FromExtents, FirstOperand, Whole, Refused],
@@ -286,6 +290,8 @@ Compute ComputeOp {
         "x · scale + shift per channel, with scale [c] and shift [c] for x [..., c]; with `inverse = true`, (x − shift) / scale.";
     Clamp "clamp" (x: Operand) [] {limit: Positive} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Aligned(1), ByRow],
         "Each element of x, limited to −limit..=limit; NaN stays NaN.";
+    Embed "embed" (ids: Operand, table: Operand) [] {} -> 1, false, [Copy, Zero, Fixed(F32), Whole, ByRow],
+        "Row ids[i] of table [rows, d] for each i of ids [n], as [n, d]. The ids are whole numbers in f32, which is exact below 2^24.";
     TakeRows "take_rows" (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
         "Rows `row..row + rows` of x.";
     TakeShard "take_shard" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],

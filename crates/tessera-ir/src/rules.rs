@@ -6,6 +6,7 @@
 
 mod buffers;
 mod compute;
+mod embedding;
 mod image;
 mod possible_types;
 mod resharding;
@@ -132,6 +133,7 @@ impl RuleContext<'_> {
             V::Matmul(v) => one(self.matmul_type(v)?),
             V::BiasAct(_) => one(self.bias_act_type()?),
             V::Add(_) => one(self.add_type()?),
+            V::Mul(_) => one(self.same_type(0, 1)?),
             V::Silu(_) | V::Clamp(_) | V::Renoise(_) => one(self.operands[0].clone()),
             V::Cast(v) => one(self.cast_type(v)?),
             V::Quantize(_) => self.quantize_types(),
@@ -145,6 +147,7 @@ impl RuleContext<'_> {
             V::RmsScale(v) => one(self.rms_scale_type(v)?),
             V::Rope(v) => one(self.rope_type(v)?),
             V::Attention(v) => one(self.attention_type(v)?),
+            V::RelativeAttention(v) => one(self.relative_attention_type(v)?),
             V::Softmax(v) => one(self.softmax_type(v)?),
             V::Bmm(v) => one(self.bmm_type(v)?),
             V::MoeRoute(v) => one(self.moe_route_type(v)?),
@@ -157,6 +160,7 @@ impl RuleContext<'_> {
             V::Patchify(v) => one(self.patchify_type(v)?),
             V::Unpatchify(v) => one(self.unpatchify_type(v)?),
             V::ScaleShift(_) => one(self.scale_shift_type()?),
+            V::Embed(_) => one(self.embed_type()?),
             V::TakeRows(v) => one(self.take_rows_type(v)?),
             V::TakeShard(v) => one(self.take_shard_type(v)?),
             V::Pad(v) => one(self.pad_type(v)?),

@@ -76,4 +76,12 @@ A weight of more than 2^40 elements, or more than 1024 layers, is treated as a t
 some layers only), and the op rows do not describe this value. An estimate that ignored it would describe another \
 model, so the config is rejected. The hint lists the accepted values.\n\n\
 Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.";
+
+    T0450: "text encoder is not a UMT5 encoder that can run",
+    "With `encoder = \"umt5\"` in stream.toml, the folder text_encoder holds the encoder's own config.json in the format of \
+transformers. A key there selects another architecture or another feed-forward layer, for which the program would produce \
+plausible but wrong embeddings; or some dims contradict each other, and the message shows them. The width of the encoder \
+(d_model) must equal the text_dim of the DiT's config.json, because the DiT reads the encoder's rows. More than 2^24 tokens, \
+more than 1024 blocks or a tensor of more than 2^40 elements are treated as typos.\n\n\
+Compare the file with the one that the publisher of the model provides. A folder without config.json holds UMT5-XXL.";
 }

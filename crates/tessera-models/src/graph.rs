@@ -8,6 +8,7 @@
 use tessera_base::Diagnostics;
 use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
 
+use crate::umt5::{Umt5Config, encode_text_phase};
 use crate::vae::{decode_programs, encode_anchor_program};
 use crate::{PixelDecoder, PredictionTarget, StreamConfig, WanConfig};
 
@@ -27,6 +28,8 @@ pub struct VideoModel {
     pub wan: WanConfig,
     /// Settings of generation: chunks, cache window, denoising steps and decoder.
     pub stream: StreamConfig,
+    /// Dimensions of the UMT5 text encoder, if the stream uses one.
+    pub text_encoder: Option<Umt5Config>,
 }
 
 impl VideoModel {
@@ -37,7 +40,17 @@ impl VideoModel {
     pub fn parse(config: (&str, &str), stream: (&str, &str)) -> Result<VideoModel, Diagnostics> {
         let wan = WanConfig::parse(config.0, config.1)?;
         let stream = StreamConfig::parse(stream.0, stream.1, &wan)?;
-        Ok(VideoModel { wan, stream })
+        Ok(VideoModel { wan, stream, text_encoder: None })
+    }
+
+    /// Sets the text encoder of a model whose stream uses UMT5.
+    ///
+    /// # Errors
+    /// T0450 if the DiT does not read rows of the encoder's width.
+    pub fn set_text_encoder(&mut self, file: &str, config: Umt5Config) -> Result<(), Diagnostics> {
+        config.check_width(file, self.wan.text_dim)?;
+        self.text_encoder = Some(config);
+        Ok(())
     }
 
     /// Returns whether keys and values stay cached across chunks or are recomputed before each
@@ -98,6 +111,9 @@ pub fn build_phases(m: &VideoModel) -> Vec<Program> {
             out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae)));
         }
         PixelDecoder::None => {}
+    }
+    if let Some(encoder) = &m.text_encoder {
+        out.push(encode_text_phase(encoder, m.wan.text_len));
     }
     out
 }

@@ -1,7 +1,7 @@
 //! Stream settings of a model from `stream.toml`: picture, latent, cache regime, schedule, text
 //! encoder and decoder.
 
-use tessera_base::config::ConfigReader;
+use tessera_base::config::{ConfigReader, quote_toml};
 use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::WanConfig;
@@ -25,6 +25,10 @@ pub enum PredictionTarget {
 pub enum TextEncoder {
     /// A table with one row per word.
     Words,
+    /// A UMT5 encoder, which the leader runs as a sealed program.
+    Umt5,
+    /// A file with the rows of each prompt, which another program encoded.
+    File,
     /// No text encoder: the model can be planned but not streamed.
     None,
 }
@@ -39,6 +43,25 @@ pub enum PixelDecoder {
     /// No decoder: a stream writes latents only.
     None,
 }
+
+impl TextEncoder {
+    const ALL: [TextEncoder; 4] =
+        [TextEncoder::Words, TextEncoder::Umt5, TextEncoder::File, TextEncoder::None];
+
+    /// Returns the name in `stream.toml`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            TextEncoder::Words => "words",
+            TextEncoder::Umt5 => "umt5",
+            TextEncoder::File => "file",
+            TextEncoder::None => "none",
+        }
+    }
+}
+
+/// Name of the file with encoded prompts if `stream.toml` names none.
+const TEXT_FILE: &str = "text_embeddings.safetensors";
 
 /// Maximum chunks of a cache window; each chunk is a fill level with its own programs.
 const CHUNKS_MAX: u64 = 64;
@@ -88,6 +111,9 @@ pub struct StreamConfig {
     pub given_noise: bool,
     /// Component that turns a prompt into the rows that cross-attention reads.
     pub text: TextEncoder,
+    /// File with the encoded prompts, relative to the model's folder. Only [`TextEncoder::File`]
+    /// reads it.
+    pub text_file: String,
     /// Component that turns latents into pixels, if the stream writes any.
     pub decoder: PixelDecoder,
     /// Dimensions of the VAE, which only [`PixelDecoder::WanVae`] uses.
@@ -145,10 +171,8 @@ impl StreamConfig {
                 _ => PredictionTarget::Flow,
             },
             given_noise: noise.read_choice("source", &["seed", "call"], "seed") == "call",
-            text: match words.read_choice("encoder", &["words", "none"], "none") {
-                "words" => TextEncoder::Words,
-                _ => TextEncoder::None,
-            },
+            text: words.read_named("encoder", &TextEncoder::ALL, TextEncoder::name, TextEncoder::None),
+            text_file: words.read_text("file", Some(TEXT_FILE)),
             decoder: match decoder.read_choice("kind", &["space_time_depth", "wan_vae", "none"], "none") {
                 "space_time_depth" => PixelDecoder::SpaceTimeDepth,
                 "wan_vae" => PixelDecoder::WanVae,
@@ -193,7 +217,11 @@ impl StreamConfig {
     pub fn to_toml(&self) -> String {
         let regime = if self.recompute { "recompute" } else { "resident" };
         let prediction = if self.prediction == PredictionTarget::X0 { "x0" } else { "flow" };
-        let text = if self.text == TextEncoder::Words { "words" } else { "none" };
+        let text = self.text.name();
+        let text_file = match self.text {
+            TextEncoder::File => format!("file = {}\n", quote_toml(&self.text_file)),
+            _ => String::new(),
+        };
         let (decoder, vae) = match self.decoder {
             PixelDecoder::SpaceTimeDepth => ("space_time_depth", String::new()),
             PixelDecoder::WanVae => ("wan_vae", self.vae.to_toml()),
@@ -205,7 +233,7 @@ impl StreamConfig {
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n{vae}",
+prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{vae}",
             self.width,
             self.height,
             self.fps,

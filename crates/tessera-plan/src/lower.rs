@@ -21,7 +21,7 @@ use tessera_ir::{
 use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
 use crate::codes::T0606;
-use crate::ownership::{OpOwner, ProgramAnalysis};
+use crate::ownership::{OpOwner, ProgramAnalysis, is_leader_phase};
 use crate::roles::{TpClass, group_roles, uneven_shards};
 use crate::stages::StageCosts;
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
@@ -96,7 +96,11 @@ fn with_dtype_policy<'a>(
     if mapping.dtype == DtypePolicy::F32 {
         return Ok(Cow::Borrowed(logical));
     }
-    let apply = |p| precision::apply_dtype_policy(p, mapping.dtype, mapping.strategy);
+    // The leader's phases run on a CPU, in f32.
+    let apply = |p| match is_leader_phase(p) {
+        true => Ok(Program::clone(p)),
+        false => precision::apply_dtype_policy(p, mapping.dtype, mapping.strategy),
+    };
     let phases = logical.phases.iter().map(apply).collect::<Result<_, _>>()?;
     Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
 }
@@ -109,7 +113,10 @@ fn with_row_chunks(
     if chunks == 1 {
         return Ok(logical);
     }
-    let split = |p| row_chunks::split_rows(p, chunks);
+    let split = |p| match is_leader_phase(p) {
+        true => Ok(Program::clone(p)),
+        false => row_chunks::split_rows(p, chunks),
+    };
     let phases = logical.phases.iter().map(split).collect::<Result<_, _>>()?;
     Ok(Cow::Owned(LogicalModel { phases, ..logical.into_owned() }))
 }

@@ -55,7 +55,8 @@ impl<'a> ProgramAnalysis<'a> {
     }
 }
 
-/// Returns whether a phase belongs to the leader, in any topology: encode or decode.
-fn is_leader_phase(p: &Program) -> bool {
+/// Returns whether a phase belongs to the leader, in any topology: encode or decode, of pixels or
+/// text.
+pub(crate) fn is_leader_phase(p: &Program) -> bool {
     p.ops.iter().any(|o| o.placement_hint() == Some("leader"))
 }

@@ -74,6 +74,7 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::Matmul(v) => matmul(cx, v),
         V::BiasAct(v) => add_bias(cx.tensor(v.x)?, Some(cx.tensor(v.bias)?), v.act),
         V::Add(v) => zip_elements(cx.tensor(v.x)?, cx.tensor(v.y)?, |a, b| a + b),
+        V::Mul(v) => zip_elements(cx.tensor(v.x)?, cx.tensor(v.y)?, |a, b| a * b),
         V::Silu(v) => Ok(map_elements(cx.tensor(v.x)?, silu)),
         V::Cast(v) => {
             let round = rounding_to(v.to).ok_or_else(|| format!("no rounding for {}", v.to))?;
@@ -92,6 +93,7 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::RmsScale(v) => norms::rms_scale(cx, v),
         V::Rope(v) => attention::rope(cx, v),
         V::Attention(v) => attention::attention(cx, v),
+        V::RelativeAttention(v) => attention::relative_attention(cx, v),
         V::Softmax(v) => tile_ops::softmax(v, cx.tensor(v.x)?),
         V::Bmm(v) => tile_ops::batched_matmul(v, cx.tensor(v.x)?, cx.tensor(v.y)?),
         V::MoeRoute(v) => {
@@ -113,6 +115,7 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::Unpatchify(v) => image::unpatchify(cx, v),
         V::ScaleShift(v) => image::scale_shift(cx, v),
         V::Clamp(v) => Ok(map_elements(cx.tensor(v.x)?, |x| x.clamp(-v.limit, v.limit))),
+        V::Embed(v) => rows::embed(cx, v),
         V::TakeRows(v) => rows::take_rows(cx, v),
         V::TakeShard(v) => rows::take_own_shard(cx, v),
         V::Pad(v) => rows::pad_rows(cx, v),

@@ -43,6 +43,7 @@ pub fn diagnostic_registry() -> Registry {
         tessera_ir::CODES,
         tessera_verify::CODES,
         tessera_models::CODES,
+        tessera_text::CODES,
         tessera_weights::CODES,
         tessera_cost::CODES,
         tessera_cuda::CODES,

@@ -23,7 +23,7 @@ pub struct DeviceLimits {
 /// The device memory of one rank in bytes, computed from local shapes alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RoleMemory {
-    /// Bytes of distinct weight shards over all phases.
+    /// Bytes of distinct weight shards over all phases of calls.
     pub weights: Bytes,
     /// Bytes of buffers over all phases.
     pub buffers: Bytes,
@@ -190,8 +190,13 @@ fn check_in_place(
 }
 
 /// Returns the memory of a role over all phases, and diagnostics for buffers that its phases
-/// declare differently. Slot sizes are taken as given.
-pub(crate) fn role_memory(phases: &[Phase], role: usize) -> (RoleMemory, Diagnostics) {
+/// declare differently. Slot sizes are taken as given. `in_calls` tells whether a call has a phase:
+/// the weights of any other phase, such as those of a text encoder, lie in the leader's host memory.
+pub(crate) fn role_memory(
+    phases: &[Phase],
+    role: usize,
+    in_calls: impl Fn(&str) -> bool,
+) -> (RoleMemory, Diagnostics) {
     let mut out = Vec::new();
     let mut weights: BTreeSet<(&str, String, Option<WeightLoad>)> = BTreeSet::new();
     let mut buffers: BTreeMap<&str, (&Program, &Type)> = BTreeMap::new();
@@ -203,7 +208,7 @@ pub(crate) fn role_memory(phases: &[Phase], role: usize) -> (RoleMemory, Diagnos
         for op in &p.ops {
             let Some(ty) = op.results.first().map(|r| p.type_of(*r)) else { continue };
             match op.opcode {
-                Opcode::Weight => {
+                Opcode::Weight if in_calls(&phase.name) => {
                     // Equal shards loaded in the same way are one copy, regardless of the program
                     // that names them.
                     let name = op.name.as_deref().unwrap_or("");

@@ -41,7 +41,9 @@ pub fn seal(bundle: Bundle, limits: &DeviceLimits) -> Result<SealedPlan, Diagnos
     }
     let mut memory = Vec::new();
     for (i, role) in bundle.roles.iter().enumerate() {
-        let (needs, found) = role_memory(&bundle.phases, i);
+        let in_calls =
+            |phase: &str| bundle.calls.iter().any(|(_, of_call)| of_call.iter().any(|p| p == phase));
+        let (needs, found) = role_memory(&bundle.phases, i, in_calls);
         out.extend(found);
         out.extend(check_limits(&role.role, &needs, limits));
         memory.push(needs);

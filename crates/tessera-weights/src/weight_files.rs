@@ -40,8 +40,9 @@ pub struct TensorInfo<'a> {
 impl WeightFiles {
     /// Opens the weights of a folder: `model.safetensors`, or the shards listed in
     /// `model.safetensors.index.json`, or the same two with the stem `diffusion_pytorch_model`,
-    /// else the only `*.safetensors` file except `text_encoder.safetensors`. A path to a file opens
-    /// that file, or the shards that it lists if it is an index.
+    /// else the only `*.safetensors` file except `text_encoder.safetensors` and
+    /// `text_embeddings.safetensors`. A path to a file opens that file, or the shards that it lists if it
+    /// is an index.
     ///
     /// # Errors
     /// One diagnostic per bad file: no candidate, several candidates or missing shards (T0501),
@@ -143,8 +144,8 @@ const INDEX_SUFFIX: &str = ".index.json";
 
 const FILE_STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 
-/// This file has the same extension as the model's weights but belongs to the text encoder.
-const TEXT_ENCODER_FILE: &str = "text_encoder.safetensors";
+/// These files have the same extension as the model's weights but belong to the text encoder.
+const TEXT_FILES: [&str; 2] = ["text_encoder.safetensors", "text_embeddings.safetensors"];
 
 #[derive(Deserialize)]
 struct ShardIndex {
@@ -272,7 +273,7 @@ fn only_candidate(dir: &Path) -> Result<PathBuf, Diagnostic> {
     let mut names = Vec::new();
     for entry in fs::read_dir(dir).map_err(|e| read_error(&at, &e))? {
         let name = entry.map_err(|e| read_error(&at, &e))?.file_name().to_string_lossy().into_owned();
-        if name.ends_with(".safetensors") && name != TEXT_ENCODER_FILE {
+        if name.ends_with(".safetensors") && !TEXT_FILES.contains(&name.as_str()) {
             names.push(name);
         }
     }

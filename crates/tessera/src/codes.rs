@@ -109,6 +109,12 @@ Look at the messages of that program: a player that was closed, or an encoder th
 inherits. The descriptor is not open for writing, or standard output is a terminal, which uncompressed frames would fill with control characters. Pipe \
 the command into a program, or name a file.";
 
+    T0058: "rows of a prompt are missing or do not fit",
+    "With `encoder = \"file\"` in stream.toml, or with --text-embeddings, another program has encoded the prompts. The file is \
+safetensors; the name of a tensor is a prompt, letter by letter, and the tensor holds its rows: at most text_len of them, each \
+of text_dim columns (config.json). Shorter prompts are padded with zero rows, as the text encoder of Wan does. The message \
+names the prompt that is missing, or shows both shapes.";
+
     T0070: "a part of the checkpoint is missing",
     "A video model has four parts: the generator, the VAE, the text encoder and the tokenizer. Tessera looks for the names \
 under which they are published: those of the original Wan release (Wan2.1_VAE.pth, models_t5_umt5-xxl-enc-bf16.pth, \

@@ -72,8 +72,8 @@ pub fn run(
         model.digest_weights(plan)?;
     }
     let parts = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights);
-    let (words, vae) = (parts.open_text_encoder()?, parts.open_vae_weights()?);
-    let mut codec = MediaCodec::load(plan, words, vae, None).map_err(|d| vec![d])?;
+    let (text, vae) = (parts.open_text_encoder()?, parts.open_vae_weights()?);
+    let mut codec = MediaCodec::load(plan, text, vae, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
     let mut director = Director::new(common.stream.clone())?;
     let mut ranks = InProcessRanks::start(plan, model, threads, &common).map_err(|d| vec![d])?;

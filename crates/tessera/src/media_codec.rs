@@ -1,5 +1,5 @@
-//! The leader's codec: the text encoder, and the plan's decode and encode programs on a CPU backend of
-//! their own, outside the mesh.
+//! The leader's codec: the rows of prompts, and the plan's decode and encode programs of pixels on a CPU
+//! backend of their own, outside the mesh.
 //!
 //! Chunks are decoded in order. In the recompute regime the first latent of a chunk is decoded before the
 //! next chunk's call, which waits for the anchor; the other latents are decoded during that call.
@@ -13,19 +13,21 @@ use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, VideoModel, WordEncoder};
+use tessera_models::{PixelDecoder, TEXT_PHASE, VideoModel};
 use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0016;
 use crate::host_memory::available_bytes;
 use crate::plan::{LEADER_PHASES, Plan};
+use crate::prompt_rows::PromptRows;
 use crate::record::MediaInterval;
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
+use crate::text_encoder::PromptEncoder;
 use crate::vae_weights::VaeWeights;
 
 pub(crate) struct MediaCodec {
     video: VideoModel,
-    words: WordEncoder,
+    text: PromptRows,
     cpu: CpuBackend,
     loaded: BTreeMap<String, ProgramHandle>,
     /// The last chunk whose first latent was decoded, and what is left of it.
@@ -46,7 +48,7 @@ struct FirstLatent {
 impl MediaCodec {
     pub(crate) fn load(
         plan: &Plan,
-        words: WordEncoder,
+        text: PromptEncoder,
         vae: Option<VaeWeights>,
         delays: Option<MediaDelays>,
     ) -> Result<MediaCodec, Diagnostic> {
@@ -59,14 +61,14 @@ impl MediaCodec {
             None => Box::new(NoWeights),
         };
         let mut loaded = BTreeMap::new();
-        for name in LEADER_PHASES {
+        for name in LEADER_PHASES.into_iter().filter(|name| *name != TEXT_PHASE) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut *source)?);
             }
         }
         Ok(MediaCodec {
             video: plan.video.clone(),
-            words,
+            text: PromptRows::load(plan, text)?,
             cpu,
             loaded,
             first_latent: None,
@@ -84,9 +86,9 @@ impl MediaCodec {
         self.video.stream.decoder
     }
 
-    pub(crate) fn encode_text(&self, prompt: &str) -> Result<Tensor, Diagnostic> {
-        let rows = self.words.encode(prompt).map_err(|d| *d)?;
-        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], &rows)
+    pub(crate) fn encode_text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
+        let rows = self.text.encode(prompt)?;
+        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], rows)
     }
 
     /// Returns the pixels [frames, height, width, 3] of a chunk; empty for a model without a

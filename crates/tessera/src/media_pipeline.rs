@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_models::WordEncoder;
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::wire::Tensor;
 
@@ -14,6 +13,7 @@ use crate::media_codec::MediaCodec;
 use crate::plan::Plan;
 use crate::rank_config::RankConfig;
 use crate::record::RecordWriter;
+use crate::text_encoder::PromptEncoder;
 use crate::vae_weights::VaeWeights;
 
 /// The media pipeline of a run: codec, output files and record.
@@ -31,13 +31,13 @@ pub(crate) struct RunMediaPipeline {
 impl RunMediaPipeline {
     pub(crate) fn new(
         plan: &Plan,
-        words: WordEncoder,
+        text: PromptEncoder,
         vae: Option<VaeWeights>,
         orders: &RankConfig,
         pipes: OpenPipes,
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<RunMediaPipeline, Diagnostic> {
-        let mut codec = MediaCodec::load(plan, words, vae, orders.delays.media)?;
+        let mut codec = MediaCodec::load(plan, text, vae, orders.delays.media)?;
         if orders.poison {
             codec.poison_temporaries();
         }

@@ -9,18 +9,16 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, VideoModel, WanConfig, WordEncoder};
+use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, VideoModel, WanConfig};
 use tessera_plan::Mapping;
 use tessera_weights::{WeightFiles, WeightSet};
 
 use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected};
-use crate::codes::{T0010, T0016, T0041, T0076};
+use crate::codes::{T0010, T0041, T0076};
 use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
+use crate::text_encoder::{PromptEncoder, TextFiles};
 use crate::vae_weights::VaeWeights;
-
-/// Name of the file with the weights of a text encoder.
-const TEXT_ENCODER_FILE: &str = "text_encoder.safetensors";
 
 /// The configs of a model and the folder that holds its files; weights are opened separately.
 #[derive(Debug, Clone)]
@@ -66,6 +64,8 @@ pub struct Overrides {
     pub stream_file: Option<PathBuf>,
     /// Whether calls carry the noise of a chunk's first step, instead of the streaming config's choice.
     pub given_noise: Option<bool>,
+    /// File with encoded prompts, instead of the model's own text encoder.
+    pub text_embeddings: Option<PathBuf>,
 }
 
 impl Model {
@@ -86,7 +86,7 @@ impl Model {
         let vae = checkpoint.read_vae_config().map_err(|d| vec![d])?;
         let vae = vae.as_ref().map(|(file, text)| (file.as_str(), text.as_str()));
         let stream = StreamConfig::parse_over(&at, &text, overrides.preset, vae, &wan)?;
-        let mut video = VideoModel { wan, stream };
+        let mut video = VideoModel { wan, stream, text_encoder: None };
         if let Some(recompute) = overrides.recompute {
             video.stream.recompute = recompute;
         }
@@ -95,6 +95,16 @@ impl Model {
         }
         if let Some(steps) = &overrides.steps {
             video.stream.set_steps(steps.clone());
+        }
+        if let Some(file) = &overrides.text_embeddings {
+            // The path is relative to the working folder here, and to the model's folder in the settings.
+            let path = std::path::absolute(file).unwrap_or_else(|_| file.clone());
+            video.stream.text = TextEncoder::File;
+            video.stream.text_file = path.display().to_string();
+        }
+        if video.stream.text == TextEncoder::Umt5 {
+            let (file, config) = TextFiles::find(&checkpoint).map_err(|d| vec![d])?.read_config()?;
+            video.set_text_encoder(&file, config)?;
         }
         let ds = video.stream.find_contradictions("command line", &video.wan);
         if !ds.is_empty() {
@@ -205,15 +215,15 @@ impl Model {
         plan_model(&self.video, &plan.model, &plan.model_dir, &mapping)
     }
 
-    /// Returns the digest of the generator's weights, combined with those of the text encoder and of the
-    /// VAE if the model has them.
+    /// Returns the digest of the generator's weights, combined with those of the text encoder's weights, of
+    /// its tokenizer and of the VAE if the model has them.
     fn content_digest(&self) -> Result<String, Diagnostics> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let mut digest = self.open_weights()?.set.content_digest(threads);
-        // A synthetic text encoder has a row for any word, by definition of its seed.
-        if self.video.stream.text == TextEncoder::Words && self.weights == WeightsOrigin::Files {
-            let text_encoder = self.open_text_encoder_weights()?.content_digest(threads);
-            digest = *blake3::hash([digest, text_encoder].as_flattened()).as_bytes();
+        let mut parts = vec![digest];
+        parts.extend(PromptEncoder::digest_files(self, threads)?);
+        if parts.len() > 1 {
+            digest = *blake3::hash(parts.as_flattened()).as_bytes();
         }
         if let Some(vae) = self.open_vae_weights()? {
             digest = *blake3::hash([digest, vae.content_digest(threads)].as_flattened()).as_bytes();
@@ -229,11 +239,6 @@ impl Model {
         }
     }
 
-    fn open_text_encoder_weights(&self) -> Result<WeightSet, Diagnostics> {
-        let file = self.dir.join(TEXT_ENCODER_FILE);
-        WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()
-    }
-
     /// Opens the weights of one file under the file's own tensor names; the set may be partial.
     pub fn open_partial_weights(&self, file: &str) -> Result<Weights, Diagnostics> {
         let set = WeightFiles::open_file(&self.dir.join(file)).map_err(|d| vec![d])?.resolve_as_is()?;
@@ -245,27 +250,8 @@ impl Model {
     ///
     /// # Errors
     /// Returns T0016 if the model has none, or what is wrong with its files.
-    pub fn open_text_encoder(&self) -> Result<WordEncoder, Diagnostics> {
-        if let WeightsOrigin::Synthetic(seed) = self.weights {
-            return Ok(WordEncoder::synthetic(seed, self.video.wan.text_dim, self.video.wan.text_len));
-        }
-        if self.video.stream.text != TextEncoder::Words {
-            return Err(vec![
-                Diagnostic::error(&T0016, format!("{} has no text encoder", self.name)).with_label(
-                    self.dir.join("stream.toml").display().to_string(),
-                    "[text] encoder = \"none\"",
-                ),
-            ]);
-        }
-        let vocab = self.dir.join("vocab.txt");
-        let words = read_text_file(&vocab).map_err(|e| {
-            vec![Diagnostic::error(&T0010, format!("{} cannot be read: {e}", vocab.display()))]
-        })?;
-        let set = self.open_text_encoder_weights()?;
-        set.check_finite("words.weight").map_err(|d| vec![d])?;
-        let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
-        WordEncoder::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len)
-            .map_err(|d| vec![*d])
+    pub fn open_text_encoder(&self) -> Result<PromptEncoder, Diagnostics> {
+        PromptEncoder::open(self)
     }
 }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
 use tessera_mesh::{Rank, RankMap};
-use tessera_models::{VideoModel, build_phases, list_calls};
+use tessera_models::{TEXT_PHASE, TextEncoder, Umt5Config, VideoModel, build_phases, list_calls};
 use tessera_plan::{LogicalModel, Mapping, lower};
 use tessera_runtime::driver::ControlTopology;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
@@ -16,8 +16,11 @@ use crate::codes::{T0011, T0012};
 use crate::files::{StagedFolder, read_text};
 
 /// Phases that the leader runs outside the lockstep.
-pub(crate) const LEADER_PHASES: [&str; 5] =
-    ["decode", "decode.open", "decode.first", "decode.rest", "encode"];
+pub(crate) const LEADER_PHASES: [&str; 6] =
+    ["decode", "decode.open", "decode.first", "decode.rest", "encode", TEXT_PHASE];
+
+/// File of a plan folder with the dimensions of a UMT5 text encoder.
+const TEXT_ENCODER_CONFIG: &str = "text_encoder.json";
 
 /// A sealed plan and its sources.
 #[derive(Debug)]
@@ -74,7 +77,8 @@ pub fn logical_model(m: &VideoModel) -> LogicalModel {
 /// Returns the canonical text that the seal covers besides the programs: mapping, config and stream
 /// settings.
 fn sealed_text(mapping: &Mapping, video: &VideoModel) -> String {
-    format!("{}\n{}\n{}", mapping.to_toml(), video.wan.to_json(), video.stream.to_toml())
+    let text_encoder = video.text_encoder.as_ref().map_or(String::new(), |e| format!("\n{}", e.to_json()));
+    format!("{}\n{}\n{}{text_encoder}", mapping.to_toml(), video.wan.to_json(), video.stream.to_toml())
 }
 
 /// The contents of `seal.json`.
@@ -172,6 +176,9 @@ impl Plan {
         write("mapping.toml", self.mapping.to_toml().as_bytes())?;
         write("config.json", self.video.wan.to_json().as_bytes())?;
         write("stream.toml", self.video.stream.to_toml().as_bytes())?;
+        if let Some(encoder) = &self.video.text_encoder {
+            write(TEXT_ENCODER_CONFIG, encoder.to_json().as_bytes())?;
+        }
         write("memory.json", to_json(&slots).as_bytes())?;
         write("seal.json", to_json(&seal).as_bytes())
     }
@@ -246,10 +253,14 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
         return Err(vec![if seal_file.tessera_plan == 1 { d.with_note(PLAN_1_KEYS) } else { d }]);
     }
     let slots: Vec<SlotsFile> = from_json(&shown("memory.json"), &text("memory.json")?)?;
-    let video = VideoModel::parse(
+    let mut video = VideoModel::parse(
         (&shown("config.json"), &text("config.json")?),
         (&shown("stream.toml"), &text("stream.toml")?),
     )?;
+    if video.stream.text == TextEncoder::Umt5 {
+        let file = shown(TEXT_ENCODER_CONFIG);
+        video.set_text_encoder(&file, Umt5Config::parse(&file, &text(TEXT_ENCODER_CONFIG)?)?)?;
+    }
     let mapping = Mapping::parse(&shown("mapping.toml"), &text("mapping.toml")?)?;
     let world = mapping.world_mesh().map_err(|d| vec![*d])?;
     let rank_map = RankMap::new(&world, seal_file.devices.clone()).map_err(|d| vec![*d])?;

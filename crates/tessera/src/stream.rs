@@ -7,8 +7,9 @@ use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
 use tessera_device::T0804;
+use tessera_ir::Opcode;
 use tessera_mesh::Rank;
-use tessera_models::PixelDecoder;
+use tessera_models::{PixelDecoder, TEXT_PHASE};
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
@@ -224,9 +225,9 @@ pub(crate) fn check_stream(
     }
     let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights);
     match model.open_text_encoder() {
-        Ok(words) => {
+        Ok(encoder) => {
             let prompts = std::iter::once(&options.prompt).chain(options.prompts_at.iter().map(|(_, p)| p));
-            ds.extend(prompts.filter_map(|p| words.encode(p).err()).map(|d| *d));
+            ds.extend(prompts.filter_map(|p| encoder.check_prompt(p).err()));
         }
         Err(e) => ds.extend(e),
     }
@@ -254,7 +255,7 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
         let slots = (s.layout.members as u64).saturating_mul(s.layout.slots as u64);
         slots.saturating_mul(s.layout.slot_bytes as u64)
     });
-    let needed = ranks.chain(arenas).fold(0, u64::saturating_add);
+    let needed = ranks.chain(arenas).chain([text_encoder_bytes(plan)]).fold(0, u64::saturating_add);
     let Some(available) = available_bytes().filter(|available| needed > *available) else { return Ok(()) };
     let programs = sealed.mesh().iter().flat_map(|rank| {
         sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, rank))
@@ -276,6 +277,13 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
         Some((bytes, name)) => d.with_label(name, format!("{} bytes, the largest tensor", bytes.0)),
         None => d,
     }])
+}
+
+/// Returns the bytes of the text encoder's weights, which the leader alone holds.
+fn text_encoder_bytes(plan: &Plan) -> u64 {
+    let Some(p) = plan.sealed.rank_program(TEXT_PHASE, Rank(0)) else { return 0 };
+    let weights = p.ops.iter().filter(|op| op.opcode == Opcode::Weight).flat_map(|op| &op.results);
+    weights.map(|v| p.type_of(*v).byte_size().0).fold(0, u64::saturating_add)
 }
 
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank

@@ -128,6 +128,14 @@ mapping_flags! {
     cache: bool,
 
     [OfModel]
+    /// Safetensors file with the rows of each prompt, instead of the model's own text encoder
+    ///
+    /// The name of a tensor is a prompt, letter by letter. The tensor holds at most text_len rows of
+    /// text_dim columns.
+    #[arg(long, value_name = "FILE")]
+    text_embeddings: PathBuf,
+
+    [OfModel]
     /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
     #[arg(long, value_name = "LIST")]
     steps: String,
@@ -298,6 +306,7 @@ impl MappingArgs {
             preset: self.preset,
             stream_file: self.stream.clone(),
             given_noise: self.noise_source,
+            text_embeddings: self.text_embeddings.clone(),
         })
     }
 

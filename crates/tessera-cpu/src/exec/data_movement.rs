@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use tessera_device::Fault;
+
 /// Adds the table to each row of the embedding, which repeats if the table is wider.
 pub(super) fn add_modulation(out: &mut [f32], table: &[f32], embedding: &[f32], width: usize) {
     let rows = embedding.len() / width;
@@ -22,6 +24,25 @@ pub(super) fn take_range(out: &mut [f32], x: &[f32], shape: &[u64], dim: usize, 
     for (o, x) in out.chunks_exact_mut(part).zip(x.chunks_exact(whole)) {
         o.copy_from_slice(&x[range.start * run..][..part]);
     }
+}
+
+/// Copies row `ids[i]` of `table`, widened to f32, to row i of `out`.
+pub(super) fn take_rows_by_id<T>(
+    out: &mut [f32],
+    ids: &[f32],
+    table: &[T],
+    widen: impl Fn(&T) -> f32,
+) -> Result<(), Fault> {
+    let width = (out.len() / ids.len().max(1)).max(1);
+    let rows = table.len() / width;
+    for (o, id) in out.chunks_exact_mut(width).zip(ids) {
+        if id.fract() != 0.0 || !(0.0..rows as f32).contains(id) {
+            return Err(Fault::Failed(format!("id {id} is not a row of a table with {rows} rows")));
+        }
+        let row = &table[*id as usize * width..][..width];
+        o.iter_mut().zip(row).for_each(|(o, x)| *o = widen(x));
+    }
+    Ok(())
 }
 
 /// Copies `x` and fills the rest of `out` with zeros.

@@ -5,16 +5,16 @@ use tessera_device::{CallData, Fault, MeshRank};
 use tessera_ir::{CommAxis, ComputeOp, Program, Type, ValueId, views};
 use tessera_mesh::AxisLayout;
 
-use super::data_movement::{add_modulation, compact_padding, pad_zeros, take_range};
+use super::data_movement::{add_modulation, compact_padding, pad_zeros, take_range, take_rows_by_id};
 use super::memory::{MemoryView, ValueLocation, WeightData};
 use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
 use crate::kernels::{
-    ConvSpec, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache, RopeSpec, Scratch,
-    add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time, gate_residual,
-    layer_norm, map_elements, matmul, norm_modulate, patchify, renoise, rms_norm, rms_scale, rope,
-    row_square_sum, scale_shift, silu, softmax, space_time_to_depth, time_embed, to_x0, unpatchify,
-    upsample_nearest,
+    ConvSpec, DistanceBias, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache,
+    RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time,
+    gate_residual, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify, relative_attention,
+    renoise, rms_norm, rms_scale, rope, row_square_sum, scale_shift, silu, softmax, space_time_to_depth,
+    time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
 };
 
 impl CpuBackend {
@@ -79,6 +79,7 @@ impl<'a> KernelInputs<'a> {
             ValueLocation::Weight(w) => match &self.memory.weights[*w] {
                 WeightData::Packed(p) => MatmulWeight::Packed(p),
                 WeightData::Plain(v) => MatmulWeight::Plain(v),
+                WeightData::Bf16(_) => MatmulWeight::Plain(self.values(v)?),
             },
             other => MatmulWeight::Plain(self.memory.view_value(other, self.call)?),
         })
@@ -141,6 +142,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
             bind_values(v, [v.x, v.bias], |r, v, [x, bias]| bias_act(r.pool, r.out, x, bias, v.act))
         }
         C::Add(v) => bind_values(v, [v.x, v.y], |r, _, [x, y]| add(r.pool, r.out, x, y)),
+        C::Mul(v) => bind_values(v, [v.x, v.y], |r, _, [x, y]| multiply(r.pool, r.out, x, y)),
         C::Silu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, silu)),
         C::Cast(_) | C::Quantize(_) => return Err("another dtype (this backend computes in f32)"),
         C::LayerNorm(v) => bind_values(v, [v.x, v.w, v.b], |r, v, [x, w, b]| {
@@ -161,6 +163,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         }),
         C::Rope(v) => bind_op(v, |r, v| r.run_rope(v)),
         C::Attention(v) => bind_op(v, |r, v| r.run_attention(v)),
+        C::RelativeAttention(v) => bind_op(v, |r, v| r.run_relative_attention(v)),
         C::Softmax(v) => bind_values(v, [v.x], |r, v, [x]| softmax(r.pool, r.out, x, r.inputs.width(v.x))),
         C::Bmm(v) => bind_values(v, [v.x, v.y], |r, v, x| r.run_bmm(v, x)),
         C::MoeRoute(_) => return Err("MoE routing as one op"),
@@ -197,6 +200,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
             let limit = v.limit as f32;
             map_elements(r.pool, r.out, x, |x| x.clamp(-limit, limit));
         }),
+        C::Embed(v) => bind_op(v, |r, v| r.run_embed(v)),
         C::TakeRows(v) => bind_values(v, [v.x], |r, v, [x]| {
             let (row, rows) = (v.row as usize, v.rows as usize);
             take_range(r.out, x, r.inputs.shape(v.x), 0, row..row + rows);
@@ -322,6 +326,33 @@ impl KernelRun<'_> {
         let (q, k, values) = (x.values(v.q)?, x.values(v.k)?, x.values(v.v)?);
         let widths = (x.width(v.q), v.head_dim as usize);
         attention(self.pool, self.scratch, self.out, q, k, values, widths, bias.as_ref());
+        Ok(())
+    }
+
+    fn run_embed(&mut self, v: &views::Embed) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let ids = x.values(v.ids)?;
+        if let ValueLocation::Weight(w) = x.location(v.table)
+            && let WeightData::Bf16(table) = &x.memory.weights[*w]
+        {
+            return take_rows_by_id(self.out, ids, table, |x| widen_to_f32(*x));
+        }
+        take_rows_by_id(self.out, ids, x.values(v.table)?, |x| *x)
+    }
+
+    fn run_relative_attention(&mut self, v: &views::RelativeAttention) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let (width, keys, length) = (x.width(v.q), x.shape(v.k)[0] as usize, x.int(v.length)?);
+        let Some(length) = usize::try_from(length).ok().filter(|n| (1..=keys).contains(n)) else {
+            return Err(Fault::Failed(format!("`length` is {length}, but there are {keys} keys")));
+        };
+        let (q, k, values) = (x.values(v.q)?, x.values(v.k)?, x.values(v.v)?);
+        let extents = (x.shape(v.q)[0] as usize, length);
+        let bias = DistanceBias::new(x.values(v.table)?, x.width(v.table), v.max_distance, extents);
+        // Keys beyond the length take no part, so the kernel never sees them.
+        let (k, values) = (&k[..length * width], &values[..length * width]);
+        let widths = (width, v.head_dim as usize);
+        relative_attention(self.pool, self.scratch, self.out, [q, k, values], widths, &bias);
         Ok(())
     }
 

@@ -26,6 +26,19 @@ pub(super) struct BackendMemory {
 pub(super) enum WeightData {
     Plain(Vec<f32>),
     Packed(PackedWeight),
+    /// Rows that only `embed` reads, each number exact in bf16.
+    Bf16(Vec<u16>),
+}
+
+impl WeightData {
+    /// Returns the bytes in memory, with spare capacity.
+    pub(super) fn allocated_bytes(&self) -> usize {
+        match self {
+            WeightData::Plain(v) => v.capacity() * ELEMENT_BYTES,
+            WeightData::Packed(p) => p.allocated_bytes(),
+            WeightData::Bf16(v) => v.capacity() * size_of::<u16>(),
+        }
+    }
 }
 
 /// The elements of the temporaries that a value occupies in its slot.
@@ -57,10 +70,7 @@ pub(super) enum ValueLocation {
 impl BackendMemory {
     /// Returns the bytes allocated for weights, buffers and temporaries, with spare capacity.
     pub(super) fn allocated_bytes(&self) -> [u64; 3] {
-        let weights = self.weights.iter().map(|w| match w {
-            WeightData::Plain(v) => v.capacity() * ELEMENT_BYTES,
-            WeightData::Packed(p) => p.allocated_bytes(),
-        });
+        let weights = self.weights.iter().map(WeightData::allocated_bytes);
         let buffers = self.buffers.iter().map(|b| b.capacity() * ELEMENT_BYTES);
         [weights.sum::<usize>(), buffers.sum(), self.temporaries.capacity() * ELEMENT_BYTES].map(|n| n as u64)
     }
@@ -125,6 +135,9 @@ impl<'a> MemoryView<'a> {
                 WeightData::Plain(v) => v,
                 WeightData::Packed(_) => {
                     return Err(Fault::Failed("a packed weight is used outside a matmul".into()));
+                }
+                WeightData::Bf16(_) => {
+                    return Err(Fault::Failed("a weight in bf16 is used outside an embed".into()));
                 }
             },
             ValueLocation::Input(name) => call

@@ -10,7 +10,9 @@ use tessera_ir::{Op, OpView, Opcode, Program, Type, WeightLoad, views};
 use super::memory::WeightData;
 use super::{CpuBackend, WeightKey};
 use crate::Pool;
-use crate::kernels::{PackedWeight, RopeSpec, RopeTables, UNPACK_ROWS, time_embed};
+use crate::kernels::{
+    PackedWeight, RopeSpec, RopeTables, UNPACK_ROWS, is_exact_bf16, narrow_to_bf16, time_embed, widen_to_f32,
+};
 
 /// The origin of a loaded shard, and its fingerprint at load time.
 #[derive(Debug)]
@@ -18,6 +20,8 @@ pub(super) struct LoadedShard {
     name: String,
     ty: Type,
     load: Option<WeightLoad>,
+    /// Whether bf16 may store the shard, if that is exact.
+    may_be_bf16: bool,
     fingerprint: Fingerprint,
 }
 
@@ -50,11 +54,14 @@ impl CpuBackend {
     ) -> Result<usize, Diagnostic> {
         let (name, v) = (op.name.clone().unwrap_or_default(), op.results[0]);
         let ty = p.type_of(v);
-        let matmul_only = p.ops.iter().filter(|o| o.used_values().any(|u| u == v)).all(|o| {
-            let elsewhere = o.used_values().filter(|u| *u == v).count() > 1;
-            matches!(o.opcode, Opcode::Matmul | Opcode::Conv3d) && o.operands[1] == v && !elsewhere
-        });
-        let has_choice = matmul_only && ty.shape.len() == 2;
+        // Whether each user is an op of these kinds that reads the weight as its second operand alone.
+        let only_feeds = |opcodes: &[Opcode]| {
+            p.ops.iter().filter(|o| o.used_values().any(|u| u == v)).all(|o| {
+                let elsewhere = o.used_values().filter(|u| *u == v).count() > 1;
+                opcodes.contains(&o.opcode) && o.operands[1] == v && !elsewhere
+            })
+        };
+        let has_choice = only_feeds(&[Opcode::Matmul, Opcode::Conv3d]) && ty.shape.len() == 2;
         let packed = has_choice && self.packs_weights;
         let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, packed, name };
         if let Some(i) = self.weight_index.get(&key) {
@@ -69,14 +76,19 @@ impl CpuBackend {
             }
             key.packed = true;
         }
-        self.budget.reserve_bytes(&format!("weight {}", key.name), ty.element_count().saturating_mul(4))?;
+        let bytes = ty.element_count().saturating_mul(4);
+        self.budget.reserve_bytes(&format!("weight {}", key.name), bytes)?;
         let mut piece = LoadedShard {
             name: key.name.clone(),
             ty: ty.clone(),
             load,
+            may_be_bf16: self.stores_bf16 && (packed || only_feeds(&[Opcode::Embed])),
             fingerprint: FingerprintHasher::default().finish("", ""),
         };
         let data = piece.read(&self.pool, &self.placement, packed, source, &mut self.audit_cursor.rows)?;
+        if data.is_bf16() {
+            self.budget.give_back(bytes / 2);
+        }
         self.memory.weights.push(data);
         self.shards.push(piece);
         let index = self.memory.weights.len() - 1;
@@ -91,9 +103,10 @@ impl CpuBackend {
     pub(super) fn describe_matmul_routes(&self) -> BTreeMap<String, String> {
         let mut routes = BTreeMap::new();
         for (ty, index) in &self.matmul_weights {
-            let form = match self.memory.weights[*index] {
+            let form = match &self.memory.weights[*index] {
+                WeightData::Packed(p) if p.is_bf16() => "packed weight in bf16",
                 WeightData::Packed(_) => "packed weight",
-                WeightData::Plain(_) => "plain weight",
+                WeightData::Plain(_) | WeightData::Bf16(_) => "plain weight",
             };
             let forms: &mut BTreeSet<&str> = routes.entry(format!("route: matmul by {ty}")).or_default();
             forms.insert(form);
@@ -187,6 +200,7 @@ impl CpuBackend {
         shards.find_map(|(_, weight)| match weight {
             WeightData::Packed(w) => w.get(index),
             WeightData::Plain(v) => v.get(index).copied(),
+            WeightData::Bf16(v) => v.get(index).map(|x| widen_to_f32(*x)),
         })
     }
 
@@ -196,6 +210,7 @@ impl CpuBackend {
             match weight {
                 WeightData::Packed(w) => w.set(index, value),
                 WeightData::Plain(v) => v.get_mut(index).map(|x| *x = value).is_some(),
+                WeightData::Bf16(v) => v.get_mut(index).map(|x| *x = narrow_to_bf16(value)).is_some(),
             }
         })
     }
@@ -257,7 +272,14 @@ impl LoadedShard {
         let load = self.load.map(WeightLoad::name);
         let data = source.read(&self.name, &self.ty, load, mesh_rank)?;
         let weight = match self.ty.shape[..] {
-            [n, k] if packed => WeightData::Packed(PackedWeight::new(pool, &data, n as usize, k as usize)),
+            [n, k] if packed => {
+                let (n, k) = (n as usize, k as usize);
+                let bf16 = self.may_be_bf16.then(|| PackedWeight::new_bf16(pool, &data, n, k)).flatten();
+                WeightData::Packed(bf16.unwrap_or_else(|| PackedWeight::new(pool, &data, n, k)))
+            }
+            _ if self.may_be_bf16 && data.iter().all(|x| is_exact_bf16(*x)) => {
+                WeightData::Bf16(data.iter().map(|x| narrow_to_bf16(*x)).collect())
+            }
             _ => WeightData::Plain(data),
         };
         let mut hash = FingerprintHasher::default();
@@ -268,9 +290,18 @@ impl LoadedShard {
 }
 
 impl WeightData {
+    fn is_bf16(&self) -> bool {
+        match self {
+            WeightData::Plain(_) => false,
+            WeightData::Packed(p) => p.is_bf16(),
+            WeightData::Bf16(_) => true,
+        }
+    }
+
     fn unit_count(&self) -> usize {
         match self {
             WeightData::Plain(v) => v.len().div_ceil(UNIT_ELEMENTS).max(1),
+            WeightData::Bf16(v) => v.len().div_ceil(UNIT_ELEMENTS).max(1),
             WeightData::Packed(p) => p.shape().0.div_ceil(UNPACK_ROWS).max(1),
         }
     }
@@ -278,6 +309,7 @@ impl WeightData {
     fn unit_bytes(&self, unit: usize) -> u64 {
         let elements = match self {
             WeightData::Plain(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
+            WeightData::Bf16(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
             WeightData::Packed(p) => (p.shape().0 - unit * UNPACK_ROWS).min(UNPACK_ROWS) * p.shape().1,
         };
         elements as u64 * 4
@@ -288,6 +320,13 @@ impl WeightData {
     fn hash_unit(&self, unit: usize, hash: &mut FingerprintHasher, rows: &mut Vec<f32>) {
         match self {
             WeightData::Plain(v) => hash.update(v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default()),
+            WeightData::Bf16(v) => {
+                rows.clear();
+                rows.extend(
+                    v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default().iter().map(|x| widen_to_f32(*x)),
+                );
+                hash.update(rows);
+            }
             WeightData::Packed(p) => {
                 p.unpack_rows(unit * UNPACK_ROWS, rows);
                 hash.update(rows);

@@ -1,14 +1,17 @@
-//! softmax(q · kᵀ / √head_dim + bias) · v, head by head.
+//! softmax(q · kᵀ / √head_dim + bias) · v, head by head, and the same with a bias by distance.
 //!
 //! Scores are stored transposed, keys by 32 queries: each query has a SIMD lane of its own, so
 //! maximum, sum and both matmuls accumulate over the keys in one order, whatever the other queries,
 //! heads or threads are.
+
+mod distance_bias;
 
 use super::{Scratch, borrow_buffer};
 use crate::Pool;
 use crate::simd::{
     BLOCK, LhsOperand, OutputTile, PANEL, RhsPanel, TILE_ROWS, exp, multiply_tile, pack_panel, vectorized,
 };
+pub use distance_bias::DistanceBias;
 use std::ops::Range;
 
 /// A constant that is added to the scores of some keys.
@@ -33,8 +36,47 @@ pub fn attention(
     q: &[f32],
     k: &[f32],
     v: &[f32],
-    (dl, head_dim): (usize, usize),
+    widths: (usize, usize),
     bias: Option<&KeyBias>,
+) {
+    let bias = bias.map_or(ScoreBias::None, ScoreBias::Keys);
+    attend(pool, scratch, out, [q, k, v], widths, bias);
+}
+
+/// As [`attention`], with unscaled scores and a bias for each head and distance, which was expanded
+/// for these numbers of queries and keys.
+///
+/// # Panics
+/// Panics if a length does not match or there are no keys.
+pub fn relative_attention(
+    pool: &Pool,
+    scratch: &mut Scratch,
+    out: &mut [f32],
+    operands: [&[f32]; 3],
+    widths: (usize, usize),
+    bias: &DistanceBias,
+) {
+    attend(pool, scratch, out, operands, widths, ScoreBias::Distance(bias));
+}
+
+/// What an attention adds to its scores, and their scale.
+#[derive(Debug, Clone, Copy)]
+enum ScoreBias<'a> {
+    /// The scores are q · k / √head_dim.
+    None,
+    /// As `None`, plus a constant for some keys.
+    Keys(&'a KeyBias),
+    /// The scores are q · k, plus a number for each head and distance.
+    Distance(&'a DistanceBias),
+}
+
+fn attend(
+    pool: &Pool,
+    scratch: &mut Scratch,
+    out: &mut [f32],
+    [q, k, v]: [&[f32]; 3],
+    (dl, head_dim): (usize, usize),
+    bias: ScoreBias<'_>,
 ) {
     let (n, keys) = (q.len() / dl, k.len() / dl);
     assert!(q.len() == n * dl && out.len() == q.len() && v.len() == k.len() && k.len() == keys * dl);
@@ -72,7 +114,7 @@ pub fn attention(
         borrow_buffer(spare, (head_dim + keys) * PANEL, |buffer| {
             let (queries, scores) = buffer.split_at_mut(head_dim * PANEL);
             pack_panel(&q[first * dl + head * head_dim..], dl, rows, head_dim, queries);
-            let running_max = inputs.compute_scores(head, queries, scores);
+            let running_max = inputs.compute_scores(head, first, queries, scores);
             inputs.sum_weighted_values(head, rows, &running_max, scores, o);
         });
     });
@@ -93,17 +135,20 @@ struct AttentionInputs<'a> {
     dl: usize,
     head_dim: usize,
     keys: usize,
-    bias: Option<&'a KeyBias>,
+    bias: ScoreBias<'a>,
 }
 
 impl AttentionInputs<'_> {
-    /// Computes the scores `[keys, 32]` of 32 packed queries with all keys of a head, and returns
-    /// the maximum of each query.
-    fn compute_scores(&self, head: usize, queries: &[f32], scores: &mut [f32]) -> [f32; PANEL] {
+    /// Computes the scores `[keys, 32]` of 32 packed queries, from number `first`, with all keys of a
+    /// head, and returns the maximum of each query.
+    fn compute_scores(&self, head: usize, first: usize, queries: &[f32], scores: &mut [f32]) -> [f32; PANEL] {
         let &AttentionInputs { k, dl, head_dim, keys, bias, .. } = self;
         let right = RhsPanel { data: queries, k_stride: PANEL };
         let scale = (head_dim as f32).sqrt().recip();
-        let (log_b, biased) = bias.map_or((0.0, 0..0), |b| (b.log_b, b.rows.clone()));
+        let (log_b, biased) = match bias {
+            ScoreBias::Keys(b) => (b.log_b, b.rows.clone()),
+            ScoreBias::None | ScoreBias::Distance(_) => (0.0, 0..0),
+        };
         let mut running_max = [f32::NEG_INFINITY; PANEL];
         for key in (0..keys).step_by(TILE_ROWS) {
             let left = LhsOperand { data: &k[key * dl + head * head_dim..], row_stride: dl, k_stride: 1 };
@@ -112,7 +157,10 @@ impl AttentionInputs<'_> {
             let target = OutputTile { data, row_stride: PANEL, accumulate: false, bias: None };
             multiply_tile(count, left, right, head_dim, target);
             let data = &mut scores[key * PANEL..(key + count) * PANEL];
-            scale_scores(data, scale, log_b, biased.start, biased.end, key, &mut running_max);
+            match bias {
+                ScoreBias::Distance(b) => b.add_to_scores(data, head, first, key, &mut running_max),
+                _ => scale_scores(data, scale, log_b, biased.start, biased.end, key, &mut running_max),
+            }
         }
         running_max
     }

@@ -48,7 +48,7 @@ pub fn conv3d(
     pool.for_each_block(out, out_columns * m, work, |i, o| {
         borrow_buffer(spare, out_columns * k, |cells| {
             spec.gather_cells(x, (i / out_rows, i % out_rows), cells);
-            matmul.compute_rows(cells, 0..m, o);
+            matmul.with_widened(spare, |widened| matmul.compute_rows(cells, 0..m, o, widened));
         });
     });
 }

@@ -17,6 +17,14 @@ pub fn add(pool: &Pool, out: &mut [f32], a: &[f32], b: &[f32]) {
     });
 }
 
+/// Computes `out = a · b`, element by element.
+pub fn multiply(pool: &Pool, out: &mut [f32], a: &[f32], b: &[f32]) {
+    assert!(out.len() == a.len() && a.len() == b.len());
+    pool.for_each_block(out, BLOCK_ELEMENTS, 2 * a.len(), |i, o| {
+        multiply_block(o, &a[i * BLOCK_ELEMENTS..], &b[i * BLOCK_ELEMENTS..]);
+    });
+}
+
 /// Computes `out[N, d] = act(x[N, d] + b[d])`.
 pub fn bias_act(pool: &Pool, out: &mut [f32], x: &[f32], b: &[f32], act: Option<Activation>) {
     let d = b.len();
@@ -72,6 +80,14 @@ vectorized! {
     fn add_block(out: &mut [f32], a: &[f32], b: &[f32]) {
         for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
             *o = a + b;
+        }
+    }
+}
+
+vectorized! {
+    fn multiply_block(out: &mut [f32], a: &[f32], b: &[f32]) {
+        for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
+            *o = a * b;
         }
     }
 }

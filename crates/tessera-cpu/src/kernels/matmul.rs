@@ -1,5 +1,7 @@
 //! y = act(x · wᵀ + bias), with an optional fixed split of the contraction into segments.
 
+use std::sync::Mutex;
+
 use tessera_ir::Activation;
 
 use super::{Scratch, borrow_buffer};
@@ -23,7 +25,15 @@ pub enum MatmulWeight<'a> {
 pub struct PackedWeight {
     n: usize,
     k: usize,
-    panels: AlignedBuffer,
+    panels: Panels,
+}
+
+/// The elements of a packed weight. Half the bytes hold the same numbers if bf16 represents each of
+/// them exactly; a matmul then widens a panel before it multiplies, and its bits do not change.
+#[derive(Debug, Clone)]
+enum Panels {
+    F32(AlignedBuffer),
+    Bf16(Vec<u16>),
 }
 
 impl PackedWeight {
@@ -35,13 +45,41 @@ impl PackedWeight {
     pub fn new(pool: &Pool, w: &[f32], n: usize, k: usize) -> PackedWeight {
         let mut panels = AlignedBuffer::default();
         pack_weight(pool, w, n, k, panels.ensure_len(n.div_ceil(PANEL) * PANEL * k));
-        PackedWeight { n, k, panels }
+        PackedWeight { n, k, panels: Panels::F32(panels) }
+    }
+
+    /// As [`PackedWeight::new`], in half the bytes. Returns `None` if an element is not exact in bf16.
+    ///
+    /// # Panics
+    /// Panics if `w` does not have n·k elements.
+    #[must_use]
+    pub fn new_bf16(pool: &Pool, w: &[f32], n: usize, k: usize) -> Option<PackedWeight> {
+        assert_eq!(w.len(), n * k, "weight [{n}, {k}]");
+        if !w.iter().all(|x| is_exact_bf16(*x)) {
+            return None;
+        }
+        let mut panels = Vec::with_capacity(n.div_ceil(PANEL) * PANEL * k);
+        let mut panel = vec![0.0; PANEL * k];
+        for rows in w.chunks(PANEL * k) {
+            pack_weight(pool, rows, rows.len() / k, k, &mut panel);
+            panels.extend(panel.iter().map(|x| narrow_to_bf16(*x)));
+        }
+        Some(PackedWeight { n, k, panels: Panels::Bf16(panels) })
+    }
+
+    /// Returns whether the weight is stored in bf16.
+    #[must_use]
+    pub fn is_bf16(&self) -> bool {
+        matches!(self.panels, Panels::Bf16(_))
     }
 
     /// Returns the bytes of the packed weight in memory, padding included.
     #[must_use]
     pub fn allocated_bytes(&self) -> usize {
-        self.panels.allocated_bytes()
+        match &self.panels {
+            Panels::F32(panels) => panels.allocated_bytes(),
+            Panels::Bf16(panels) => panels.capacity() * size_of::<u16>(),
+        }
     }
 
     /// Returns (N, K) of the weight.
@@ -57,38 +95,68 @@ impl PackedWeight {
     /// Panics if `first` is not below N.
     pub fn unpack_rows(&self, first: usize, out: &mut Vec<f32>) {
         let (rows, k) = (UNPACK_ROWS.min(self.n - first), self.k);
-        let panel = &self.panels.get()[first / PANEL * PANEL * k..][..PANEL * k];
+        let range = first / PANEL * PANEL * k..(first / PANEL + 1) * PANEL * k;
         let column = first % PANEL;
         out.clear();
         out.resize(rows * k, 0.0);
-        // Transposes in tiles, so that the cache lines of both sides stay in cache.
-        for (at, tile) in panel.chunks(UNPACK_ROWS * PANEL).enumerate() {
-            for (r, row) in out.chunks_exact_mut(k.max(1)).enumerate() {
-                let row = &mut row[at * UNPACK_ROWS..];
-                for (o, line) in row.iter_mut().zip(tile.chunks_exact(PANEL)) {
-                    *o = line[column + r];
-                }
-            }
+        match &self.panels {
+            Panels::F32(panels) => unpack_columns(&panels.get()[range], column, k, out, |x| x),
+            Panels::Bf16(panels) => unpack_columns(&panels[range], column, k, out, widen_to_f32),
         }
     }
 
-    /// Sets an element by its index in `[N, K]`; returns false if the index is out of range.
+    /// Sets an element by its index in `[N, K]`, rounded towards zero if the weight is stored in bf16;
+    /// returns false if the index is out of range.
     pub fn set(&mut self, index: usize, value: f32) -> bool {
         let Some(at) = self.panel_index(index) else { return false };
-        self.panels.get_mut()[at] = value;
+        match &mut self.panels {
+            Panels::F32(panels) => panels.get_mut()[at] = value,
+            Panels::Bf16(panels) => panels[at] = narrow_to_bf16(value),
+        }
         true
     }
 
     /// Returns an element by its index in `[N, K]`, or `None` if the index is out of range.
     #[must_use]
     pub fn get(&self, index: usize) -> Option<f32> {
-        self.panel_index(index).map(|at| self.panels.get()[at])
+        self.panel_index(index).map(|at| match &self.panels {
+            Panels::F32(panels) => panels.get()[at],
+            Panels::Bf16(panels) => widen_to_f32(panels[at]),
+        })
     }
 
     fn panel_index(&self, index: usize) -> Option<usize> {
         let (row, k) = (index / self.k.max(1), index % self.k.max(1));
         (row < self.n).then(|| row / PANEL * PANEL * self.k + k * PANEL + row % PANEL)
     }
+}
+
+/// Copies the columns of a panel from `column` on to the rows of `out`, as many as it has.
+fn unpack_columns<T: Copy>(panel: &[T], column: usize, k: usize, out: &mut [f32], widen: impl Fn(T) -> f32) {
+    // Transposes in tiles, so that the cache lines of both sides stay in cache.
+    for (at, tile) in panel.chunks(UNPACK_ROWS * PANEL).enumerate() {
+        for (r, row) in out.chunks_exact_mut(k.max(1)).enumerate() {
+            let row = &mut row[at * UNPACK_ROWS..];
+            for (o, line) in row.iter_mut().zip(tile.chunks_exact(PANEL)) {
+                *o = widen(line[column + r]);
+            }
+        }
+    }
+}
+
+/// Returns whether bf16 represents a number exactly.
+pub(crate) fn is_exact_bf16(x: f32) -> bool {
+    x.to_bits() & 0xffff == 0
+}
+
+/// Returns the upper half of a number, which is the number in bf16 if that is exact.
+pub(crate) fn narrow_to_bf16(x: f32) -> u16 {
+    (x.to_bits() >> 16) as u16
+}
+
+/// Returns a number in bf16 as f32.
+pub(crate) fn widen_to_f32(x: u16) -> f32 {
+    f32::from_bits(u32::from(x) << 16)
 }
 
 /// Number of rows that are unpacked together: half a panel.
@@ -130,22 +198,24 @@ pub fn matmul(
     }
     let panels = packed_panels(pool, &mut scratch.packed, w, (n, k));
     let packed_matmul = PackedMatmul { panels, n, k, bias: bias.unwrap_or(&[]), act, segments };
-    let work = 2 * m * n * k;
+    let (work, spare) = (2 * m * n * k, &scratch.spare);
     if m >= ROW_BLOCK * pool.thread_count() || !pool.should_parallelize(work) {
         pool.for_each_block(out, ROW_BLOCK * n, work, |i, o| {
             let rows = o.len() / n;
-            packed_matmul.compute_rows(&x[i * ROW_BLOCK * k..][..rows * k], 0..n, o);
+            let x = &x[i * ROW_BLOCK * k..][..rows * k];
+            packed_matmul.with_widened(spare, |w| packed_matmul.compute_rows(x, 0..n, o, w));
         });
         return;
     }
     // There are too few rows to distribute: distribute the columns, through a staging buffer whose
     // parts are contiguous.
     let columns = (n.div_ceil(PANEL).div_ceil(4 * pool.thread_count())).max(1) * PANEL;
-    borrow_buffer(&scratch.spare, m * n.next_multiple_of(columns), |staged| {
+    borrow_buffer(spare, m * n.next_multiple_of(columns), |staged| {
         pool.for_each_block(staged, m * columns, work, |i, o| {
             let first = i * columns;
             let last = (first + columns).min(n);
-            packed_matmul.compute_rows(x, first..last, &mut o[..m * (last - first)]);
+            let o = &mut o[..m * (last - first)];
+            packed_matmul.with_widened(spare, |w| packed_matmul.compute_rows(x, first..last, o, w));
         });
         for (i, part) in staged.chunks(m * columns).enumerate() {
             let first = i * columns;
@@ -163,15 +233,18 @@ pub(super) fn packed_panels<'a>(
     spare: &'a mut AlignedBuffer,
     w: MatmulWeight<'a>,
     (n, k): (usize, usize),
-) -> &'a [f32] {
+) -> PanelElements<'a> {
     match w {
         MatmulWeight::Packed(p) => {
             assert_eq!(p.shape(), (n, k), "packed weight of a matmul");
-            p.panels.get()
+            match &p.panels {
+                Panels::F32(panels) => PanelElements::F32(panels.get()),
+                Panels::Bf16(panels) => PanelElements::Bf16(panels),
+            }
         }
         MatmulWeight::Plain(w) => {
             pack_weight(pool, w, n, k, spare.ensure_len(n.div_ceil(PANEL) * PANEL * k));
-            spare.get()
+            PanelElements::F32(spare.get())
         }
     }
 }
@@ -184,9 +257,16 @@ fn pack_weight(pool: &Pool, w: &[f32], n: usize, k: usize, out: &mut [f32]) {
     });
 }
 
+/// The panels of a packed weight.
+#[derive(Clone, Copy)]
+pub(super) enum PanelElements<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [u16]),
+}
+
 /// A matmul with a packed weight `[n, k]`.
 pub(super) struct PackedMatmul<'a> {
-    pub(super) panels: &'a [f32],
+    pub(super) panels: PanelElements<'a>,
     pub(super) n: usize,
     pub(super) k: usize,
     /// `[n]`, or empty.
@@ -196,9 +276,23 @@ pub(super) struct PackedMatmul<'a> {
 }
 
 impl PackedMatmul<'_> {
+    /// Lends `f` memory for one panel in f32 if the panels are stored in bf16, and none otherwise.
+    pub(super) fn with_widened(&self, spare: &Mutex<Vec<AlignedBuffer>>, f: impl FnOnce(&mut [f32])) {
+        match self.panels {
+            PanelElements::F32(_) => f(&mut []),
+            PanelElements::Bf16(_) => borrow_buffer(spare, PANEL * self.k, f),
+        }
+    }
+
     /// Multiplies some rows of x with the columns `range`, which starts on a panel; `out` has just
-    /// those columns.
-    pub(super) fn compute_rows(&self, x: &[f32], range: std::ops::Range<usize>, out: &mut [f32]) {
+    /// those columns. `widened` is the memory of [`Self::with_widened`].
+    pub(super) fn compute_rows(
+        &self,
+        x: &[f32],
+        range: std::ops::Range<usize>,
+        out: &mut [f32],
+        widened: &mut [f32],
+    ) {
         let k = self.k;
         let step = range.len();
         let mut sums: [AccumulatorTile; TREE_LEVELS] = [[0.0; TILE_ROWS * PANEL]; TREE_LEVELS];
@@ -206,7 +300,13 @@ impl PackedMatmul<'_> {
             let first_row = row_block * ROW_BLOCK;
             let last_row = (first_row + ROW_BLOCK).min(x.len() / k);
             for column in range.clone().step_by(PANEL) {
-                let panel = &self.panels[column * k..][..PANEL * k];
+                let panel = match self.panels {
+                    PanelElements::F32(panels) => &panels[column * k..][..PANEL * k],
+                    PanelElements::Bf16(panels) => {
+                        widen_panel(widened, &panels[column * k..][..PANEL * k]);
+                        &*widened
+                    }
+                };
                 let columns = PANEL.min(range.end - column);
                 let mut bias = [0.0f32; PANEL];
                 if !self.bias.is_empty() {
@@ -295,6 +395,14 @@ impl PackedMatmul<'_> {
                 count /= 2;
             }
             depth += 1;
+        }
+    }
+}
+
+vectorized! {
+    fn widen_panel(out: &mut [f32], panel: &[u16]) {
+        for (o, x) in out.iter_mut().zip(panel) {
+            *o = widen_to_f32(*x);
         }
     }
 }

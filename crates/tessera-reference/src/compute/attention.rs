@@ -77,3 +77,58 @@ pub(super) fn attention(cx: &OpContext<'_>, v: &views::Attention) -> TensorResul
     }
     Ok(y)
 }
+
+pub(super) fn relative_attention(cx: &OpContext<'_>, v: &views::RelativeAttention) -> TensorResult {
+    let (queries, keys, values) = (cx.tensor(v.q)?, cx.tensor(v.k)?, cx.tensor(v.v)?);
+    let (table, hd) = (cx.tensor(v.table)?, v.head_dim as usize);
+    let ((n, d), (r, dk), (buckets, heads)) =
+        (matrix_extents(queries)?, matrix_extents(keys)?, matrix_extents(table)?);
+    if d != dk || values.shape() != [r, d] || heads * hd != d {
+        return Err(format!(
+            "q {:?} k {:?} v {:?}, {heads} heads of {hd}",
+            queries.shape(),
+            keys.shape(),
+            values.shape()
+        ));
+    }
+    let length = cx.int(v.length)?;
+    if length < 1 || length as u64 > r as u64 {
+        return Err(format!("`length` is {length}, but there are {r} keys"));
+    }
+    let mut y = Tensor::full(&[n, d], 0.0);
+    for i in 0..n {
+        for h in 0..heads {
+            let columns = h * hd..(h + 1) * hd;
+            let weights: Vec<f64> = (0..length as usize)
+                .map(|j| {
+                    let (q, k) = (&queries.row(i)[columns.clone()], &keys.row(j)[columns.clone()]);
+                    let dot: f64 = q.iter().zip(k).map(|(a, b)| a * b).sum();
+                    dot + table.row(distance_bucket(i, j, buckets, v.max_distance))[h]
+                })
+                .collect();
+            let top = weights.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = weights.iter().map(|s| (s - top).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            for c in columns {
+                let sum: f64 = weights.iter().enumerate().map(|(j, w)| w * values.row(j)[c]).sum();
+                y.data_mut()[i * d + c] = sum / total;
+            }
+        }
+    }
+    Ok(y)
+}
+
+/// Returns the bucket of the key at `j` for the query at `i`: the first half of the buckets holds
+/// the keys up to the query, the second half those after it.
+fn distance_bucket(i: usize, j: usize, buckets: usize, max_distance: u64) -> usize {
+    let half = buckets / 2;
+    let (distance, exact) = (i.abs_diff(j), half / 2);
+    let bucket = if distance < exact {
+        distance
+    } else {
+        let e = exact as f64;
+        let share = (distance as f64 / e).ln() / (max_distance as f64 / e).ln();
+        (exact + (share * (half - exact) as f64) as usize).min(half - 1)
+    };
+    if j > i { half + bucket } else { bucket }
+}

@@ -13,6 +13,17 @@ pub(super) fn take_rows(cx: &OpContext<'_>, v: &views::TakeRows) -> TensorResult
         .ok_or_else(|| format!("rows {rows} from {row} are outside {:?}", x.shape()))
 }
 
+pub(super) fn embed(cx: &OpContext<'_>, v: &views::Embed) -> TensorResult {
+    let (ids, table) = (cx.tensor(v.ids)?, cx.tensor(v.table)?);
+    let [rows, d] = table.shape()[..] else {
+        return Err(format!("table {:?} is not a matrix", table.shape()));
+    };
+    if let Some(id) = ids.data().iter().find(|id| id.fract() != 0.0 || **id < 0.0 || **id >= rows as f64) {
+        return Err(format!("id {id} is not a row of a table with {rows} rows"));
+    }
+    Ok(Tensor::from_fn(&[ids.data().len(), d], |i| table.row(ids.data()[i / d] as usize)[i % d]))
+}
+
 pub(super) fn take_own_shard(cx: &OpContext<'_>, v: &views::TakeShard) -> TensorResult {
     let group = cx.op.comm_group().filter(|g| *g != Group::World).ok_or("names no mesh axis")?;
     let at = cx.mesh.group_position(cx.rank, group).ok_or_else(|| no_group_error(cx.mesh, group))?;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use tessera_models::VaeConfig;
+use tessera_models::{VaeConfig, WordEncoder};
 use tessera_plan::Mapping;
 use tessera_weights::{WeightFiles, WeightSet};
 
@@ -48,7 +48,7 @@ impl VaeCase {
         let words = WordEncoder::new("a\n", vec![1.0], 1, 2).unwrap();
         let model = Model::open_for_plan(&self.dir, &self.plan).unwrap();
         let vae = VaeWeights::open(&model).unwrap_or_else(|ds| panic!("{ds:#?}"));
-        let mut codec = MediaCodec::load(&self.plan, words, Some(vae), None).unwrap();
+        let mut codec = MediaCodec::load(&self.plan, PromptEncoder::Words(words), Some(vae), None).unwrap();
         codec.poison_temporaries();
         codec
     }

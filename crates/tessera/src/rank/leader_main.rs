@@ -143,9 +143,9 @@ fn media_factory(
     let pipes = OpenPipes { fds, patience: Duration::from_nanos(context.limits.media_ns / 4 * 3) };
     Box::new(move || {
         let model = orders.open_model(&plan)?;
-        let words = model.open_text_encoder().map_err(first_diagnostic)?;
+        let text = model.open_text_encoder().map_err(first_diagnostic)?;
         let vae = model.open_vae_weights().map_err(first_diagnostic)?;
-        let pipeline = RunMediaPipeline::new(&plan, words, vae, &orders, pipes, record)?;
+        let pipeline = RunMediaPipeline::new(&plan, text, vae, &orders, pipes, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
         Ok(match drill {
             None => pipeline,

@@ -142,6 +142,9 @@ fn build_compute(
         C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {
             return copy_whole(s, v.x, s.at(out)?);
         }
+        C::RelativeAttention(_) => return cuda_failure("attention with a bias by distance"),
+        C::Embed(_) => return cuda_failure("rows of a table by id"),
+        C::Mul(_) => return cuda_failure("mul, element by element"),
         C::Conv3d(_)
         | C::UpsampleNearest(_)
         | C::ChannelsToFrames(_)

@@ -1,0 +1,10 @@
+//! The diagnostic codes of this crate.
+
+tessera_base::codes! {
+    T0451: "tokenizer file cannot be used",
+    "A UMT5 text encoder reads the ids of its own tokenizer, from the folder `tokenizer` of the model: tokenizer.json, the \
+format of the library tokenizers, or spiece.model, the format of SentencePiece. If both exist, tokenizer.json is used, as in \
+the reference pipelines. The file is damaged, of another kind (BPE, a Git LFS pointer, a login page), or its ids do not fit: \
+the end of a prompt must have id 1, and no id may lie outside of the encoder's vocabulary.\n\n\
+Fetch the folder `tokenizer` again from the publisher of the model, and compare its hash.";
+}

@@ -1,0 +1,20 @@
+//! Text to token ids: cleans a prompt as Wan does, and tokenizes it with the checkpoint's own
+//! tokenizer.
+//!
+//! The crate knows no model, no file system and no run: the caller passes the bytes of a tokenizer
+//! file, and decides what the ids are for.
+
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
+mod charsmap;
+mod clean;
+mod codes;
+mod fix_text;
+mod sentence_piece;
+mod spiece_file;
+mod tokenizer;
+
+pub use clean::clean_prompt;
+pub use codes::CODES;
+pub use tokenizer::{END_ID, PADDING_ID, PromptTokenizer};

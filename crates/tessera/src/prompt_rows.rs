@@ -1,0 +1,152 @@
+//! The rows of prompts: encodes each prompt once, with the word table, the file of encoded prompts, or
+//! the sealed program of a UMT5 encoder.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tessera_base::Diagnostic;
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar};
+use tessera_mesh::Rank;
+use tessera_models::{TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS};
+use tessera_text::PADDING_ID;
+
+use crate::codes::T0016;
+use crate::host_memory::available_bytes;
+use crate::plan::Plan;
+use crate::text_encoder::{PromptEncoder, Umt5Files};
+
+/// Number of prompts whose rows are kept. A stream that alternates between a few prompts encodes each
+/// of them once; rows of a Wan prompt take 8 MiB.
+const CACHED_PROMPTS: usize = 8;
+
+/// The text encoder of a run, with the rows of the latest prompts.
+pub(crate) struct PromptRows {
+    encoder: RowSource,
+    /// Rows [text_len, text_dim] by prompt, the latest first.
+    cached: VecDeque<(String, Vec<f32>)>,
+}
+
+enum RowSource {
+    /// A table or a file.
+    Lookup(PromptEncoder),
+    Program(Box<TextProgram>),
+}
+
+/// The sealed program of a text encoder on a CPU backend of its own.
+struct TextProgram {
+    files: Umt5Files,
+    cpu: CpuBackend,
+    program: ProgramHandle,
+    text_len: usize,
+}
+
+impl PromptRows {
+    /// Loads the encoder, and its program and weights if it has one.
+    ///
+    /// # Errors
+    /// T0016 if the plan has no program for the encoder, or why a weight cannot be read.
+    pub(crate) fn load(plan: &Plan, encoder: PromptEncoder) -> Result<PromptRows, Diagnostic> {
+        let encoder = match encoder {
+            PromptEncoder::Umt5(files) => RowSource::Program(Box::new(TextProgram::load(plan, *files)?)),
+            other => RowSource::Lookup(other),
+        };
+        Ok(PromptRows { encoder, cached: VecDeque::new() })
+    }
+
+    /// Returns the rows [text_len, text_dim] of a prompt, padded with zeros.
+    ///
+    /// # Errors
+    /// Why the prompt cannot be encoded.
+    pub(crate) fn encode(&mut self, prompt: &str) -> Result<&[f32], Diagnostic> {
+        let entry = match self.cached.iter().position(|(cached, _)| cached == prompt) {
+            Some(at) => self.cached.remove(at),
+            None => None,
+        };
+        let entry = match entry {
+            Some(entry) => entry,
+            None => (prompt.to_string(), self.encoder.encode(prompt)?),
+        };
+        self.cached.push_front(entry);
+        self.cached.truncate(CACHED_PROMPTS);
+        Ok(&self.cached[0].1)
+    }
+}
+
+impl RowSource {
+    fn encode(&mut self, prompt: &str) -> Result<Vec<f32>, Diagnostic> {
+        match self {
+            RowSource::Lookup(encoder) => encoder.look_up_rows(prompt),
+            RowSource::Program(program) => program.encode(prompt),
+        }
+    }
+}
+
+impl TextProgram {
+    fn load(plan: &Plan, mut files: Umt5Files) -> Result<TextProgram, Diagnostic> {
+        let (rank, sealed) = (Rank(0), &plan.sealed);
+        let (Some(program), Some(slots)) =
+            (sealed.rank_program(TEXT_PHASE, rank), sealed.rank_slots(TEXT_PHASE, rank))
+        else {
+            return Err(text_error("the plan holds no such program".into()));
+        };
+        // The ranks of this host wait for the rows of a prompt, so the program may use their cores.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let pool = Pool::new(threads).map_err(|e| text_error(format!("its threads cannot start: {e}")))?;
+        let seat = MeshRank { mesh: *sealed.mesh(), rank };
+        let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
+        // The checkpoints of Wan hold bf16, and the largest encoder has 5.7 billion weights.
+        cpu.store_bf16_weights();
+        available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
+        let handle = cpu.load(&Arc::new((**program).clone()), slots, &mut files)?;
+        Ok(TextProgram { files, cpu, program: handle, text_len: plan.video.wan.text_len as usize })
+    }
+
+    fn encode(&mut self, prompt: &str) -> Result<Vec<f32>, Diagnostic> {
+        self.encode_ids(self.files.tokenize(prompt)?)
+    }
+
+    /// Runs the program, and zeroes the rows after the prompt's, as Wan does.
+    fn encode_ids(&mut self, mut ids: Vec<u32>) -> Result<Vec<f32>, Diagnostic> {
+        let length = ids.len();
+        ids.resize(self.text_len, PADDING_ID);
+        let ids: Vec<f32> = ids.into_iter().map(|id| id as f32).collect();
+        let call = CallData {
+            inputs: BTreeMap::from([(TEXT_IDS, &ids[..])]),
+            scalars: BTreeMap::from([(TEXT_LENGTH, Scalar::I64(length as i64))]),
+        };
+        self.cpu.run(self.program, &call, &mut NoObserver).map_err(|f| match f {
+            Fault::Failed(why)
+            | Fault::Stalled(why)
+            | Fault::Aborted(why)
+            | Fault::Refused(why)
+            | Fault::Poisoned(why) => text_error(why),
+        })?;
+        let rows = self.cpu.output(TEXT_ROWS).ok_or_else(|| text_error("it returned no rows".into()))?;
+        let width = rows.len() / self.text_len;
+        let mut rows = rows.to_vec();
+        rows[length * width..].fill(0.0);
+        // To search all weights reads every file, so that only such a row is a reason for it.
+        match rows.iter().position(|x| !x.is_finite()) {
+            None => Ok(rows),
+            Some(at) => Err(self.files.find_nonfinite_weight().unwrap_or_else(|| {
+                text_error(format!("column {} of row {} is {}", at % width, at / width, rows[at]))
+            })),
+        }
+    }
+}
+
+fn text_error(why: String) -> Diagnostic {
+    Diagnostic::error(&T0016, format!("{TEXT_PHASE} of a prompt: {why}"))
+}
+
+struct NoObserver;
+
+impl Observer for NoObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
+}
+
+#[cfg(test)]
+mod tests;
