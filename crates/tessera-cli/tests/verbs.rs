@@ -153,6 +153,30 @@ fn a_leader_outside_the_mesh_is_in_the_plan() {
 }
 
 #[test]
+fn a_published_checkpoint_is_described_and_planned_under_a_preset() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = path_text(dir.path());
+    fs::copy(fixture_path("torch-checkpoints/self_forcing.pt"), dir.path().join("self_forcing_dmd.pt"))
+        .unwrap();
+    let config = r#"{"dim":12,"ffn_dim":8,"freq_dim":16,"in_dim":4,"out_dim":4,"num_heads":1,"num_layers":1,
+        "text_dim":20,"text_len":7}"#;
+    fs::write(dir.path().join("config.json"), config).unwrap();
+    let o = run_tessera(&["models", "inspect", folder, "--json"]);
+    assert_eq!(o.status.code(), Some(1), "{}", stderr(&o));
+    let report: serde_json::Value = serde_json::from_str(&stdout(&o)).unwrap();
+    assert_eq!(report["parts"][0]["prefix"], "generator_ema.model.");
+    assert_eq!(report["parts"][0]["tensors"], 42);
+    assert_eq!(report["missing"], serde_json::json!(["VAE", "text encoder", "tokenizer"]));
+    assert_fails(&["plan", folder], 1, &["T0076", "--preset", "models inspect"]);
+    let settings = dir.path().join("settings.toml");
+    fs::write(&settings, "preset = \"self-forcing\"\n[video]\nwidth = 160\nheight = 96\n").unwrap();
+    let text = success_stdout(&run_tessera(&["plan", folder, "--stream", path_text(&settings)]));
+    assert!(text.contains("digest") && text.contains("160"), "{text}");
+    let demo = success_stdout(&run_tessera(&["models", "inspect", "models/demo"]));
+    assert!(demo.contains("next: tessera stream models/demo\n"), "{demo}");
+}
+
+#[test]
 fn bad_models_are_rejected_with_the_file_name() {
     assert_fails(&["plan", "no/such/model"], 2, &["T0010", "no/such/model", "models/demo"]);
     assert_fails(&["stream", "no/such/model"], 2, &["T0010", "no/such/model", "models/demo"]);

@@ -46,6 +46,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/guides/add-a-model.md", include_str!("../../../docs/guides/add-a-model.md")),
     ("docs/guides/add-an-op.md", include_str!("../../../docs/guides/add-an-op.md")),
     ("docs/guides/autopsy.md", include_str!("../../../docs/guides/autopsy.md")),
+    ("docs/guides/bring-a-checkpoint.md", include_str!("../../../docs/guides/bring-a-checkpoint.md")),
     ("docs/guides/build-time.md", include_str!("../../../docs/guides/build-time.md")),
     ("docs/guides/captured-regions.md", include_str!("../../../docs/guides/captured-regions.md")),
     ("docs/guides/compile-traces.md", include_str!("../../../docs/guides/compile-traces.md")),

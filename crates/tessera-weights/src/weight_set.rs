@@ -77,7 +77,7 @@ impl WeightSet {
     }
 
     /// Reads one slice as f32, row-major; `ranges` has one half-open range per dim. The conversion
-    /// is exact, except that an element with a scale is the rounded product of both.
+    /// is exact, except that an element with a scale is multiplied by it and rounded.
     ///
     /// # Errors
     /// T0507: the tensor does not exist, or the ranges do not fit its shape.

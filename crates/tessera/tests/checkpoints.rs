@@ -122,6 +122,11 @@ fn every_form_of_one_generator_gives_the_same_weights_and_dimensions() {
     let prefixed = |prefix: &'static str| move |w: &ExpectedWeight| Some(format!("{prefix}{}", w.name));
     write_generator(&at("krea/krea-realtime-video-14b.safetensors"), prefixed("model."));
     write_generator(&at("packed/model.safetensors"), prefixed("model.diffusion_model."));
+    write_generator(&at("extra.safetensors"), |w| {
+        Some(if w.name == "head.head.bias" { w.name.clone() } else { format!("model.{}", w.name) })
+    });
+    let unlike = recognise(&at("extra.safetensors")).open_part(Part::Generator, &expected());
+    assert_eq!(single(unlike).code.id, "T0506", "a tensor without the others' prefix is not dropped");
     write(&at("tessera/config.json"), CONFIG);
     write(&at("tessera/stream.toml"), "preset = \"self-forcing\"\n");
     write_generator(&at("tessera/any-name.safetensors"), prefixed(""));

@@ -14,9 +14,9 @@ use crate::files::read_text_file;
 /// A tensor that every generator has under the same name in both namings.
 const MARK: &str = "patch_embedding.weight";
 
-/// Keys under which training code stores generators, the preferred one first: the average over
-/// training steps, then the last step.
-const KEYS: [&str; 2] = ["generator_ema.", "generator."];
+/// Keys beside which a file may hold other models, the preferred one first: the average over training
+/// steps, the last step, and the generator of a file that packs all parts.
+const KEYS: [&str; 3] = ["generator_ema.", "generator.", "model.diffusion_model."];
 
 /// A name part that sharded training adds around modules.
 const SHARDING_WRAPPER: &str = "_fsdp_wrapped_module.";
@@ -85,10 +85,10 @@ pub(crate) fn list_expected(wan: &WanConfig) -> Vec<ExpectedTensor> {
 /// Returns the prefix of the generator's names. A file without a generator has none.
 fn find_prefix(files: &WeightFiles) -> String {
     let prefixes: Vec<&str> = files.iter_tensors().filter_map(|t| t.name.strip_suffix(MARK)).collect();
-    let preferred = KEYS.iter().find_map(|key| prefixes.iter().find(|p| p.starts_with(key)));
-    // Of other prefixes the shortest is the model itself, and longer ones belong to copies.
-    let shortest = prefixes.iter().min_by_key(|p| p.len());
-    preferred.or(shortest).map_or(String::new(), ToString::to_string)
+    let keyed = KEYS.iter().find_map(|key| prefixes.iter().find(|p| p.starts_with(key)));
+    // Under another prefix all tensors must lie, so that no part of a model is dropped unnoticed.
+    let common = prefixes.iter().find(|p| files.iter_tensors().all(|t| t.name.starts_with(**p)));
+    keyed.or(common).map_or(String::new(), ToString::to_string)
 }
 
 fn refuse_adapter(at: &str, files: &WeightFiles) -> Result<(), Diagnostic> {

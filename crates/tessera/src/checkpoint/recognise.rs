@@ -41,7 +41,7 @@ const WEIGHT_EXTENSIONS: [&str; 5] = ["safetensors", "pt", "pth", "bin", "ckpt"]
 /// Extensions that download programs give to a file until it is complete.
 const INCOMPLETE_EXTENSIONS: [&str; 5] = ["incomplete", "part", "crdownload", "aria2", "download"];
 
-/// Levels of folders in which incomplete files are searched: downloads of a hub lie three deep.
+/// Levels of folders in which incomplete files are searched: the cache of a download lies three deep.
 const INCOMPLETE_DEPTH: usize = 4;
 
 /// Maximum entries of a folder that are read.
