@@ -131,6 +131,8 @@ fn a_reader_that_closes_its_pipe_ends_the_run_with_a_code() {
     let err = to_text(&o.stderr);
     assert_eq!(o.status.code(), Some(17), "{err}");
     assert!(err.contains("T0043") && err.contains("closed its end after"), "{err}");
+    let clip = fs::read(out.join("clip.png")).unwrap();
+    assert!(clip.ends_with(b"IEND\xaeB`\x82"), "the clip is not complete");
     let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
     assert!(record.lines().last().unwrap().contains("\"code\":\"T0043\""), "{record}");
 }

@@ -71,13 +71,16 @@ impl FrameWriter {
             file.append_chunk(latents)?;
         }
         let frame = (self.size.0 * self.size.1 * 3) as usize;
-        let mut count = 0;
-        for values in pixels.chunks_exact(frame) {
-            self.write_frame(&to_rgb(values))?;
-            count += 1;
+        let frames: Vec<Vec<u8>> = pixels.chunks_exact(frame).map(to_rgb).collect();
+        for rgb in &frames {
+            self.write_frame(rgb)?;
         }
         self.clip.as_ref().map_or(Ok(()), ClipFile::close_chunk)?;
-        Ok(count)
+        // Pipes come last: a reader that is gone leaves files that end with a whole chunk.
+        for rgb in &frames {
+            self.pipes.iter_mut().try_for_each(|pipe| pipe.write_frame(rgb))?;
+        }
+        Ok(frames.len() as u32)
     }
 
     fn write_frame(&mut self, rgb: &[u8]) -> Result<(), Diagnostic> {
@@ -87,7 +90,6 @@ impl FrameWriter {
         if let Some(clip) = &mut self.clip {
             clip.append_frame(rgb)?;
         }
-        self.pipes.iter_mut().try_for_each(|pipe| pipe.write_frame(rgb))?;
         self.frames_written += 1;
         Ok(())
     }
