@@ -113,7 +113,7 @@ const RESIDENT: &str = "mode = \"resident\"\nbias = 1.0";
 const RECOMPUTE: &str = "mode = \"recompute\"\nbias = 0.3";
 
 /// The text encoder and the decoder of every preset.
-const COMPONENTS: &str = "[text]\nencoder = \"none\"\n\n[decoder]\nkind = \"none\"\n";
+const COMPONENTS: &str = "[text]\nencoder = \"umt5\"\n\n[decoder]\nkind = \"wan_vae\"\n";
 
 /// Parses `stream.toml`. Keys that it leaves out have the values of the preset: the one given, else the
 /// one that the key `preset` names, if there is one.

@@ -183,9 +183,11 @@ impl CheckpointFolder {
     /// # Errors
     /// T0010 if the file cannot be read.
     pub(crate) fn read_vae_config(&self) -> Result<Option<(String, String)>, Diagnostic> {
-        let Some(found) = self.part(Part::Vae) else { return Ok(None) };
-        // Beside the VAE of an original release lies the config of its generator.
-        let folders = [Some(found.source.as_path()), found.source.parent()];
+        // Beside the VAE of an original release lies the config of its generator. A folder whose weights
+        // are missing still tells which VAE it is, and the missing weights are reported when they are opened.
+        let source = self.part(Part::Vae).map(|found| found.source.as_path());
+        let stray = self.path.join("vae");
+        let folders = [source, source.and_then(Path::parent), Some(&stray)];
         let own = folders.into_iter().flatten().find(|f| f.file_name().is_some_and(|n| n == "vae"));
         let path = own.map(|f| f.join("config.json")).filter(|p| p.exists());
         path.map(|path| {

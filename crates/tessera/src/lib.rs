@@ -61,10 +61,11 @@ pub mod synthetic_delays;
 pub mod terminal;
 mod text_encoder;
 mod vae_weights;
+mod weights_origin;
 pub mod wire_dump;
 
 pub use codes::CODES;
-pub use model::{Model, Overrides, Weights, WeightsOrigin};
+pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;
 pub use rank::rank_main;
 pub use run_settings::build_id;
@@ -76,3 +77,4 @@ pub use tessera_runtime::director::SceneCut;
 pub use tessera_runtime::driver::{StopHandle, StreamRequest, exit_process, exit_without_handlers};
 pub use tessera_runtime::{Failure, FailureClass};
 pub use text_encoder::{EncodedPrompts, PromptEncoder, Umt5Files};
+pub use weights_origin::{LoraFile, WeightChange, WeightsBase, WeightsOrigin};

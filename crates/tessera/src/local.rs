@@ -71,7 +71,8 @@ pub fn run(
     if plan.mapping.weights.is_some() {
         model.digest_weights(plan)?;
     }
-    let parts = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights);
+    let parts =
+        Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights.clone());
     let (text, vae) = (parts.open_text_encoder()?, parts.open_vae_weights()?);
     let mut codec = MediaCodec::load(plan, text, vae, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
@@ -184,7 +185,8 @@ impl InProcessRanks {
             let own_arenas = communicators::indices_of_rank(&specs, rank)
                 .map(|i| share(&arenas[i]))
                 .collect::<Result<Vec<_>, _>>()?;
-            let factory = common.engine_factory(rank, (&model.dir, model.weights), threads, own_arenas);
+            let factory =
+                common.engine_factory(rank, (&model.dir, model.weights.clone()), threads, own_arenas);
             let sender = sender.clone();
             let forward = move |event| {
                 let _ = sender.send((rank.0, event));

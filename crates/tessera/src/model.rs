@@ -4,14 +4,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
-use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
 use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, VideoModel, WanConfig};
 use tessera_plan::Mapping;
-use tessera_weights::{WeightFiles, WeightSet};
+use tessera_weights::{Lora, WeightFiles, WeightSet};
 
 use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected};
 use crate::codes::{T0010, T0041, T0076};
@@ -19,6 +18,7 @@ use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
 use crate::text_encoder::{PromptEncoder, TextFiles};
 use crate::vae_weights::VaeWeights;
+use crate::weights_origin::{LoraFile, WeightsBase, WeightsOrigin};
 
 /// The configs of a model and the folder that holds its files; weights are opened separately.
 #[derive(Debug, Clone)]
@@ -31,24 +31,6 @@ pub struct Model {
     pub video: VideoModel,
     /// Where its weights come from.
     pub weights: WeightsOrigin,
-}
-
-/// Where the weights of a model come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub enum WeightsOrigin {
-    /// The files of the model's folder.
-    #[default]
-    Files,
-    /// Values that are computed from this seed, without files.
-    Synthetic(u64),
-}
-
-impl WeightsOrigin {
-    /// Parses `synthetic:SEED`.
-    #[must_use]
-    pub fn parse(text: &str) -> Option<WeightsOrigin> {
-        text.strip_prefix("synthetic:")?.parse().ok().map(WeightsOrigin::Synthetic)
-    }
 }
 
 /// Settings that the command line can override.
@@ -111,7 +93,7 @@ impl Model {
             return Err(ds);
         }
         let name = folder_name(dir);
-        Ok(Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::Files })
+        Ok(Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::default() })
     }
 
     /// Opens a model folder, and plans and seals the model under a mapping.
@@ -141,7 +123,7 @@ impl Model {
     #[must_use]
     pub fn from_plan(dir: &Path, plan: &Plan) -> Model {
         let (name, video) = (plan.model.clone(), plan.video.clone());
-        Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::Files }
+        Model { name, dir: dir.to_path_buf(), video, weights: WeightsOrigin::default() }
     }
 
     /// Returns the model with weights of another origin.
@@ -157,13 +139,16 @@ impl Model {
     /// why the files cannot be read.
     pub fn open_weights(&self) -> Result<Weights, Diagnostics> {
         let expected = list_expected(&self.video.wan);
-        let set = match self.weights {
-            WeightsOrigin::Files => {
+        let mut set = match self.weights.base {
+            WeightsBase::Files => {
                 let checkpoint = CheckpointFolder::recognise(&self.dir).map_err(|d| vec![d])?;
                 checkpoint.open_part(Part::Generator, &expected)?
             }
-            WeightsOrigin::Synthetic(seed) => WeightSet::synthetic(seed, &expected),
+            WeightsBase::Synthetic(seed) => WeightSet::synthetic(seed, &expected),
         };
+        for lora in &self.weights.loras {
+            set.add_lora(Lora::open(&lora.path, &expected, lora.strength)?);
+        }
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
@@ -185,10 +170,12 @@ impl Model {
 
     /// Names the origin of the weights for a reader.
     fn weights_text(&self) -> String {
-        match self.weights {
-            WeightsOrigin::Files => self.dir.display().to_string(),
-            WeightsOrigin::Synthetic(seed) => format!("synthetic:{seed}"),
-        }
+        let base = match self.weights.base {
+            WeightsBase::Files => self.dir.display().to_string(),
+            WeightsBase::Synthetic(seed) => format!("synthetic:{seed}"),
+        };
+        let lora = |lora: &LoraFile| format!(" with {} at strength {}", lora.path.display(), lora.strength);
+        base + &self.weights.loras.iter().map(lora).collect::<String>()
     }
 
     /// Returns the digest if the plan pins no other one, and T0041 otherwise.

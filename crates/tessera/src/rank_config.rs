@@ -14,12 +14,13 @@ use crate::codes::T0010;
 use crate::cuda::GpuRankConfig;
 use crate::faults::DrillConfig;
 use crate::files::write_error;
-use crate::model::{Model, WeightsOrigin};
+use crate::model::Model;
 use crate::plan::Plan;
 use crate::record::ChunkSettings;
 use crate::shards::preflight_reload;
 use crate::stream_options::{OutputOptions, StreamOptions};
 use crate::synthetic_delays::SyntheticDelays;
+use crate::weights_origin::{LoraFile, WeightsOrigin};
 
 /// The configuration that the launcher sends to every rank. The leader decides about the stream;
 /// workers only read paths and digests.
@@ -79,16 +80,22 @@ impl RankConfig {
         seeds.extend(options.seeds_at.iter().copied());
         let absolute = |p: &Path| std::path::absolute(p).map_err(|e| write_error(p, &e));
         let out = absolute(&options.out)?;
-        let weights = options.weights_at.iter().map(|(chunk, folder)| {
-            let digest = preflight_reload(plan, &model.dir, folder).map_err(first_diagnostic)?;
-            Ok((*chunk, absolute(folder)?.display().to_string(), digest))
+        let weights = options.weights_at.iter().map(|(chunk, change)| {
+            let digest = preflight_reload(plan, model, change).map_err(first_diagnostic)?;
+            let change = change.to_absolute().map_err(|e| write_error(&model.dir, &e))?;
+            Ok((*chunk, change.to_string(), digest))
         });
         let weights = weights.collect::<Result<Vec<_>, Diagnostic>>()?;
         Ok(RankConfig {
             plan: out.join("plan"),
             digest: plan.sealed.digest_hex(),
             model: absolute(&model.dir)?,
-            weights_origin: model.weights,
+            weights_origin: WeightsOrigin {
+                base: model.weights.base,
+                loras: (model.weights.loras.iter().map(LoraFile::to_absolute))
+                    .collect::<Result<_, _>>()
+                    .map_err(|e| write_error(&model.dir, &e))?,
+            },
             out,
             threads,
             chunks: options.chunks,
@@ -109,7 +116,7 @@ impl RankConfig {
 
     /// Returns where a rank finds the weights.
     pub(crate) fn model_files(&self) -> (&Path, WeightsOrigin) {
-        (&self.model, self.weights_origin)
+        (&self.model, self.weights_origin.clone())
     }
 
     /// Opens the model of the run, whose settings the plan has.
@@ -117,7 +124,7 @@ impl RankConfig {
     /// # Errors
     /// T0010 if its folder does not exist.
     pub(crate) fn open_model(&self, plan: &Plan) -> Result<Model, Diagnostic> {
-        Ok(Model::open_for_plan(&self.model, plan)?.with_weights(self.weights_origin))
+        Ok(Model::open_for_plan(&self.model, plan)?.with_weights(self.weights_origin.clone()))
     }
 
     /// Returns whether this run checks that its output files stay in place; only a self-test does

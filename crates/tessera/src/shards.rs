@@ -2,7 +2,6 @@
 //! rank's own files contain them, and a rolling check of memory within a share of each call's time.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::Arc;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -19,6 +18,7 @@ use tessera_verify::SealedPlan;
 
 use crate::model::{Model, Weights};
 use crate::plan::{LEADER_PHASES, Plan};
+use crate::weights_origin::WeightChange;
 
 /// Maximum bytes of a rank's fingerprints in a message; half of them are for its own shards.
 const MAX_FINGERPRINT_BYTES: usize = 512 << 10;
@@ -255,23 +255,30 @@ impl WeightFingerprints {
 /// # Errors
 /// Returns what is wrong with either folder, T0506 with every difference, or T0041 if the plan pins
 /// other weights.
-pub fn preflight_reload(plan: &Plan, in_use: &Path, next: &Path) -> Result<Digest, Diagnostics> {
-    let open = |dir: &Path| Model::open_for_plan(dir, plan).map_err(|d| vec![d]);
-    let (old, new) = (open(in_use)?.open_weights()?, open(next)?.open_weights()?);
+pub fn preflight_reload(plan: &Plan, in_use: &Model, next: &WeightChange) -> Result<Digest, Diagnostics> {
+    let next = open_changed_model(plan, in_use, next).map_err(|d| vec![d])?;
+    let (old, new) = (in_use.open_weights()?, next.open_weights()?);
     old.check_compatible(&new).map_err(|d| vec![d])?;
     if plan.mapping.weights.is_some() {
-        open(next)?.digest_weights(plan)?;
+        next.digest_weights(plan)?;
     }
     Ok(Digest(new.sample_digest()))
 }
 
-/// Returns an opener for RELOAD folders that accepts only weights compatible with `in_use`.
-pub(crate) fn weight_opener(plan: Arc<Plan>, in_use: Weights) -> WeightOpener {
+fn open_changed_model(plan: &Plan, in_use: &Model, change: &WeightChange) -> Result<Model, Diagnostic> {
+    let (folder, origin) = change.apply_to(&in_use.dir, &in_use.weights);
+    Ok(Model::open_for_plan(folder, plan)?.with_weights(origin))
+}
+
+/// Returns an opener for the sources of a RELOAD that accepts only weights compatible with `in_use`, the
+/// weights of `model`.
+pub(crate) fn weight_opener(plan: Arc<Plan>, model: Model, in_use: Weights) -> WeightOpener {
     Box::new(move |source| {
         let first = |ds: Diagnostics| {
             ds.into_iter().next().unwrap_or_else(|| Diagnostic::error(&T0737, "no diagnostic was given"))
         };
-        let weights = Model::open_for_plan(Path::new(source), &plan)?.open_weights().map_err(first)?;
+        let changed = open_changed_model(&plan, &model, &WeightChange::parse(source))?;
+        let weights = changed.open_weights().map_err(first)?;
         in_use.check_compatible(&weights)?;
         let digest = Digest(weights.sample_digest());
         Ok((Box::new(weights) as Box<dyn WeightSource>, digest))

@@ -20,7 +20,7 @@ use crate::frame_writer::new_clip_stream;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
-use crate::model::{Model, WeightsOrigin};
+use crate::model::Model;
 use crate::noise_file::NoiseFile;
 use crate::plan::{LEADER_PHASES, Plan};
 use crate::rank_config::RankConfig;
@@ -28,6 +28,7 @@ use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
 use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions, StreamReport};
+use crate::weights_origin::{WeightChange, WeightsBase};
 use crate::{communicators, flight};
 
 /// Runs a plan and blocks until no process is left. `argv` is the command line of a rank's process,
@@ -216,14 +217,16 @@ pub(crate) fn check_stream(
         ),
         (None, false) => {}
     }
-    if model.weights != WeightsOrigin::Files && !options.weights_at.is_empty() {
+    let reads_folder = |(_, change): &(u32, WeightChange)| matches!(change, WeightChange::Folder(_));
+    if model.weights.base != WeightsBase::Files && options.weights_at.iter().any(reads_folder) {
         ds.push(
             Diagnostic::error(&T0018, "a stream of synthetic weights cannot load weight files later")
                 .with_hint("leave out --weights-at, or stream from the files of the model"),
         );
         return Err(ds);
     }
-    let model = Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights);
+    let model =
+        Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights.clone());
     match model.open_text_encoder() {
         Ok(encoder) => {
             let prompts = std::iter::once(&options.prompt).chain(options.prompts_at.iter().map(|(_, p)| p));
@@ -233,8 +236,8 @@ pub(crate) fn check_stream(
     }
     ds.extend(model.open_weights().err().into_iter().flatten());
     ds.extend(model.open_vae_weights().err().into_iter().flatten());
-    for (_, folder) in &options.weights_at {
-        ds.extend(preflight_reload(plan, &model.dir, folder).err().into_iter().flatten());
+    for (_, change) in &options.weights_at {
+        ds.extend(preflight_reload(plan, &model, change).err().into_iter().flatten());
     }
     ds.extend(stream_spec(plan).check_settings());
     if plan.video.stream.decoder != PixelDecoder::None {

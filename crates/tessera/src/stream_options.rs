@@ -14,6 +14,7 @@ use crate::faults::DrillConfig;
 use crate::files::refuse_existing;
 use crate::frame_pipe::{FrameDestination, FrameTarget};
 use crate::synthetic_delays::SyntheticDelays;
+use crate::weights_origin::WeightChange;
 
 /// What a stream generates and how it runs. A change at a chunk takes effect when that chunk
 /// begins.
@@ -34,7 +35,7 @@ pub struct StreamOptions {
     /// Chunks before which the scene is cut at once: undelivered earlier requests are discarded.
     pub flushes_at: Vec<u32>,
     /// Weight folders that every rank loads before a chunk; that chunk opens a scene.
-    pub weights_at: Vec<(u32, PathBuf)>,
+    pub weights_at: Vec<(u32, WeightChange)>,
     /// File with the noise of each chunk's first step, for a plan whose calls carry it.
     pub noise: Option<PathBuf>,
     /// Run directory; it must not exist, unless it is reserved.

@@ -12,7 +12,8 @@ use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 use crate::checkpoint::{CheckpointFolder, Part};
 use crate::codes::{T0010, T0016, T0058};
 use crate::files::read_text_file;
-use crate::model::{Model, WeightsOrigin};
+use crate::model::Model;
+use crate::weights_origin::WeightsBase;
 
 /// Name of the file with the word table of a word encoder.
 const WORD_TABLE_FILE: &str = "text_encoder.safetensors";
@@ -108,7 +109,7 @@ impl PromptEncoder {
     /// Returns T0016 if the model has none, or what is wrong with its files.
     pub(crate) fn open(model: &Model) -> Result<PromptEncoder, Diagnostics> {
         let (dir, video, wan) = (&model.dir, &model.video, &model.video.wan);
-        if let WeightsOrigin::Synthetic(seed) = model.weights {
+        if let WeightsBase::Synthetic(seed) = model.weights.base {
             return Ok(PromptEncoder::Words(WordEncoder::synthetic(seed, wan.text_dim, wan.text_len)));
         }
         Ok(match (video.stream.text, &video.text_encoder) {
@@ -162,7 +163,7 @@ impl PromptEncoder {
     pub(crate) fn digest_files(model: &Model, threads: usize) -> Result<Vec<[u8; 32]>, Diagnostics> {
         let (dir, video) = (&model.dir, &model.video);
         // A synthetic text encoder has a row for any word, by definition of its seed.
-        if model.weights != WeightsOrigin::Files {
+        if model.weights.base != WeightsBase::Files {
             return Ok(Vec::new());
         }
         Ok(match (video.stream.text, &video.text_encoder) {

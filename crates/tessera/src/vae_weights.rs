@@ -7,7 +7,8 @@ use tessera_models::{VaeConfig, expected_vae_weights};
 use tessera_weights::{ExpectedTensor, WeightSet};
 
 use crate::checkpoint::{CheckpointFolder, Part};
-use crate::model::{Model, WeightsOrigin};
+use crate::model::Model;
+use crate::weights_origin::WeightsBase;
 
 /// Prefix of the names of the VAE's tensors in a program.
 const PROGRAM_PREFIX: &str = "vae.";
@@ -34,12 +35,12 @@ impl VaeWeights {
                 ExpectedTensor { aliases: vec![original, w.diffusers_name], name: w.name, shape: w.shape }
             })
             .collect();
-        let set = match model.weights {
-            WeightsOrigin::Files => {
+        let set = match model.weights.base {
+            WeightsBase::Files => {
                 let checkpoint = CheckpointFolder::recognise(&model.dir).map_err(|d| vec![d])?;
                 checkpoint.open_part(Part::Vae, &expected)?
             }
-            WeightsOrigin::Synthetic(seed) => WeightSet::synthetic(seed, &expected),
+            WeightsBase::Synthetic(seed) => WeightSet::synthetic(seed, &expected),
         };
         Ok(VaeWeights { set, config: config.clone() })
     }

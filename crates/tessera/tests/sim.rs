@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use tessera::sim::{HOP_LATENCY_NS, SimMachine};
 use tessera::stream_options::{StreamEvent, StreamOptions, StreamReport};
-use tessera::{Mapping, Model, Overrides, Plan, StopHandle, Strategy, Topology, plan};
+use tessera::{Mapping, Model, Overrides, Plan, StopHandle, Strategy, Topology, WeightChange, plan};
 use tessera_device::TimingModel;
 use tessera_ir::{Program, op_workload};
 use tessera_mesh::{Mesh, Rank};
@@ -221,7 +221,7 @@ fn options_that_need_numbers_are_refused_together() {
     let plan = plan_demo("demo", mapping("tp=2", Strategy::Ulysses, Topology::Mesh), false);
     let mut options = options(dir.path().join("run"), 2);
     options.outputs.png = true;
-    options.weights_at = vec![(1, "elsewhere".into())];
+    options.weights_at = vec![(1, WeightChange::Folder("elsewhere".into()))];
     options.delays.generate_ns = Some(5);
     options.cuts_at = vec![7];
     let machine = SimMachine { prices: &RoundPrices, name: "round" };

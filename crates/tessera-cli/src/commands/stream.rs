@@ -13,7 +13,7 @@ use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
-use tessera::{Model, Plan, WeightsOrigin};
+use tessera::{LoraFile, Model, Plan, WeightChange, WeightsBase, WeightsOrigin};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
@@ -107,6 +107,15 @@ pub struct Args {
     /// scene (as --cut-at does); may be repeated
     #[arg(long, value_name = "CHUNK:DIR", help_heading = CHANGES_HEADING)]
     pub weights_at: Vec<String>,
+
+    /// Add a LoRA to the generator's weights, times a strength [default: 1]; may be repeated
+    #[arg(long, value_name = "FILE[:STRENGTH]")]
+    pub lora: Vec<String>,
+
+    /// Replace the LoRAs on every rank before this chunk, which starts a new scene (as --cut-at does):
+    /// by this one, or by none with `CHUNK:none`; may be repeated
+    #[arg(long, value_name = "CHUNK:FILE[:STRENGTH]", help_heading = CHANGES_HEADING)]
+    pub lora_at: Vec<String>,
 
     /// Compute all weights from a seed instead of reading files, so that a model runs without a
     /// checkpoint; its output shows nothing
@@ -252,6 +261,7 @@ pub fn run(args: &Args) -> CliResult {
         ("--wire-dump", args.wire_dump, "ranks that send messages"),
         ("--poison", args.poison, "ranks that compute values"),
         ("--weights", args.weights.is_some(), "ranks that load weights"),
+        ("--lora", !args.lora.is_empty() || !args.lora_at.is_empty(), "ranks that load weights"),
     ];
     for (option, given, what) in needs_ranks {
         if given && args.device == RunDevice::Sim {
@@ -374,10 +384,10 @@ fn run_simulated(args: &Args, plan: &Plan, options: &StreamOptions) -> CliResult
 struct StreamChanges {
     prompts: Vec<(u32, String)>,
     seeds: Vec<(u32, u64)>,
-    weights: Vec<(u32, PathBuf)>,
+    weights: Vec<(u32, WeightChange)>,
 }
 
-/// Parses `--at`, `--seed-at` and `--weights-at`, and reports all errors at once.
+/// Parses `--at`, `--seed-at`, `--weights-at` and `--lora-at`, and reports all errors at once.
 fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
     let mut errors = Vec::new();
     let mut out = StreamChanges { prompts: Vec::new(), seeds: Vec::new(), weights: Vec::new() };
@@ -390,21 +400,33 @@ fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
     for text in &args.weights_at {
         parse_weights_at(text).map_or_else(|d| errors.push(d), |w| out.weights.push(w));
     }
+    for text in &args.lora_at {
+        parse_lora_at(text).map_or_else(|d| errors.push(d), |w| out.weights.push(w));
+    }
     errors.extend(repeated_chunk_error("--at", out.prompts.iter().map(|(c, _)| *c)));
     errors.extend(repeated_chunk_error("--seed-at", out.seeds.iter().map(|(c, _)| *c)));
     errors.extend(repeated_chunk_error("--cut-at", args.cut_at.iter().copied()));
     errors.extend(repeated_chunk_error("--flush-at", args.flush_at.iter().copied()));
-    errors.extend(repeated_chunk_error("--weights-at", out.weights.iter().map(|(c, _)| *c)));
+    errors.extend(repeated_chunk_error("--weights-at or --lora-at", out.weights.iter().map(|(c, _)| *c)));
     if errors.is_empty() { Ok(out) } else { Err(CliError::from_usage_errors(errors)) }
 }
 
-/// Parses `--weights`.
+/// Parses `--weights` and `--lora`.
 fn parse_weights_origin(args: &Args) -> Result<WeightsOrigin, CliError> {
-    let Some(text) = &args.weights else { return Ok(WeightsOrigin::Files) };
-    WeightsOrigin::parse(text).ok_or_else(|| {
+    let base = args.weights.as_ref().map_or(Ok(WeightsBase::Files), |text| {
         let why = "not `synthetic:` and a whole number; weight files are read from the model's folder";
-        CliError::usage(invalid_argument("--weights", text, why, "--weights synthetic:1"))
-    })
+        WeightsBase::parse(text)
+            .ok_or_else(|| invalid_argument("--weights", text, why, "--weights synthetic:1"))
+    });
+    let loras = args.lora.iter().map(|text| parse_lora("--lora", text, "--lora style.safetensors:0.8"));
+    match (base, loras.collect::<Result<Vec<_>, _>>()) {
+        (Ok(base), Ok(loras)) => Ok(WeightsOrigin { base, loras }),
+        (base, loras) => Err(CliError::from_usage_errors([base.err(), loras.err()].into_iter().flatten())),
+    }
+}
+
+fn parse_lora(option: &str, text: &str, example: &str) -> Result<LoraFile, Diagnostic> {
+    LoraFile::parse(text).map_err(|why| invalid_argument(option, text, why, example))
 }
 
 /// Parses the options of outputs, and reports all errors at once.
@@ -509,12 +531,22 @@ fn parse_seed_at(text: &str) -> Result<(u32, u64), Diagnostic> {
 }
 
 /// Parses a weights folder that every rank loads before a chunk, such as `4:models/demo-2`.
-fn parse_weights_at(text: &str) -> Result<(u32, PathBuf), Diagnostic> {
+fn parse_weights_at(text: &str) -> Result<(u32, WeightChange), Diagnostic> {
     let example = "--weights-at 4:models/other";
     match split_at_chunk(text, "--weights-at", example)? {
         (_, "") => Err(invalid_argument("--weights-at", text, "no folder after `:`", example)),
-        (chunk, folder) => Ok((chunk, PathBuf::from(folder))),
+        (chunk, folder) => Ok((chunk, WeightChange::Folder(PathBuf::from(folder)))),
     }
+}
+
+/// Parses a LoRA that every rank loads before a chunk, such as `4:style.safetensors:0.8`, or `4:none`.
+fn parse_lora_at(text: &str) -> Result<(u32, WeightChange), Diagnostic> {
+    let example = "--lora-at 4:style.safetensors:0.8";
+    let loras = match split_at_chunk(text, "--lora-at", example)? {
+        (chunk, "none") => (chunk, Vec::new()),
+        (chunk, lora) => (chunk, vec![parse_lora("--lora-at", lora, example)?]),
+    };
+    Ok((loras.0, WeightChange::Loras(loras.1)))
 }
 
 /// Parses minimum times of the decoder and encoder, such as `60,120,15` in milliseconds: for the

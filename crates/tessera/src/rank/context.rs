@@ -33,13 +33,14 @@ use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
 use crate::host_memory::available_bytes;
 use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
-use crate::model::{Model, WeightsOrigin};
+use crate::model::Model;
 use crate::parity::{ExecutorState, rank_parity};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::run_settings::{build_id, run_limits, stream_spec};
 use crate::shards::weight_opener;
 use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
+use crate::weights_origin::WeightsOrigin;
 use crate::wire_dump::{dump_path, dump_sent_messages};
 
 /// Maximum wait inside one collective. The lockstep detects stalls from progress and learned
@@ -250,7 +251,7 @@ impl RankContext {
                 Some(hand) => load_with_fault(&plan, rank, backend, &mut weights, (hand, &tripwires))?,
             };
             let weights_digest = weights.sample_digest();
-            let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), weights));
+            let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), model, weights));
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
             let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);

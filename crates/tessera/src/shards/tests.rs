@@ -1,7 +1,7 @@
 //! Tests with wrong, damaged, mutated and reloaded weights of the demo model; ranks are threads.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use safetensors::SafeTensors;
@@ -26,6 +26,10 @@ use crate::{Overrides, communicators, plan};
 
 fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
+}
+
+fn demo_model(plan: &Plan) -> Model {
+    Model::open_for_plan(&demo(), plan).unwrap()
 }
 
 fn demo_plan(mesh: &str, strategy: Strategy) -> Arc<Plan> {
@@ -255,7 +259,7 @@ fn a_weight_that_is_not_finite_is_refused_by_every_rank_that_reads_it() {
     // A RELOAD checks the new weights in the same way.
     let plan = demo_plan("tp=1", Strategy::Ulysses);
     let (mut cpu, mut shards) = load_rank(&plan, Rank(0));
-    shards.set_opener(weight_opener(Arc::clone(&plan), open_weights(&plan, &demo())));
+    shards.set_opener(weight_opener(Arc::clone(&plan), demo_model(&plan), open_weights(&plan, &demo())));
     shards.arm_reload_guard(false);
     let d = shards.reload(&mut cpu, &damaged.path().display().to_string()).unwrap_err();
     assert_eq!(d.code.id, "T0770");
@@ -283,12 +287,15 @@ fn a_plan_with_pinned_weights_refuses_others_also_in_a_reload() {
     assert_ne!(found, digest);
     for ds in [
         changed.digest_weights(&pinned).unwrap_err(),
-        preflight_reload(&pinned, &demo(), other.path()).unwrap_err(),
+        preflight_reload(&pinned, &demo_model(&pinned), &WeightChange::Folder(other.path().into()))
+            .unwrap_err(),
     ] {
         let text = format!("{:?}", ds[0]);
         assert!(ds[0].code.id == "T0041" && text.contains(&digest) && text.contains(&found), "{text}");
     }
-    assert!(preflight_reload(&plain, &demo(), other.path()).is_ok());
+    assert!(
+        preflight_reload(&plain, &demo_model(&plain), &WeightChange::Folder(other.path().into())).is_ok()
+    );
     let words = other.path().join("text_encoder.safetensors");
     let mut bytes = std::fs::read(&words).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
@@ -418,7 +425,7 @@ fn stream_latents(
     for c in 0..chunks {
         let id = |calls: &[ReadyCall]| calls.len() as u64 + 1;
         if let Some(dir) = reload.filter(|_| c == cut) {
-            let weights = preflight_reload(plan, from, dir).unwrap();
+            let weights = preflight_reload(plan, &model, &WeightChange::Folder(dir.into())).unwrap();
             let source = dir.display().to_string();
             let plan = director.plan_control_call(CallAction::Reload).unwrap();
             calls.push(ReadyCall {
@@ -455,7 +462,7 @@ fn stream_latents(
                 let mine = communicators::indices_of_rank(&specs, rank)
                     .map(|i| fds[i].try_clone().unwrap())
                     .collect();
-                let (common, calls) = (&common, &calls);
+                let (common, calls, model) = (&common, &calls, &model);
                 scope.spawn(move || {
                     let ends = communicators::attach_arenas(&plan.sealed, rank, mine).unwrap();
                     let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
@@ -464,7 +471,7 @@ fn stream_latents(
                     let in_use = open_weights(plan, from);
                     let mut engine = MeshEngine::load(&plan.sealed, rank, Box::new(cpu), &mut in_use.clone())
                         .unwrap()
-                        .with_weight_opener(weight_opener(Arc::clone(plan), in_use));
+                        .with_weight_opener(weight_opener(Arc::clone(plan), model.clone(), in_use));
                     let mut cache = tessera_runtime::kv_cache::CacheState::new(common.stream.cache).unwrap();
                     let (mut out, mut spent) = (Vec::new(), (0, 0));
                     let armed = Tripwires::default();
@@ -525,7 +532,7 @@ fn a_reload_that_does_not_fit_is_refused_and_the_old_weights_stay() {
     });
     let in_use = open_weights(&plan, &demo());
     let mut engine = load_single_engine(&plan, Rank(0), &mut in_use.clone())
-        .with_weight_opener(weight_opener(Arc::clone(&plan), in_use));
+        .with_weight_opener(weight_opener(Arc::clone(&plan), demo_model(&plan), in_use));
     let before = engine.weight_fingerprints();
     let asked = ReadyCall {
         call_id: 1,
@@ -538,7 +545,8 @@ fn a_reload_that_does_not_fit_is_refused_and_the_old_weights_stay() {
     };
     let path = |dir: &TempDir| dir.path().display().to_string();
 
-    let ds = preflight_reload(&plan, &demo(), wider.path()).unwrap_err();
+    let ds =
+        preflight_reload(&plan, &demo_model(&plan), &WeightChange::Folder(wider.path().into())).unwrap_err();
     assert_eq!(ds[0].code.id, "T0506");
     for (source, code) in [(path(&wider), "T0506"), ("/nowhere".to_string(), "T0010")] {
         engine.begin_call(&asked);
@@ -552,7 +560,8 @@ fn a_reload_that_does_not_fit_is_refused_and_the_old_weights_stay() {
     assert_eq!(engine.weight_fingerprints(), before);
 
     engine.begin_call(&asked);
-    let digest = preflight_reload(&plan, &demo(), other.path()).unwrap();
+    let digest =
+        preflight_reload(&plan, &demo_model(&plan), &WeightChange::Folder(other.path().into())).unwrap();
     let ReloadedWeights { weights: found, fingerprints: after } =
         engine.reload_weights(&path(&other)).unwrap();
     assert_eq!((found, &after), (digest, &engine.weight_fingerprints()));
@@ -568,7 +577,7 @@ fn reloaded_weights_are_rehashed() {
     let plan = demo_plan("tp=2", Strategy::Megatron);
     let (other, (mut cpu, mut shards)) = (scaled_checkpoint(), load_rank(&plan, Rank(1)));
     shards.rehash(&mut cpu, 5_000_000, 0);
-    shards.set_opener(weight_opener(Arc::clone(&plan), open_weights(&plan, &demo())));
+    shards.set_opener(weight_opener(Arc::clone(&plan), demo_model(&plan), open_weights(&plan, &demo())));
     let before = rehash_until_result(&mut cpu, &mut shards, 5_000_000).1;
     shards.arm_reload_guard(false);
     shards.reload(&mut cpu, &other.path().display().to_string()).unwrap();
