@@ -1,5 +1,7 @@
 //! Streams with LoRAs: from the start, changed between chunks, and files that do not fit.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 mod support;
 
 use std::fs;

@@ -5,74 +5,13 @@
 //! (frame, row, column), and the elements of a token by (row, column, channel) of the patch. The
 //! residual stream is [tokens, dim].
 
-use tessera_base::Diagnostics;
-use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
+use tessera_ir::{DType, Opcode, Program, Type, ValueId};
 
-use crate::umt5::{Umt5Config, encode_text_phase};
+use crate::graph_builder::GraphBuilder;
+use crate::umt5::encode_text_phase;
 use crate::vae::{decode_programs, encode_anchor_program};
-use crate::{PixelDecoder, PredictionTarget, StreamConfig, WanConfig};
-
-/// The way in which the KV cache provides context across chunks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ContextRegime {
-    /// Keys and values stay cached; a clean forward after denoising rewrites the chunk's rows.
-    Resident,
-    /// Keys and values are recomputed from three context latents before each chunk.
-    Recompute,
-}
-
-/// A video model as the two config files of its folder describe it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct VideoModel {
-    /// Dimensions of the DiT, from the model's `config.json`.
-    pub wan: WanConfig,
-    /// Settings of generation: chunks, cache window, denoising steps and decoder.
-    pub stream: StreamConfig,
-    /// Dimensions of the UMT5 text encoder, if the stream uses one.
-    pub text_encoder: Option<Umt5Config>,
-}
-
-impl VideoModel {
-    /// Parses both config texts; the file names appear only in diagnostics.
-    ///
-    /// # Errors
-    /// Returns one diagnostic per problem in either text.
-    pub fn parse(config: (&str, &str), stream: (&str, &str)) -> Result<VideoModel, Diagnostics> {
-        let wan = WanConfig::parse(config.0, config.1)?;
-        let stream = StreamConfig::parse(stream.0, stream.1, &wan)?;
-        Ok(VideoModel { wan, stream, text_encoder: None })
-    }
-
-    /// Sets the text encoder of a model whose stream uses UMT5.
-    ///
-    /// # Errors
-    /// T0450 if the DiT does not read rows of the encoder's width.
-    pub fn set_text_encoder(&mut self, file: &str, config: Umt5Config) -> Result<(), Diagnostics> {
-        config.check_width(file, self.wan.text_dim)?;
-        self.text_encoder = Some(config);
-        Ok(())
-    }
-
-    /// Returns whether keys and values stay cached across chunks or are recomputed before each
-    /// chunk.
-    #[must_use]
-    pub fn context_regime(&self) -> ContextRegime {
-        if self.stream.recompute { ContextRegime::Recompute } else { ContextRegime::Resident }
-    }
-
-    /// Returns the number of tokens of one latent frame.
-    #[must_use]
-    pub fn frame_tokens(&self) -> u64 {
-        let [_, h, w] = self.stream.token_grid(&self.wan);
-        h * w
-    }
-
-    /// Returns the number of tokens of one chunk.
-    #[must_use]
-    pub fn chunk_tokens(&self) -> u64 {
-        self.stream.chunk_frames * self.frame_tokens()
-    }
-}
+use crate::video_model::{ContextRegime, VideoModel};
+use crate::{PixelDecoder, PredictionTarget};
 
 /// Builds every logical program that a stream may run, in a fixed order. The fill levels are the
 /// numbers of latent frames already cached when a chunk begins: 0, one chunk, … up to a full window
@@ -166,44 +105,7 @@ pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
     out
 }
 
-/// A program under construction, the model, and the attribute `at` of the next ops.
-pub(crate) struct GraphBuilder<'a> {
-    pub(crate) builder: Builder,
-    model: &'a VideoModel,
-    location: String,
-}
-
-impl<'a> GraphBuilder<'a> {
-    pub(crate) fn new(model: &'a VideoModel, name: &str) -> GraphBuilder<'a> {
-        GraphBuilder { builder: Builder::new_logical(name), model, location: "first".into() }
-    }
-
-    pub(crate) fn finish(self) -> Program {
-        match self.builder.finish() {
-            Ok(p) => p,
-            Err(e) => panic!("a parsed model violates a rule of the op table: {}", e[0].message),
-        }
-    }
-
-    pub(crate) fn set_location(&mut self, location: &str) {
-        self.location = location.to_string();
-    }
-
-    pub(crate) fn emit_op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
-        let at = self.location.clone();
-        self.builder.set_attr("at", at.as_str());
-        self.builder.add_op(opcode, operands)
-    }
-
-    pub(crate) fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
-        let at = self.location.clone();
-        self.builder.set_attr("at", at.as_str()).set_attr("part", part);
-        if unit > 1 {
-            self.builder.set_attr("unit", unit);
-        }
-        self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape))
-    }
-
+impl GraphBuilder<'_> {
     /// Emits x · wᵀ + b. `part` tells a strategy how it may shard the weight: by rows (`col`:
     /// output features), by columns (`row`: input features), or not at all (`whole`).
     fn emit_linear(
@@ -228,27 +130,6 @@ impl<'a> GraphBuilder<'a> {
 
     fn emit_scalar(&mut self, name: &str, ty: Type) -> ValueId {
         self.builder.set_label(name).add_call_scalar(name, ty)
-    }
-
-    pub(crate) fn read_buffer(&mut self, buffer: &str, rows: u64, ty: Type) -> ValueId {
-        let at = self.location.clone();
-        let whole = ty.shape[0];
-        let buffer = self.builder.declare_buffer(buffer, ty);
-        self.builder.set_attr("at", at.as_str());
-        if rows != whole {
-            self.builder.set_attr("rows", rows);
-        }
-        self.builder.read_buffer(buffer)
-    }
-
-    pub(crate) fn write_buffer(&mut self, buffer: &str, ty: Type, value: ValueId, row: Option<ValueId>) {
-        let at = self.location.clone();
-        let buffer = self.builder.declare_buffer(buffer, ty);
-        self.builder.set_attr("at", at.as_str());
-        if let Some(row) = row {
-            self.builder.add_keyed("row", row);
-        }
-        self.builder.write_buffer(buffer, value);
     }
 
     fn token_type(&self) -> Type {
@@ -652,7 +533,7 @@ mod tests {
         for regime in ["", "[cache]\nmode = \"recompute\"\n"] {
             let (drawn, given) = (tiny(regime), tiny(&format!("{regime}[noise]\nsource = \"call\"\n")));
             assert!(drawn.stream.to_toml().find("noise").is_none());
-            let printed = StreamConfig::parse("", &given.stream.to_toml(), &given.wan).unwrap();
+            let printed = crate::StreamConfig::parse("", &given.stream.to_toml(), &given.wan).unwrap();
             assert!(printed.given_noise, "the setting is part of the plan");
             let names = |m: &VideoModel| build_phases(m).into_iter().map(|p| p.name).collect::<BTreeSet<_>>();
             let more: Vec<String> = names(&given).difference(&names(&drawn)).cloned().collect();

@@ -11,25 +11,28 @@
 
 mod codes;
 mod graph;
+mod graph_builder;
 mod lm;
 mod presets;
 mod schedule;
 mod stream_config;
 mod umt5;
 mod vae;
+mod video_model;
 mod wan_config;
 mod weight_names;
 mod word_encoder;
 pub mod zoo;
 
 pub use codes::CODES;
-pub use graph::{ContextRegime, VideoModel, build_phases, list_calls};
+pub use graph::{build_phases, list_calls};
 pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
 pub use presets::Preset;
 pub use schedule::SigmaStep;
 pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps};
 pub use umt5::{TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights};
 pub use vae::{VaeConfig, expected_vae_weights};
+pub use video_model::{ContextRegime, VideoModel};
 pub use wan_config::WanConfig;
 pub use weight_names::{ExpectedWeight, expected_weights};
 pub use word_encoder::WordEncoder;

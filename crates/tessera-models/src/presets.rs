@@ -175,7 +175,7 @@ mod tests {
         let own = StreamConfig::parse("s", text, &wan()).unwrap();
         assert_eq!((own.width, own.height, own.bias, own.recompute), (640, 480, 0.3, true));
         assert_eq!((own.steps.as_slice(), own.warp), (&[1000.0, 500.0][..], true));
-        let given = StreamConfig::parse_over("s", text, Some(Preset::LongLive), &wan()).unwrap();
+        let given = StreamConfig::parse_over("s", text, Some(Preset::LongLive), None, &wan()).unwrap();
         assert_eq!((given.width, given.window_frames, given.recompute), (640, 12, false));
         let unknown = StreamConfig::parse("s", "preset = \"krea\"\n", &wan()).unwrap_err();
         assert_eq!((unknown.len(), unknown[0].code.id), (1, "T0004"), "{unknown:#?}");

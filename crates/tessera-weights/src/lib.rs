@@ -28,6 +28,7 @@ mod dtype;
 mod generator;
 mod header;
 mod lora;
+mod lora_file;
 mod resolve;
 mod scales;
 mod stored_tensor;

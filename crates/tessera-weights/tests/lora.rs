@@ -1,6 +1,6 @@
 //! Low-rank updates in the names of several tools, and files that do not fit.
 
-#![allow(clippy::disallowed_methods, reason = "the tests write the files that they read")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,6 +11,9 @@ use tessera_weights::{ExpectedTensor, Lora, WeightFiles, WeightSet};
 const M: usize = 6;
 const K: usize = 5;
 const R: usize = 2;
+
+/// Names and shapes of the tensors of a file.
+type TensorShapes<'a> = Vec<(&'a str, &'a [usize])>;
 
 fn values(n: usize, seed: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 7 + seed * 13) % 11) as f32 / 4.0 - 1.0).collect()
@@ -137,7 +140,7 @@ fn a_lora_that_does_not_fit_is_rejected_with_each_reason() {
     let [down, up] = factors("blocks.0.self_attn.q");
     let [strange_down, strange_up] = factors("blocks.0.self_attn.qq");
     let [encoder, encoder_up] = factors("lora_te_text_model_q");
-    let cases: Vec<(&str, Vec<(&str, &[usize])>)> = vec![
+    let cases: Vec<(&str, TensorShapes<'_>)> = vec![
         ("[r, 5] and [6, r], not [2, 4] and [6, 2]", vec![(&down, &[R, 4]), (&up, &[M, R])]),
         ("not [2, 5] and [6, 3]", vec![(&down, &[R, K]), (&up, &[M, 3])]),
         ("not [2, 5] and absent", vec![(&down, &[R, K])]),

@@ -150,10 +150,9 @@ a cell of 16. Generators distilled from Wan2.1 produce latents of 16 channels, w
 Use Wan2.1_VAE.pth, or the folder vae/ of a Wan2.1 pipeline.";
 
     T0075: "checkpoint is an adapter",
-    "The file holds factors of low rank (LoRA) that must be added to the weights of a base model. Alone they are no model. \
-Tessera does not merge them, because the scale and the base are stated outside of the file.\n\n\
-Merge the adapter into its base with the publisher's tool, save the result as safetensors, and name that file. LongLive is \
-published as a base and an adapter: without the adapter it generates, but drifts after a minute.";
+    "The file holds factors of low rank (LoRA) that are added to the weights of a base model. Alone they are no model.\n\n\
+Name the base, and add the adapter with `--lora FILE`, with the strength that its publisher states as `--lora FILE:STRENGTH`. \
+LongLive is published as a base and an adapter: without the adapter it generates, but drifts after a minute.";
 
     T0076: "model has no stream settings",
     "A published checkpoint states its dimensions and not how it is streamed: picture size, frames per chunk, cache window, \

@@ -54,7 +54,11 @@ impl MediaCodec {
     ) -> Result<MediaCodec, Diagnostic> {
         let (rank, sealed) = (Rank(0), &plan.sealed);
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
-        let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+        let pool = match plan.video.stream.decoder {
+            PixelDecoder::WanVae => start_threads()?,
+            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Pool::single_thread(),
+        };
+        let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
         available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
         let mut source: Box<dyn WeightSource> = match vae {
             Some(vae) => Box::new(vae),
@@ -226,6 +230,14 @@ impl MediaCodec {
             .map(<[f32]>::to_vec)
             .ok_or_else(|| failed(format!("the program output no {output}")))
     }
+}
+
+/// Starts a thread per core for the convolutions of a VAE, for which a stream waits longer than for the
+/// cores that its ranks lack meanwhile.
+fn start_threads() -> Result<Pool, Diagnostic> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    Pool::new(threads)
+        .map_err(|e| Diagnostic::error(&T0016, format!("the threads of the VAE cannot start: {e}")))
 }
 
 fn f32_values(t: &Tensor) -> Vec<f32> {

@@ -208,7 +208,7 @@ impl Model {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let mut digest = self.open_weights()?.set.content_digest(threads);
         let mut parts = vec![digest];
-        parts.extend(PromptEncoder::digest_files(self, threads)?);
+        parts.extend(PromptEncoder::digest_files(&self.dir, &self.video, self.weights.base, threads)?);
         if parts.len() > 1 {
             digest = *blake3::hash(parts.as_flattened()).as_bytes();
         }
@@ -221,7 +221,9 @@ impl Model {
     /// Opens the weights of the VAE; `None` if the model has none.
     pub(crate) fn open_vae_weights(&self) -> Result<Option<VaeWeights>, Diagnostics> {
         match self.video.stream.decoder {
-            PixelDecoder::WanVae => VaeWeights::open(self).map(Some),
+            PixelDecoder::WanVae => {
+                VaeWeights::open(&self.dir, &self.video.stream.vae, self.weights.base).map(Some)
+            }
             PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Ok(None),
         }
     }
@@ -238,7 +240,7 @@ impl Model {
     /// # Errors
     /// Returns T0016 if the model has none, or what is wrong with its files.
     pub fn open_text_encoder(&self) -> Result<PromptEncoder, Diagnostics> {
-        PromptEncoder::open(self)
+        PromptEncoder::open(&self.name, &self.dir, &self.video, self.weights.base)
     }
 }
 

@@ -3,13 +3,14 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use tessera_mesh::Axis;
+use tessera_ir::op_workload;
+use tessera_mesh::{Axis, Rank};
 use tessera_models::denoising_steps;
 use tessera_runtime::Limits;
 use tessera_runtime::director::{DenoiseStep, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 
-use crate::plan::Plan;
+use crate::plan::{LEADER_PHASES, Plan};
 
 /// Returns the build that every rank reports: the version, and the digest of the file that this
 /// code was loaded from. The file is the executable, or the shared object of a program that embeds
@@ -56,8 +57,21 @@ pub(crate) fn run_limits(plan: &Plan) -> Limits {
         d_in: plan.mapping.d_in,
         d_out: plan.mapping.d_out,
         max_outstanding: plan.mapping.max_outstanding,
+        media_ns: media_limit_ns(plan),
         ..Limits::default()
     }
+}
+
+/// Rate below which the leader's programs on a CPU count as stalled, in operations per nanosecond: that of
+/// one slow core.
+const SLOWEST_FLOPS_PER_NS: u64 = 4;
+
+/// Returns the time in which the media pipeline must answer: the default, or longer if the leader's own
+/// programs have so much work that a slow CPU takes longer.
+fn media_limit_ns(plan: &Plan) -> u64 {
+    let programs = LEADER_PHASES.iter().filter_map(|name| plan.sealed.rank_program(name, Rank(0)));
+    let work: u64 = programs.flat_map(|p| p.ops.iter().map(|op| op_workload(p, op).flops.0)).sum();
+    Limits::default().media_ns.max(work / SLOWEST_FLOPS_PER_NS)
 }
 
 pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {

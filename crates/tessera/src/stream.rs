@@ -200,23 +200,7 @@ pub(crate) fn check_stream(
         }
     }
     ds.extend(options.check_out().err());
-    match (&options.noise, plan.video.stream.given_noise) {
-        (Some(path), true) => {
-            ds.extend(NoiseFile::open(path, &plan.video).and_then(|f| f.check(options.chunks)).err());
-        }
-        (None, true) => ds.push(
-            Diagnostic::error(&T0018, "the calls of this plan carry noise, and no file of noise is given")
-                .with_hint("give --noise FILE, or plan with --noise-source seed"),
-        ),
-        (Some(_), false) => ds.push(
-            Diagnostic::error(
-                &T0018,
-                "a file of noise is given, and the ranks of this plan draw their noise",
-            )
-            .with_hint("leave out --noise, or plan with --noise-source call"),
-        ),
-        (None, false) => {}
-    }
+    ds.extend(check_noise(plan, options));
     let reads_folder = |(_, change): &(u32, WeightChange)| matches!(change, WeightChange::Folder(_));
     if model.weights.base != WeightsBase::Files && options.weights_at.iter().any(reads_folder) {
         ds.push(
@@ -244,6 +228,25 @@ pub(crate) fn check_stream(
         ds.extend(new_clip_stream(&plan.video).err());
     }
     if ds.is_empty() { Ok(()) } else { Err(ds) }
+}
+
+/// Checks that noise is given exactly if the calls of the plan carry it, and that the file fits.
+fn check_noise(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
+    match (&options.noise, plan.video.stream.given_noise) {
+        (Some(path), true) => NoiseFile::open(path, &plan.video).and_then(|f| f.check(options.chunks)).err(),
+        (None, true) => Some(
+            Diagnostic::error(&T0018, "the calls of this plan carry noise, and no file of noise is given")
+                .with_hint("give --noise FILE, or plan with --noise-source seed"),
+        ),
+        (Some(_), false) => Some(
+            Diagnostic::error(
+                &T0018,
+                "a file of noise is given, and the ranks of this plan draw their noise",
+            )
+            .with_hint("leave out --noise, or plan with --noise-source call"),
+        ),
+        (None, false) => None,
+    }
 }
 
 /// Checks that this host has the memory of all ranks: weights, buffers, inputs, temporaries, and the

@@ -5,14 +5,13 @@ use std::path::{Path, PathBuf};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{TextEncoder, Umt5Config, WordEncoder, umt5_weights};
+use tessera_models::{TextEncoder, Umt5Config, VideoModel, WordEncoder, umt5_weights};
 use tessera_text::PromptTokenizer;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
 use crate::checkpoint::{CheckpointFolder, Part};
 use crate::codes::{T0010, T0016, T0058};
 use crate::files::read_text_file;
-use crate::model::Model;
 use crate::weights_origin::WeightsBase;
 
 /// Name of the file with the word table of a word encoder.
@@ -107,9 +106,14 @@ impl PromptEncoder {
     ///
     /// # Errors
     /// Returns T0016 if the model has none, or what is wrong with its files.
-    pub(crate) fn open(model: &Model) -> Result<PromptEncoder, Diagnostics> {
-        let (dir, video, wan) = (&model.dir, &model.video, &model.video.wan);
-        if let WeightsBase::Synthetic(seed) = model.weights.base {
+    pub(crate) fn open(
+        name: &str,
+        dir: &Path,
+        video: &VideoModel,
+        base: WeightsBase,
+    ) -> Result<PromptEncoder, Diagnostics> {
+        let wan = &video.wan;
+        if let WeightsBase::Synthetic(seed) = base {
             return Ok(PromptEncoder::Words(WordEncoder::synthetic(seed, wan.text_dim, wan.text_len)));
         }
         Ok(match (video.stream.text, &video.text_encoder) {
@@ -146,7 +150,7 @@ impl PromptEncoder {
             }
             (TextEncoder::None, _) | (TextEncoder::Umt5, None) => {
                 return Err(vec![
-                    Diagnostic::error(&T0016, format!("{} has no text encoder", model.name)).with_label(
+                    Diagnostic::error(&T0016, format!("{name} has no text encoder")).with_label(
                         dir.join("stream.toml").display().to_string(),
                         format!("[text] encoder = \"{}\"", video.stream.text.name()),
                     ),
@@ -160,10 +164,14 @@ impl PromptEncoder {
     ///
     /// # Errors
     /// What is wrong with the files.
-    pub(crate) fn digest_files(model: &Model, threads: usize) -> Result<Vec<[u8; 32]>, Diagnostics> {
-        let (dir, video) = (&model.dir, &model.video);
+    pub(crate) fn digest_files(
+        dir: &Path,
+        video: &VideoModel,
+        base: WeightsBase,
+        threads: usize,
+    ) -> Result<Vec<[u8; 32]>, Diagnostics> {
         // A synthetic text encoder has a row for any word, by definition of its seed.
-        if model.weights.base != WeightsBase::Files {
+        if base != WeightsBase::Files {
             return Ok(Vec::new());
         }
         Ok(match (video.stream.text, &video.text_encoder) {

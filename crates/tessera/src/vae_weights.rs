@@ -1,5 +1,7 @@
 //! The weights of a model's VAE.
 
+use std::path::Path;
+
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
@@ -7,7 +9,6 @@ use tessera_models::{VaeConfig, expected_vae_weights};
 use tessera_weights::{ExpectedTensor, WeightSet};
 
 use crate::checkpoint::{CheckpointFolder, Part};
-use crate::model::Model;
 use crate::weights_origin::WeightsBase;
 
 /// Prefix of the names of the VAE's tensors in a program.
@@ -26,8 +27,7 @@ impl VaeWeights {
     ///
     /// # Errors
     /// As [`CheckpointFolder::open_part`].
-    pub(crate) fn open(model: &Model) -> Result<VaeWeights, Diagnostics> {
-        let config = &model.video.stream.vae;
+    pub(crate) fn open(dir: &Path, config: &VaeConfig, base: WeightsBase) -> Result<VaeWeights, Diagnostics> {
         let expected: Vec<ExpectedTensor> = expected_vae_weights(config)
             .into_iter()
             .map(|w| {
@@ -35,9 +35,9 @@ impl VaeWeights {
                 ExpectedTensor { aliases: vec![original, w.diffusers_name], name: w.name, shape: w.shape }
             })
             .collect();
-        let set = match model.weights.base {
+        let set = match base {
             WeightsBase::Files => {
-                let checkpoint = CheckpointFolder::recognise(&model.dir).map_err(|d| vec![d])?;
+                let checkpoint = CheckpointFolder::recognise(dir).map_err(|d| vec![d])?;
                 checkpoint.open_part(Part::Vae, &expected)?
             }
             WeightsBase::Synthetic(seed) => WeightSet::synthetic(seed, &expected),

@@ -7,8 +7,8 @@
 use tessera_ir::{Attr, DType, Opcode, Program, Type, ValueId};
 
 use super::VaeConfig;
-use crate::VideoModel;
-use crate::graph::GraphBuilder;
+use crate::graph_builder::GraphBuilder;
+use crate::video_model::VideoModel;
 
 /// Frames of history that a convolution over three frames needs.
 const HISTORY: u64 = 2;

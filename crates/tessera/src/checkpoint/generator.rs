@@ -101,9 +101,7 @@ fn refuse_adapter(at: &str, files: &WeightFiles) -> Result<(), Diagnostic> {
     let total = files.iter_tensors().count();
     Err(Diagnostic::error(&T0075, "the checkpoint holds a LoRA adapter")
         .with_label(at, format!("{count} of {total} tensors are factors of an adapter"))
-        .with_hint(
-            "merge the adapter into its base with the publisher's tool, and give the merged checkpoint",
-        ))
+        .with_hint("name its base, and add the adapter with `--lora FILE`"))
 }
 
 /// Channels of the patch embedding of an image-to-video model: noise, mask and image.
@@ -181,8 +179,8 @@ pub(super) fn require_causal(checkpoint: &CheckpointFolder) -> Result<(), Diagno
             format!("{} with the class {class:?}, expected a causal one", checkpoint.form.description()),
         )
         .with_hint(format!(
-            "download a checkpoint distilled from it (presets of this size: {}), put it beside this folder, and \
-             name that file; this folder then provides VAE and text encoder",
-            names.join(", ")
+            "download a checkpoint distilled from it{}, put it beside this folder, and name that file; this folder \
+             then provides VAE and text encoder",
+            if names.is_empty() { String::new() } else { format!(" (presets of this size: {})", names.join(", ")) }
         )))
 }

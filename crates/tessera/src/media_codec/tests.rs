@@ -7,8 +7,8 @@ use tessera_plan::Mapping;
 use tessera_weights::{WeightFiles, WeightSet};
 
 use super::*;
-use crate::model::Model;
 use crate::plan::plan_model;
+use crate::weights_origin::WeightsBase;
 
 /// A VAE with inputs and outputs that diffusers computed, and the plan of a generator of the same latents.
 struct VaeCase {
@@ -46,8 +46,8 @@ impl VaeCase {
 
     fn load_codec(&self) -> MediaCodec {
         let words = WordEncoder::new("a\n", vec![1.0], 1, 2).unwrap();
-        let model = Model::open_for_plan(&self.dir, &self.plan).unwrap();
-        let vae = VaeWeights::open(&model).unwrap_or_else(|ds| panic!("{ds:#?}"));
+        let vae = VaeWeights::open(&self.dir, &self.plan.video.stream.vae, WeightsBase::Files)
+            .unwrap_or_else(|ds| panic!("{ds:#?}"));
         let mut codec = MediaCodec::load(&self.plan, PromptEncoder::Words(words), Some(vae), None).unwrap();
         codec.poison_temporaries();
         codec

@@ -565,7 +565,7 @@ fn a_reload_that_does_not_fit_is_refused_and_the_old_weights_stay() {
     let ReloadedWeights { weights: found, fingerprints: after } =
         engine.reload_weights(&path(&other)).unwrap();
     assert_eq!((found, &after), (digest, &engine.weight_fingerprints()));
-    assert_ne!(preflight_reload(&plan, &demo(), &demo()).unwrap(), digest);
+    assert_ne!(preflight_reload(&plan, &demo_model(&plan), &WeightChange::Folder(demo())).unwrap(), digest);
     for (b, a) in before.iter().zip(&after) {
         assert_eq!((&b.tensor, &b.slice), (&a.tensor, &a.slice));
         assert_eq!(b.digest == a.digest, b.tensor.starts_with('(') || b.constant, "{}", b.tensor);

@@ -1,0 +1,65 @@
+//! Builds the logical programs of a model, op by op.
+
+use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
+
+use crate::video_model::VideoModel;
+
+/// A program under construction, the model, and the attribute `at` of the next ops.
+pub(crate) struct GraphBuilder<'a> {
+    pub(crate) builder: Builder,
+    pub(crate) model: &'a VideoModel,
+    location: String,
+}
+
+impl<'a> GraphBuilder<'a> {
+    pub(crate) fn new(model: &'a VideoModel, name: &str) -> GraphBuilder<'a> {
+        GraphBuilder { builder: Builder::new_logical(name), model, location: "first".into() }
+    }
+
+    pub(crate) fn finish(self) -> Program {
+        match self.builder.finish() {
+            Ok(p) => p,
+            Err(e) => panic!("a parsed model violates a rule of the op table: {}", e[0].message),
+        }
+    }
+
+    pub(crate) fn set_location(&mut self, location: &str) {
+        self.location = location.to_string();
+    }
+
+    pub(crate) fn emit_op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
+        let at = self.location.clone();
+        self.builder.set_attr("at", at.as_str());
+        self.builder.add_op(opcode, operands)
+    }
+
+    pub(crate) fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
+        let at = self.location.clone();
+        self.builder.set_attr("at", at.as_str()).set_attr("part", part);
+        if unit > 1 {
+            self.builder.set_attr("unit", unit);
+        }
+        self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape))
+    }
+
+    pub(crate) fn read_buffer(&mut self, buffer: &str, rows: u64, ty: Type) -> ValueId {
+        let at = self.location.clone();
+        let whole = ty.shape[0];
+        let buffer = self.builder.declare_buffer(buffer, ty);
+        self.builder.set_attr("at", at.as_str());
+        if rows != whole {
+            self.builder.set_attr("rows", rows);
+        }
+        self.builder.read_buffer(buffer)
+    }
+
+    pub(crate) fn write_buffer(&mut self, buffer: &str, ty: Type, value: ValueId, row: Option<ValueId>) {
+        let at = self.location.clone();
+        let buffer = self.builder.declare_buffer(buffer, ty);
+        self.builder.set_attr("at", at.as_str());
+        if let Some(row) = row {
+            self.builder.add_keyed("row", row);
+        }
+        self.builder.write_buffer(buffer, value);
+    }
+}
