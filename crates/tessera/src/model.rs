@@ -8,7 +8,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, VideoModel, WanConfig};
+use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, Umt5Config, VideoModel, WanConfig};
 use tessera_plan::Mapping;
 use tessera_weights::{Lora, WeightFiles, WeightSet};
 
@@ -85,7 +85,12 @@ impl Model {
             video.stream.text_file = path.display().to_string();
         }
         if video.stream.text == TextEncoder::Umt5 {
-            let (file, config) = TextFiles::find(&checkpoint).map_err(|d| vec![d])?.read_config()?;
+            // Planning needs no files: a checkpoint without the encoder is planned for the one that Wan has,
+            // and a stream is refused when it opens it.
+            let (file, config) = match TextFiles::find(&checkpoint) {
+                Ok(files) => files.read_config()?,
+                Err(_) => (dir.display().to_string(), Umt5Config::xxl()),
+            };
             video.set_text_encoder(&file, config)?;
         }
         let ds = video.stream.find_contradictions("command line", &video.wan);

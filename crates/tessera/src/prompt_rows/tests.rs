@@ -209,7 +209,7 @@ fn another_tokenizer_is_caught_by_the_digest_and_by_its_size() {
     let ds = small.open_text_encoder().unwrap_err();
     assert!(ds.iter().any(|d| d.code.id == "T0451" && d.labels[1].message.contains("300 rows")), "{ds:?}");
     std::fs::remove_file(spiece).unwrap();
-    assert_eq!(model.open_text_encoder().unwrap_err()[0].code.id, "T0010");
+    assert_eq!(model.open_text_encoder().unwrap_err()[0].code.id, "T0070");
 }
 
 #[test]
