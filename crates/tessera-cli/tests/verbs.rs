@@ -169,7 +169,9 @@ fn a_published_checkpoint_is_described_and_planned_under_a_preset() {
     assert_eq!(report["missing"], serde_json::json!(["VAE", "text encoder", "tokenizer"]));
     assert_fails(&["plan", folder], 1, &["T0076", "--preset", "models inspect"]);
     let settings = dir.path().join("settings.toml");
-    fs::write(&settings, "preset = \"self-forcing\"\n[video]\nwidth = 160\nheight = 96\n").unwrap();
+    let small = "preset = \"self-forcing\"\n[video]\nwidth = 160\nheight = 96\n\
+                 [text]\nencoder = \"none\"\n[decoder]\nkind = \"none\"\n";
+    fs::write(&settings, small).unwrap();
     let text = success_stdout(&run_tessera(&["plan", folder, "--stream", path_text(&settings)]));
     assert!(text.contains("digest") && text.contains("160"), "{text}");
     let demo = success_stdout(&run_tessera(&["models", "inspect", "models/demo"]));
