@@ -350,10 +350,15 @@ fn start_endless(out: &Path) -> Child {
     child
 }
 
-/// Returns the process ids of the ranks that a process has started.
+/// Returns the process ids of the ranks that a process has started. A child that has not executed its
+/// program yet is none: the process that starts it waits for that, so to stop it would stop both.
 fn child_pids(of: u32) -> Vec<u32> {
+    let command_line = |pid: u32| fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let list = fs::read_to_string(format!("/proc/{of}/task/{of}/children")).unwrap_or_default();
-    list.split_whitespace().filter_map(|p| p.parse().ok()).collect()
+    let children = list.split_whitespace().filter_map(|p| p.parse().ok());
+    children
+        .filter(|child| !matches!(command_line(*child), line if line.is_empty() || line == command_line(of)))
+        .collect()
 }
 
 // proves: S-01

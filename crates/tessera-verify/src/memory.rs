@@ -25,11 +25,11 @@ pub struct DeviceLimits {
 pub struct RoleMemory {
     /// Bytes of distinct weight shards over all phases of calls.
     pub weights: Bytes,
-    /// Bytes of buffers over all phases.
+    /// Bytes of buffers over all phases of calls.
     pub buffers: Bytes,
-    /// Bytes of inputs and call scalars in the phase with the largest such total.
+    /// Bytes of inputs and call scalars in the phase of a call with the largest such total.
     pub inputs: Bytes,
-    /// Bytes of slots in the phase with the largest memory plan.
+    /// Bytes of slots in the phase of a call with the largest memory plan.
     pub temporaries: Bytes,
 }
 
@@ -190,8 +190,8 @@ fn check_in_place(
 }
 
 /// Returns the memory of a role over all phases, and diagnostics for buffers that its phases
-/// declare differently. Slot sizes are taken as given. `in_calls` tells whether a call has a phase:
-/// the weights of any other phase, such as those of a text encoder, lie in the leader's host memory.
+/// declare differently. Slot sizes are taken as given. `in_calls` tells whether a call has a phase: the
+/// memory of any other phase, such as that of a text encoder or a VAE, is the leader's host memory.
 pub(crate) fn role_memory(
     phases: &[Phase],
     role: usize,
@@ -201,14 +201,14 @@ pub(crate) fn role_memory(
     let mut weights: BTreeSet<(&str, String, Option<WeightLoad>)> = BTreeSet::new();
     let mut buffers: BTreeMap<&str, (&Program, &Type)> = BTreeMap::new();
     let mut memory = RoleMemory::default();
-    let mut weight_bytes = Vec::new();
+    let (mut weight_bytes, mut buffer_bytes) = (Vec::new(), BTreeMap::new());
     for phase in phases {
-        let p = &phase.programs[role];
+        let (p, is_in_call) = (&phase.programs[role], in_calls(&phase.name));
         let mut inputs = Vec::new();
         for op in &p.ops {
             let Some(ty) = op.results.first().map(|r| p.type_of(*r)) else { continue };
             match op.opcode {
-                Opcode::Weight if in_calls(&phase.name) => {
+                Opcode::Weight if is_in_call => {
                     // Equal shards loaded in the same way are one copy, regardless of the program
                     // that names them.
                     let name = op.name.as_deref().unwrap_or("");
@@ -222,6 +222,9 @@ pub(crate) fn role_memory(
             }
         }
         for b in &p.buffers {
+            if is_in_call {
+                buffer_bytes.insert(&b.name, b.ty.byte_size().0);
+            }
             let (first, ty) = *buffers.entry(&b.name).or_insert((p, &b.ty));
             if *ty != b.ty {
                 out.push(
@@ -231,11 +234,14 @@ pub(crate) fn role_memory(
                 );
             }
         }
-        memory.inputs = memory.inputs.max(sum_bytes(inputs));
-        memory.temporaries = memory.temporaries.max(sum_bytes(phase.slots[role].slot_bytes.iter().copied()));
+        if is_in_call {
+            let slots = sum_bytes(phase.slots[role].slot_bytes.iter().copied());
+            memory.inputs = memory.inputs.max(sum_bytes(inputs));
+            memory.temporaries = memory.temporaries.max(slots);
+        }
     }
     memory.weights = sum_bytes(weight_bytes);
-    memory.buffers = sum_bytes(buffers.values().map(|(_, t)| t.byte_size().0));
+    memory.buffers = sum_bytes(buffer_bytes.into_values());
     (memory, out)
 }
 

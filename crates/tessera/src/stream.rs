@@ -1,5 +1,6 @@
 //! Runs a sealed plan as processes on this host and writes the run directory.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -9,7 +10,7 @@ use tessera_cuda::CudaBackend;
 use tessera_device::T0804;
 use tessera_ir::Opcode;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, TEXT_PHASE};
+use tessera_models::PixelDecoder;
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
@@ -261,7 +262,7 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
         let slots = (s.layout.members as u64).saturating_mul(s.layout.slots as u64);
         slots.saturating_mul(s.layout.slot_bytes as u64)
     });
-    let needed = ranks.chain(arenas).chain([text_encoder_bytes(plan)]).fold(0, u64::saturating_add);
+    let needed = ranks.chain(arenas).chain([leader_bytes(plan)]).fold(0, u64::saturating_add);
     let Some(available) = available_bytes().filter(|available| needed > *available) else { return Ok(()) };
     let programs = sealed.mesh().iter().flat_map(|rank| {
         sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, rank))
@@ -285,11 +286,22 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
     }])
 }
 
-/// Returns the bytes of the text encoder's weights, which the leader alone holds.
-fn text_encoder_bytes(plan: &Plan) -> u64 {
-    let Some(p) = plan.sealed.rank_program(TEXT_PHASE, Rank(0)) else { return 0 };
-    let weights = p.ops.iter().filter(|op| op.opcode == Opcode::Weight).flat_map(|op| &op.results);
-    weights.map(|v| p.type_of(*v).byte_size().0).fold(0, u64::saturating_add)
+/// Returns the bytes of the leader's own programs: the weights and the buffers of the text encoder and the
+/// VAE, and the most temporaries that one of them needs.
+fn leader_bytes(plan: &Plan) -> u64 {
+    let (mut kept, mut temporaries) = (BTreeMap::new(), 0);
+    for name in LEADER_PHASES {
+        let (Some(p), Some(slots)) =
+            (plan.sealed.rank_program(name, Rank(0)), plan.sealed.rank_slots(name, Rank(0)))
+        else {
+            continue;
+        };
+        let weights = p.ops.iter().filter(|op| op.opcode == Opcode::Weight);
+        kept.extend(weights.flat_map(|op| Some((op.name.as_deref()?, p.type_of(*op.results.first()?)))));
+        kept.extend(p.buffers.iter().map(|b| (b.name.as_str(), &b.ty)));
+        temporaries = slots.slot_bytes.iter().copied().fold(0, u64::saturating_add).max(temporaries);
+    }
+    kept.values().map(|ty| ty.byte_size().0).fold(temporaries, u64::saturating_add)
 }
 
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank
