@@ -67,18 +67,8 @@ impl VaeConfig {
     pub fn parse(file: &str, text: &str) -> Result<VaeConfig, Diagnostics> {
         let mut table = ConfigReader::new(file, "", parse_json(file, text)?);
         table.ignore_keys(&IGNORED_KEYS);
-        let wan = VaeConfig::default();
-        let mult: Vec<f64> = wan.dim_mult.iter().map(|m| *m as f64).collect();
-        let config = VaeConfig {
-            base_dim: table.read_count("base_dim", Some(wan.base_dim)),
-            z_dim: table.read_count("z_dim", Some(wan.z_dim)),
-            dim_mult: table.read_numbers("dim_mult", &mult).into_iter().map(to_count).collect(),
-            res_blocks: table.read_count("num_res_blocks", Some(wan.res_blocks)),
-            // The key is spelled so in the published files.
-            temporal_downsample: table.read_flags("temperal_downsample", &wan.temporal_downsample),
-            latents_mean: table.read_numbers("latents_mean", &wan.latents_mean),
-            latents_std: table.read_numbers("latents_std", &wan.latents_std),
-        };
+        // The second key is spelled so in the published files.
+        let config = VaeConfig::read_keys(&mut table, "num_res_blocks", "temperal_downsample");
         let variant = describe_variant(&mut table, config.base_dim).map(|found| {
             Diagnostic::error(&T0414, format!("the config is not that of a Wan2.1 VAE: {found}"))
                 .with_label(file, "another VAE")
@@ -91,20 +81,29 @@ impl VaeConfig {
 
     /// Reads `[decoder.vae]`, in which every key is optional.
     pub(crate) fn read(mut table: ConfigReader<'_>, ds: &mut Diagnostics) -> VaeConfig {
+        let config = VaeConfig::read_keys(&mut table, "res_blocks", "temporal_downsample");
+        ds.extend(table.finish());
+        config
+    }
+
+    /// Reads the keys of a config, each optional. Two of them have other names in published files.
+    fn read_keys(
+        table: &mut ConfigReader<'_>,
+        res_blocks: &'static str,
+        temporal_downsample: &'static str,
+    ) -> VaeConfig {
         let wan = VaeConfig::default();
         let mult: Vec<f64> = wan.dim_mult.iter().map(|m| *m as f64).collect();
-        let config = VaeConfig {
+        VaeConfig {
             base_dim: table.read_count("base_dim", Some(wan.base_dim)),
             z_dim: table.read_count("z_dim", Some(wan.z_dim)),
             // A factor that is no count becomes 0, which `describe_problem` rejects.
             dim_mult: table.read_numbers("dim_mult", &mult).into_iter().map(to_count).collect(),
-            res_blocks: table.read_count("res_blocks", Some(wan.res_blocks)),
-            temporal_downsample: table.read_flags("temporal_downsample", &wan.temporal_downsample),
+            res_blocks: table.read_count(res_blocks, Some(wan.res_blocks)),
+            temporal_downsample: table.read_flags(temporal_downsample, &wan.temporal_downsample),
             latents_mean: table.read_numbers("latents_mean", &wan.latents_mean),
             latents_std: table.read_numbers("latents_std", &wan.latents_std),
-        };
-        ds.extend(table.finish());
-        config
+        }
     }
 
     /// Renders the settings as `[decoder.vae]` with every key, in a fixed order.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, WeightSource};
+use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::{PixelDecoder, TEXT_PHASE, VideoModel};
@@ -19,12 +19,13 @@ use tessera_runtime::wire::Tensor;
 use crate::codes::T0016;
 use crate::host_memory::available_bytes;
 use crate::plan::{LEADER_PHASES, Plan};
-use crate::prompt_rows::PromptRows;
+use crate::prompt_rows::{NoObserver, PromptRows, fault_text};
 use crate::record::MediaInterval;
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
 use crate::text_encoder::PromptEncoder;
 use crate::vae_weights::VaeWeights;
 
+/// Encodes prompts, decodes chunks and encodes anchors.
 pub(crate) struct MediaCodec {
     video: VideoModel,
     text: PromptRows,
@@ -218,13 +219,7 @@ impl MediaCodec {
         let program =
             *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
         let call = CallData { inputs: BTreeMap::from([(input, data)]), ..CallData::default() };
-        self.cpu.run(program, &call, &mut NoopObserver).map_err(|f| match f {
-            Fault::Failed(t)
-            | Fault::Stalled(t)
-            | Fault::Aborted(t)
-            | Fault::Refused(t)
-            | Fault::Poisoned(t) => failed(t),
-        })?;
+        self.cpu.run(program, &call, &mut NoObserver).map_err(|f| failed(fault_text(f)))?;
         self.cpu
             .output(output)
             .map(<[f32]>::to_vec)
@@ -251,13 +246,6 @@ impl WeightSource for NoWeights {
     fn read(&mut self, name: &str, _: &Type, _: Option<&str>, _: &MeshRank) -> Result<Vec<f32>, Diagnostic> {
         Err(Diagnostic::error(&T0016, format!("the decoder requires a weight `{name}`")))
     }
-}
-
-struct NoopObserver;
-
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }
 
 #[cfg(test)]

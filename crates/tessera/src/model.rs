@@ -17,7 +17,7 @@ use crate::codes::{T0010, T0041, T0076};
 use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
 use crate::text_encoder::{PromptEncoder, TextFiles};
-use crate::vae_weights::VaeWeights;
+use crate::vae_weights::{VaeWeights, move_channels_last};
 use crate::weights_origin::{LoraFile, WeightsBase, WeightsOrigin};
 
 /// The configs of a model and the folder that holds its files; weights are opened separately.
@@ -377,7 +377,7 @@ impl WeightSource for Weights {
             Some("e4m3.scale") => row_scales(&raw, width()),
             Some("patch") => {
                 let [ph, pw] = self.wan.patch;
-                transpose_patch_rows(&raw, self.wan.channels as usize, (ph * pw) as usize)
+                move_channels_last(&raw, self.wan.channels as usize, (ph * pw) as usize)
             }
             _ => raw,
         })
@@ -407,19 +407,6 @@ fn select_columns(rows: Vec<f32>, width: usize, ty: &Type, mesh_rank: &MeshRank)
         }
         _ => rows,
     }
-}
-
-/// Transposes rows of (channel, cell) to rows of (cell, channel).
-fn transpose_patch_rows(raw: &[f32], channels: usize, cells: usize) -> Vec<f32> {
-    let mut out = vec![0.0; raw.len()];
-    for (from, to) in raw.chunks_exact(channels * cells).zip(out.chunks_exact_mut(channels * cells)) {
-        for c in 0..channels {
-            for cell in 0..cells {
-                to[cell * channels + c] = from[c * cells + cell];
-            }
-        }
-    }
-    out
 }
 
 #[cfg(test)]
@@ -474,6 +461,6 @@ mod tests {
     #[test]
     fn patch_weights_become_channel_fastest() {
         let raw: Vec<f32> = (0..12).map(|i| i as f32).collect();
-        assert_eq!(transpose_patch_rows(&raw, 3, 4)[..6], [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]);
+        assert_eq!(move_channels_last(&raw, 3, 4)[..6], [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]);
     }
 }

@@ -116,13 +116,7 @@ impl TextProgram {
             inputs: BTreeMap::from([(TEXT_IDS, &ids[..])]),
             scalars: BTreeMap::from([(TEXT_LENGTH, Scalar::I64(length as i64))]),
         };
-        self.cpu.run(self.program, &call, &mut NoObserver).map_err(|f| match f {
-            Fault::Failed(why)
-            | Fault::Stalled(why)
-            | Fault::Aborted(why)
-            | Fault::Refused(why)
-            | Fault::Poisoned(why) => text_error(why),
-        })?;
+        self.cpu.run(self.program, &call, &mut NoObserver).map_err(|f| text_error(fault_text(f)))?;
         let rows = self.cpu.output(TEXT_ROWS).ok_or_else(|| text_error("it returned no rows".into()))?;
         let width = rows.len() / self.text_len;
         let mut rows = rows.to_vec();
@@ -141,7 +135,19 @@ fn text_error(why: String) -> Diagnostic {
     Diagnostic::error(&T0016, format!("{TEXT_PHASE} of a prompt: {why}"))
 }
 
-struct NoObserver;
+/// Returns what a fault of a leader's program says, of whatever kind it is: the leader has no peers.
+pub(crate) fn fault_text(fault: Fault) -> String {
+    match fault {
+        Fault::Failed(text)
+        | Fault::Stalled(text)
+        | Fault::Aborted(text)
+        | Fault::Refused(text)
+        | Fault::Poisoned(text) => text,
+    }
+}
+
+/// The observer of a leader's program, whose progress nobody watches.
+pub(crate) struct NoObserver;
 
 impl Observer for NoObserver {
     fn on_issued(&mut self, _: usize) {}

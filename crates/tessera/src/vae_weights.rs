@@ -55,7 +55,7 @@ impl WeightSource for VaeWeights {
     fn read(
         &mut self,
         name: &str,
-        ty: &Type,
+        _: &Type,
         load: Option<&str>,
         _: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
@@ -66,9 +66,10 @@ impl WeightSource for VaeWeights {
             _ => {}
         }
         let raw = self.set.read_whole_f32(name)?;
-        let rows = ty.shape.first().map_or(1, |m| *m as usize);
         Ok(match (load, self.set.tensor_shape(name)) {
-            (Some("conv"), Some([_, c, ..])) => transpose_taps(&raw, rows, *c as usize),
+            (Some("conv"), Some([_, c, taps @ ..])) => {
+                move_channels_last(&raw, *c as usize, taps.iter().product::<u64>() as usize)
+            }
             _ => raw,
         })
     }
@@ -81,15 +82,14 @@ impl WeightSource for VaeWeights {
     }
 }
 
-/// Transposes rows of (channel, tap) to rows of (tap, channel).
-fn transpose_taps(raw: &[f32], rows: usize, channels: usize) -> Vec<f32> {
-    let width = raw.len() / rows.max(1);
-    let taps = width / channels.max(1);
+/// Transposes rows of (channel, cell) to rows of (cell, channel): the weights of a convolution for values
+/// with the channels last.
+pub(crate) fn move_channels_last(raw: &[f32], channels: usize, cells: usize) -> Vec<f32> {
     let mut out = vec![0.0; raw.len()];
-    for (from, to) in raw.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
-        for (tap, cell) in to.chunks_exact_mut(channels).enumerate() {
-            for (c, x) in cell.iter_mut().enumerate() {
-                *x = from[c * taps + tap];
+    for (from, to) in raw.chunks_exact(channels * cells).zip(out.chunks_exact_mut(channels * cells)) {
+        for (cell, to) in to.chunks_exact_mut(channels).enumerate() {
+            for (c, x) in to.iter_mut().enumerate() {
+                *x = from[c * cells + cell];
             }
         }
     }

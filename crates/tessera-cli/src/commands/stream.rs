@@ -542,11 +542,9 @@ fn parse_weights_at(text: &str) -> Result<(u32, WeightChange), Diagnostic> {
 /// Parses a LoRA that every rank loads before a chunk, such as `4:style.safetensors:0.8`, or `4:none`.
 fn parse_lora_at(text: &str) -> Result<(u32, WeightChange), Diagnostic> {
     let example = "--lora-at 4:style.safetensors:0.8";
-    let loras = match split_at_chunk(text, "--lora-at", example)? {
-        (chunk, "none") => (chunk, Vec::new()),
-        (chunk, lora) => (chunk, vec![parse_lora("--lora-at", lora, example)?]),
-    };
-    Ok((loras.0, WeightChange::Loras(loras.1)))
+    let (chunk, lora) = split_at_chunk(text, "--lora-at", example)?;
+    let loras = if lora == "none" { Vec::new() } else { vec![parse_lora("--lora-at", lora, example)?] };
+    Ok((chunk, WeightChange::Loras(loras)))
 }
 
 /// Parses minimum times of the decoder and encoder, such as `60,120,15` in milliseconds: for the
