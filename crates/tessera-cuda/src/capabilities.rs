@@ -104,6 +104,11 @@ const HOPPER_ARCHITECTURES: &[(u32, u32)] = &[(9, 0)];
 
 pub(crate) const GEMM_FAMILY: KernelFamily =
     KernelFamily { name: "sm90 GEMM", needs: Some(GpuFeature::Hopper), architectures: HOPPER_ARCHITECTURES };
+pub(crate) const CONV_FAMILY: KernelFamily = KernelFamily {
+    name: "sm90 convolution",
+    needs: Some(GpuFeature::Hopper),
+    architectures: HOPPER_ARCHITECTURES,
+};
 pub(crate) const ATTENTION_FAMILY: KernelFamily = KernelFamily {
     name: "sm90 attention",
     needs: Some(GpuFeature::Hopper),

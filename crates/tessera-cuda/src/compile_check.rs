@@ -10,10 +10,14 @@ use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::attention_sm90;
-use crate::capabilities::{ATTENTION_FAMILY, Capabilities, FeatureMask, GEMM_FAMILY, KernelFamily};
+use crate::capabilities::{
+    ATTENTION_FAMILY, CONV_FAMILY, Capabilities, FeatureMask, GEMM_FAMILY, KernelFamily,
+};
 use crate::compile::{compile_cubin, compile_options};
+use crate::conv;
 use crate::cubin::is_complete_cubin;
 use crate::dylib::Nvrtc;
+use crate::frame_attention;
 use crate::gemm::sm90::{self, EPILOGUES};
 use crate::kernels::{elementwise_source, row_variants};
 use crate::libraries::Libraries;
@@ -25,6 +29,7 @@ const fn portable_family(name: &'static str) -> KernelFamily {
 
 const ELEMENTWISE_FAMILY: KernelFamily = portable_family("elementwise kernels");
 const ROW_FAMILY: KernelFamily = portable_family("row kernels");
+const FRAME_ATTENTION_FAMILY: KernelFamily = portable_family("attention within frames");
 const COLLECTIVE_FAMILY: KernelFamily = portable_family("collective kernels");
 
 /// One compilation: a source with macros, for an architecture.
@@ -69,6 +74,14 @@ fn all_compilations() -> Vec<Compilation> {
     for tiling in attention_sm90::TILINGS {
         let source = attention_sm90::kernel_source();
         out.extend(compilations(ATTENTION_FAMILY, &source, &tiling.compile_defines()));
+    }
+    for channels in [32, 96, 384] {
+        let (source, defines) =
+            (frame_attention::kernel_source(), frame_attention::compile_defines(channels));
+        out.extend(compilations(FRAME_ATTENTION_FAMILY, &source, &defines));
+    }
+    for tile in conv::tile_candidates() {
+        out.extend(compilations(CONV_FAMILY, &tile.kernel_source(), &tile.compile_defines().0));
     }
     for tile in EPILOGUES.into_iter().flat_map(sm90::tile_candidates) {
         out.extend(compilations(GEMM_FAMILY, &tile.kernel_source(), &tile.compile_defines().0));

@@ -2,6 +2,7 @@
 //! CUDA sources.
 
 use crate::collectives::Targets;
+use crate::conv::ConvShape;
 use crate::kernel_params::{Bf16, CosSin, DevicePtr, E4m3, Element, Word, kernel_signatures};
 
 kernel_signatures! {
@@ -82,6 +83,50 @@ kernel_signatures! {
         x: DevicePtr<f32>, y: DevicePtr<f32>, out: DevicePtr<f32>, n: i32, k: i32, m: i32,
         transposed: i32, scale: f32, count: i64,
     } = BMM "bmm";
+
+    /// Convolves frames of any shape. Absent operands are null.
+    PlainConv {
+        x: DevicePtr<Element>, history: DevicePtr<Element>, w: DevicePtr<Element>, bias: DevicePtr<Element>,
+        residual: DevicePtr<Element>, out: DevicePtr<Element>, shape: ConvShape,
+    } = CONV_F32 "conv_f32", CONV_BF16 "conv_bf16";
+
+    /// Normalises the channels of each cell, and applies SiLU if `is_silu`.
+    NormaliseCells {
+        x: DevicePtr<Element>, w: DevicePtr<f32>, out: DevicePtr<Element>, channels: i32, eps: f32,
+        is_silu: i32, cells: i64,
+    } = NORMALISE_CELLS_BF16_8X16 "normalise_cells_bf16_8x16",
+        NORMALISE_CELLS_BF16_8X32 "normalise_cells_bf16_8x32",
+        NORMALISE_CELLS_BF16_1X32 "normalise_cells_bf16_1x32",
+        NORMALISE_CELLS_F32_4X32 "normalise_cells_f32_4x32",
+        NORMALISE_CELLS_F32_1X32 "normalise_cells_f32_1x32";
+
+    /// Repeats rows and columns of frames, in words.
+    RepeatCells {
+        x: DevicePtr<Word>, out: DevicePtr<Word>, height: i32, width: i32, row_scale: i32,
+        column_scale: i32, words: i32, n: i64,
+    } = REPEAT_CELLS_16 "repeat_cells_16", REPEAT_CELLS_4 "repeat_cells_4", REPEAT_CELLS_2 "repeat_cells_2";
+
+    /// Splits the channels of frames into frames, in words.
+    SplitChannels {
+        x: DevicePtr<Word>, out: DevicePtr<Word>, parts: i32, cells: i32, words: i32, n: i64,
+    } = SPLIT_CHANNELS_16 "split_channels_16", SPLIT_CHANNELS_4 "split_channels_4",
+        SPLIT_CHANNELS_2 "split_channels_2";
+
+    /// Converts between a grid of cells and tokens of patches.
+    PatchCells {
+        x: DevicePtr<Word>, out: DevicePtr<Word>, height: i32, width: i32, channels: i32, ph: i32, pw: i32,
+        inverse: i32, n: i64,
+    } = PATCH_CELLS_4 "patch_cells_4", PATCH_CELLS_2 "patch_cells_2";
+
+    /// Scales and shifts each channel, or inverts that.
+    ScaleShift {
+        x: DevicePtr<Element>, scale: DevicePtr<f32>, shift: DevicePtr<f32>, out: DevicePtr<Element>,
+        channels: i32, inverse: i32, n: i64,
+    } = SCALE_SHIFT_F32 "scale_shift_f32", SCALE_SHIFT_BF16 "scale_shift_bf16";
+
+    /// Limits each element.
+    Clamp { x: DevicePtr<Element>, out: DevicePtr<Element>, limit: f32, n: i64 } =
+        CLAMP_F32 "clamp_f32", CLAMP_BF16 "clamp_bf16";
 
     /// Never ends.
     Spin {} = SPIN "spin";

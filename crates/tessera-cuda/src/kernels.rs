@@ -15,6 +15,9 @@ use crate::kernel_table;
 pub(crate) const COMMON: &str = include_str!("kernels/common.cuh");
 /// Mbarrier, TMA and wgmma building blocks, included by the sm90 GEMM and attention kernels.
 pub(crate) const HOPPER: &str = include_str!("kernels/hopper.cuh");
+/// Extents of a convolution, for both of its kernels.
+pub(crate) const CONV_SHAPE: &str = include_str!("kernels/conv.cuh");
+const FRAMES: &str = include_str!("kernels/frames.cu");
 const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
 const RMS_ROPE: &str = include_str!("kernels/rms_rope.cu");
@@ -197,7 +200,23 @@ impl KernelSet {
 
 /// Returns the CUDA source of the elementwise kernels.
 pub(crate) fn elementwise_source() -> String {
-    format!("{COMMON}{ELEMENTWISE}")
+    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}")
+}
+
+/// Returns the function `wgmma_step`, which multiplies 64 rows by `columns` columns. It is generated
+/// because the instruction names every accumulator register, which a macro cannot enumerate.
+pub(crate) fn wgmma_source(columns: u64) -> String {
+    let n = columns / 2;
+    let list = |each: &dyn Fn(u64) -> String| (0..n).map(each).collect::<Vec<String>>().join(", ");
+    let (names, constraints) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(d[{i}])")));
+    let (a, b, accumulate) = (n, n + 1, n + 2);
+    format!(
+        "// D (+)= A Bᵀ over one k-slice of 16.\n\
+         __device__ __forceinline__ void wgmma_step(float (&d)[{n}], u64 a, u64 b, int more) {{\n\
+         asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{accumulate}, 0;\\n\
+         wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{names}}}, %{a}, %{b}, p, 1, 1, 0, 0;\\n}}\" \
+         : {constraints} : \"l\"(a), \"l\"(b), \"r\"(more));\n}}\n"
+    )
 }
 
 /// Returns the CUDA source of row kernels with all that they include.

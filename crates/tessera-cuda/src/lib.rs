@@ -14,6 +14,7 @@ mod collectives;
 mod compile;
 #[cfg(test)]
 mod compile_check;
+mod conv;
 mod cubin;
 mod cublaslt_objects;
 mod device_memory;
@@ -21,6 +22,7 @@ mod devices;
 mod driver;
 mod dylib;
 mod exec;
+mod frame_attention;
 mod fusion;
 mod gemm;
 mod kernel_choice;

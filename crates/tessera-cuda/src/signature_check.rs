@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 
 use crate::attention_sm90;
 use crate::collectives::COLLECTIVE_TABLE;
+use crate::conv;
+use crate::frame_attention;
 use crate::gemm::sm90::{self, EPILOGUES, GEMM_TABLE};
 use crate::kernel_params::{Param, ParamType};
 use crate::kernel_table::{ELEMENTWISE_TABLE, ROW_TABLE};
@@ -249,12 +251,16 @@ fn all_sources() -> Vec<(String, Declarations)> {
     let mut out = vec![
         (elementwise_source(), declarations(&[ELEMENTWISE_TABLE])),
         (attention_sm90::kernel_source(), declarations(&[attention_sm90::ATTENTION_TABLE])),
+        (frame_attention::kernel_source(), declarations(&[frame_attention::FRAME_ATTENTION_TABLE])),
         (include_str!("kernels/p2p_collectives.cu").to_string(), declarations(&[COLLECTIVE_TABLE])),
     ];
     for (source, kernels) in row_sources() {
         let mut declared = declarations(&[ROW_TABLE]);
         declared.retain(|(name, _)| kernels.contains(name));
         out.push((source, declared));
+    }
+    for tile in conv::tile_candidates() {
+        out.push((tile.kernel_source(), declarations(&[conv::CONV_TABLE])));
     }
     for tile in EPILOGUES.into_iter().flat_map(sm90::tile_candidates) {
         out.push((tile.kernel_source(), declarations(&[GEMM_TABLE])));
@@ -270,9 +276,9 @@ fn every_declared_parameter_is_that_of_the_kernel() {
         assert!(found.is_empty(), "{found:#?}");
         kernels += declared.len();
     }
-    // One kernel per GEMM tile, and all others once.
-    let tiles = EPILOGUES.into_iter().flat_map(sm90::tile_candidates).count();
-    assert_eq!(kernels - tiles, ELEMENTWISE_TABLE.len() + ROW_TABLE.len() + COLLECTIVE_TABLE.len() + 1);
+    // One kernel per tile of a GEMM or a convolution, and all others once.
+    let tiles = EPILOGUES.into_iter().flat_map(sm90::tile_candidates).count() + conv::tile_candidates().len();
+    assert_eq!(kernels - tiles, ELEMENTWISE_TABLE.len() + ROW_TABLE.len() + COLLECTIVE_TABLE.len() + 2);
 }
 
 /// Applies a change to the declaration of a kernel and returns the differences.

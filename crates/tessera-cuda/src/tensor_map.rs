@@ -18,8 +18,18 @@ pub(crate) fn encode_tensor_map<const N: usize>(
     strides: &[u64],
     box_extents: [u32; N],
 ) -> CudaResult<sys::CUtensorMap> {
+    encode_strided_tensor_map(address, extents, strides, box_extents, [1; N])
+}
+
+/// Like [`encode_tensor_map`], but a box holds every `steps`th element of each dim of `box_extents`.
+pub(crate) fn encode_strided_tensor_map<const N: usize>(
+    address: u64,
+    extents: [u64; N],
+    strides: &[u64],
+    box_extents: [u32; N],
+    steps: [u32; N],
+) -> CudaResult<sys::CUtensorMap> {
     assert_eq!(strides.len() + 1, N, "a tensor map needs a stride for each dim but the innermost");
-    let element_strides = [1_u32; N];
     // SAFETY: the driver writes the descriptor before it is read; plain integers have no invalid
     // bits.
     let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
@@ -33,7 +43,7 @@ pub(crate) fn encode_tensor_map<const N: usize>(
             extents.as_ptr(),
             strides.as_ptr(),
             box_extents.as_ptr(),
-            element_strides.as_ptr(),
+            steps.as_ptr(),
             sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
             sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
             sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

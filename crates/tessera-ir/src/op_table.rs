@@ -276,7 +276,7 @@ Compute ComputeOp {
         "Converts pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
     DepthToSpaceTime "depth_to_space_time" (x: Operand) [] {grid: Extents<3>, patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
         "Converts latent tokens to pixels [t, h, w, 3], clamped to [−1, 1]: the decoder of a lossless model.";
-    Conv3d "conv3d" (x: Operand, w: Operand) [bias: OptOperand, history: OptOperand] {kernel: Extents<3>, pad_after: Or<Index, 0>, pad_before: Or<Index, 0>, pad_frames: Or<Index, 0>, stride: Opt<Extents<3>>} -> 1, false, [Gemm, FromExtents, FirstOperand, Whole, ByRow],
+    Conv3d "conv3d" (x: Operand, w: Operand) [bias: OptOperand, history: OptOperand] {kernel: Extents<3>, pad_after: Or<Index, 0>, pad_before: Or<Index, 0>, pad_frames: Or<Index, 0>, stride: Opt<Extents<3>>} -> 1, false, [Gemm, FromExtents, Matmul, Whole, ByRow],
         "Convolution over frames, rows and columns, channels last: x [t, h, w, c], w [m, kt·kh·kw·c] with rows of (kt, kh, kw, c), y [t', h', w', m]. The frames of `history`, or `pad_frames` frames of zeros, precede those of x. Zeros surround each frame: `pad_before` rows and columns before it and `pad_after` behind it. `stride` is 1 in each direction by default.";
     UpsampleNearest "upsample_nearest" (x: Operand) [] {scale: Extents<2>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
         "Repeats each row of each frame of x [t, h, w, c] `scale[0]` times and each column `scale[1]` times.";

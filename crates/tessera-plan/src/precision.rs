@@ -5,10 +5,10 @@
 //!
 //! - f32 remain values that are small, or in which rounding errors would accumulate over steps and
 //!   chunks: calls and inputs, the conditioning (values computed from calls alone: `time_embed`,
-//!   the matmuls after it, `modulation`), latent buffers (every buffer except `kv.*` and
-//!   `cross.*`), `renoise`, `to_x0`, pixels, outputs, the vectors of norms, square sums.
-//! - bf16 are the operands, biases and results of every other matmul, and the buffers `kv.*` and
-//!   `cross.*`.
+//!   the matmuls after it, `modulation`), latent buffers (every buffer except those
+//!   named below), `renoise`, `to_x0`, pixels, outputs, the vectors of norms, square sums.
+//! - bf16 are the operands, biases and results of every other matmul and of every convolution, and the
+//!   buffers `kv.*`, `cross.*` and `vae.*`.
 //! - An op that works row by row has the dtype of its first operand and requires it of its other
 //!   operands, except norm vectors and per-frame columns.
 //! - If an op requires another dtype of a value, one `cast` follows, shared by all ops that require
@@ -172,10 +172,11 @@ impl<'a> DtypePass<'a> {
         }
     }
 
-    /// Returns the dtype that an op requires of a keyed operand: a matmul's bias has the dtype of
-    /// its result, the others are calls.
+    /// Returns the dtype that an op requires of a keyed operand: the bias of a matmul or of a
+    /// convolution, and the history of the latter, have the dtype of the result; the others are calls.
     fn keyed_operand_dtype(&self, op: &Op) -> RequiredDtype {
-        if op.opcode == Opcode::Matmul { self.operand_dtype(op, 0) } else { None }
+        let multiplies = op.opcode.table_row().traits.result_dtype == ResultDtype::Matmul;
+        if multiplies { self.operand_dtype(op, 0) } else { None }
     }
 
     fn emit_program(self) -> Result<Program, Diagnostics> {
@@ -337,11 +338,12 @@ struct RoundedProgram {
     scaled: BTreeMap<ValueId, [ValueId; 2]>,
 }
 
-/// Returns a buffer's type: the caches of blocks have the dtype of the matmuls that fill them.
+/// Returns a buffer's type: the caches of blocks, and the histories of convolutions, have the dtype of
+/// the ops that read them.
 fn buffer_type(p: &Program, b: tessera_ir::BufferId) -> Type {
     let buffer = p.buffer(b);
-    let of_blocks = ["kv.", "cross."].iter().any(|family| buffer.name.starts_with(family));
-    let dtype = if of_blocks { DType::Bf16 } else { buffer.ty.dtype };
+    let is_operand = ["kv.", "cross.", "vae."].iter().any(|family| buffer.name.starts_with(family));
+    let dtype = if is_operand { DType::Bf16 } else { buffer.ty.dtype };
     Type { dtype, ..buffer.ty.clone() }
 }
 

@@ -10,6 +10,7 @@ pub(super) mod attention;
 mod copies;
 pub(super) mod dispatch;
 pub(super) mod elementwise;
+pub(super) mod frames;
 pub(super) mod gemms;
 mod norms;
 pub(super) mod site;
@@ -20,12 +21,14 @@ use attention::{AttentionWork, attention_key_ranges};
 use copies::Transfer;
 use dispatch::build_step;
 use elementwise::bias_act_launch;
+use frames::ConvWork;
 use gemms::GemmWork;
 use site::LaunchSite;
 
 use super::CudaBackend;
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, CudaStream};
+use crate::frame_attention::FrameAttentionWork;
 use crate::fusion::launch_step::LaunchStep;
 use crate::kernel_choice::{AttentionRoute, choose_attention};
 use crate::kernels::KernelLaunch;
@@ -38,6 +41,8 @@ pub(super) enum StepWork {
     Kernel(KernelLaunch),
     Gemm(GemmWork),
     Attention(Box<AttentionWork>),
+    Conv(Box<ConvWork>),
+    FrameAttention(FrameAttentionWork),
     Transfers(Vec<Transfer>),
 }
 
@@ -55,6 +60,11 @@ impl CudaBackend {
             StepWork::Kernel(launch) => self.enqueue_launch(&launch, stream),
             StepWork::Gemm(work) => self.enqueue_gemm(work, stream),
             StepWork::Attention(work) => self.enqueue_attention(&work, stream),
+            StepWork::Conv(work) => self.enqueue_conv(&work, stream),
+            // SAFETY: the operands are values of the program, of the extents of their types.
+            StepWork::FrameAttention(work) => unsafe {
+                self.frame_attentions.launch_attention(&work, stream)
+            },
             StepWork::Transfers(all) => all.iter().try_for_each(|t| enqueue_transfer(*t, stream)),
         }
     }
@@ -84,6 +94,13 @@ impl CudaBackend {
         let (dtype, extents) = (shape.result_dtype(), (shape.rows * shape.out_columns, shape.out_columns));
         let addresses = (operands.out, left_bias, operands.out);
         self.enqueue_launch(&bias_act_launch(dtype, extents, addresses, left_act.into()), stream)
+    }
+
+    fn enqueue_conv(&mut self, work: &ConvWork, stream: &CudaStream) -> CudaResult<()> {
+        let Some(own) = &self.sm90_convs else { return self.enqueue_launch(&work.plain, stream) };
+        let tile = own.choose_tile(&work.shape, work.has_residual);
+        // SAFETY: the operands are values of the program, of the shape's extents.
+        unsafe { own.launch_conv(tile, &work.shape, &work.operands, stream) }
     }
 
     fn enqueue_attention(&mut self, work: &AttentionWork, stream: &CudaStream) -> CudaResult<()> {

@@ -154,6 +154,15 @@ impl CudaBackend {
                         }
                     }
                 }
+                StepWork::Conv(work) => {
+                    if let Some(own) = &mut self.sm90_convs {
+                        let tile = own.choose_tile(&work.shape, work.has_residual);
+                        own.prepare_kernel(&mut self.kernels.compiler, tile)?;
+                    }
+                }
+                StepWork::FrameAttention(work) => {
+                    self.frame_attentions.prepare_kernel(&mut self.kernels.compiler, work.channels)?;
+                }
                 StepWork::Nothing | StepWork::Transfers(_) => {}
             }
         }

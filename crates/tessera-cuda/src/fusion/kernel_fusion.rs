@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{OpKind, OpView, Opcode, Program, Slots, views};
+use tessera_ir::{Op, OpKind, OpView, Opcode, Program, Slots, views};
 
 use super::launch_step::{FusedGroup, LaunchStep};
 use super::slot_check::slots_stay_valid;
@@ -68,6 +68,15 @@ fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: u
             let quantize = Some(quantized(i)?);
             Some(LaunchStep::ResidualNorm { add: None, norm: i, quantize })
         }
+        OpView::RmsNorm(v) if p.type_of(v.x).shape.len() == 4 => {
+            let silu = only(i).filter(|j| p.ops[*j].opcode == Opcode::Silu)?;
+            Some(LaunchStep::NormSilu { norm: i, silu })
+        }
+        OpView::Conv3d(v) => {
+            let add = only(i).filter(|j| p.ops[*j].opcode == Opcode::Add)?;
+            let twice = p.ops[add].operands[0] == p.ops[add].operands[1];
+            (!twice && keeps_history(p, &v, i, add)).then_some(LaunchStep::ConvResidual { conv: i, add })
+        }
         OpView::RmsNorm(_) | OpView::RmsScale(_) => {
             let rope = only(i).filter(|j| p.ops[*j].opcode == Opcode::Rope);
             let last = rope.unwrap_or(i);
@@ -90,6 +99,15 @@ fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: u
         }
         _ => None,
     }
+}
+
+/// Returns whether a convolution finds its history unchanged at the place of a later op: a write of the
+/// newest frames between the two would replace it.
+fn keeps_history(p: &Program, v: &views::Conv3d, conv: usize, later: usize) -> bool {
+    let read = v.history.and_then(|h| p.ops.iter().find(|op| op.results.first() == Some(&h)));
+    let buffer = read.and_then(|op| op.buffer);
+    let writes = |op: &Op| op.opcode == Opcode::CacheWrite && op.buffer == buffer;
+    buffer.is_none() || !p.ops[conv..later].iter().any(writes)
 }
 
 /// Returns whether both ops use the same frame numbering, if the sum has one.
@@ -193,6 +211,40 @@ mod tests {
             plan_launch_steps(&p, &distinct_slots(&p, &[]), &[]).iter().any(is_fused)
         };
         assert!(of(2) && !of(1));
+    }
+
+    const FRAMES: &str = "buffer @past : f32[2, 4, 4, 8] %x = input : f32[2, 4, 4, 8] \
+        %w = weight \"w\" : f32[8, 216] %g = weight \"g\" : f32[8] \
+        %n = toperator.rms_norm %x, %g {eps = 1e-6} : f32[2, 4, 4, 8] \
+        %a = toperator.silu %n : f32[2, 4, 4, 8] %h = cache.read @past : f32[2, 4, 4, 8] \
+        %c = toperator.conv3d %a, %w, history=%h {kernel = [3, 3, 3], pad_after = 1, pad_before = 1} : f32[2, 4, 4, 8]";
+
+    #[test]
+    fn a_convolution_and_a_sum_are_one_step_unless_the_history_changes_between_them() {
+        let steps = |rest: &str| {
+            let p = program(&format!("program @p {{ {FRAMES} {rest} output \"s\", %s }}"));
+            let steps = plan_launch_steps(&p, &distinct_slots(&p, &[]), &[]);
+            let norms = steps.iter().filter(|s| matches!(s, LaunchStep::NormSilu { .. })).count();
+            (norms, steps.iter().filter(|s| matches!(s, LaunchStep::ConvResidual { .. })).count())
+        };
+        let (sum, write) = ("%s = toperator.add %c, %x : f32[2, 4, 4, 8]", "cache.write @past, %a");
+        assert_eq!(steps(&format!("{sum} {write}")), (1, 1));
+        assert_eq!(steps(&format!("{write} {sum}")), (1, 0));
+    }
+
+    #[test]
+    fn the_sum_of_a_convolution_may_overwrite_its_residual_alone() {
+        let p = program(&format!(
+            "program @p {{ {FRAMES} %r = toperator.silu %x : f32[2, 4, 4, 8] \
+             %s = toperator.add %c, %r : f32[2, 4, 4, 8] output \"s\", %s }}"
+        ));
+        let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
+        let is_fused = |shared: &[(u32, u32)]| {
+            let steps = plan_launch_steps(&p, &distinct_slots(&p, shared), &[]);
+            steps.iter().any(|s| matches!(s, LaunchStep::ConvResidual { .. }))
+        };
+        assert!(is_fused(&[(value("s"), value("r"))]));
+        assert!(!is_fused(&[(value("s"), value("a"))]));
     }
 
     #[test]

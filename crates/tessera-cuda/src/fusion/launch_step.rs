@@ -15,6 +15,10 @@ pub(crate) enum LaunchStep {
     RmsRope { norm_or_scale: Option<usize>, rope: Option<usize>, write: Option<usize> },
     /// A matmul and the residual add of its result, fused as the epilogue.
     GemmResidual { matmul: usize, add: usize },
+    /// A convolution and the addition of its result to another value, fused as the epilogue.
+    ConvResidual { conv: usize, add: usize },
+    /// A norm of the cells of frames, and SiLU.
+    NormSilu { norm: usize, silu: usize },
     /// A horizontally fused group, which runs at the position of its first op. Its results lie in
     /// scratch memory.
     Fused(FusedGroup),
@@ -32,6 +36,8 @@ impl LaunchStep {
                 [scale, rope, write].into_iter().flatten().collect()
             }
             LaunchStep::GemmResidual { matmul, add } => vec![matmul, add],
+            LaunchStep::ConvResidual { conv, add } => vec![conv, add],
+            LaunchStep::NormSilu { norm, silu } => vec![norm, silu],
             LaunchStep::Fused(ref joined) => joined.all_ops(),
         }
     }

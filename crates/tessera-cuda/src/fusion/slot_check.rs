@@ -130,15 +130,23 @@ impl<'a> SlotState<'a> {
 
     /// Returns whether a fused step overwrites no operand that it still reads and stores its results
     /// apart. Row kernels read a whole row before they write it, so their results may overwrite an
-    /// operand of equal size.
+    /// operand of equal size; so may the sum of a convolution overwrite its residual.
     fn are_distinct(&self, step: &LaunchStep, operands: &[ValueId], written: &[ValueId]) -> bool {
-        let is_row_kernel = matches!(step, LaunchStep::ResidualNorm { .. } | LaunchStep::RmsRope { .. });
+        let is_row_kernel = |v: ValueId| match step {
+            LaunchStep::ResidualNorm { .. } | LaunchStep::RmsRope { .. } | LaunchStep::NormSilu { .. } => {
+                true
+            }
+            LaunchStep::ConvResidual { conv, add } => {
+                self.p.ops[*add].operands.contains(&v) && !self.p.ops[*conv].used_values().any(|u| u == v)
+            }
+            LaunchStep::Single(_) | LaunchStep::GemmResidual { .. } | LaunchStep::Fused(_) => false,
+        };
         let overwrites = |v: ValueId, w: ValueId| {
             let meets = self.slot_of(v).is_some() && self.slot_of(v) == self.slot_of(w) && v != w;
             // An operand of another shape, such as a table, is read again for later rows.
             let (of_v, of_w) = (self.p.type_of(v), self.p.type_of(w));
             let alike = of_v.shape == of_w.shape && of_v.byte_size() == of_w.byte_size();
-            meets && !(is_row_kernel && alike)
+            meets && !(is_row_kernel(v) && alike)
         };
         if operands.iter().any(|v| written.iter().any(|w| overwrites(*v, *w))) {
             return false;

@@ -15,7 +15,7 @@ use crate::capabilities::{Capabilities, GEMM_FAMILY};
 use crate::compile::Compiler;
 use crate::driver::{CudaError, CudaResult, CudaStream};
 use crate::kernel_params::{Bf16, DevicePtr, KernelParam, LoadedKernel, ParamType, kernel_signatures};
-use crate::kernels::{COMMON, HOPPER};
+use crate::kernels::{COMMON, HOPPER, wgmma_source};
 use crate::tensor_map::{BOX_COLUMNS, encode_tensor_map};
 
 const SOURCE: &str = include_str!("../kernels/gemm_sm90.cu");
@@ -252,21 +252,9 @@ impl GemmTile {
         (defines.map(|(k, v)| (k, v.to_string())), bytes(stages) as u32)
     }
 
-    /// Returns the kernel's source. The wgmma instruction names every accumulator register, which a
-    /// macro cannot enumerate.
+    /// Returns the kernel's source.
     pub(crate) fn kernel_source(self) -> String {
-        let (width, n) = (self.tile_rows, self.tile_rows / 2);
-        let list = |each: &dyn Fn(u64) -> String| (0..n).map(each).collect::<Vec<String>>().join(", ");
-        let (names, constraints) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(d[{i}])")));
-        let (w, x, accumulate) = (n, n + 1, n + 2);
-        let step = format!(
-            "// D (+)= W Xᵀ over one k-slice of 16.\n\
-             __device__ __forceinline__ void wgmma_step(float (&d)[{n}], u64 w, u64 x, int more) {{\n\
-             asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{accumulate}, 0;\\n\
-             wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{names}}}, %{w}, %{x}, p, 1, 1, 0, 0;\\n}}\" \
-             : {constraints} : \"l\"(w), \"l\"(x), \"r\"(more));\n}}\n"
-        );
-        format!("{COMMON}{HOPPER}{step}{SOURCE}")
+        format!("{COMMON}{HOPPER}{}{SOURCE}", wgmma_source(self.tile_rows))
     }
 }
 

@@ -197,6 +197,18 @@ impl<'a> VaeBuilder<'a> {
 
     /// Emits a convolution to `out` channels, with its history if it covers several frames.
     fn emit_conv(&mut self, name: &str, x: ValueId, out: u64, kernel: Kernel) -> ValueId {
+        self.emit_conv_sum(name, x, out, kernel, None)
+    }
+
+    /// Emits a convolution, and its sum with a residual if there is one.
+    fn emit_conv_sum(
+        &mut self,
+        name: &str,
+        x: ValueId,
+        out: u64,
+        kernel: Kernel,
+        residual: Option<ValueId>,
+    ) -> ValueId {
         let [kt, kh, kw] = kernel.extents();
         let c = self.frame_shape(x)[3];
         self.graph.builder.set_attr("load", "conv");
@@ -225,6 +237,9 @@ impl<'a> VaeBuilder<'a> {
             Kernel::Point | Kernel::Time3 => {}
         }
         let y = self.graph.emit_op(Opcode::Conv3d, &[x, w]);
+        // A sum that follows belongs between the two: the write replaces what the convolution reads, so a
+        // backend cannot move the convolution behind it.
+        let y = residual.map_or(y, |r| self.graph.emit_op(Opcode::Add, &[y, r]));
         if let Some(history) = history {
             self.write_history(name, x, history);
         }
@@ -274,9 +289,10 @@ impl<'a> VaeBuilder<'a> {
         for (norm, conv) in [(0, 2), (3, 6)] {
             y = self.emit_norm(&format!("{name}.residual.{norm}"), y);
             y = self.graph.emit_op(Opcode::Silu, &[y]);
-            y = self.emit_conv(&format!("{name}.residual.{conv}"), y, out, Kernel::Space3Time3);
+            let residual = (conv == 6).then_some(shortcut);
+            y = self.emit_conv_sum(&format!("{name}.residual.{conv}"), y, out, Kernel::Space3Time3, residual);
         }
-        self.graph.emit_op(Opcode::Add, &[y, shortcut])
+        y
     }
 
     fn emit_middle(&mut self, side: &str, x: ValueId) -> ValueId {
@@ -308,8 +324,7 @@ impl<'a> VaeBuilder<'a> {
         if t > 1 {
             attended = self.graph.read_buffer(&buffer, t, ty);
         }
-        let y = self.emit_conv(&format!("{name}.proj"), attended, c, Kernel::Point);
-        self.graph.emit_op(Opcode::Add, &[y, x])
+        self.emit_conv_sum(&format!("{name}.proj"), attended, c, Kernel::Point, Some(x))
     }
 
     fn emit_head(&mut self, side: &str, x: ValueId, out: u64) -> ValueId {

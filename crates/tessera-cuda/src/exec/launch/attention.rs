@@ -6,7 +6,7 @@ use tessera_ir::{DType, Program, ValueId, views};
 
 use super::StepWork;
 use super::elementwise::kernel_for_dtype;
-use super::site::LaunchSite;
+use super::site::{LaunchSite, last_extent};
 use crate::attention_cudnn::{AttentionOperands, AttentionShape};
 use crate::collectives::Targets;
 use crate::device_memory::ALIGNMENT;
@@ -55,7 +55,11 @@ pub(super) fn build_attention(
 }
 
 /// Builds the kernel that supports every shape.
-fn build_plain_attention(s: &LaunchSite<'_>, v: &views::Attention, out: ValueId) -> CudaResult<KernelLaunch> {
+pub(super) fn build_plain_attention(
+    s: &LaunchSite<'_>,
+    v: &views::Attention,
+    out: ValueId,
+) -> CudaResult<KernelLaunch> {
     let shape = attention_shape(s.p, v);
     // Without a bias, no row is biased.
     let biased_rows = v.bias_rows.clone().unwrap_or(0..0);
@@ -148,10 +152,12 @@ pub(in crate::exec) fn attention_key_ranges(
 
 fn attention_shape(p: &Program, op: &views::Attention) -> AttentionShape {
     let (q, k) = (p.type_of(op.q), p.type_of(op.k));
+    // The cells of frames are rows, too.
+    let width = last_extent(q);
     AttentionShape {
-        queries: q.shape[0],
-        keys: k.shape[0],
-        heads: q.shape[1] / op.head_dim,
+        queries: q.element_count() / width,
+        keys: k.element_count() / width,
+        heads: width / op.head_dim,
         head_size: op.head_dim,
         stores_lse: false,
     }

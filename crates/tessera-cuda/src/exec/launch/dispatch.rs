@@ -8,7 +8,7 @@ use super::copies::copy_whole;
 use super::elementwise as kernels;
 use super::norms::{NormView, RmsView, build_residual_norm, build_rms_rope};
 use super::site::{LaunchSite, last_extent};
-use super::{StepWork, attention, copies, gemms};
+use super::{StepWork, attention, copies, frames, gemms};
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::exec::comm_groups::check_collective;
@@ -54,6 +54,21 @@ pub(in crate::exec) fn build_step(
                 gemms::build_gemm(s, v, Some(sum.x), s.p.ops[add].results[0])
             }
             _ => misplaced_error(s, matmul),
+        },
+        LaunchStep::ConvResidual { conv, add } => match &views[conv] {
+            OpView::Conv3d(v) => {
+                let (made, sum) = (s.p.ops[conv].results[0], &s.p.ops[add]);
+                let residual = sum.operands.iter().copied().find(|v| *v != made);
+                let Some(residual) = residual else { return misplaced_error(s, add) };
+                frames::build_conv(s, v, made, Some((residual, sum.results[0])))
+            }
+            _ => misplaced_error(s, conv),
+        },
+        LaunchStep::NormSilu { norm, silu } => match &views[norm] {
+            OpView::RmsNorm(v) => {
+                frames::build_norm(s, v, s.p.ops[silu].results[0], true).map(StepWork::Kernel)
+            }
+            _ => misplaced_error(s, norm),
         },
         LaunchStep::Fused(ref group) => {
             let first = group.fused_ops()[0];
@@ -145,20 +160,16 @@ fn build_compute(
         C::RelativeAttention(_) => return cuda_failure("attention with a bias by distance"),
         C::Embed(_) => return cuda_failure("rows of a table by id"),
         C::Mul(_) => return cuda_failure("mul, element by element"),
-        C::Conv3d(_)
-        | C::UpsampleNearest(_)
-        | C::ChannelsToFrames(_)
-        | C::Patchify(_)
-        | C::Unpatchify(_)
-        | C::ScaleShift(_)
-        | C::Clamp(_) => return cuda_failure("the convolutions of a VAE, which the leader runs on the CPU"),
-        C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => {
-            return cuda_failure("attention within frames");
-        }
+        C::Conv3d(v) => return frames::build_conv(s, v, out, None),
+        C::UpsampleNearest(v) => frames::build_upsample(s, v, out),
+        C::ChannelsToFrames(v) => frames::build_channels_to_frames(s, v, out),
+        C::Patchify(v) => frames::build_patches(s, (v.x, out), v.patch, false),
+        C::Unpatchify(v) => frames::build_patches(s, (v.x, out), v.patch, true),
+        C::ScaleShift(v) => frames::build_scale_shift(s, v, out),
+        C::Clamp(v) => frames::build_clamp(s, v, out),
+        C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => return frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
-        C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => {
-            return cuda_failure("a norm of the cells of frames");
-        }
+        C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
         C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),
         C::LayerNorm(v) => build_residual_norm(s, None, Some((i, NormView::Affine(v))), None),

@@ -1,0 +1,366 @@
+//! Convolutions of frames: their extents, and the sm90 kernel, an implicit GEMM that loads patches with
+//! TMA and multiplies with wgmma. docs/design/0024 gives its measurements.
+
+#![allow(unsafe_code, reason = "launches of kernels on raw addresses")]
+
+use std::collections::BTreeMap;
+
+use cudarc::driver::sys::CUtensorMap;
+use tessera_ir::{DType, Program, ValueId, views};
+
+use crate::capabilities::{CONV_FAMILY, Capabilities};
+use crate::compile::Compiler;
+use crate::driver::{CudaError, CudaResult, CudaStream};
+use crate::kernel_params::{Bf16, DevicePtr, KernelParam, LoadedKernel, ParamType, kernel_signatures};
+use crate::kernels::{COMMON, CONV_SHAPE, HOPPER, wgmma_source};
+use crate::tensor_map::{BOX_COLUMNS, encode_strided_tensor_map, encode_tensor_map};
+
+const SOURCE: &str = include_str!("kernels/conv_sm90.cu");
+
+kernel_signatures! {
+    CONV_TABLE:
+
+    /// out = x ∗ w + bias + residual. Absent operands are null; without a history, its map is that of x.
+    Conv {
+        x_map: CUtensorMap, history_map: CUtensorMap, w_map: CUtensorMap, bias: DevicePtr<Bf16>,
+        residual: DevicePtr<Bf16>, out: DevicePtr<Bf16>, shape: ConvShape,
+    } = CONV "conv_sm90";
+}
+
+/// The extents of a convolution, with the layout of `ConvShape` in conv.cuh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct ConvShape {
+    frames: i32,
+    height: i32,
+    width: i32,
+    channels: i32,
+    in_frames: i32,
+    in_height: i32,
+    in_width: i32,
+    in_channels: i32,
+    kernel_frames: i32,
+    kernel_rows: i32,
+    kernel_columns: i32,
+    frame_step: i32,
+    row_step: i32,
+    column_step: i32,
+    pad: i32,
+    past: i32,
+    history: i32,
+}
+
+impl KernelParam for ConvShape {
+    const TYPE: ParamType = ParamType::Value("ConvShape");
+}
+
+impl ConvShape {
+    /// Reads the extents of an op, whose result is `out`.
+    pub(crate) fn from_op(p: &Program, v: &views::Conv3d, out: ValueId) -> ConvShape {
+        let extent = |v: ValueId, dim: usize| p.type_of(v).shape.get(dim).map_or(1, |n| *n as i32);
+        let [kernel_frames, kernel_rows, kernel_columns] = v.kernel.map(|n| n as i32);
+        let [frame_step, row_step, column_step] = v.stride.unwrap_or([1; 3]).map(|n| n as i32);
+        let history = v.history.map_or(0, |h| extent(h, 0));
+        ConvShape {
+            frames: extent(out, 0),
+            height: extent(out, 1),
+            width: extent(out, 2),
+            channels: extent(out, 3),
+            in_frames: extent(v.x, 0),
+            in_height: extent(v.x, 1),
+            in_width: extent(v.x, 2),
+            in_channels: extent(v.x, 3),
+            kernel_frames,
+            kernel_rows,
+            kernel_columns,
+            frame_step,
+            row_step,
+            column_step,
+            pad: v.pad_before as i32,
+            past: v.history.map_or(v.pad_frames as i32, |_| history),
+            history,
+        }
+    }
+
+    /// Returns the cells of the result, over all frames.
+    pub(crate) fn cell_count(&self) -> u64 {
+        [self.frames, self.height, self.width].into_iter().map(|n| n as u64).product()
+    }
+
+    pub(crate) fn out_channels(&self) -> u64 {
+        self.channels as u64
+    }
+
+    fn taps(&self) -> u64 {
+        [self.kernel_frames, self.kernel_rows, self.kernel_columns].into_iter().map(|n| n as u64).product()
+    }
+
+    /// Whether the taps of a frame can read one patch, which has a border of one cell.
+    fn shares_patch(&self) -> bool {
+        let kernel = (self.kernel_rows, self.kernel_columns, self.pad);
+        kernel == (3, 3, 1) && (self.row_step, self.column_step) == (1, 1)
+    }
+}
+
+/// Device addresses of a convolution's operands; 0 for an absent one.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ConvOperands {
+    pub(crate) x: u64,
+    pub(crate) history: u64,
+    pub(crate) w: u64,
+    pub(crate) bias: u64,
+    pub(crate) residual: u64,
+    pub(crate) out: u64,
+}
+
+/// The part of a result that a block of the kernel computes at once, and how it does so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ConvTile {
+    out_channels: u64,
+    width: u64,
+    height: u64,
+    shares_patch: bool,
+    has_residual: bool,
+}
+
+/// Threads per block: one warpgroup loads, and two compute.
+const THREADS: u32 = 384;
+/// Maximum shared memory of a block on sm_90, in bytes.
+const MAX_SHARED_BYTES: u64 = 232_448;
+/// Patches, and stages of weights, that a block loads ahead.
+const MAX_WEIGHT_STAGES: u64 = 8;
+/// Channels and cells of the tiles with which a warpgroup holds 192 accumulators per thread.
+const TALL_TILES: [(u64, u64, u64); 3] = [(192, 16, 16), (128, 16, 24), (96, 16, 32)];
+/// Tiles for small frames, of which taller ones would leave multiprocessors idle.
+const SHORT_TILES: [(u64, u64, u64); 2] = [(96, 16, 16), (64, 16, 16)];
+/// The cost of a tile beside its multiply-adds, in multiply-adds of a cell and a channel per input
+/// channel and tap, measured on an H100.
+const TILE_OVERHEAD: u64 = 6_000;
+
+/// The convolution kernels that were compiled for one device, one per tile.
+#[derive(Debug)]
+pub(crate) struct ConvSm90 {
+    multiprocessors: u64,
+    kernels: BTreeMap<ConvTile, (LoadedKernel<Conv>, u32)>,
+}
+
+impl ConvSm90 {
+    /// Returns `None` if the device does not support the kernels.
+    pub(crate) fn new(capabilities: &Capabilities) -> Option<ConvSm90> {
+        let multiprocessors = u64::from(capabilities.multiprocessors.max(1));
+        capabilities.supports(&CONV_FAMILY).then(|| ConvSm90 { multiprocessors, kernels: BTreeMap::new() })
+    }
+
+    /// Returns whether the kernels support a convolution: TMA needs strides of 16 bytes, and the same
+    /// step for rows and columns.
+    pub(crate) fn is_supported(dtype: DType, s: &ConvShape) -> bool {
+        dtype == DType::Bf16 && s.in_channels % 8 == 0 && s.row_step == s.column_step && s.row_step <= 2
+    }
+
+    /// Returns the tile with the lowest estimated time. The bits of a cell do not depend on the tile.
+    pub(crate) fn choose_tile(&self, s: &ConvShape, has_residual: bool) -> ConvTile {
+        let tile = |(out_channels, width, height): (u64, u64, u64)| ConvTile {
+            out_channels,
+            width,
+            height,
+            shares_patch: s.shares_patch(),
+            has_residual,
+        };
+        let channels = s.out_channels().next_multiple_of(8);
+        if channels < 64 {
+            return tile((channels, 16, if s.shares_patch() { 32 } else { 16 }));
+        }
+        let cost = |t: &ConvTile| {
+            let waves = t.count(s).div_ceil(self.multiprocessors);
+            waves * (t.out_channels * t.width * t.height + TILE_OVERHEAD)
+        };
+        let candidates = TALL_TILES.into_iter().chain(SHORT_TILES).map(tile);
+        candidates.min_by_key(cost).unwrap_or_else(|| tile(TALL_TILES[0]))
+    }
+
+    /// Compiles the kernel of a tile on first use; [`launch_conv`](ConvSm90::launch_conv) needs it.
+    pub(crate) fn prepare_kernel(&mut self, compiler: &mut Compiler, tile: ConvTile) -> CudaResult<()> {
+        if !self.kernels.contains_key(&tile) {
+            let (defines, shared_bytes) = tile.compile_defines();
+            let module = compiler.compile_module("conv", &tile.kernel_source(), &defines)?;
+            let kernel = LoadedKernel::new(&module, CONV)?;
+            kernel.set_max_shared_bytes(shared_bytes)?;
+            self.kernels.insert(tile, (kernel, shared_bytes));
+        }
+        Ok(())
+    }
+
+    /// Launches the kernel of a tile.
+    ///
+    /// # Safety
+    /// Every operand that is not 0 must be device memory of the shape's extent. All must stay allocated
+    /// until the stream has completed the work; meanwhile no other stream may write the inputs or access
+    /// the result. The residual may be the result.
+    pub(crate) unsafe fn launch_conv(
+        &self,
+        tile: ConvTile,
+        s: &ConvShape,
+        operands: &ConvOperands,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let Some((kernel, shared_bytes)) = self.kernels.get(&tile) else {
+            return Err(CudaError(format!("no convolution kernel was compiled for {tile:?}")));
+        };
+        let row_bytes = 2 * s.in_channels as u64;
+        let w_map = encode_tensor_map(
+            operands.w,
+            [s.in_channels as u64, s.taps(), s.out_channels()],
+            &[row_bytes, row_bytes * s.taps()],
+            [BOX_COLUMNS as u32, 1, tile.out_channels as u32],
+        )?;
+        let x_map = tile.patch_map(s, operands.x, s.in_frames)?;
+        let history_map = match s.history {
+            0 => x_map,
+            frames => tile.patch_map(s, operands.history, frames)?,
+        };
+        let args = Conv {
+            x_map,
+            history_map,
+            w_map,
+            bias: operands.bias.into(),
+            residual: operands.residual.into(),
+            out: operands.out.into(),
+            shape: *s,
+        };
+        let blocks = tile.count(s).min(self.multiprocessors) as u32;
+        // SAFETY: the caller guarantees the operands; the kernel was compiled for this tile and keeps
+        // inside the shape.
+        unsafe { kernel.launch([blocks, 1, 1], THREADS, *shared_bytes, &args, stream) }
+    }
+}
+
+impl ConvTile {
+    /// Returns the number of tiles of a shape.
+    fn count(self, s: &ConvShape) -> u64 {
+        let along = |extent: i32, tile: u64| (extent as u64).div_ceil(tile);
+        s.out_channels().div_ceil(self.out_channels)
+            * along(s.width, self.width)
+            * along(s.height, self.height)
+            * s.frames as u64
+    }
+
+    /// Returns the columns and rows of cells that a patch holds.
+    fn patch_extents(self) -> [u64; 2] {
+        let border = if self.shares_patch { 2 } else { 0 };
+        [self.width + border, self.height + border]
+    }
+
+    /// Describes the frames at an address in boxes of one patch.
+    fn patch_map(self, s: &ConvShape, address: u64, frames: i32) -> CudaResult<CUtensorMap> {
+        let [channels, width, height] = [s.in_channels, s.in_width, s.in_height].map(|n| n as u64);
+        let step = s.row_step as u32;
+        let [columns, rows] = self.patch_extents().map(|n| n as u32 * step);
+        encode_strided_tensor_map(
+            address,
+            [channels, width, height, frames as u64],
+            &[2 * channels, 2 * channels * width, 2 * channels * width * height],
+            [BOX_COLUMNS as u32, columns, rows, 1],
+            [1, step, step, 1],
+        )
+    }
+
+    /// Returns the kernel's macros and its shared memory in bytes.
+    pub(crate) fn compile_defines(self) -> ([(&'static str, String); 7], u32) {
+        let [columns, rows] = self.patch_extents();
+        let patch_bytes = (columns * rows * 128).next_multiple_of(1024);
+        // A patch lasts for nine taps, or for one.
+        let patch_stages: u64 = if self.shares_patch { 2 } else { 3 };
+        let bytes = |stages: u64| patch_stages * (patch_bytes + 16) + stages * (self.out_channels * 128 + 16);
+        let stages = (2..=MAX_WEIGHT_STAGES).rev().find(|s| bytes(*s) <= MAX_SHARED_BYTES).unwrap_or(2);
+        let defines = [
+            ("OUT_TILE", self.out_channels),
+            ("TILE_WIDTH", self.width),
+            ("TILE_HEIGHT", self.height),
+            ("SHARED_TAPS", self.shares_patch.into()),
+            ("RESIDUAL", self.has_residual.into()),
+            ("PATCH_STAGES", patch_stages),
+            ("STAGES", stages),
+        ];
+        (defines.map(|(k, v)| (k, v.to_string())), bytes(stages) as u32)
+    }
+
+    /// Returns the kernel's source.
+    pub(crate) fn kernel_source(self) -> String {
+        format!("{COMMON}{HOPPER}{CONV_SHAPE}{}{SOURCE}", wgmma_source(self.out_channels))
+    }
+}
+
+/// Returns every tile that the kernel is compiled for, apart from few output channels.
+#[cfg(test)]
+pub(crate) fn tile_candidates() -> Vec<ConvTile> {
+    let few = [(8, 16, 32), (24, 16, 16)];
+    let all = TALL_TILES.into_iter().chain(SHORT_TILES).chain(few);
+    let variants = all.flat_map(|(out_channels, width, height)| {
+        [(true, true), (true, false), (false, true), (false, false)].map(|(shares_patch, has_residual)| {
+            ConvTile { out_channels, width, height, shares_patch, has_residual }
+        })
+    });
+    variants.filter(|t| t.compile_defines().1 <= u32::try_from(MAX_SHARED_BYTES).unwrap()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capabilities::FeatureMask;
+
+    fn shape(size: [i32; 4], in_channels: i32, kernel: [i32; 3]) -> ConvShape {
+        let [frames, height, width, channels] = size;
+        ConvShape {
+            frames,
+            height,
+            width,
+            channels,
+            in_frames: frames,
+            in_height: height,
+            in_width: width,
+            in_channels,
+            kernel_frames: kernel[0],
+            kernel_rows: kernel[1],
+            kernel_columns: kernel[2],
+            frame_step: 1,
+            row_step: 1,
+            column_step: 1,
+            pad: kernel[1] / 2,
+            past: kernel[0] - 1,
+            history: 0,
+        }
+    }
+
+    #[test]
+    fn tiles_suit_the_channels_and_fill_the_device() {
+        let capabilities =
+            Capabilities { compute: (9, 0), multiprocessors: 132, mask: FeatureMask::default() };
+        let own = ConvSm90::new(&capabilities).unwrap();
+        let tile = |s: &ConvShape| {
+            let t = own.choose_tile(s, false);
+            (t.out_channels, t.width, t.height)
+        };
+        assert_eq!(tile(&shape([4, 480, 832, 96], 96, [3, 3, 3])), (96, 16, 32));
+        assert_eq!(tile(&shape([4, 240, 416, 192], 192, [3, 3, 3])), (192, 16, 16));
+        // One wave of short tiles instead of one of tall tiles.
+        assert_eq!(tile(&shape([1, 60, 104, 384], 384, [3, 3, 3])), (96, 16, 16));
+        assert_eq!(tile(&shape([4, 480, 832, 3], 96, [3, 3, 3])), (8, 16, 32));
+        assert_eq!(tile(&shape([1, 60, 104, 16], 16, [1, 1, 1])), (16, 16, 16));
+    }
+
+    #[test]
+    fn every_tile_fits_shared_memory() {
+        let tall = |t: &ConvTile| TALL_TILES.contains(&(t.out_channels, t.width, t.height));
+        let tiles = tile_candidates();
+        assert_eq!(tiles.iter().filter(|t| tall(t)).count(), 4 * TALL_TILES.len(), "{tiles:?}");
+    }
+
+    #[test]
+    fn other_convolutions_have_the_plain_kernel() {
+        let s = shape([1, 8, 8, 96], 3, [3, 3, 3]);
+        assert!(!ConvSm90::is_supported(DType::Bf16, &s));
+        let s = ConvShape { in_channels: 96, ..s };
+        assert!(ConvSm90::is_supported(DType::Bf16, &s) && !ConvSm90::is_supported(DType::F32, &s));
+        assert!(!ConvSm90::is_supported(DType::Bf16, &ConvShape { row_step: 3, column_step: 3, ..s }));
+    }
+}

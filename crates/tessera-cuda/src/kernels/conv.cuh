@@ -1,0 +1,14 @@
+// The extents of a convolution of frames.
+struct ConvShape {
+    int frames, height, width, channels;           // of the result
+    int in_frames, in_height, in_width, in_channels;
+    int kernel_frames, kernel_rows, kernel_columns;
+    int frame_step, row_step, column_step;
+    int pad;      // rows above a frame, and columns before it
+    int past;     // frames before the first that the first result reads
+    int history;  // frames of the history; 0 if the frames before the first are zeros
+};
+
+__device__ __forceinline__ int div_up(int a, int b) {
+    return (a + b - 1) / b;
+}

@@ -1,0 +1,181 @@
+// Kernels of frames [t, h, w, c], channels last: the convolution for what the sm90 kernel does not
+// support, norms of cells, and movements of cells.
+
+// Convolves any shape. A warp computes 8 cells of 32 channels, and a block of 8 warps shares the
+// weights of a tap in shared memory.
+constexpr int CELLS_PER_WARP = 8, CONV_CHANNELS = 32, CONV_STEP = 64;
+
+// Returns the cell that a tap reads for the `i`th cell of the result; null outside of the frames.
+template <typename T> __device__ __forceinline__ const T *find_cell(const T *x, const T *history, const ConvShape &s, i64 i, int tap) {
+    if (i >= (i64)s.frames * s.height * s.width) return nullptr;
+    int column = (int)(i % s.width), row = (int)(i / s.width % s.height), frame = (int)(i / ((i64)s.width * s.height));
+    column = column * s.column_step + tap % s.kernel_columns - s.pad;
+    row = row * s.row_step + tap / s.kernel_columns % s.kernel_rows - s.pad;
+    frame = frame * s.frame_step + tap / (s.kernel_columns * s.kernel_rows) - s.past;
+    if (column < 0 || column >= s.in_width || row < 0 || row >= s.in_height || frame >= s.in_frames || frame < -s.history) return nullptr;
+    const T *frames = frame < 0 ? history + (i64)(frame + s.history) * s.in_height * s.in_width * s.in_channels
+                                : x + (i64)frame * s.in_height * s.in_width * s.in_channels;
+    return frames + ((i64)row * s.in_width + column) * s.in_channels;
+}
+template <typename T> __device__ void conv_cells(const T *x, const T *history, const T *w, const T *bias, const T *residual, T *out, const ConvShape &s) {
+    __shared__ float tile[CONV_STEP][CONV_CHANNELS + 1];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, taps = s.kernel_frames * s.kernel_rows * s.kernel_columns;
+    int channel_tiles = div_up(s.channels, CONV_CHANNELS), first_channel = blockIdx.x % channel_tiles * CONV_CHANNELS, channel = first_channel + lane;
+    i64 first = ((i64)(blockIdx.x / channel_tiles) * (blockDim.x / 32) + warp) * CELLS_PER_WARP;
+    float sum[CELLS_PER_WARP];
+    for (int j = 0; j < CELLS_PER_WARP; j++) sum[j] = 0.0f;
+    for (int tap = 0; tap < taps; tap++) {
+        const T *cells[CELLS_PER_WARP];
+        for (int j = 0; j < CELLS_PER_WARP; j++) cells[j] = find_cell(x, history, s, first + j, tap);
+        for (int step = 0; step < s.in_channels; step += CONV_STEP) {
+            int count = min(CONV_STEP, s.in_channels - step);
+            __syncthreads();
+            for (int i = threadIdx.x; i < CONV_CHANNELS * count; i += blockDim.x) {
+                int out_channel = first_channel + i / count;
+                tile[i % count][i / count] = out_channel < s.channels ? to_f32(w[((i64)out_channel * taps + tap) * s.in_channels + step + i % count]) : 0.0f;
+            }
+            __syncthreads();
+            for (int j = 0; j < CELLS_PER_WARP; j++) {
+                if (!cells[j]) continue;
+                for (int c = 0; c < count; c++) sum[j] = fmaf(to_f32(cells[j][step + c]), tile[c][lane], sum[j]);
+            }
+        }
+    }
+    if (channel >= s.channels) return;
+    for (int j = 0; j < CELLS_PER_WARP; j++) {
+        i64 i = first + j;
+        if (i >= (i64)s.frames * s.height * s.width) continue;
+        float y = sum[j] + (bias ? to_f32(bias[channel]) : 0.0f);
+        // The residual is added after rounding, as by an op of its own. It may be the result.
+        if (residual) y = rounded<T>(y) + to_f32(residual[i * s.channels + channel]);
+        from_f32(y, out[i * s.channels + channel]);
+    }
+}
+extern "C" __global__ void conv_f32(const float *x, const float *history, const float *w, const float *bias, const float *residual, float *out, const ConvShape shape) {
+    conv_cells(x, history, w, bias, residual, out, shape);
+}
+extern "C" __global__ void conv_bf16(const bf16 *x, const bf16 *history, const bf16 *w, const bf16 *bias, const bf16 *residual, bf16 *out, const ConvShape shape) {
+    conv_cells(x, history, w, bias, residual, out, shape);
+}
+
+// Normalises the channels of each cell, and applies SiLU to the rounded norm if `is_silu`. `LANES`
+// threads share a cell and load vectors of N channels, so that 96 channels keep 12 of 16 threads busy.
+// The channels are read twice; the second time they come from L1.
+template <typename T, int N, int LANES>
+__device__ void normalise_cells(const T *x, const float *w, T *out, int channels, float eps, int is_silu, i64 cells) {
+    i64 cell = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+    int lane = threadIdx.x % LANES;
+    bool is_inside = cell < cells;
+    const T *row = x + (is_inside ? cell : 0) * channels;
+    float sum = 0.0f;
+    for (int c = lane * N; c < channels; c += LANES * N) {
+        Vec<T, N> v = *(const Vec<T, N> *)(row + c);
+        for (int i = 0; i < N; i++) sum = fmaf(to_f32(v.e[i]), to_f32(v.e[i]), sum);
+    }
+    for (int o = LANES / 2; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    float scale = rsqrtf(sum / channels + eps);
+    if (!is_inside) return;
+    for (int c = lane * N; c < channels; c += LANES * N) {
+        Vec<T, N> v = *(const Vec<T, N> *)(row + c), y;
+        for (int i = 0; i < N; i++) {
+            float normal = rounded<T>(to_f32(v.e[i]) * scale * w[c + i]);
+            // The division of `silu` takes as long as the memory accesses of a cell.
+            from_f32(is_silu ? __fdividef(normal, 1.0f + __expf(-normal)) : normal, y.e[i]);
+        }
+        *(Vec<T, N> *)(out + cell * channels + c) = y;
+    }
+}
+// The name tells the dtype, the channels of a vector, and the threads per cell.
+extern "C" __global__ void normalise_cells_bf16_8x16(const bf16 *x, const float *w, bf16 *out, int channels, float eps, int is_silu, i64 cells) {
+    normalise_cells<bf16, 8, 16>(x, w, out, channels, eps, is_silu, cells);
+}
+extern "C" __global__ void normalise_cells_bf16_8x32(const bf16 *x, const float *w, bf16 *out, int channels, float eps, int is_silu, i64 cells) {
+    normalise_cells<bf16, 8, 32>(x, w, out, channels, eps, is_silu, cells);
+}
+extern "C" __global__ void normalise_cells_bf16_1x32(const bf16 *x, const float *w, bf16 *out, int channels, float eps, int is_silu, i64 cells) {
+    normalise_cells<bf16, 1, 32>(x, w, out, channels, eps, is_silu, cells);
+}
+extern "C" __global__ void normalise_cells_f32_4x32(const float *x, const float *w, float *out, int channels, float eps, int is_silu, i64 cells) {
+    normalise_cells<float, 4, 32>(x, w, out, channels, eps, is_silu, cells);
+}
+extern "C" __global__ void normalise_cells_f32_1x32(const float *x, const float *w, float *out, int channels, float eps, int is_silu, i64 cells) {
+    normalise_cells<float, 1, 32>(x, w, out, channels, eps, is_silu, cells);
+}
+
+// Repeats each row of a frame `row_scale` times and each column `column_scale` times. A cell has
+// `words` words, and `width` is that of the result.
+template <typename W> __device__ void repeat_cells(const W *x, W *out, int height, int width, int row_scale, int column_scale, int words, i64 n) {
+    ELEMENT_INDEX(n);
+    int word = (int)(i % words), column = (int)(i / words % width), row = (int)(i / words / width % height);
+    i64 frame = i / words / width / height;
+    out[i] = x[((frame * (height / row_scale) + row / row_scale) * (width / column_scale) + column / column_scale) * words + word];
+}
+extern "C" __global__ void repeat_cells_16(const uint4 *x, uint4 *out, int height, int width, int row_scale, int column_scale, int words, i64 n) {
+    repeat_cells(x, out, height, width, row_scale, column_scale, words, n);
+}
+extern "C" __global__ void repeat_cells_4(const u32 *x, u32 *out, int height, int width, int row_scale, int column_scale, int words, i64 n) {
+    repeat_cells(x, out, height, width, row_scale, column_scale, words, n);
+}
+extern "C" __global__ void repeat_cells_2(const u16 *x, u16 *out, int height, int width, int row_scale, int column_scale, int words, i64 n) {
+    repeat_cells(x, out, height, width, row_scale, column_scale, words, n);
+}
+
+// Splits the channels of each frame into `parts` frames of `words` words per cell.
+template <typename W> __device__ void split_channels(const W *x, W *out, int parts, int cells, int words, i64 n) {
+    ELEMENT_INDEX(n);
+    int word = (int)(i % words), cell = (int)(i / words % cells), frame = (int)(i / words / cells);
+    out[i] = x[(((i64)(frame / parts) * cells + cell) * parts + frame % parts) * words + word];
+}
+extern "C" __global__ void split_channels_16(const uint4 *x, uint4 *out, int parts, int cells, int words, i64 n) {
+    split_channels(x, out, parts, cells, words, n);
+}
+extern "C" __global__ void split_channels_4(const u32 *x, u32 *out, int parts, int cells, int words, i64 n) {
+    split_channels(x, out, parts, cells, words, n);
+}
+extern "C" __global__ void split_channels_2(const u16 *x, u16 *out, int parts, int cells, int words, i64 n) {
+    split_channels(x, out, parts, cells, words, n);
+}
+
+// Converts between a grid [t, height, width, c] and tokens of patches; `inverse` makes the grid.
+template <typename W> __device__ void patch_cells(const W *x, W *out, int height, int width, int channels, int ph, int pw, int inverse, i64 n) {
+    ELEMENT_INDEX(n);
+    int element = (int)(i % (ph * pw * channels)), channel = element % channels, column = element / channels % pw, row = element / channels / pw;
+    i64 token = i / (ph * pw * channels);
+    int patch_columns = width / pw, patch_rows = height / ph;
+    row += (int)(token / patch_columns % patch_rows) * ph, column += (int)(token % patch_columns) * pw;
+    i64 cell = ((token / patch_columns / patch_rows) * height + row) * width + column;
+    if (inverse) out[cell * channels + channel] = x[i];
+    else out[i] = x[cell * channels + channel];
+}
+extern "C" __global__ void patch_cells_4(const u32 *x, u32 *out, int height, int width, int channels, int ph, int pw, int inverse, i64 n) {
+    patch_cells(x, out, height, width, channels, ph, pw, inverse, n);
+}
+extern "C" __global__ void patch_cells_2(const u16 *x, u16 *out, int height, int width, int channels, int ph, int pw, int inverse, i64 n) {
+    patch_cells(x, out, height, width, channels, ph, pw, inverse, n);
+}
+
+template <typename T> __device__ void scale_shift_element(const T *x, const float *scale, const float *shift, T *out, int channels, int inverse, i64 n) {
+    ELEMENT_INDEX(n);
+    int c = (int)(i % channels);
+    float v = to_f32(x[i]);
+    from_f32(inverse ? (v - shift[c]) / scale[c] : fmaf(v, scale[c], shift[c]), out[i]);
+}
+extern "C" __global__ void scale_shift_f32(const float *x, const float *scale, const float *shift, float *out, int channels, int inverse, i64 n) {
+    scale_shift_element(x, scale, shift, out, channels, inverse, n);
+}
+extern "C" __global__ void scale_shift_bf16(const bf16 *x, const float *scale, const float *shift, bf16 *out, int channels, int inverse, i64 n) {
+    scale_shift_element(x, scale, shift, out, channels, inverse, n);
+}
+
+// A NaN stays NaN.
+template <typename T> __device__ void clamp_element(const T *x, T *out, float limit, i64 n) {
+    ELEMENT_INDEX(n);
+    float v = to_f32(x[i]);
+    from_f32(v > limit ? limit : (v < -limit ? -limit : v), out[i]);
+}
+extern "C" __global__ void clamp_f32(const float *x, float *out, float limit, i64 n) {
+    clamp_element(x, out, limit, n);
+}
+extern "C" __global__ void clamp_bf16(const bf16 *x, bf16 *out, float limit, i64 n) {
+    clamp_element(x, out, limit, n);
+}
