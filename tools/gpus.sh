@@ -7,6 +7,7 @@
 #                                   lib          the unit tests of tessera-cuda
 #                                   exchange     collectives over peer memory and NCCL, their faults and their speed
 #                                   conformance  the conformance suite
+#                                   frames       compares the ops on frames in bf16 with f32
 #                                   digests      compares the latents of one GPU and of two bit by bit
 #                                   block        compares a transformer block with float64; needs PyTorch
 #                                   streams      compares streams with the CPU backend, and runs drills
@@ -27,7 +28,7 @@ cd "$(dirname "$0")/.." || exit 2
 failed=0
 names="${4+$(shift 3 && echo "$*")}"
 for name in $names; do
-    case $name in lib | exchange | conformance | digests | block | streams) ;; *) usage ;; esac
+    case $name in lib | exchange | conformance | frames | digests | block | streams) ;; *) usage ;; esac
 done
 # Whether a check was selected.
 is_selected() {
@@ -52,7 +53,7 @@ case $1 in
 pack)
     cargo build --release -p tessera-cli || exit 1
     cp "${CARGO_TARGET_DIR:-target}/release/tessera" "$bin/tessera" || exit 1
-    for test in "tessera-cuda --lib lib" "tessera-cuda --test=exchange exchange" "tessera-tools --test=cuda conformance" "tessera-cli --test=cuda streams"; do
+    for test in "tessera-cuda --lib lib" "tessera-cuda --test=exchange exchange" "tessera-tools --test=cuda conformance" "tessera-tools --test=cuda_frames frames" "tessera-cli --test=cuda streams"; do
         set -- $test
         executable=$(cargo test --release -p "$1" "$2" --no-run --message-format=json | python3 -c '
 import json, sys
@@ -66,6 +67,7 @@ check)
     ! is_selected lib || run_logged lib 240 "$bin/lib" --nocapture --test-threads=1 || failed=1
     ! is_selected exchange || run_logged exchange 900 "$bin/exchange" --gpus 2 || failed=1
     ! is_selected conformance || run_logged conformance 400 "$bin/conformance" --nocapture --test-threads=1 || failed=1
+    ! is_selected frames || run_logged frames 300 "$bin/frames" --nocapture --test-threads=1 || failed=1
     for dtype in $(! is_selected digests || echo bf16 fp8); do
         for ranks in 1 2; do
             run_logged "digest-$dtype-$ranks" 120 "$bin/tessera" bench dit --size 480x832,320x576 --layers 2 --warm 0 --steps 2 --digest \

@@ -1,4 +1,5 @@
-//! `bench dit`: benchmarks the DiT alone on GPUs, with one process per GPU and random weights.
+//! `bench dit`: benchmarks the DiT alone on GPUs, with one process per GPU and random weights. `bench
+//! phases` times single phases of a plan on one GPU.
 //!
 //! A step is the work of one chunk: five denoising forwards over three frames of context, which
 //! produce twelve frames of video. The coordinator starts a process for each rank, starts each step
@@ -6,6 +7,7 @@
 
 mod device_timer;
 mod forward_trace;
+mod phases;
 mod rank;
 mod synthetic_weights;
 
@@ -25,6 +27,7 @@ use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
 use crate::codes::T0061;
 pub use device_timer::{SynchronisedTime, UnsynchronisedTimer};
 pub use forward_trace::{RankForward, TracedForward, machine_for, write_timeline};
+pub use phases::{PhaseBenchConfig, PhaseBenchReport, PhaseTimes, time_phases};
 pub use rank::rank_main;
 pub use synthetic_weights::SyntheticWeights;
 pub use tessera_cost::MachineModel;
@@ -320,17 +323,10 @@ impl BenchPoint {
     fn for_size(config: &BenchConfig, size: Option<(u64, u64)>) -> Result<BenchPoint, Diagnostics> {
         let overrides = Overrides { recompute: Some(false), ..Overrides::default() };
         let mut model = Model::open(&config.model, &overrides)?;
-        let (s, patch) = (&mut model.video.stream, model.video.wan.patch);
-        if let Some((height, width)) = size {
-            let cell = [s.stride[1] * patch[0], s.stride[2] * patch[1]];
-            if height % cell[0] != 0 || width % cell[1] != 0 || height * width == 0 {
-                return Err(bench_error(format!(
-                    "{height}x{width} is not a whole number of tokens of {} × {}",
-                    cell[0], cell[1]
-                )));
-            }
-            (s.height, s.width) = (height, width);
+        if let Some(size) = size {
+            set_picture_size(&mut model, size)?;
         }
+        let s = &model.video.stream;
         let size = format!("{}x{}", s.height, s.width);
         if let Some(layers) = config.layers {
             model.video.wan.layers = layers.clamp(1, model.video.wan.layers);
@@ -351,6 +347,20 @@ impl BenchPoint {
     pub fn phase_name(&self) -> String {
         format!("denoise.fill{}", self.context_frames())
     }
+}
+
+/// Sets a model's picture size, in pixels.
+fn set_picture_size(model: &mut Model, (height, width): (u64, u64)) -> Result<(), Diagnostics> {
+    let (s, patch) = (&mut model.video.stream, model.video.wan.patch);
+    let cell = [s.stride[1] * patch[0], s.stride[2] * patch[1]];
+    if height % cell[0] != 0 || width % cell[1] != 0 || height * width == 0 {
+        return Err(bench_error(format!(
+            "{height}x{width} is not a whole number of tokens of {} × {}",
+            cell[0], cell[1]
+        )));
+    }
+    (s.height, s.width) = (height, width);
+    Ok(())
 }
 
 /// Hashes one tensor from the hex bits that each rank holds. Different parts are concatenated in

@@ -1,4 +1,6 @@
-//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model.
+//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model, or single phases.
+
+mod phases;
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -39,8 +41,10 @@ pub struct Args {
 impl Args {
     /// Returns the format in which `main` prints the diagnostics of a failed benchmark.
     pub fn format(&self) -> OutputFormat {
-        let BenchCommand::Dit(dit) = &self.command;
-        dit.format
+        match &self.command {
+            BenchCommand::Dit(dit) => dit.format,
+            BenchCommand::Phases(phases) => phases.format,
+        }
     }
 }
 
@@ -48,6 +52,7 @@ impl Args {
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
     Dit(DitArgs),
+    Phases(Box<phases::PhasesArgs>),
 }
 
 /// Measure the step time of the DiT: a step is five denoising forwards with three latent frames of
@@ -149,9 +154,15 @@ pub enum BenchDevice {
     Cuda,
 }
 
-/// Measures how fast this machine's GPUs run the DiT of a video model.
+/// Measures how fast this machine's GPUs run the DiT of a video model, or single phases of a plan.
 pub fn run(args: &Args) -> CliResult {
-    let BenchCommand::Dit(dit) = &args.command;
+    match &args.command {
+        BenchCommand::Dit(dit) => run_dit(dit),
+        BenchCommand::Phases(phases) => phases::run(phases),
+    }
+}
+
+fn run_dit(dit: &DitArgs) -> CliResult {
     let (strategy, dtype) = (dit.strategy, dit.dtype);
     let mesh = parse_mesh(&dit.mesh).map_err(CliError::usage)?;
     let (transport, overlap_chunks) = (dit.transport, dit.overlap_chunks);
@@ -420,9 +431,10 @@ mod tests {
     }
 
     fn parse_args(words: &[&str]) -> Result<DitArgs, clap::Error> {
-        let Bench { args: Args { command: BenchCommand::Dit(dit) } } =
-            Bench::try_parse_from([&["bench", "dit"], words].concat())?;
-        Ok(dit)
+        match Bench::try_parse_from([&["bench", "dit"], words].concat())?.args.command {
+            BenchCommand::Dit(dit) => Ok(dit),
+            BenchCommand::Phases(_) => panic!("`bench dit` is no other command"),
+        }
     }
 
     #[test]

@@ -295,6 +295,11 @@ impl MappingArgs {
         self.set_fields(mapping, &[MappingUse::Fixed]);
     }
 
+    /// Applies the options with these uses to a mapping; a mesh is applied by whoever parses it.
+    pub fn apply_options(&self, mapping: &mut Mapping, uses: &[MappingUse]) {
+        self.set_fields(mapping, uses);
+    }
+
     /// Returns the settings that replace the model's own.
     ///
     /// # Errors

@@ -1,0 +1,219 @@
+//! Compares the ops on frames in bf16 on a GPU with f32 on the CPU. Without a GPU the tests print the
+//! reason and pass, unless `TESSERA_REQUIRE_GPUS` says that there must be one.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tessera::gpus::{GpuDiscovery, masked_features};
+use tessera_base::random::{DrawKey, fill_normals};
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_cuda::{CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip};
+use tessera_device::{Backend, CallData, MeshRank, Observer};
+use tessera_filetests::dedicated_slots;
+use tessera_ir::parse_all;
+use tessera_mesh::Rank;
+use tessera_tools::bench::SyntheticWeights;
+
+struct NoopObserver;
+impl Observer for NoopObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
+}
+
+fn find_gpu() -> Option<GpuDiscovery> {
+    let found = GpuDiscovery::discover();
+    let why = match &found.devices {
+        Ok(d) if !d.gpus.is_empty() => return Some(found),
+        Ok(_) => "the driver reports no GPU".to_string(),
+        Err(d) => d.message.clone(),
+    };
+    assert_may_skip(std::env::var(REQUIRE_GPUS).ok().as_deref(), 1, &why);
+    println!("not run: {why}");
+    None
+}
+
+/// A convolution of normalised frames, and what surrounds it.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    size: [usize; 4],
+    out: usize,
+    kernel: [usize; 3],
+    step: usize,
+}
+
+impl Case {
+    fn has_residual(&self) -> bool {
+        self.step == 1 && self.size[3] == self.out
+    }
+
+    /// Writes the program in a dtype: cast, norm, SiLU, convolution with a history, and a sum.
+    fn program(&self, dtype: &str) -> String {
+        let ([t, h, w, c], [kt, kh, kw], o) = (self.size, self.kernel, self.out);
+        let taps = kt * kh * kw;
+        let mut p = format!("program @p {{\nbuffer @past : {dtype}[2, {h}, {w}, {c}]\n");
+        let mut line = |text: String| writeln!(p, "{text}").unwrap();
+        line(format!("%x = input : f32[{t}, {h}, {w}, {c}]"));
+        line(format!("%g = weight \"norm.weight\" : f32[{c}]"));
+        line(format!("%w = weight \"w\" : {dtype}[{o}, {}]", taps * c));
+        line(format!("%b = weight \"b\" : {dtype}[{o}]"));
+        // A cast to the dtype that a value already has is no op.
+        let a = if dtype == "f32" { "x" } else { "a" };
+        if a == "a" {
+            line(format!("%a = toperator.cast %x {{to = \"{dtype}\"}}"));
+        }
+        line(format!("%n = toperator.rms_norm %{a}, %g {{eps = 1e-24}}"));
+        line("%s = toperator.silu %n".into());
+        let history = if kt > 1 { ", history=%h" } else { "" };
+        let pad = match (kh, self.step) {
+            (3, 1) => ", pad_after = 1, pad_before = 1",
+            (3, _) => ", pad_after = 1",
+            _ => "",
+        };
+        let stride = format!("[1, {0}, {0}]", self.step);
+        if kt > 1 {
+            line("%h = cache.read @past".into());
+        }
+        line(format!(
+            "%c = toperator.conv3d %s, %w, bias=%b{history} {{kernel = [{kt}, {kh}, {kw}]{pad}, stride = {stride}}}"
+        ));
+        let result = if self.has_residual() {
+            line(format!("%r = toperator.add %c, %{a}"));
+            "r"
+        } else {
+            "c"
+        };
+        if a == "a" {
+            line(format!("%y = toperator.cast %{result} {{to = \"f32\"}}"));
+        }
+        line(format!("output \"y\", %{}", if a == "a" { "y" } else { result }));
+        line(format!("%last = toperator.take_rows %s {{row = {}, rows = 2}}", t - 2));
+        line("cache.write @past, %last".into());
+        p + "}\n"
+    }
+
+    fn input(&self) -> Vec<f32> {
+        let mut x = vec![0.0; self.size.iter().product()];
+        fill_normals(DrawKey { seed: 7, chunk: 0, draw: 0 }, 0, &mut x);
+        x
+    }
+}
+
+/// Runs a program twice, so that the second run reads a history, and returns the output of the second.
+fn run_twice(backend: &mut dyn Backend, text: &str, x: &[f32]) -> Vec<f32> {
+    let program = Arc::new(parse_all(text, "frames").unwrap().remove(0));
+    let loaded =
+        backend.load(&program, &dedicated_slots(&program), &mut SyntheticWeights::default()).unwrap();
+    let call = CallData { inputs: BTreeMap::from([("x", x)]), ..CallData::default() };
+    for _ in 0..2 {
+        backend.run(loaded, &call, &mut NoopObserver).unwrap();
+    }
+    backend.output("y").unwrap().to_vec()
+}
+
+fn run_on_cpu(text: &str, x: &[f32]) -> Vec<f32> {
+    let program = parse_all(text, "frames").unwrap().remove(0);
+    let seat = MeshRank { mesh: program.mesh, rank: Rank(0) };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let pool = Pool::new(threads).unwrap();
+    run_twice(&mut CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1)), text, x)
+}
+
+fn run_on_gpu(found: &GpuDiscovery, text: &str, x: &[f32]) -> Vec<f32> {
+    let program = parse_all(text, "frames").unwrap().remove(0);
+    let options = CudaOptions {
+        device_index: 0,
+        kernel_cache: None,
+        peer_timeout: Duration::from_secs(5),
+        setup_timeout: Duration::from_secs(20),
+        host_id: 0,
+        masked_features: masked_features().unwrap(),
+    };
+    let seat = MeshRank { mesh: program.mesh, rank: Rank(0) };
+    run_twice(&mut CudaBackend::open(&found.libraries, seat, Vec::new(), options).unwrap(), text, x)
+}
+
+/// Returns ‖found − wanted‖ / ‖wanted‖.
+fn relative_error(found: &[f32], wanted: &[f32]) -> f64 {
+    assert_eq!(found.len(), wanted.len());
+    let square = |x: f64| x * x;
+    let pairs = || found.iter().zip(wanted).map(|(f, w)| (f64::from(*f), f64::from(*w)));
+    (pairs().map(|(f, w)| square(f - w)).sum::<f64>() / pairs().map(|(_, w)| square(w)).sum::<f64>()).sqrt()
+}
+
+const CUBE: [usize; 3] = [3, 3, 3];
+
+#[test]
+fn convolutions_in_bf16_match_f32() {
+    let Some(found) = find_gpu() else { return };
+    let cases = [
+        // The shapes of the decoder at sizes that no tile divides, and a few channels.
+        Case { size: [2, 37, 45, 96], out: 96, kernel: CUBE, step: 1 },
+        Case { size: [2, 19, 21, 192], out: 192, kernel: CUBE, step: 1 },
+        Case { size: [2, 9, 17, 384], out: 384, kernel: CUBE, step: 1 },
+        Case { size: [2, 17, 33, 192], out: 96, kernel: [1, 3, 3], step: 1 },
+        Case { size: [2, 17, 33, 96], out: 3, kernel: CUBE, step: 1 },
+        Case { size: [2, 11, 13, 192], out: 384, kernel: [1, 1, 1], step: 1 },
+        Case { size: [2, 11, 13, 192], out: 384, kernel: [3, 1, 1], step: 1 },
+        Case { size: [2, 16, 32, 96], out: 96, kernel: [1, 3, 3], step: 2 },
+        Case { size: [2, 11, 13, 16], out: 16, kernel: [1, 1, 1], step: 1 },
+        Case { size: [2, 11, 13, 16], out: 40, kernel: CUBE, step: 1 },
+        // Channels that TMA cannot load, which the plain kernel convolves.
+        Case { size: [2, 21, 23, 3], out: 96, kernel: CUBE, step: 1 },
+        Case { size: [2, 7, 9, 12], out: 12, kernel: CUBE, step: 1 },
+    ];
+    for case in cases {
+        let x = case.input();
+        let wanted = run_on_cpu(&case.program("f32"), &x);
+        let (half, single) =
+            (run_on_gpu(&found, &case.program("bf16"), &x), run_on_gpu(&found, &case.program("f32"), &x));
+        let errors = (relative_error(&half, &wanted), relative_error(&single, &wanted));
+        println!("{case:?}: {:.1e} in bf16, {:.1e} in f32", errors.0, errors.1);
+        assert!(errors.0 < 1e-2 && errors.1 < 1e-6, "{case:?}: {errors:?}");
+    }
+}
+
+/// A rank that holds fewer rows must compute the same bits.
+#[test]
+fn a_cell_has_the_same_bits_in_a_frame_of_any_height() {
+    let Some(found) = find_gpu() else { return };
+    let whole = Case { size: [2, 48, 45, 96], out: 96, kernel: CUBE, step: 1 };
+    let part = Case { size: [2, 20, 45, 96], ..whole };
+    let frame = |case: Case| case.size[1] * case.size[2] * case.size[3];
+    let x = whole.input();
+    let top: Vec<f32> = x.chunks(frame(whole)).flat_map(|f| &f[..frame(part)]).copied().collect();
+    let all = run_on_gpu(&found, &whole.program("bf16"), &x);
+    let some = run_on_gpu(&found, &part.program("bf16"), &top);
+    // The last row of the part has zeros below it.
+    let inner = frame(part) - 45 * 96;
+    for (whole_frame, part_frame) in all.chunks(frame(whole)).zip(some.chunks(frame(part))) {
+        let differing = whole_frame[..inner].iter().zip(&part_frame[..inner]).filter(|(a, b)| a != b).count();
+        assert_eq!(differing, 0);
+    }
+}
+
+#[test]
+fn attention_within_a_frame_in_bf16_matches_f32() {
+    let Some(found) = find_gpu() else { return };
+    for [h, w, c] in [[9, 17, 384], [5, 13, 96], [20, 31, 32], [4, 4, 40]] {
+        let program = |is_bf16: bool| {
+            // A cast to the dtype that a value already has is no op.
+            let (cast, q) = if is_bf16 { ("%q = toperator.cast %x {to = \"bf16\"}", "q") } else { ("", "x") };
+            let (back, y) = if is_bf16 { ("%y = toperator.cast %o {to = \"f32\"}", "y") } else { ("", "o") };
+            format!(
+                "program @p {{ %x = input : f32[1, {h}, {w}, {c}] %g = weight \"norm.weight\" : f32[{c}] {cast} \
+                 %k = toperator.rms_norm %{q}, %g {{eps = 1e-6}} %v = toperator.silu %{q} \
+                 %o = toperator.attention %{q}, %k, %v {{head_dim = {c}}} {back} output \"y\", %{y} }}"
+            )
+        };
+        let case = Case { size: [1, h, w, c], out: c, kernel: CUBE, step: 1 };
+        let x = case.input();
+        let wanted = run_on_cpu(&program(false), &x);
+        let error = relative_error(&run_on_gpu(&found, &program(true), &x), &wanted);
+        println!("{h} x {w} x {c}: {error:.1e} in bf16");
+        assert!(error < 1e-2, "{h} x {w} x {c}: {error}");
+    }
+}
