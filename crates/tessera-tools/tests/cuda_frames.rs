@@ -146,26 +146,40 @@ fn relative_error(found: &[f32], wanted: &[f32]) -> f64 {
 
 const CUBE: [usize; 3] = [3, 3, 3];
 
+const CASES: [Case; 12] = [
+    // The shapes of the decoder at sizes that no tile divides, and a few channels.
+    Case { size: [2, 37, 45, 96], out: 96, kernel: CUBE, step: 1 },
+    Case { size: [2, 19, 21, 192], out: 192, kernel: CUBE, step: 1 },
+    Case { size: [2, 9, 17, 384], out: 384, kernel: CUBE, step: 1 },
+    Case { size: [2, 17, 33, 192], out: 96, kernel: [1, 3, 3], step: 1 },
+    Case { size: [2, 17, 33, 96], out: 3, kernel: CUBE, step: 1 },
+    Case { size: [2, 11, 13, 192], out: 384, kernel: [1, 1, 1], step: 1 },
+    Case { size: [2, 11, 13, 192], out: 384, kernel: [3, 1, 1], step: 1 },
+    Case { size: [2, 16, 32, 96], out: 96, kernel: [1, 3, 3], step: 2 },
+    Case { size: [2, 11, 13, 16], out: 16, kernel: [1, 1, 1], step: 1 },
+    Case { size: [2, 11, 13, 16], out: 40, kernel: CUBE, step: 1 },
+    // Channels that TMA cannot load, which the plain kernel convolves.
+    Case { size: [2, 21, 23, 3], out: 96, kernel: CUBE, step: 1 },
+    Case { size: [2, 7, 9, 12], out: 12, kernel: CUBE, step: 1 },
+];
+
+/// A machine without a GPU checks the programs at least.
+#[test]
+fn every_program_is_well_formed() {
+    for case in CASES {
+        for dtype in ["f32", "bf16"] {
+            assert_eq!(parse_all(&case.program(dtype), "frames").unwrap().len(), 1, "{case:?}");
+        }
+    }
+    for is_bf16 in [false, true] {
+        assert_eq!(parse_all(&attention_program([4, 4, 40], is_bf16), "frames").unwrap().len(), 1);
+    }
+}
+
 #[test]
 fn convolutions_in_bf16_match_f32() {
     let Some(found) = find_gpu() else { return };
-    let cases = [
-        // The shapes of the decoder at sizes that no tile divides, and a few channels.
-        Case { size: [2, 37, 45, 96], out: 96, kernel: CUBE, step: 1 },
-        Case { size: [2, 19, 21, 192], out: 192, kernel: CUBE, step: 1 },
-        Case { size: [2, 9, 17, 384], out: 384, kernel: CUBE, step: 1 },
-        Case { size: [2, 17, 33, 192], out: 96, kernel: [1, 3, 3], step: 1 },
-        Case { size: [2, 17, 33, 96], out: 3, kernel: CUBE, step: 1 },
-        Case { size: [2, 11, 13, 192], out: 384, kernel: [1, 1, 1], step: 1 },
-        Case { size: [2, 11, 13, 192], out: 384, kernel: [3, 1, 1], step: 1 },
-        Case { size: [2, 16, 32, 96], out: 96, kernel: [1, 3, 3], step: 2 },
-        Case { size: [2, 11, 13, 16], out: 16, kernel: [1, 1, 1], step: 1 },
-        Case { size: [2, 11, 13, 16], out: 40, kernel: CUBE, step: 1 },
-        // Channels that TMA cannot load, which the plain kernel convolves.
-        Case { size: [2, 21, 23, 3], out: 96, kernel: CUBE, step: 1 },
-        Case { size: [2, 7, 9, 12], out: 12, kernel: CUBE, step: 1 },
-    ];
-    for case in cases {
+    for case in CASES {
         let x = case.input();
         let wanted = run_on_cpu(&case.program("f32"), &x);
         let (half, single) =
@@ -195,24 +209,25 @@ fn a_cell_has_the_same_bits_in_a_frame_of_any_height() {
     }
 }
 
+fn attention_program([h, w, c]: [usize; 3], is_bf16: bool) -> String {
+    // A cast to the dtype that a value already has is no op.
+    let (cast, q) = if is_bf16 { ("%q = toperator.cast %x {to = \"bf16\"}", "q") } else { ("", "x") };
+    let (back, y) = if is_bf16 { ("%y = toperator.cast %o {to = \"f32\"}", "y") } else { ("", "o") };
+    format!(
+        "program @p {{ %x = input : f32[1, {h}, {w}, {c}] %g = weight \"norm.weight\" : f32[{c}] {cast} \
+         %k = toperator.rms_norm %{q}, %g {{eps = 1e-6}} %v = toperator.silu %{q} \
+         %o = toperator.attention %{q}, %k, %v {{head_dim = {c}}} {back} output \"y\", %{y} }}"
+    )
+}
+
 #[test]
 fn attention_within_a_frame_in_bf16_matches_f32() {
     let Some(found) = find_gpu() else { return };
     for [h, w, c] in [[9, 17, 384], [5, 13, 96], [20, 31, 32], [4, 4, 40]] {
-        let program = |is_bf16: bool| {
-            // A cast to the dtype that a value already has is no op.
-            let (cast, q) = if is_bf16 { ("%q = toperator.cast %x {to = \"bf16\"}", "q") } else { ("", "x") };
-            let (back, y) = if is_bf16 { ("%y = toperator.cast %o {to = \"f32\"}", "y") } else { ("", "o") };
-            format!(
-                "program @p {{ %x = input : f32[1, {h}, {w}, {c}] %g = weight \"norm.weight\" : f32[{c}] {cast} \
-                 %k = toperator.rms_norm %{q}, %g {{eps = 1e-6}} %v = toperator.silu %{q} \
-                 %o = toperator.attention %{q}, %k, %v {{head_dim = {c}}} {back} output \"y\", %{y} }}"
-            )
-        };
         let case = Case { size: [1, h, w, c], out: c, kernel: CUBE, step: 1 };
         let x = case.input();
-        let wanted = run_on_cpu(&program(false), &x);
-        let error = relative_error(&run_on_gpu(&found, &program(true), &x), &wanted);
+        let wanted = run_on_cpu(&attention_program([h, w, c], false), &x);
+        let error = relative_error(&run_on_gpu(&found, &attention_program([h, w, c], true), &x), &wanted);
         println!("{h} x {w} x {c}: {error:.1e} in bf16");
         assert!(error < 1e-2, "{h} x {w} x {c}: {error}");
     }

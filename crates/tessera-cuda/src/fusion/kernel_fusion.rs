@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Op, OpKind, OpView, Opcode, Program, Slots, views};
+use tessera_ir::{Op, OpKind, OpView, Opcode, Program, Slots, ValueId, views};
 
 use super::launch_step::{FusedGroup, LaunchStep};
 use super::slot_check::slots_stay_valid;
@@ -72,10 +72,17 @@ fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: u
             let silu = only(i).filter(|j| p.ops[*j].opcode == Opcode::Silu)?;
             Some(LaunchStep::NormSilu { norm: i, silu })
         }
+        OpView::TakeRows(v) if p.type_of(v.x).shape.len() == 4 => {
+            let write = only(i)?;
+            let OpView::CacheWrite(to) = p.ops[write].view().ok()? else { return None };
+            let is_same = stays_unchanged(p, Some(v.x), (i, write));
+            (is_same && to.row.is_none()).then_some(LaunchStep::FramesWrite { take: i, write })
+        }
         OpView::Conv3d(v) => {
             let add = only(i).filter(|j| p.ops[*j].opcode == Opcode::Add)?;
             let twice = p.ops[add].operands[0] == p.ops[add].operands[1];
-            (!twice && keeps_history(p, &v, i, add)).then_some(LaunchStep::ConvResidual { conv: i, add })
+            (!twice && stays_unchanged(p, v.history, (i, add)))
+                .then_some(LaunchStep::ConvResidual { conv: i, add })
         }
         OpView::RmsNorm(_) | OpView::RmsScale(_) => {
             let rope = only(i).filter(|j| p.ops[*j].opcode == Opcode::Rope);
@@ -101,13 +108,13 @@ fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: u
     }
 }
 
-/// Returns whether a convolution finds its history unchanged at the place of a later op: a write of the
-/// newest frames between the two would replace it.
-fn keeps_history(p: &Program, v: &views::Conv3d, conv: usize, later: usize) -> bool {
-    let read = v.history.and_then(|h| p.ops.iter().find(|op| op.results.first() == Some(&h)));
-    let buffer = read.and_then(|op| op.buffer);
-    let writes = |op: &Op| op.opcode == Opcode::CacheWrite && op.buffer == buffer;
-    buffer.is_none() || !p.ops[conv..later].iter().any(writes)
+/// Returns whether a value is at the place of a later op what it is at an op: rows of a buffer change with
+/// a write between the two.
+fn stays_unchanged(p: &Program, value: Option<ValueId>, (op, later): (usize, usize)) -> bool {
+    let read = value.and_then(|v| p.ops.iter().find(|op| op.results.first() == Some(&v)));
+    let Some(buffer) = read.and_then(|op| op.buffer) else { return true };
+    let writes = |op: &Op| op.opcode == Opcode::CacheWrite && op.buffer == Some(buffer);
+    !p.ops[op..later].iter().any(writes)
 }
 
 /// Returns whether both ops use the same frame numbering, if the sum has one.
@@ -230,6 +237,16 @@ mod tests {
         let (sum, write) = ("%s = toperator.add %c, %x : f32[2, 4, 4, 8]", "cache.write @past, %a");
         assert_eq!(steps(&format!("{sum} {write}")), (1, 1));
         assert_eq!(steps(&format!("{write} {sum}")), (1, 0));
+    }
+
+    #[test]
+    fn frames_go_into_a_buffer_without_a_copy_of_their_own() {
+        let p = program(&format!(
+            "program @p {{ {FRAMES} output \"c\", %c %l = toperator.take_rows %a {{row = 1, rows = 1}} \
+             cache.write @past, %l {{first_row = 1}} }}"
+        ));
+        let steps = plan_launch_steps(&p, &distinct_slots(&p, &[]), &[]);
+        assert!(steps.iter().any(|s| matches!(s, LaunchStep::FramesWrite { .. })), "{steps:?}");
     }
 
     #[test]

@@ -19,6 +19,8 @@ pub(crate) enum LaunchStep {
     ConvResidual { conv: usize, add: usize },
     /// A norm of the cells of frames, and SiLU.
     NormSilu { norm: usize, silu: usize },
+    /// The write of some of a value's frames into a buffer, without a copy of them in between.
+    FramesWrite { take: usize, write: usize },
     /// A horizontally fused group, which runs at the position of its first op. Its results lie in
     /// scratch memory.
     Fused(FusedGroup),
@@ -38,6 +40,7 @@ impl LaunchStep {
             LaunchStep::GemmResidual { matmul, add } => vec![matmul, add],
             LaunchStep::ConvResidual { conv, add } => vec![conv, add],
             LaunchStep::NormSilu { norm, silu } => vec![norm, silu],
+            LaunchStep::FramesWrite { take, write } => vec![take, write],
             LaunchStep::Fused(ref joined) => joined.all_ops(),
         }
     }

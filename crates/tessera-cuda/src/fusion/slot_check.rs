@@ -139,7 +139,10 @@ impl<'a> SlotState<'a> {
             LaunchStep::ConvResidual { conv, add } => {
                 self.p.ops[*add].operands.contains(&v) && !self.p.ops[*conv].used_values().any(|u| u == v)
             }
-            LaunchStep::Single(_) | LaunchStep::GemmResidual { .. } | LaunchStep::Fused(_) => false,
+            LaunchStep::Single(_)
+            | LaunchStep::GemmResidual { .. }
+            | LaunchStep::FramesWrite { .. }
+            | LaunchStep::Fused(_) => false,
         };
         let overwrites = |v: ValueId, w: ValueId| {
             let meets = self.slot_of(v).is_some() && self.slot_of(v) == self.slot_of(w) && v != w;

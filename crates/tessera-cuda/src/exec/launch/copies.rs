@@ -6,7 +6,7 @@ use tessera_ir::{CommAxis, ValueId, views};
 use tessera_mesh::AxisLayout;
 
 use super::StepWork;
-use super::site::LaunchSite;
+use super::site::{LaunchSite, row_bytes};
 use crate::driver::CudaResult;
 
 /// A copy or a fill, by device addresses and in bytes.
@@ -38,6 +38,13 @@ pub(super) fn copy_whole(s: &LaunchSite<'_>, from: ValueId, to: u64) -> CudaResu
 
 pub(super) fn build_take_rows(s: &LaunchSite<'_>, v: &views::TakeRows, out: ValueId) -> CudaResult<StepWork> {
     copy_range(s, (v.x, out), 0, v.row..v.row + v.rows)
+}
+
+/// Copies some frames of a value to an address.
+pub(super) fn build_frames_write(s: &LaunchSite<'_>, v: &views::TakeRows, to: u64) -> CudaResult<StepWork> {
+    let row = row_bytes(s.p.type_of(v.x));
+    let from = s.at::<u64>(v.x)? + v.row * row;
+    Ok(StepWork::Transfers(vec![Transfer::Copy { to, from, bytes: v.rows * row }]))
 }
 
 pub(super) fn build_take_shard(

@@ -70,6 +70,12 @@ pub(in crate::exec) fn build_step(
             }
             _ => misplaced_error(s, norm),
         },
+        LaunchStep::FramesWrite { take, write } => match (&views[take], &views[write]) {
+            (OpView::TakeRows(v), OpView::CacheWrite(to)) => {
+                copies::build_frames_write(s, v, s.write_address(&s.p.ops[write], to)?)
+            }
+            _ => misplaced_error(s, take),
+        },
         LaunchStep::Fused(ref group) => {
             let first = group.fused_ops()[0];
             match (group, &views[first]) {
