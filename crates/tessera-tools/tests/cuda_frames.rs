@@ -186,7 +186,7 @@ fn convolutions_in_bf16_match_f32() {
             (run_on_gpu(&found, &case.program("bf16"), &x), run_on_gpu(&found, &case.program("f32"), &x));
         let errors = (relative_error(&half, &wanted), relative_error(&single, &wanted));
         println!("{case:?}: {:.1e} in bf16, {:.1e} in f32", errors.0, errors.1);
-        assert!(errors.0 < 1e-2 && errors.1 < 1e-6, "{case:?}: {errors:?}");
+        assert!(errors.0 < 1e-2 && errors.1 < 1e-5, "{case:?}: {errors:?}");
     }
 }
 

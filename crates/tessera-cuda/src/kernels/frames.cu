@@ -1,50 +1,65 @@
 // Kernels of frames [t, h, w, c], channels last: the convolution for what the sm90 kernel does not
 // support, norms of cells, and movements of cells.
 
-// Convolves any shape. A warp computes 8 cells of 32 channels, and a block of 8 warps shares the
-// weights of a tap in shared memory.
+// Convolves any shape. A warp computes 8 cells of 32 channels, and a block of 8 warps shares weights in
+// shared memory: those of as many taps as fit, or of a part of one tap's channels.
 constexpr int CELLS_PER_WARP = 8, CONV_CHANNELS = 32, CONV_STEP = 64;
 
-// Returns the cell that a tap reads for the `i`th cell of the result; null outside of the frames.
-template <typename T> __device__ __forceinline__ const T *find_cell(const T *x, const T *history, const ConvShape &s, i64 i, int tap) {
-    if (i >= (i64)s.frames * s.height * s.width) return nullptr;
-    int column = (int)(i % s.width), row = (int)(i / s.width % s.height), frame = (int)(i / ((i64)s.width * s.height));
-    column = column * s.column_step + tap % s.kernel_columns - s.pad;
-    row = row * s.row_step + tap / s.kernel_columns % s.kernel_rows - s.pad;
-    frame = frame * s.frame_step + tap / (s.kernel_columns * s.kernel_rows) - s.past;
+struct CellPlace {
+    int frame, row, column;
+};
+
+// Returns the cell that a tap reads for a cell of the result; null outside of the frames.
+template <typename T> __device__ __forceinline__ const T *find_cell(const T *x, const T *history, const ConvShape &s, CellPlace at, int tap) {
+    int column = at.column + tap % s.kernel_columns, row = at.row + tap / s.kernel_columns % s.kernel_rows;
+    int frame = at.frame + tap / (s.kernel_columns * s.kernel_rows);
     if (column < 0 || column >= s.in_width || row < 0 || row >= s.in_height || frame >= s.in_frames || frame < -s.history) return nullptr;
-    const T *frames = frame < 0 ? history + (i64)(frame + s.history) * s.in_height * s.in_width * s.in_channels
-                                : x + (i64)frame * s.in_height * s.in_width * s.in_channels;
-    return frames + ((i64)row * s.in_width + column) * s.in_channels;
+    const T *frames = frame < 0 ? history : x;
+    return frames + (((i64)(frame < 0 ? frame + s.history : frame) * s.in_height + row) * s.in_width + column) * s.in_channels;
 }
 template <typename T> __device__ void conv_cells(const T *x, const T *history, const T *w, const T *bias, const T *residual, T *out, const ConvShape &s) {
     __shared__ float tile[CONV_STEP][CONV_CHANNELS + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, taps = s.kernel_frames * s.kernel_rows * s.kernel_columns;
     int channel_tiles = div_up(s.channels, CONV_CHANNELS), first_channel = blockIdx.x % channel_tiles * CONV_CHANNELS, channel = first_channel + lane;
-    i64 first = ((i64)(blockIdx.x / channel_tiles) * (blockDim.x / 32) + warp) * CELLS_PER_WARP;
+    i64 first = ((i64)(blockIdx.x / channel_tiles) * (blockDim.x / 32) + warp) * CELLS_PER_WARP, cells = (i64)s.frames * s.height * s.width;
     float sum[CELLS_PER_WARP];
-    for (int j = 0; j < CELLS_PER_WARP; j++) sum[j] = 0.0f;
-    for (int tap = 0; tap < taps; tap++) {
-        const T *cells[CELLS_PER_WARP];
-        for (int j = 0; j < CELLS_PER_WARP; j++) cells[j] = find_cell(x, history, s, first + j, tap);
+    CellPlace places[CELLS_PER_WARP];
+#pragma unroll
+    for (int j = 0; j < CELLS_PER_WARP; j++) {
+        i64 i = first + j;
+        sum[j] = 0.0f;
+        places[j].column = (int)(i % s.width) * s.column_step - s.pad;
+        places[j].row = (int)(i / s.width % s.height) * s.row_step - s.pad;
+        // A frame that no tap reaches stands for a cell past the end.
+        places[j].frame = i < cells ? (int)(i / s.width / s.height) * s.frame_step - s.past : s.in_frames;
+    }
+    int stage_taps = max(1, CONV_STEP / s.in_channels);
+    for (int first_tap = 0; first_tap < taps; first_tap += stage_taps) {
+        int tap_count = min(stage_taps, taps - first_tap);
         for (int step = 0; step < s.in_channels; step += CONV_STEP) {
-            int count = min(CONV_STEP, s.in_channels - step);
+            int count = min(CONV_STEP, s.in_channels - step), total = tap_count * count;
             __syncthreads();
-            for (int i = threadIdx.x; i < CONV_CHANNELS * count; i += blockDim.x) {
-                int out_channel = first_channel + i / count;
-                tile[i % count][i / count] = out_channel < s.channels ? to_f32(w[((i64)out_channel * taps + tap) * s.in_channels + step + i % count]) : 0.0f;
+            for (int i = threadIdx.x; i < CONV_CHANNELS * total; i += blockDim.x) {
+                int out_channel = first_channel + i / total, k = i % total, tap = first_tap + k / count;
+                tile[k][i / total] = out_channel < s.channels ? to_f32(w[((i64)out_channel * taps + tap) * s.in_channels + step + k % count]) : 0.0f;
             }
             __syncthreads();
-            for (int j = 0; j < CELLS_PER_WARP; j++) {
-                if (!cells[j]) continue;
-                for (int c = 0; c < count; c++) sum[j] = fmaf(to_f32(cells[j][step + c]), tile[c][lane], sum[j]);
+            for (int tap = 0; tap < tap_count; tap++) {
+                const float (*weights)[CONV_CHANNELS + 1] = tile + tap * count;
+#pragma unroll
+                for (int j = 0; j < CELLS_PER_WARP; j++) {
+                    const T *cell = find_cell(x, history, s, places[j], first_tap + tap);
+                    if (!cell) continue;
+                    for (int c = 0; c < count; c++) sum[j] = fmaf(to_f32(cell[step + c]), weights[c][lane], sum[j]);
+                }
             }
         }
     }
     if (channel >= s.channels) return;
+#pragma unroll
     for (int j = 0; j < CELLS_PER_WARP; j++) {
         i64 i = first + j;
-        if (i >= (i64)s.frames * s.height * s.width) continue;
+        if (i >= cells) continue;
         float y = sum[j] + (bias ? to_f32(bias[channel]) : 0.0f);
         // The residual is added after rounding, as by an op of its own. It may be the result.
         if (residual) y = rounded<T>(y) + to_f32(residual[i * s.channels + channel]);

@@ -51,9 +51,9 @@ pub struct PhaseBenchReport {
     pub plan: String,
     /// The phases in the requested order.
     pub phases: Vec<PhaseTimes>,
-    /// Planned bytes of weights, buffers, temporaries and overhead of the loaded phases.
-    pub planned: [u64; 4],
-    /// Bytes that the driver attributes to this process.
+    /// Bytes of weights, buffers and temporaries of the loaded phases.
+    pub planned: [u64; 3],
+    /// Bytes that the driver attributes to this process, with its context and libraries.
     pub measured: u64,
 }
 
@@ -98,12 +98,11 @@ pub fn time_phases(config: &PhaseBenchConfig) -> Result<PhaseBenchReport, Diagno
     for phase in &loaded {
         phases.push(phase.time(&mut backend, config)?);
     }
-    let [weights, buffers, slots] = backend.memory_bytes();
     Ok(PhaseBenchReport {
         size: format!("{}x{}", model.video.stream.height, model.video.stream.width),
         plan: plan.sealed.digest_hex(),
         phases,
-        planned: [weights, buffers, slots, CudaBackend::overhead_bytes(0)],
+        planned: backend.memory_bytes(),
         measured: backend.process_memory().unwrap_or(0),
     })
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use tessera::{DtypePolicy, Mapping};
 use tessera_tools::bench::{PhaseBenchConfig, PhaseBenchReport, PhaseTimes, median_and_deciles, time_phases};
 
-use super::{format_percent, parse_size, to_gib};
+use super::{parse_size, to_gib};
 use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
 
@@ -89,15 +89,12 @@ fn report_json(report: &PhaseBenchReport) -> serde_json::Value {
 }
 
 fn report_text(report: &PhaseBenchReport) -> String {
-    let planned: u64 = report.planned.iter().sum();
-    let error = (report.measured > 0).then(|| planned as f64 / report.measured as f64 - 1.0);
     let mut text = format!(
-        "{}, plan {}: memory {:.2} GiB planned (with context and libraries), {:.2} GiB measured, error {}\n",
+        "{}, plan {}: weights, buffers and temporaries of the phases take {:.2} GiB; the process uses {:.2} GiB, with context and libraries\n",
         report.size,
         &report.plan[..12.min(report.plan.len())],
-        to_gib(planned),
+        to_gib(report.planned.iter().sum()),
         to_gib(report.measured),
-        format_percent(error)
     );
     let mut rows = vec![["phase", "median ms", "p10", "p90", "TFLOP", "TFLOP/s"].map(String::from)];
     rows.extend(report.phases.iter().map(|p| {
