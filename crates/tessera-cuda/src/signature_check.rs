@@ -8,8 +8,8 @@ use crate::attention_sm90;
 use crate::collectives::COLLECTIVE_TABLE;
 use crate::gemm::sm90::{self, EPILOGUES, GEMM_TABLE};
 use crate::kernel_params::{Param, ParamType};
-use crate::kernel_table::{ELEMENTWISE_TABLE, ROW_TABLE};
-use crate::kernels::{elementwise_source, row_sources};
+use crate::kernel_table::{ELEMENTWISE_TABLE, RELATIVE_ATTENTION_TABLE, ROW_TABLE};
+use crate::kernels::{elementwise_source, relative_attention_source, row_sources};
 
 /// A parameter of a `__global__` function.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -248,6 +248,7 @@ fn declarations(tables: &[&[(&'static str, &[Param])]]) -> Declarations {
 fn all_sources() -> Vec<(String, Declarations)> {
     let mut out = vec![
         (elementwise_source(), declarations(&[ELEMENTWISE_TABLE])),
+        (relative_attention_source(), declarations(&[RELATIVE_ATTENTION_TABLE])),
         (attention_sm90::kernel_source(), declarations(&[attention_sm90::ATTENTION_TABLE])),
         (include_str!("kernels/p2p_collectives.cu").to_string(), declarations(&[COLLECTIVE_TABLE])),
     ];
@@ -272,7 +273,8 @@ fn every_declared_parameter_is_that_of_the_kernel() {
     }
     // One kernel per GEMM tile, and all others once.
     let tiles = EPILOGUES.into_iter().flat_map(sm90::tile_candidates).count();
-    assert_eq!(kernels - tiles, ELEMENTWISE_TABLE.len() + ROW_TABLE.len() + COLLECTIVE_TABLE.len() + 1);
+    let tables = [ELEMENTWISE_TABLE, ROW_TABLE, RELATIVE_ATTENTION_TABLE, COLLECTIVE_TABLE];
+    assert_eq!(kernels - tiles, tables.iter().map(|t| t.len()).sum::<usize>() + 1);
 }
 
 /// Applies a change to the declaration of a kernel and returns the differences.

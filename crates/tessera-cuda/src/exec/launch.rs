@@ -12,6 +12,7 @@ pub(super) mod dispatch;
 pub(super) mod elementwise;
 pub(super) mod gemms;
 mod norms;
+mod relative_attention;
 pub(super) mod site;
 
 use tessera_ir::{Activation, DType, Program, views};

@@ -139,17 +139,19 @@ fn is_on_main_stream(op: &Op) -> bool {
     op.stream.0 == 0
 }
 
-/// Returns whether all readers of a matmul's result are row kernels on the same stream.
+/// Returns whether all readers of a matmul's result are row kernels, or kernels of attention with a bias by
+/// distance, on the same stream: they take the row pitch as an argument.
 fn read_by_row_kernels(p: &Program, readers: &[Vec<usize>], op: &Op) -> bool {
     let result = op.results[0];
     readers[result.0 as usize].iter().all(|j| {
         let reader = &p.ops[*j];
         let rows = match reader.opcode {
-            Opcode::RmsNorm | Opcode::Rope => true,
-            Opcode::CacheWrite => writes_matrix_rows(p, *j),
+            Opcode::RmsNorm | Opcode::Rope => reader.operands[0] == result,
+            Opcode::RelativeAttention => reader.operands[..3].contains(&result),
+            Opcode::CacheWrite => reader.operands[0] == result && writes_matrix_rows(p, *j),
             _ => false,
         };
-        rows && reader.stream == op.stream && reader.operands[0] == result && reader.after.is_empty()
+        rows && reader.stream == op.stream && reader.after.is_empty()
     })
 }
 
