@@ -1,4 +1,6 @@
-//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model.
+//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model, or its text encoder.
+
+mod text;
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -24,11 +26,12 @@ Examples:
   tessera bench dit --dtype fp8                              the same with the matmuls of transformer blocks in fp8
   tessera bench dit --mesh tp=4 --size 480x832,320x576       four GPUs that share the tokens; two sizes, one after another
   tessera bench dit --mesh tp=4 --trace --trace-to t.json    time per kernel class, compared with the estimate
+  tessera bench text                                         the text encoder UMT5-XXL for one prompt
 
 Weights are random, so no download is needed. A step is five forwards of the DiT, which yield twelve frames. To compare with
 PyTorch on the same GPUs in the same run, see tools/bench/README.md.";
 
-/// Benchmark the denoising network (DiT) of a video model on GPUs
+/// Benchmark the denoising network (DiT) or the text encoder of a video model on GPUs
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -39,8 +42,10 @@ pub struct Args {
 impl Args {
     /// Returns the format in which `main` prints the diagnostics of a failed benchmark.
     pub fn format(&self) -> OutputFormat {
-        let BenchCommand::Dit(dit) = &self.command;
-        dit.format
+        match &self.command {
+            BenchCommand::Dit(dit) => dit.format,
+            BenchCommand::Text(text) => text.format,
+        }
     }
 }
 
@@ -48,6 +53,7 @@ impl Args {
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
     Dit(DitArgs),
+    Text(text::TextArgs),
 }
 
 /// Measure the step time of the DiT: a step is five denoising forwards with three latent frames of
@@ -149,9 +155,15 @@ pub enum BenchDevice {
     Cuda,
 }
 
-/// Measures how fast this machine's GPUs run the DiT of a video model.
+/// Measures how fast this machine's GPUs run the DiT of a video model, or its text encoder.
 pub fn run(args: &Args) -> CliResult {
-    let BenchCommand::Dit(dit) = &args.command;
+    match &args.command {
+        BenchCommand::Dit(dit) => run_dit(dit),
+        BenchCommand::Text(text) => text::run(text),
+    }
+}
+
+fn run_dit(dit: &DitArgs) -> CliResult {
     let (strategy, dtype) = (dit.strategy, dit.dtype);
     let mesh = parse_mesh(&dit.mesh).map_err(CliError::usage)?;
     let (transport, overlap_chunks) = (dit.transport, dit.overlap_chunks);
@@ -290,6 +302,7 @@ fn frames_per_second(step_ms: f64) -> f64 {
     FRAMES_PER_STEP as f64 * 1e3 / step_ms
 }
 
+/// Returns bytes in GiB.
 fn to_gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
@@ -420,9 +433,10 @@ mod tests {
     }
 
     fn parse_args(words: &[&str]) -> Result<DitArgs, clap::Error> {
-        let Bench { args: Args { command: BenchCommand::Dit(dit) } } =
-            Bench::try_parse_from([&["bench", "dit"], words].concat())?;
-        Ok(dit)
+        match Bench::try_parse_from([&["bench", "dit"], words].concat())?.args.command {
+            BenchCommand::Dit(dit) => Ok(dit),
+            BenchCommand::Text(_) => panic!("another benchmark"),
+        }
     }
 
     #[test]

@@ -256,6 +256,21 @@ mod tests {
     }
 
     #[test]
+    fn three_matmuls_fuse_if_attention_by_distance_reads_them() {
+        let found = |operands: &str| {
+            let three = ["v", "q", "k"].map(|n| matmul_text("x", n)).concat();
+            let p = program(&format!(
+                "program @p {{ %x = input : bf16[16, 128] %n = call \"n\" : i64 {three} \
+                 %table = weight \"table\" : f32[32, 2] \
+                 %a = toperator.relative_attention {operands}, %table, length=%n \
+                 {{head_dim = 64, max_distance = 128}} output \"a\", %a }}"
+            ));
+            qkv_candidates(&p, &p.value_readers()).iter().map(|t| value_names(&p, t)).collect::<Vec<_>>()
+        };
+        assert_eq!(found("%q, %k, %v"), [["v", "q", "k"]]);
+    }
+
+    #[test]
     fn a_cache_write_fuses_unless_another_op_accesses_the_cache_in_between() {
         let found = |between: &str, row: &str| -> Option<String> {
             let three = ["v", "q", "k"].map(|n| matmul_text("x", n)).concat();

@@ -316,7 +316,7 @@ fn read_case_sigma(model: &Model) -> Result<f32, Diagnostics> {
     sigma.map(|s| s as f32).ok_or_else(|| bench_error(format!("{} has no sigma", file.display())))
 }
 
-fn fault_error(f: &Fault) -> Diagnostics {
+pub(super) fn fault_error(f: &Fault) -> Diagnostics {
     let (Fault::Failed(why)
     | Fault::Stalled(why)
     | Fault::Aborted(why)
