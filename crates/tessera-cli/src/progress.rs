@@ -56,6 +56,7 @@ impl Progress {
     pub fn show_event(&self, event: &StreamEvent) {
         match (self, event) {
             (Progress::Silent, _) | (_, StreamEvent::Exited) => {}
+            (_, StreamEvent::Note(d)) => self.print_line(&format!("{} ({})", d.message, d.code.id)),
             (Progress::Lines(_), StreamEvent::Started { pids }) => print_stderr_line(&started_line(pids)),
             (Progress::Lines(each), StreamEvent::Chunk(c)) => {
                 if (c.chunk + 1).is_multiple_of(*each) || c.chunk + 1 == c.chunks {

@@ -19,7 +19,7 @@ use crate::cubin::is_complete_cubin;
 use crate::dylib::Nvrtc;
 use crate::frame_attention;
 use crate::gemm::sm90::{self, EPILOGUES};
-use crate::kernels::{elementwise_source, row_variants};
+use crate::kernels::{elementwise_source, head_defines, relative_attention_source, row_variants};
 use crate::libraries::Libraries;
 
 /// A family for Ampere, Ada, Hopper and Blackwell.
@@ -28,6 +28,7 @@ const fn portable_family(name: &'static str) -> KernelFamily {
 }
 
 const ELEMENTWISE_FAMILY: KernelFamily = portable_family("elementwise kernels");
+const RELATIVE_ATTENTION_FAMILY: KernelFamily = portable_family("attention with a bias by distance");
 const ROW_FAMILY: KernelFamily = portable_family("row kernels");
 const FRAME_ATTENTION_FAMILY: KernelFamily = portable_family("attention within frames");
 const COLLECTIVE_FAMILY: KernelFamily = portable_family("collective kernels");
@@ -65,6 +66,10 @@ fn all_compilations() -> Vec<Compilation> {
         for (source, defines) in row_variants(width, is_bf16) {
             out.extend(compilations(ROW_FAMILY, &source, &defines));
         }
+    }
+    for head in [0, 16, 48, 64, 128] {
+        let source = relative_attention_source();
+        out.extend(compilations(RELATIVE_ATTENTION_FAMILY, &source, &head_defines(head)));
     }
     for (members, me) in [(1, 0), (2, 1), (4, 2), (16, 15)] {
         let group = [("MEMBERS", members.to_string()), ("ME", me.to_string())];

@@ -147,9 +147,20 @@ fn find_nvml_device(libraries: &Libraries, bus: &str) -> Option<*mut c_void> {
     }
 }
 
+/// Returns the bytes of a GPU that no process uses, as NVML reports; `None` without NVML.
+#[must_use]
+pub fn free_bytes(libraries: &Libraries, ordinal: u32) -> Option<u64> {
+    query_memory(libraries, ordinal).map(|[_, free, _]| free)
+}
+
 /// Returns the bytes in use on a GPU by all processes, as NVML reports. A process's own usage is
 /// the difference of two calls.
 pub(crate) fn used_bytes(libraries: &Libraries, ordinal: u32) -> Option<u64> {
+    query_memory(libraries, ordinal).map(|[_, _, used]| used)
+}
+
+/// Returns the total, the free and the used bytes of a GPU, as NVML reports.
+fn query_memory(libraries: &Libraries, ordinal: u32) -> Option<[u64; 3]> {
     // SAFETY: a type only; the call below states why its arguments are valid.
     type Info = unsafe extern "C" fn(*mut c_void, *mut [u64; 3]) -> c_int;
     let device = find_nvml_device(libraries, &pci_bus_id(device::get(ordinal as c_int).ok()?).ok()?)?;
@@ -157,7 +168,7 @@ pub(crate) fn used_bytes(libraries: &Libraries, ordinal: u32) -> Option<u64> {
     unsafe {
         let info: Symbol<Info> = libraries.get_symbol(Library::Nvml, "nvmlDeviceGetMemoryInfo")?;
         let mut memory = [0; 3];
-        (info(device, &mut memory) == 0).then_some(memory[2])
+        (info(device, &mut memory) == 0).then_some(memory)
     }
 }
 

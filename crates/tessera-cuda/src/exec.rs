@@ -7,6 +7,7 @@
 //! later runs allocate, compile and capture nothing.
 
 mod backend;
+mod call_checks;
 mod capture;
 mod comm_groups;
 mod effective_values;

@@ -3,7 +3,9 @@
 
 use crate::collectives::Targets;
 use crate::conv::ConvShape;
-use crate::kernel_params::{Bf16, CosSin, DevicePtr, E4m3, Element, Word, kernel_signatures};
+use crate::kernel_params::{
+    Bf16, CosSin, DevicePtr, E4m3, Element, KernelParam, ParamType, Word, kernel_signatures,
+};
 
 kernel_signatures! {
     ELEMENTWISE_TABLE:
@@ -20,6 +22,14 @@ kernel_signatures! {
     /// Adds `n` elements.
     Add { x: DevicePtr<Element>, y: DevicePtr<Element>, out: DevicePtr<Element>, n: i64 } =
         ADD_F32 "add_f32", ADD_BF16 "add_bf16";
+
+    /// Multiplies `n` elements.
+    Mul { x: DevicePtr<Element>, y: DevicePtr<Element>, out: DevicePtr<Element>, n: i64 } =
+        MUL_F32 "mul_f32", MUL_BF16 "mul_bf16";
+
+    /// Takes rows of a table by their ids; `n` elements of `width` columns.
+    Embed { ids: DevicePtr<f32>, table: DevicePtr<Element>, out: DevicePtr<f32>, rows: i32, width: i32, n: i64 } =
+        EMBED_F32 "embed_f32", EMBED_BF16 "embed_bf16";
 
     /// Adds an embedding to consecutive modulation tables.
     Modulation {
@@ -160,4 +170,31 @@ kernel_signatures! {
         by_column: DevicePtr<CosSin>, first_row: i32, height: i32, width: i32, has_positions: i32,
         targets: Targets,
     } = RMS_ROPE "rms_rope";
+}
+
+/// The number of buckets per direction that [`BucketStarts`] holds.
+pub(crate) const MAX_BUCKETS_PER_DIRECTION: usize = 128;
+
+/// Kernel argument with the layout of `BucketStarts` in relative_attention.cu: the smallest distance of each
+/// bucket of one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct BucketStarts {
+    pub(crate) first: [i32; MAX_BUCKETS_PER_DIRECTION],
+}
+
+impl KernelParam for BucketStarts {
+    const TYPE: ParamType = ParamType::Value("BucketStarts");
+}
+
+kernel_signatures! {
+    RELATIVE_ATTENTION_TABLE:
+
+    /// Attention with a bias by distance, for any head size or for that of the compilation.
+    RelativeAttention {
+        q: DevicePtr<Element>, k: DevicePtr<Element>, v: DevicePtr<Element>, table: DevicePtr<f32>,
+        length: DevicePtr<i64>, out: DevicePtr<Element>, queries: i32, keys: i32, heads: i32, head: i32,
+        q_pitch: i32, k_pitch: i32, v_pitch: i32, buckets: i32, starts: BucketStarts,
+    } = RELATIVE_ATTENTION_F32 "relative_attention_f32", RELATIVE_ATTENTION_BF16 "relative_attention_bf16",
+        RELATIVE_ATTENTION_TILED "relative_attention";
 }

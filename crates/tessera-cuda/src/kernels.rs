@@ -22,6 +22,7 @@ const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
 const RMS_ROPE: &str = include_str!("kernels/rms_rope.cu");
 const ELEMENTWISE: &str = include_str!("kernels/elements.cu");
+const RELATIVE_ATTENTION: &str = include_str!("kernels/relative_attention.cu");
 
 /// Threads per block of an elementwise kernel.
 const ELEMENTWISE_THREADS: u32 = 256;
@@ -34,6 +35,9 @@ pub(crate) struct KernelSet {
     functions: BTreeMap<&'static str, KernelFunction>,
     /// Row kernels by width, and by whether rows are bf16 rather than f32.
     row_kernels: BTreeMap<(u64, bool), BTreeMap<&'static str, RowKernel>>,
+    /// Kernels of attention with a bias by distance, by name and the head size that they are compiled
+    /// for.
+    head_kernels: BTreeMap<(&'static str, u64), KernelFunction>,
     multiprocessors: u32,
 }
 
@@ -63,6 +67,17 @@ enum LaunchGrid {
     Blocks { count: u64, threads: u32, shared_bytes: u32 },
     /// A row kernel with as many blocks as the device can run at once; each block loops over rows.
     Rows { rows: u64, width: u64, dtype: DType },
+    /// Blocks of a kernel that is compiled for a head size; 0 stands for any.
+    Heads { head: u64, blocks: HeadBlocks },
+}
+
+/// The blocks of a kernel that is compiled for a head size.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeadBlocks {
+    pub(crate) count: u64,
+    pub(crate) threads: u32,
+    /// Bytes of dynamic shared memory per block.
+    pub(crate) shared_bytes: u32,
 }
 
 impl KernelLaunch {
@@ -96,12 +111,22 @@ impl KernelLaunch {
         }
     }
 
+    /// A kernel that is compiled for this head size; 0 stands for any.
+    pub(crate) fn heads<P: KernelParams + 'static>(
+        kernel: Kernel<P>,
+        head: u64,
+        blocks: HeadBlocks,
+        args: P,
+    ) -> KernelLaunch {
+        KernelLaunch { name: kernel.name(), grid: LaunchGrid::Heads { head, blocks }, args: Box::new(args) }
+    }
+
     /// Returns the row width and dtype for which [`KernelSet::prepare_rows`] must compile the kernel;
     /// `None` for an elementwise kernel.
     pub(crate) fn row_variant(&self) -> Option<(u64, DType)> {
         match self.grid {
             LaunchGrid::Rows { width, dtype, .. } => Some((width, dtype)),
-            LaunchGrid::Blocks { .. } => None,
+            LaunchGrid::Blocks { .. } | LaunchGrid::Heads { .. } => None,
         }
     }
 }
@@ -131,8 +156,32 @@ impl KernelSet {
             elementwise: elements,
             functions: BTreeMap::new(),
             row_kernels: BTreeMap::new(),
+            head_kernels: BTreeMap::new(),
             multiprocessors: multiprocessors.max(1),
         })
+    }
+
+    /// Compiles what a launch needs, so that no launch has to. Elementwise kernels are compiled when the
+    /// backend opens.
+    pub(crate) fn prepare_launch(&mut self, launch: &KernelLaunch) -> CudaResult<()> {
+        if let Some((width, dtype)) = launch.row_variant() {
+            self.prepare_rows(width, dtype)?;
+        }
+        match launch.grid {
+            LaunchGrid::Heads { head, blocks } => self.prepare_heads(launch.name, head, blocks.shared_bytes),
+            LaunchGrid::Blocks { .. } | LaunchGrid::Rows { .. } => Ok(()),
+        }
+    }
+
+    /// Compiles a kernel of attention with a bias by distance for a head size.
+    fn prepare_heads(&mut self, name: &'static str, head: u64, shared_bytes: u32) -> CudaResult<()> {
+        if !self.head_kernels.contains_key(&(name, head)) {
+            let source = relative_attention_source();
+            let module = self.compiler.compile_module("relative_attention", &source, &head_defines(head))?;
+            self.head_kernels.insert((name, head), module.get_function(name)?);
+        }
+        // More buckets need more shared memory.
+        self.head_kernels[&(name, head)].set_max_shared_bytes(shared_bytes)
     }
 
     /// Compiles the kernels for rows of a width.
@@ -186,6 +235,15 @@ impl KernelSet {
                 // SAFETY: as above, and the kernel was compiled for rows of this width and dtype.
                 unsafe { stream.launch_kernel(&r.kernel, grid, r.threads, 0, &mut args.addresses()) }
             }
+            LaunchGrid::Heads { blocks: HeadBlocks { count: 0, .. }, .. } => Ok(()),
+            LaunchGrid::Heads { head, blocks: HeadBlocks { count, threads, shared_bytes } } => {
+                let Some(function) = self.head_kernels.get(&(*name, head)) else {
+                    return Err(CudaError(format!("kernel {name} was not compiled for heads of {head}")));
+                };
+                let grid = [count as u32, 1, 1];
+                // SAFETY: as above, and the kernel was compiled for this head size.
+                unsafe { stream.launch_kernel(function, grid, threads, shared_bytes, &mut args.addresses()) }
+            }
         }
     }
 
@@ -217,6 +275,16 @@ pub(crate) fn wgmma_source(columns: u64) -> String {
          wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{names}}}, %{a}, %{b}, p, 1, 1, 0, 0;\\n}}\" \
          : {constraints} : \"l\"(a), \"l\"(b), \"r\"(more));\n}}\n"
     )
+}
+
+/// Returns the CUDA source of attention with a bias by distance.
+pub(crate) fn relative_attention_source() -> String {
+    format!("{COMMON}{RELATIVE_ATTENTION}")
+}
+
+/// Returns the macros of attention with a bias by distance for a head size; 0 stands for any.
+pub(crate) fn head_defines(head: u64) -> [(&'static str, String); 1] {
+    [("HEAD", head.to_string())]
 }
 
 /// Returns the CUDA source of row kernels with all that they include.

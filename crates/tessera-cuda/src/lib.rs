@@ -41,7 +41,7 @@ mod test_gpu;
 pub use capabilities::{FeatureMask, GpuFeature};
 pub use codes::{CODES, T1301, T1304};
 pub use compile::KernelCache;
-pub use devices::{Devices, Gpu, PeerLink, list_devices};
+pub use devices::{Devices, Gpu, PeerLink, free_bytes, list_devices};
 pub use exec::{CommunicatorMember, CudaBackend, CudaOptions, OneTimeCounts, StepSpan};
 pub use fusion::launched_ops;
 pub use kernel_choice::describe_kernels;

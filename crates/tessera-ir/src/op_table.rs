@@ -291,7 +291,7 @@ Compute ComputeOp {
     Clamp "clamp" (x: Operand) [] {limit: Positive} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Aligned(1), ByRow],
         "Each element of x, limited to −limit..=limit; NaN stays NaN.";
     Embed "embed" (ids: Operand, table: Operand) [] {} -> 1, false, [Copy, Zero, Fixed(F32), Whole, ByRow],
-        "Row ids[i] of table [rows, d] for each i of ids [n], as [n, d]. The ids are whole numbers in f32, which is exact below 2^24.";
+        "Row ids[i] of table [rows, d] for each i of ids [n], as [n, d] in f32. The table may be stored in bf16. The ids are whole numbers in f32, which is exact below 2^24.";
     TakeRows "take_rows" (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
         "Rows `row..row + rows` of x.";
     TakeShard "take_shard" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],

@@ -8,7 +8,7 @@
 use tessera_ir::{DType, Opcode, Program, Type, ValueId};
 
 use crate::graph_builder::GraphBuilder;
-use crate::umt5::encode_text_phase;
+use crate::umt5::encode_text_phases;
 use crate::vae::{decode_programs, encode_anchor_program};
 use crate::video_model::{ContextRegime, VideoModel};
 use crate::{PixelDecoder, PredictionTarget};
@@ -52,7 +52,7 @@ pub fn build_phases(m: &VideoModel) -> Vec<Program> {
         PixelDecoder::None => {}
     }
     if let Some(encoder) = &m.text_encoder {
-        out.push(encode_text_phase(encoder, m.wan.text_len));
+        out.extend(encode_text_phases(encoder, m.wan.text_len));
     }
     out
 }

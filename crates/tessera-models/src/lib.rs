@@ -30,7 +30,9 @@ pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
 pub use presets::Preset;
 pub use schedule::SigmaStep;
 pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps};
-pub use umt5::{TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights};
+pub use umt5::{
+    TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights,
+};
 pub use vae::{VaeConfig, expected_vae_weights};
 pub use video_model::{ContextRegime, VideoModel};
 pub use wan_config::WanConfig;

@@ -21,7 +21,7 @@ use tessera_ir::{
 use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
 use crate::codes::T0606;
-use crate::ownership::{OpOwner, ProgramAnalysis, is_leader_phase};
+use crate::ownership::{OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase};
 use crate::roles::{TpClass, group_roles, uneven_shards};
 use crate::stages::StageCosts;
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
@@ -96,8 +96,7 @@ fn with_dtype_policy<'a>(
     if mapping.dtype == DtypePolicy::F32 {
         return Ok(Cow::Borrowed(logical));
     }
-    // The leader's phases run on a CPU, in f32.
-    let apply = |p| match is_leader_phase(p) {
+    let apply = |p| match is_leader_cpu_phase(p) {
         true => Ok(Program::clone(p)),
         false => precision::apply_dtype_policy(p, mapping.dtype, mapping.strategy),
     };
@@ -169,8 +168,8 @@ fn collect_phases(
             let name = &phase.program.name;
             let mut programs: Vec<Program> = of_role.iter_mut().filter_map(Iterator::next).collect();
             programs.iter_mut().for_each(|p| set_transport(p, mapping.transport));
-            // The leader encodes and decodes on a CPU, which captures nothing.
-            if mapping.capture == CapturePolicy::Programs && !phase.is_leader_phase {
+            // A CPU captures nothing.
+            if mapping.capture == CapturePolicy::Programs && !is_leader_cpu_phase(phase.program) {
                 programs.iter_mut().for_each(|p| p.capture_into(name));
             }
             let slots: Vec<Slots> = programs.iter().map(memory::assign_slots).collect();

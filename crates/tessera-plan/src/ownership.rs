@@ -55,8 +55,18 @@ impl<'a> ProgramAnalysis<'a> {
     }
 }
 
+/// Place of the ops of a leader's phase that a CPU runs.
+const LEADER_CPU: &str = "leader";
+/// Place of the ops of a leader's phase that a device of its host runs, as ranks run theirs.
+const LEADER_DEVICE: &str = "leader.device";
+
 /// Returns whether a phase belongs to the leader, in any topology: encode or decode, of pixels or
 /// text.
 pub(crate) fn is_leader_phase(p: &Program) -> bool {
-    p.ops.iter().any(|o| o.placement_hint() == Some("leader"))
+    p.ops.iter().any(|o| matches!(o.placement_hint(), Some(LEADER_CPU | LEADER_DEVICE)))
+}
+
+/// Returns whether the leader runs a phase on a CPU, in f32 and op by op, whatever the ranks run on.
+pub(crate) fn is_leader_cpu_phase(p: &Program) -> bool {
+    p.ops.iter().any(|o| o.placement_hint() == Some(LEADER_CPU))
 }

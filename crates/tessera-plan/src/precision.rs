@@ -9,6 +9,8 @@
 //!   named below), `renoise`, `to_x0`, pixels, outputs, the vectors of norms, square sums.
 //! - bf16 are the operands, biases and results of every other matmul and of every convolution, and the
 //!   buffers `kv.*`, `cross.*` and `vae.*`.
+//! - A table whose rows an `embed` takes is stored in bf16, and its rows are f32. So is therefore the
+//!   sum of a text encoder's layers, in which roundings would accumulate.
 //! - An op that works row by row has the dtype of its first operand and requires it of its other
 //!   operands, except norm vectors and per-frame columns.
 //! - If an op requires another dtype of a value, one `cast` follows, shared by all ops that require
@@ -150,6 +152,10 @@ impl<'a> DtypePass<'a> {
     fn operand_dtype(&self, op: &Op, at: usize) -> RequiredDtype {
         let first = || self.dtypes[op.operands[0].0 as usize];
         let row = op.opcode.table_row();
+        // The rows of a table of words are copied, so that storing them in bf16 rounds once.
+        if op.opcode == Opcode::Embed && at == 1 {
+            return Some(DType::Bf16);
+        }
         match row.traits.result_dtype {
             ResultDtype::Matmul => Some(match op.results.first() {
                 Some(r) => self.dtypes[r.0 as usize],

@@ -10,6 +10,7 @@ mod forward_trace;
 mod phases;
 mod rank;
 mod synthetic_weights;
+mod text;
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -33,6 +34,7 @@ pub use synthetic_weights::SyntheticWeights;
 pub use tessera_cost::MachineModel;
 pub use tessera_cost::estimate_error::ErrorRow;
 pub use tessera_cost::intervals::OverlapTotals;
+pub use text::{TextBenchConfig, TextTiming, time_text_encoder};
 
 /// The configuration of a benchmark, which the coordinator sends to each rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -9,11 +9,18 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::time::{Duration, Instant};
 
 use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
+use tessera::{DtypePolicy, Mapping, Model, Overrides, PromptEncoder, plan};
+use tessera_cpu::{CpuBackend, Pool};
 use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip, unique_id};
-use tessera_device::{Backend, CallData, CommRoute, Communicator, Fault, MeshRank, Observer};
+use tessera_device::{
+    Backend, CallData, CommRoute, Communicator, Fault, MeshRank, Observer, Scalar, WeightSource,
+};
 use tessera_filetests::{BackendFactory, BackendUnderTest, Tolerance, dedicated_slots, run_conformance};
 use tessera_ir::{OpKind, Program, Slots, parse_all};
 use tessera_mesh::{Mesh, Rank};
+use tessera_models::{
+    TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, TextEncoder, Umt5Config,
+};
 use tessera_tools::bench::SyntheticWeights;
 
 /// Reason for skipping a file that needs more ranks than there are GPUs.
@@ -51,10 +58,14 @@ fn options(device: u32) -> CudaOptions {
     }
 }
 
+fn filetests_root() -> PathBuf {
+    std::env::var_os("TESSERA_FILETESTS")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../filetests"), PathBuf::from)
+}
+
 /// Reads every file of `filetests/`.
 fn read_filetests() -> Vec<(String, String)> {
-    let root = std::env::var_os("TESSERA_FILETESTS")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../filetests"), PathBuf::from);
+    let root = filetests_root();
     let (mut out, mut folders) = (Vec::new(), vec![root.clone()]);
     while let Some(dir) = folders.pop() {
         for path in std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()) {
@@ -237,5 +248,91 @@ fn a_replay_abandoned_by_a_peer_ends_and_frees_its_memory() {
             (0..2).map(|_| told.recv_timeout(Duration::from_secs(40)).unwrap()).collect();
         gone.sort_unstable();
         assert_eq!(gone, [0, 1]);
+    }
+}
+
+/// Rows of the prompts that the text encoders below read.
+const TEXT_ROWS_READ: u64 = 160;
+
+/// Writes a model folder: the DiT of wan-odd with the text encoder of fixtures/umt5.
+fn write_text_model() -> tempfile::TempDir {
+    let (dir, fixtures) = (tempfile::tempdir().unwrap(), filetests_root().join("../fixtures"));
+    let config = std::fs::read_to_string(fixtures.join("wan-odd/config.json")).unwrap();
+    let longer = config.replace("\"text_len\": 7", &format!("\"text_len\": {TEXT_ROWS_READ}"));
+    std::fs::write(dir.path().join("config.json"), longer).unwrap();
+    let stream = std::fs::read_to_string(fixtures.join("wan-odd/stream.toml")).unwrap();
+    std::fs::write(dir.path().join("stream.toml"), stream.replace("\"words\"", "\"umt5\"")).unwrap();
+    std::fs::copy(fixtures.join("wan-odd/model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    for folder in ["text_encoder", "tokenizer"] {
+        std::fs::create_dir(dir.path().join(folder)).unwrap();
+        for file in std::fs::read_dir(fixtures.join("umt5").join(folder)).unwrap().map(Result::unwrap) {
+            std::fs::copy(file.path(), dir.path().join(folder).join(file.file_name())).unwrap();
+        }
+    }
+    dir
+}
+
+/// Encodes ids with the program of a phase, twice, and returns the rows of the prompt.
+fn encode_ids(
+    backend: &mut dyn Backend,
+    (model, dtype, phase): (&Model, DtypePolicy, &str),
+    source: &mut dyn WeightSource,
+    length: usize,
+) -> Vec<f32> {
+    let mapping = Mapping { dtype, ..Mapping::default() };
+    let plan = plan::plan_model(&model.video, &model.name, "", &mapping).unwrap();
+    let program = Arc::new((**plan.sealed.rank_program(phase, Rank(0)).unwrap()).clone());
+    let slots = plan.sealed.rank_slots(phase, Rank(0)).unwrap();
+    let loaded = backend.load(&program, slots, source).unwrap();
+    let ids: Vec<f32> =
+        (0..TEXT_ROWS_READ as usize).map(|i| if i < length { (i * 37 % 1003) as f32 } else { 0.0 }).collect();
+    let call = CallData {
+        inputs: BTreeMap::from([(TEXT_IDS, &ids[..])]),
+        scalars: BTreeMap::from([(TEXT_LENGTH, Scalar::I64(length as i64))]),
+    };
+    let mut run = || {
+        backend.run(loaded, &call, &mut NoopObserver).unwrap();
+        let rows = backend.output(TEXT_ROWS).unwrap();
+        rows[..length * rows.len() / ids.len()].to_vec()
+    };
+    let first = run();
+    assert!(run() == first, "a replay of {phase} computes other bits");
+    first
+}
+
+#[test]
+fn a_text_encoder_on_a_gpu_agrees_with_the_cpu() {
+    let Some((found, _)) = find_gpus(1) else { return };
+    let dir = write_text_model();
+    let small = Model::open(dir.path(), &Overrides::default()).unwrap();
+    // Heads of 64, as the encoder of Wan has, use the tiled attention kernel.
+    let mut wide = small.clone();
+    wide.video.wan.text_dim = 256;
+    let config =
+        Umt5Config { layers: 2, d_model: 256, heads: 4, d_ff: 512, vocab_size: 1003, ..Umt5Config::xxl() };
+    wide.video.stream.text = TextEncoder::Umt5;
+    wide.video.set_text_encoder("a config", config).unwrap();
+    let weights = |model: &Model| -> Box<dyn WeightSource> {
+        match model.video.wan.text_dim {
+            256 => Box::new(SyntheticWeights::default()),
+            _ => match model.open_text_encoder().unwrap() {
+                PromptEncoder::Umt5(files) => files,
+                _ => panic!("a UMT5 encoder"),
+            },
+        }
+    };
+    let seat = MeshRank { mesh: Mapping::default().world_mesh().unwrap(), rank: Rank(0) };
+    for (model, length) in [(&small, 1), (&small, 131), (&wide, 77), (&wide, 160)] {
+        let mut cpu = CpuBackend::new(seat, Pool::new(2).unwrap(), Vec::new(), TIMEOUT);
+        let of_cpu = (model, DtypePolicy::F32, TEXT_PHASE);
+        let expected = encode_ids(&mut cpu, of_cpu, &mut *weights(model), length);
+        let largest = expected.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+        for (dtype, limit) in [(DtypePolicy::F32, 1e-5), (DtypePolicy::Bf16, 2e-2)] {
+            let mut gpu = CudaBackend::open(&found.libraries, seat, Vec::new(), options(0)).unwrap();
+            let rows = encode_ids(&mut gpu, (model, dtype, TEXT_DEVICE_PHASE), &mut *weights(model), length);
+            let error = rows.iter().zip(&expected).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs())) / largest;
+            println!("{} of {length} ids: {error:.1e}", dtype.name());
+            assert!(!rows.iter().any(|x| x.is_nan()) && error <= limit, "{}: {error}", dtype.name());
+        }
     }
 }

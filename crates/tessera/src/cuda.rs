@@ -120,6 +120,15 @@ pub fn open_cuda(
     CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)
 }
 
+/// Opens a backend without communicators for the leader's own programs, on a visible device.
+///
+/// # Errors
+/// The errors of [`open_cuda`].
+pub(crate) fn open_leader_backend(seat: MeshRank, device: u32) -> Result<CudaBackend, Diagnostic> {
+    let libraries = GpuDiscovery::discover().libraries;
+    CudaBackend::open(&libraries, seat, Vec::new(), backend_options(device, SETUP_TIMEOUT)?)
+}
+
 fn backend_options(device: u32, collective_timeout: Duration) -> Result<CudaOptions, Diagnostic> {
     Ok(CudaOptions {
         device_index: device,

@@ -25,6 +25,7 @@ use crate::communicators::{self, EndpointSources};
 use crate::cuda::{self, GpuRankConfig};
 use crate::files::read_file;
 use crate::gpu_placement::position_on_host;
+use crate::gpus::GpuDiscovery;
 use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
@@ -33,6 +34,7 @@ use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::build_id;
 use crate::stream::{self, ProgressTally};
 use crate::stream_options::{ChunkProgress, RunDevice, StreamOptions, StreamReport};
+use crate::text_placement::place_text_encoder;
 
 /// Maximum size of a credentials file in bytes.
 const MAX_CREDENTIAL_BYTES: u64 = 1 << 20;
@@ -151,6 +153,13 @@ pub fn run(
         let communicator_ids =
             serde_json::from_slice(&peers.leader_payload).map_err(|e| vec![communicator_ids_error(&e)])?;
         orders.gpus = Some(GpuRankConfig { communicator_ids, first_rank_of_host });
+    }
+    if join.rank == 0 {
+        let gpus = on_gpus.then(GpuDiscovery::discover);
+        let found = gpus.as_ref().map(|g| (g, first_rank_of_host));
+        let (text, note) = place_text_encoder(&plan, model, options.text, found)?;
+        note.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));
+        orders.text = text;
     }
     on_event(JoinEvent::Connected(peers.addresses.clone()));
     if join.rank == 0 {

@@ -60,6 +60,7 @@ pub mod summary;
 pub mod synthetic_delays;
 pub mod terminal;
 mod text_encoder;
+mod text_placement;
 mod vae_weights;
 mod weights_origin;
 pub mod wire_dump;

@@ -30,6 +30,7 @@ use crate::communicators;
 use crate::media_codec::MediaCodec;
 use crate::model::Model;
 use crate::plan::Plan;
+use crate::prompt_rows::PromptRows;
 use crate::rank::RankContext;
 use crate::synthetic_delays::SyntheticDelays;
 
@@ -74,6 +75,7 @@ pub fn run(
     let parts =
         Model::open_for_plan(&model.dir, plan).map_err(|d| vec![d])?.with_weights(model.weights.clone());
     let (text, vae) = (parts.open_text_encoder()?, parts.open_vae_weights()?);
+    let text = PromptRows::load(plan, text).map_err(|d| vec![d])?;
     let mut codec = MediaCodec::load(plan, text, vae, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
     let mut director = Director::new(common.stream.clone())?;

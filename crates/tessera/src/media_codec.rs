@@ -13,7 +13,7 @@ use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, TEXT_PHASE, VideoModel};
+use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, TEXT_PHASE, VideoModel};
 use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0016;
@@ -22,7 +22,6 @@ use crate::plan::{LEADER_PHASES, Plan};
 use crate::prompt_rows::{NoObserver, PromptRows, fault_text};
 use crate::record::MediaInterval;
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
-use crate::text_encoder::PromptEncoder;
 use crate::vae_weights::VaeWeights;
 
 /// Encodes prompts, decodes chunks and encodes anchors.
@@ -49,7 +48,7 @@ struct FirstLatent {
 impl MediaCodec {
     pub(crate) fn load(
         plan: &Plan,
-        text: PromptEncoder,
+        text: PromptRows,
         vae: Option<VaeWeights>,
         delays: Option<MediaDelays>,
     ) -> Result<MediaCodec, Diagnostic> {
@@ -66,14 +65,14 @@ impl MediaCodec {
             None => Box::new(NoWeights),
         };
         let mut loaded = BTreeMap::new();
-        for name in LEADER_PHASES.into_iter().filter(|name| *name != TEXT_PHASE) {
+        for name in LEADER_PHASES.into_iter().filter(|name| ![TEXT_PHASE, TEXT_DEVICE_PHASE].contains(name)) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut *source)?);
             }
         }
         Ok(MediaCodec {
             video: plan.video.clone(),
-            text: PromptRows::load(plan, text)?,
+            text,
             cpu,
             loaded,
             first_latent: None,

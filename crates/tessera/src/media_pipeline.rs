@@ -11,9 +11,9 @@ use tessera_runtime::wire::Tensor;
 use crate::frame_writer::{FrameWriter, OpenPipes};
 use crate::media_codec::MediaCodec;
 use crate::plan::Plan;
+use crate::prompt_rows::PromptRows;
 use crate::rank_config::RankConfig;
 use crate::record::RecordWriter;
-use crate::text_encoder::PromptEncoder;
 use crate::vae_weights::VaeWeights;
 
 /// The media pipeline of a run: codec, output files and record.
@@ -31,7 +31,7 @@ pub(crate) struct RunMediaPipeline {
 impl RunMediaPipeline {
     pub(crate) fn new(
         plan: &Plan,
-        text: PromptEncoder,
+        text: PromptRows,
         vae: Option<VaeWeights>,
         orders: &RankConfig,
         pipes: OpenPipes,

@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
 use tessera_mesh::{Rank, RankMap};
-use tessera_models::{TEXT_PHASE, TextEncoder, Umt5Config, VideoModel, build_phases, list_calls};
+use tessera_models::{
+    TEXT_DEVICE_PHASE, TEXT_PHASE, TextEncoder, Umt5Config, VideoModel, build_phases, list_calls,
+};
 use tessera_plan::{LogicalModel, Mapping, lower};
 use tessera_runtime::driver::ControlTopology;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
@@ -15,9 +17,10 @@ use crate::check::map_places_to_files;
 use crate::codes::{T0011, T0012};
 use crate::files::{StagedFolder, read_text};
 
-/// Phases that the leader runs outside the lockstep.
-pub(crate) const LEADER_PHASES: [&str; 6] =
-    ["decode", "decode.open", "decode.first", "decode.rest", "encode", TEXT_PHASE];
+/// Phases that the leader runs outside the lockstep. Of the last two, it runs one: that for its CPU or
+/// that for a GPU.
+pub(crate) const LEADER_PHASES: [&str; 7] =
+    ["decode", "decode.open", "decode.first", "decode.rest", "encode", TEXT_PHASE, TEXT_DEVICE_PHASE];
 
 /// File of a plan folder with the dimensions of a UMT5 text encoder.
 const TEXT_ENCODER_CONFIG: &str = "text_encoder.json";

@@ -8,14 +8,17 @@ use std::time::Duration;
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar};
+use tessera_ir::{Program, Slots};
 use tessera_mesh::Rank;
-use tessera_models::{TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS};
+use tessera_models::{TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS};
 use tessera_text::PADDING_ID;
 
 use crate::codes::T0016;
+use crate::cuda::open_leader_backend;
 use crate::host_memory::available_bytes;
 use crate::plan::Plan;
 use crate::text_encoder::{PromptEncoder, Umt5Files};
+use crate::text_placement::TextPlace;
 
 /// Number of prompts whose rows are kept. A stream that alternates between a few prompts encodes each
 /// of them once; rows of a Wan prompt take 8 MiB.
@@ -34,22 +37,48 @@ enum RowSource {
     Program(Box<TextProgram>),
 }
 
-/// The sealed program of a text encoder on a CPU backend of its own.
+/// The sealed program of a text encoder on a backend of its own.
 struct TextProgram {
     files: Umt5Files,
-    cpu: CpuBackend,
-    program: ProgramHandle,
+    plan: Arc<SealedText>,
+    place: TextPlace,
+    /// `None` while the weights are out of memory.
+    loaded: Option<LoadedText>,
     text_len: usize,
 }
 
+/// The program for the place where it runs.
+struct SealedText {
+    program: Arc<Program>,
+    slots: Slots,
+    seat: MeshRank,
+}
+
+/// A backend with the program and its weights.
+struct LoadedText {
+    backend: Box<dyn Backend>,
+    program: ProgramHandle,
+}
+
 impl PromptRows {
-    /// Loads the encoder, and its program and weights if it has one.
+    /// Loads the encoder on the CPU, and its program and weights if it has one.
     ///
     /// # Errors
     /// T0016 if the plan has no program for the encoder, or why a weight cannot be read.
     pub(crate) fn load(plan: &Plan, encoder: PromptEncoder) -> Result<PromptRows, Diagnostic> {
+        PromptRows::load_at(plan, encoder, TextPlace::default())
+    }
+
+    /// As [`PromptRows::load`], on the CPU or on a GPU.
+    pub(crate) fn load_at(
+        plan: &Plan,
+        encoder: PromptEncoder,
+        place: TextPlace,
+    ) -> Result<PromptRows, Diagnostic> {
         let encoder = match encoder {
-            PromptEncoder::Umt5(files) => RowSource::Program(Box::new(TextProgram::load(plan, *files)?)),
+            PromptEncoder::Umt5(files) => {
+                RowSource::Program(Box::new(TextProgram::load(plan, *files, place)?))
+            }
             other => RowSource::Lookup(other),
         };
         Ok(PromptRows { encoder, cached: VecDeque::new() })
@@ -84,23 +113,44 @@ impl RowSource {
 }
 
 impl TextProgram {
-    fn load(plan: &Plan, mut files: Umt5Files) -> Result<TextProgram, Diagnostic> {
+    fn load(plan: &Plan, files: Umt5Files, place: TextPlace) -> Result<TextProgram, Diagnostic> {
         let (rank, sealed) = (Rank(0), &plan.sealed);
-        let (Some(program), Some(slots)) =
-            (sealed.rank_program(TEXT_PHASE, rank), sealed.rank_slots(TEXT_PHASE, rank))
+        let phase = if place.gpu.is_some() { TEXT_DEVICE_PHASE } else { TEXT_PHASE };
+        let (Some(program), Some(slots)) = (sealed.rank_program(phase, rank), sealed.rank_slots(phase, rank))
         else {
             return Err(text_error("the plan holds no such program".into()));
         };
-        // The ranks of this host wait for the rows of a prompt, so the program may use their cores.
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let pool = Pool::new(threads).map_err(|e| text_error(format!("its threads cannot start: {e}")))?;
-        let seat = MeshRank { mesh: *sealed.mesh(), rank };
-        let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
-        // The checkpoints of Wan hold bf16, and the largest encoder has 5.7 billion weights.
-        cpu.store_bf16_weights();
-        available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
-        let handle = cpu.load(&Arc::new((**program).clone()), slots, &mut files)?;
-        Ok(TextProgram { files, cpu, program: handle, text_len: plan.video.wan.text_len as usize })
+        let own = SealedText {
+            program: Arc::new((**program).clone()),
+            slots: slots.clone(),
+            seat: MeshRank { mesh: *sealed.mesh(), rank },
+        };
+        let mut text = TextProgram {
+            files,
+            plan: Arc::new(own),
+            place,
+            loaded: None,
+            text_len: plan.video.wan.text_len as usize,
+        };
+        // Wrong weights are reported at the start, and the first prompt waits for nothing.
+        text.loaded = Some(text.load_backend()?);
+        Ok(text)
+    }
+
+    /// Opens the backend and loads the program. On a GPU the program then runs once, because the first run
+    /// captures its graph.
+    fn load_backend(&mut self) -> Result<LoadedText, Diagnostic> {
+        let own = Arc::clone(&self.plan);
+        let mut backend: Box<dyn Backend> = match self.place.gpu {
+            Some(gpu) => Box::new(open_leader_backend(own.seat, gpu)?),
+            None => Box::new(open_cpu(own.seat)?),
+        };
+        let program = backend.load(&own.program, &own.slots, &mut self.files)?;
+        let mut loaded = LoadedText { backend, program };
+        if self.place.gpu.is_some() {
+            loaded.run(&vec![PADDING_ID as f32; self.text_len], 1)?;
+        }
+        Ok(loaded)
     }
 
     fn encode(&mut self, prompt: &str) -> Result<Vec<f32>, Diagnostic> {
@@ -112,14 +162,13 @@ impl TextProgram {
         let length = ids.len();
         ids.resize(self.text_len, PADDING_ID);
         let ids: Vec<f32> = ids.into_iter().map(|id| id as f32).collect();
-        let call = CallData {
-            inputs: BTreeMap::from([(TEXT_IDS, &ids[..])]),
-            scalars: BTreeMap::from([(TEXT_LENGTH, Scalar::I64(length as i64))]),
+        let mut loaded = match self.loaded.take() {
+            Some(loaded) => loaded,
+            None => self.load_backend()?,
         };
-        self.cpu.run(self.program, &call, &mut NoObserver).map_err(|f| text_error(fault_text(f)))?;
-        let rows = self.cpu.output(TEXT_ROWS).ok_or_else(|| text_error("it returned no rows".into()))?;
+        let mut rows = loaded.run(&ids, length)?;
+        self.loaded = (!self.place.unload).then_some(loaded);
         let width = rows.len() / self.text_len;
-        let mut rows = rows.to_vec();
         rows[length * width..].fill(0.0);
         // To search all weights reads every file, so that only such a row is a reason for it.
         match rows.iter().position(|x| !x.is_finite()) {
@@ -129,6 +178,31 @@ impl TextProgram {
             })),
         }
     }
+}
+
+impl LoadedText {
+    /// Returns the rows of all ids, of which `length` precede the padding.
+    fn run(&mut self, ids: &[f32], length: usize) -> Result<Vec<f32>, Diagnostic> {
+        let call = CallData {
+            inputs: BTreeMap::from([(TEXT_IDS, ids)]),
+            scalars: BTreeMap::from([(TEXT_LENGTH, Scalar::I64(length as i64))]),
+        };
+        let run = self.backend.run(self.program, &call, &mut NoObserver);
+        run.map_err(|f| text_error(fault_text(f)))?;
+        let rows = self.backend.output(TEXT_ROWS).ok_or_else(|| text_error("it returned no rows".into()))?;
+        Ok(rows.to_vec())
+    }
+}
+
+fn open_cpu(seat: MeshRank) -> Result<CpuBackend, Diagnostic> {
+    // The ranks of this host wait for the rows of a prompt, so the program may use their cores.
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let pool = Pool::new(threads).map_err(|e| text_error(format!("its threads cannot start: {e}")))?;
+    let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
+    // The checkpoints of Wan hold bf16, and the largest encoder has 5.7 billion weights.
+    cpu.store_bf16_weights();
+    available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
+    Ok(cpu)
 }
 
 fn text_error(why: String) -> Diagnostic {

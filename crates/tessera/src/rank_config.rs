@@ -20,6 +20,7 @@ use crate::record::ChunkSettings;
 use crate::shards::preflight_reload;
 use crate::stream_options::{OutputOptions, StreamOptions};
 use crate::synthetic_delays::SyntheticDelays;
+use crate::text_placement::TextPlace;
 use crate::weights_origin::{LoraFile, WeightsOrigin};
 
 /// The configuration that the launcher sends to every rank. The leader decides about the stream;
@@ -58,6 +59,8 @@ pub(crate) struct RankConfig {
     pub(crate) wire_dump: bool,
     /// Whether each rank poisons temporaries that hold no value.
     pub(crate) poison: bool,
+    /// Where the leader runs a text encoder's program, and whether it stays loaded.
+    pub(crate) text: TextPlace,
     /// Synthetic times of decode, encode and generator; a stage without one takes its real time.
     pub(crate) delays: SyntheticDelays,
     /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
@@ -108,6 +111,7 @@ impl RankConfig {
             outputs: options.outputs.clone(),
             wire_dump: options.wire_dump,
             poison: options.poison,
+            text: TextPlace { gpu: None, unload: options.text.unload },
             delays: options.delays,
             gpus: None,
             drill: options.drill.clone(),

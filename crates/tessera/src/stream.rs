@@ -10,7 +10,7 @@ use tessera_cuda::CudaBackend;
 use tessera_device::T0804;
 use tessera_ir::Opcode;
 use tessera_mesh::Rank;
-use tessera_models::PixelDecoder;
+use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE};
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
@@ -29,6 +29,7 @@ use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
 use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions, StreamReport};
+use crate::text_placement::place_text_encoder;
 use crate::weights_origin::{WeightChange, WeightsBase};
 use crate::{communicators, flight};
 
@@ -77,7 +78,9 @@ pub fn run(
     }
     let threads = (cores / computing as usize).max(1);
     let orders = RankConfig::from_options(plan, model, options, threads).map_err(|d| vec![d])?;
-    let orders = RankConfig { gpus: on_gpus, ..orders };
+    let (text, note) = place_text_encoder(plan, model, options.text, gpus.as_ref().map(|g| (g, 0)))?;
+    note.into_iter().for_each(|d| on_event(StreamEvent::Note(d)));
+    let orders = RankConfig { gpus: on_gpus, text, ..orders };
     let payload = serde_json::to_vec(&orders).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
@@ -290,7 +293,7 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
 /// VAE, and the most temporaries that one of them needs.
 fn leader_bytes(plan: &Plan) -> u64 {
     let (mut kept, mut temporaries) = (BTreeMap::new(), 0);
-    for name in LEADER_PHASES {
+    for name in LEADER_PHASES.into_iter().filter(|name| *name != TEXT_DEVICE_PHASE) {
         let (Some(p), Some(slots)) =
             (plan.sealed.rank_program(name, Rank(0)), plan.sealed.rank_slots(name, Rank(0)))
         else {
@@ -305,13 +308,14 @@ fn leader_bytes(plan: &Plan) -> u64 {
 }
 
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank
-/// would reject that op after the start. The leader's own phases run on the CPU.
+/// would reject that op after the start. The leader's own phases run on the CPU, except the one that
+/// [`place_text_encoder`] checks.
 fn unsupported_op(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
     let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
-    let mut programs = firsts.flat_map(|rank| {
+    let programs = firsts.flat_map(|rank| {
         plan.sealed.phase_names().iter().filter_map(move |phase| plan.sealed.rank_program(phase, *rank))
     });
-    let refused = programs.find_map(|p| {
+    let refused = programs.filter(|p| p.name != TEXT_DEVICE_PHASE).find_map(|p| {
         let beside = LEADER_PHASES.contains(&p.name.as_str());
         if on_gpus && !beside { CudaBackend::find_unsupported(p) } else { CpuBackend::find_unsupported(p) }
     })?;

@@ -50,6 +50,8 @@ pub struct StreamOptions {
     pub poison: bool,
     /// Whether to run more ranks than cores.
     pub oversubscribe: bool,
+    /// Where a text encoder's program runs, and whether it stays loaded.
+    pub text: TextOptions,
     /// Synthetic delays, for measuring overlap.
     pub delays: SyntheticDelays,
     /// Device of the mesh ranks: CPUs or GPUs. A simulated run ignores it.
@@ -60,6 +62,28 @@ pub struct StreamOptions {
     pub performance: Option<String>,
     /// The command line, for the record.
     pub command: Vec<String>,
+}
+
+/// Where the program of a text encoder runs, and whether it stays loaded. A table of words and a file of
+/// encoded prompts need no program.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TextOptions {
+    /// Device of the program.
+    pub on: TextDevice,
+    /// Whether its weights leave memory after each prompt and are loaded again for the next one.
+    pub unload: bool,
+}
+
+/// The device of a text encoder's program.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum TextDevice {
+    /// A GPU if the ranks run on GPUs and the leader's has memory for it, and the CPU otherwise.
+    #[default]
+    Auto,
+    /// The CPU of the leader's host.
+    Cpu,
+    /// A GPU of the leader's host.
+    Gpu,
 }
 
 /// Outputs that a run writes beside the clip of its model, or its latents if it has no decoder.
@@ -130,6 +154,8 @@ pub enum StreamEvent {
         /// Process ids in order of rank.
         pids: Vec<u32>,
     },
+    /// A choice of the run that its user may want to change; it precedes the start.
+    Note(Diagnostic),
     /// A chunk is on disk.
     Chunk(ChunkProgress),
     /// No process of the run is left; the run directory is closed next.

@@ -1,6 +1,8 @@
-//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model, or single phases.
+//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model, its text encoder, or
+//! single phases.
 
 mod phases;
+mod text;
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -26,11 +28,12 @@ Examples:
   tessera bench dit --dtype fp8                              the same with the matmuls of transformer blocks in fp8
   tessera bench dit --mesh tp=4 --size 480x832,320x576       four GPUs that share the tokens; two sizes, one after another
   tessera bench dit --mesh tp=4 --trace --trace-to t.json    time per kernel class, compared with the estimate
+  tessera bench text                                         the text encoder UMT5-XXL for one prompt
 
 Weights are random, so no download is needed. A step is five forwards of the DiT, which yield twelve frames. To compare with
 PyTorch on the same GPUs in the same run, see tools/bench/README.md.";
 
-/// Benchmark the denoising network (DiT) of a video model on GPUs
+/// Benchmark the denoising network (DiT) or the text encoder of a video model on GPUs
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -44,6 +47,7 @@ impl Args {
         match &self.command {
             BenchCommand::Dit(dit) => dit.format,
             BenchCommand::Phases(phases) => phases.format,
+            BenchCommand::Text(text) => text.format,
         }
     }
 }
@@ -53,6 +57,7 @@ impl Args {
 pub enum BenchCommand {
     Dit(DitArgs),
     Phases(Box<phases::PhasesArgs>),
+    Text(text::TextArgs),
 }
 
 /// Measure the step time of the DiT: a step is five denoising forwards with three latent frames of
@@ -154,11 +159,13 @@ pub enum BenchDevice {
     Cuda,
 }
 
-/// Measures how fast this machine's GPUs run the DiT of a video model, or single phases of a plan.
+/// Measures how fast this machine's GPUs run the DiT of a video model, its text encoder, or single phases
+/// of a plan.
 pub fn run(args: &Args) -> CliResult {
     match &args.command {
         BenchCommand::Dit(dit) => run_dit(dit),
         BenchCommand::Phases(phases) => phases::run(phases),
+        BenchCommand::Text(text) => text::run(text),
     }
 }
 
@@ -301,6 +308,7 @@ fn frames_per_second(step_ms: f64) -> f64 {
     FRAMES_PER_STEP as f64 * 1e3 / step_ms
 }
 
+/// Returns bytes in GiB.
 fn to_gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
@@ -433,7 +441,7 @@ mod tests {
     fn parse_args(words: &[&str]) -> Result<DitArgs, clap::Error> {
         match Bench::try_parse_from([&["bench", "dit"], words].concat())?.args.command {
             BenchCommand::Dit(dit) => Ok(dit),
-            BenchCommand::Phases(_) => panic!("`bench dit` is no other command"),
+            BenchCommand::Phases(_) | BenchCommand::Text(_) => panic!("`bench dit` is no other command"),
         }
     }
 

@@ -13,6 +13,7 @@ pub(super) mod elementwise;
 pub(super) mod frames;
 pub(super) mod gemms;
 mod norms;
+mod relative_attention;
 pub(super) mod site;
 
 use tessera_ir::{Activation, DType, Program, views};

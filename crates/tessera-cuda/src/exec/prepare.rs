@@ -136,16 +136,11 @@ impl CudaBackend {
         Ok(layout)
     }
 
-    /// Compiles and plans what the steps launch. Elementwise kernels were compiled when the backend
-    /// opened, and the GEMM of a fused group was planned when the group was formed.
+    /// Compiles and plans what the steps launch. The GEMM of a fused group was planned when the group was formed.
     fn prepare_steps(&mut self, p: &Program, views: &[OpView], steps: &[LaunchStep]) -> CudaResult<()> {
         for step in steps {
             match build_step(&LaunchSite::without_memory(p), views, step, None)? {
-                StepWork::Kernel(launch) => {
-                    if let Some((width, dtype)) = launch.row_variant() {
-                        self.kernels.prepare_rows(width, dtype)?;
-                    }
-                }
+                StepWork::Kernel(launch) => self.kernels.prepare_launch(&launch)?,
                 StepWork::Gemm(work) => self.gemms.plan_shape(work.shape, &mut self.kernels.compiler)?,
                 StepWork::Attention(work) => {
                     for (shape, _) in &work.parts {

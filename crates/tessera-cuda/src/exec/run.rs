@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tessera_device::{CallData, Fault, Observer, Scalar, check_input};
 use tessera_ir::{OpView, Opcode, Program, StreamKind};
 
+use super::call_checks::check_ids_and_lengths;
 use super::{CudaBackend, PreparedProgram, ValueLocation};
 use crate::driver::{CudaError, CudaResult, CudaStream};
 use crate::kernel_table::{SPIN, Spin};
@@ -69,6 +70,7 @@ impl CudaBackend {
         self.context.make_current().map_err(broken)?;
         self.stage_call_data(program, call)?;
         self.check_cache_rows(program, call)?;
+        check_ids_and_lengths(&self.programs[program], call)?;
         for (i, _) in self.programs[program].program.collective_ops() {
             observer.on_issuing(i).map_err(Fault::Refused)?;
         }

@@ -139,17 +139,19 @@ fn is_on_main_stream(op: &Op) -> bool {
     op.stream.0 == 0
 }
 
-/// Returns whether all readers of a matmul's result are row kernels on the same stream.
+/// Returns whether all readers of a matmul's result are row kernels, or kernels of attention with a bias by
+/// distance, on the same stream: they take the row pitch as an argument.
 fn read_by_row_kernels(p: &Program, readers: &[Vec<usize>], op: &Op) -> bool {
     let result = op.results[0];
     readers[result.0 as usize].iter().all(|j| {
         let reader = &p.ops[*j];
         let rows = match reader.opcode {
-            Opcode::RmsNorm | Opcode::Rope => true,
-            Opcode::CacheWrite => writes_matrix_rows(p, *j),
+            Opcode::RmsNorm | Opcode::Rope => reader.operands[0] == result,
+            Opcode::RelativeAttention => reader.operands[..3].contains(&result),
+            Opcode::CacheWrite => reader.operands[0] == result && writes_matrix_rows(p, *j),
             _ => false,
         };
-        rows && reader.stream == op.stream && reader.operands[0] == result && reader.after.is_empty()
+        rows && reader.stream == op.stream && reader.after.is_empty()
     })
 }
 
@@ -251,6 +253,21 @@ mod tests {
         };
         assert_eq!(found("cache.write @d, %v, row=%row"), [["v", "q", "k"]]);
         assert!(found("%s = toperator.silu %v : bf16[16, 128] output \"s\", %s").is_empty());
+    }
+
+    #[test]
+    fn three_matmuls_fuse_if_attention_by_distance_reads_them() {
+        let found = |operands: &str| {
+            let three = ["v", "q", "k"].map(|n| matmul_text("x", n)).concat();
+            let p = program(&format!(
+                "program @p {{ %x = input : bf16[16, 128] %n = call \"n\" : i64 {three} \
+                 %table = weight \"table\" : f32[32, 2] \
+                 %a = toperator.relative_attention {operands}, %table, length=%n \
+                 {{head_dim = 64, max_distance = 128}} output \"a\", %a }}"
+            ));
+            qkv_candidates(&p, &p.value_readers()).iter().map(|t| value_names(&p, t)).collect::<Vec<_>>()
+        };
+        assert_eq!(found("%q, %k, %v"), [["v", "q", "k"]]);
     }
 
     #[test]

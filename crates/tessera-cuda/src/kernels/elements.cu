@@ -44,6 +44,39 @@ extern "C" __global__ void add_bf16(const bf16 *x, const bf16 *y, bf16 *out, i64
     add_element(x, y, out, n);
 }
 
+template <typename T> __device__ void mul_elements(const T *x, const T *y, T *out, i64 n) {
+    constexpr int VECTOR = 8;
+    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
+    if (i + VECTOR <= n && ((u64)x | (u64)y | (u64)out) % (VECTOR * sizeof(T)) == 0) {
+        Vec<T, VECTOR> a = *(const Vec<T, VECTOR> *)(x + i), b = *(const Vec<T, VECTOR> *)(y + i);
+        for (int j = 0; j < VECTOR; j++) from_f32(to_f32(a.e[j]) * to_f32(b.e[j]), a.e[j]);
+        *(Vec<T, VECTOR> *)(out + i) = a;
+        return;
+    }
+    for (i64 j = i; j < i + VECTOR && j < n; j++) from_f32(to_f32(x[j]) * to_f32(y[j]), out[j]);
+}
+extern "C" __global__ void mul_f32(const float *x, const float *y, float *out, i64 n) {
+    mul_elements(x, y, out, n);
+}
+extern "C" __global__ void mul_bf16(const bf16 *x, const bf16 *y, bf16 *out, i64 n) {
+    mul_elements(x, y, out, n);
+}
+
+// Copies the row of the table that each id names. An id that names none yields NaN; the host refuses
+// such ids where they are an input.
+template <typename T> __device__ void embed_element(const float *ids, const T *table, float *out, int rows, int width, i64 n) {
+    ELEMENT_INDEX(n);
+    float id = ids[i / width];
+    bool exists = id >= 0.0f && id < (float)rows && id == truncf(id);
+    out[i] = exists ? to_f32(table[(i64)id * width + i % width]) : __int_as_float(0x7fffffff);
+}
+extern "C" __global__ void embed_f32(const float *ids, const float *table, float *out, int rows, int width, i64 n) {
+    embed_element(ids, table, out, rows, width, n);
+}
+extern "C" __global__ void embed_bf16(const float *ids, const bf16 *table, float *out, int rows, int width, i64 n) {
+    embed_element(ids, table, out, rows, width, n);
+}
+
 // Adds the embedding [frames, width] to consecutive modulation tables of `table_columns` columns
 // each. The embedding repeats along the columns if it is narrower than a table; `table_elements` is
 // the number of output elements per table.

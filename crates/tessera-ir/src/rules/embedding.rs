@@ -12,11 +12,11 @@ impl RuleContext<'_> {
         let [_, d] = self.matrix_shape(1)?;
         [0, 1].into_iter().try_for_each(|operand| self.check_replicated(operand))?;
         match (&self.operands[0].shape[..], self.operands[0].dtype, self.operands[1].dtype) {
-            (&[n], DType::F32, DType::F32) => Ok(Type::new(DType::F32, [n, d])),
+            (&[n], DType::F32, DType::F32 | DType::Bf16) => Ok(Type::new(DType::F32, [n, d])),
             _ => rule_error(
                 &T0210,
                 format!(
-                    "ids {} for the rows of {}: expected a vector and a matrix of f32",
+                    "ids {} for the rows of {}: expected a vector of f32, and a matrix of f32 or bf16",
                     self.display_operand(0),
                     self.display_operand(1)
                 ),
@@ -26,10 +26,9 @@ impl RuleContext<'_> {
 
     pub(super) fn relative_attention_type(&self, v: &views::RelativeAttention) -> RuleResult<Type> {
         let (q, [buckets, heads]) = (self.matrix_shape(0)?, self.matrix_shape(3)?);
-        for operand in [0, 1, 2, 3] {
-            self.check_replicated(operand)?;
-            self.check_same_dtype(0, operand)?;
-        }
+        [0, 1, 2, 3].into_iter().try_for_each(|operand| self.check_replicated(operand))?;
+        [1, 2].into_iter().try_for_each(|operand| self.check_same_dtype(0, operand))?;
+        self.check_vector_dtype(3, 0)?;
         let [k, values] = [self.matrix_shape(1)?, self.matrix_shape(2)?];
         if k[1] != q[1] || values != k || heads.checked_mul(v.head_dim) != Some(q[1]) {
             return rule_error(

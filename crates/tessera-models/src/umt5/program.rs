@@ -7,6 +7,9 @@ use super::weights::program_name;
 
 /// Name of the phase.
 pub const TEXT_PHASE: &str = "encode_text";
+/// Name of the same phase for a device of the leader's host. The planner gives it the dtypes and the
+/// graph that phases of ranks have, and a CPU runs the other one in f32.
+pub const TEXT_DEVICE_PHASE: &str = "encode_text.device";
 /// Name of its input: one id per row, padded with zeros.
 pub const TEXT_IDS: &str = "ids";
 /// Name of its call scalar: the number of ids before the padding, at least 1.
@@ -14,13 +17,18 @@ pub const TEXT_LENGTH: &str = "length";
 /// Name of its output: one row per id. The rows of the padding have no meaning.
 pub const TEXT_ROWS: &str = "text";
 
-/// Builds the program that encodes `rows` ids.
+/// Builds the programs that encode `rows` ids: for the leader's CPU, and for a device of its host.
 ///
 /// # Panics
 /// Never panics for a parsed config, whose dimensions satisfy every rule used here.
-pub(crate) fn encode_text_phase(c: &Umt5Config, rows: u64) -> Program {
-    let mut g = EncoderBuilder { builder: Builder::new_logical(TEXT_PHASE), config: c };
-    g.builder.set_attr("at", "leader");
+pub(crate) fn encode_text_phases(c: &Umt5Config, rows: u64) -> [Program; 2] {
+    [(TEXT_PHASE, "leader"), (TEXT_DEVICE_PHASE, "leader.device")]
+        .map(|(name, place)| encode_text_phase(c, rows, name, place))
+}
+
+fn encode_text_phase(c: &Umt5Config, rows: u64, name: &str, place: &'static str) -> Program {
+    let mut g = EncoderBuilder { builder: Builder::new_logical(name), config: c, place };
+    g.builder.set_attr("at", place);
     let ids = g.builder.set_label(TEXT_IDS).add_input(TEXT_IDS, Type::new(DType::F32, [rows]));
     let length = g.builder.set_label(TEXT_LENGTH).add_call_scalar(TEXT_LENGTH, Type::scalar(DType::I64));
     let table = g.emit_weight("token_embedding", &[c.vocab_size, c.d_model]);
@@ -29,7 +37,7 @@ pub(crate) fn encode_text_phase(c: &Umt5Config, rows: u64) -> Program {
         x = g.emit_block(i, x, length);
     }
     let y = g.emit_norm("norm", x);
-    g.builder.set_attr("at", "leader");
+    g.builder.set_attr("at", place);
     g.builder.add_output(TEXT_ROWS, y);
     match g.builder.finish() {
         Ok(p) => p,
@@ -40,6 +48,8 @@ pub(crate) fn encode_text_phase(c: &Umt5Config, rows: u64) -> Program {
 struct EncoderBuilder<'a> {
     builder: Builder,
     config: &'a Umt5Config,
+    /// Where the ops run.
+    place: &'static str,
 }
 
 impl EncoderBuilder<'_> {
@@ -84,12 +94,12 @@ impl EncoderBuilder<'_> {
     /// Emits a weight that no strategy shards: the leader alone holds it.
     fn emit_weight(&mut self, name: &str, shape: &[u64]) -> ValueId {
         let name = program_name(&format!("{name}.weight"));
-        self.builder.set_attr("at", "leader").set_attr("part", "whole");
+        self.builder.set_attr("at", self.place).set_attr("part", "whole");
         self.builder.set_label(&name).add_weight(&name, Type::new(DType::F32, shape))
     }
 
     fn emit_op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
-        self.builder.set_attr("at", "leader");
+        self.builder.set_attr("at", self.place);
         self.builder.add_op(opcode, operands)
     }
 }
@@ -104,14 +114,12 @@ mod tests {
     #[test]
     fn the_program_reads_every_weight_in_its_shape() {
         let config = Umt5Config { layers: 2, d_model: 20, d_kv: 6, heads: 3, d_ff: 28, ..Umt5Config::xxl() };
-        let p = encode_text_phase(&config, 7);
-        let used: BTreeSet<(String, Vec<u64>)> = p
-            .ops
-            .iter()
-            .filter(|o| o.opcode == Opcode::Weight)
-            .map(|o| (o.name.clone().unwrap(), p.type_of(o.results[0]).shape.clone()))
-            .collect();
-        let known = umt5_weights(&config).into_iter().map(|w| (w.name, w.shape)).collect();
-        assert_eq!(used, known);
+        let known: BTreeSet<_> = umt5_weights(&config).into_iter().map(|w| (w.name, w.shape)).collect();
+        for p in encode_text_phases(&config, 7) {
+            let weights = p.ops.iter().filter(|o| o.opcode == Opcode::Weight);
+            let used: BTreeSet<(String, Vec<u64>)> =
+                weights.map(|o| (o.name.clone().unwrap(), p.type_of(o.results[0]).shape.clone())).collect();
+            assert_eq!(used, known, "@{}", p.name);
+        }
     }
 }

@@ -154,7 +154,7 @@ impl DrillRunner {
         let (mut pids, mut exited_ns) = (Vec::new(), None);
         let report = stream::run(plan, model, &options, rank, &watch.interrupt, &mut |event| match event {
             StreamEvent::Started { pids: started } => pids = started,
-            StreamEvent::Chunk(_) => {}
+            StreamEvent::Chunk(_) | StreamEvent::Note(_) => {}
             StreamEvent::Exited => exited_ns = Some(monotonic_ns()),
         });
         let killed = watch.stop();

@@ -8,6 +8,7 @@ use tessera_weights::{WeightFiles, WeightSet};
 
 use super::*;
 use crate::plan::plan_model;
+use crate::text_encoder::PromptEncoder;
 use crate::weights_origin::WeightsBase;
 
 /// A VAE with inputs and outputs that diffusers computed, and the plan of a generator of the same latents.
@@ -48,7 +49,8 @@ impl VaeCase {
         let words = WordEncoder::new("a\n", vec![1.0], 1, 2).unwrap();
         let vae = VaeWeights::open(&self.dir, &self.plan.video.stream.vae, WeightsBase::Files)
             .unwrap_or_else(|ds| panic!("{ds:#?}"));
-        let mut codec = MediaCodec::load(&self.plan, PromptEncoder::Words(words), Some(vae), None).unwrap();
+        let text = PromptRows::load(&self.plan, PromptEncoder::Words(words)).unwrap();
+        let mut codec = MediaCodec::load(&self.plan, text, Some(vae), None).unwrap();
         codec.poison_temporaries();
         codec
     }

@@ -75,6 +75,24 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f32 {
 }
 
 #[test]
+fn an_unloaded_encoder_frees_its_memory_and_returns_the_same_rows() {
+    let dir = write_model();
+    let (model, plan) = open_and_plan(dir.path(), &Overrides::default());
+    let open = |unload| {
+        let PromptEncoder::Umt5(files) = model.open_text_encoder().unwrap() else { panic!("a UMT5 encoder") };
+        TextProgram::load(&plan, *files, TextPlace { gpu: None, unload }).unwrap()
+    };
+    let held = |p: &TextProgram| p.loaded.as_ref().map_or(0, |l| l.backend.memory_bytes().iter().sum());
+    let (mut kept, mut unloaded) = (open(false), open(true));
+    let loaded_bytes: u64 = held(&unloaded);
+    assert!(loaded_bytes > 0 && loaded_bytes == held(&kept));
+    for (prompt, _) in expected_rows().into_values() {
+        assert_eq!(unloaded.encode(&prompt).unwrap(), kept.encode(&prompt).unwrap(), "{prompt}");
+        assert_eq!((held(&unloaded), held(&kept)), (0, loaded_bytes));
+    }
+}
+
+#[test]
 fn the_rows_of_prompts_agree_with_transformers() {
     let dir = write_model();
     let (model, plan) = open_and_plan(dir.path(), &Overrides::default());
@@ -269,7 +287,7 @@ fn an_encoder_of_real_width_agrees_with_transformers() {
     }
     let (model, plan) = open_and_plan(dir.path(), &Overrides::default());
     let PromptEncoder::Umt5(files) = model.open_text_encoder().unwrap() else { panic!("a UMT5 encoder") };
-    let mut program = TextProgram::load(&plan, *files).unwrap();
+    let mut program = TextProgram::load(&plan, *files, TextPlace::default()).unwrap();
     let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let ids: Vec<u32> = read_f32(&tensors.tensor("ids").unwrap()).iter().map(|id| *id as u32).collect();

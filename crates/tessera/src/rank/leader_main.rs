@@ -18,6 +18,7 @@ use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
 use crate::noise_file::NoiseFile;
 use crate::parity::{ExecutorState, rank_parity};
+use crate::prompt_rows::PromptRows;
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
 use crate::run_settings::ranks_without_latents;
@@ -144,6 +145,7 @@ fn media_factory(
     Box::new(move || {
         let model = orders.open_model(&plan)?;
         let text = model.open_text_encoder().map_err(first_diagnostic)?;
+        let text = PromptRows::load_at(&plan, text, orders.text)?;
         let vae = model.open_vae_weights().map_err(first_diagnostic)?;
         let pipeline = RunMediaPipeline::new(&plan, text, vae, &orders, pipes, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);

@@ -19,6 +19,7 @@ use tessera_runtime::{Tripwires, find_shard_mismatch};
 use super::*;
 use crate::engine::MeshEngine;
 use crate::media_codec::MediaCodec;
+use crate::prompt_rows::PromptRows;
 use crate::rank::RankContext;
 use crate::stream::check_stream;
 use crate::stream_options::StreamOptions;
@@ -417,10 +418,15 @@ fn stream_latents(
     let common = RankContext::new(Arc::clone(plan), crate::synthetic_delays::SyntheticDelays::default());
     let model = Model::open_for_plan(from, plan).unwrap();
     let mut director = Director::new(common.stream.clone()).unwrap();
-    let text = MediaCodec::load(plan, model.open_text_encoder().unwrap(), None, None)
-        .unwrap()
-        .encode_text("a red circle moves left")
-        .unwrap();
+    let text = MediaCodec::load(
+        plan,
+        PromptRows::load(plan, model.open_text_encoder().unwrap()).unwrap(),
+        None,
+        None,
+    )
+    .unwrap()
+    .encode_text("a red circle moves left")
+    .unwrap();
     let mut calls = Vec::new();
     for c in 0..chunks {
         let id = |calls: &[ReadyCall]| calls.len() as u64 + 1;

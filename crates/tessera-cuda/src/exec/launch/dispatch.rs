@@ -7,6 +7,7 @@ use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp, view
 use super::copies::copy_whole;
 use super::elementwise as kernels;
 use super::norms::{NormView, RmsView, build_residual_norm, build_rms_rope};
+use super::relative_attention::build_relative_attention;
 use super::site::{LaunchSite, last_extent};
 use super::{StepWork, attention, copies, frames, gemms};
 use crate::collectives::Targets;
@@ -163,9 +164,6 @@ fn build_compute(
         C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {
             return copy_whole(s, v.x, s.at(out)?);
         }
-        C::RelativeAttention(_) => return cuda_failure("attention with a bias by distance"),
-        C::Embed(_) => return cuda_failure("rows of a table by id"),
-        C::Mul(_) => return cuda_failure("mul, element by element"),
         C::Conv3d(v) => return frames::build_conv(s, v, out, None),
         C::UpsampleNearest(v) => frames::build_upsample(s, v, out),
         C::ChannelsToFrames(v) => frames::build_channels_to_frames(s, v, out),
@@ -186,6 +184,9 @@ fn build_compute(
         C::RowSquareSum(v) => kernels::build_row_square_sum(s, v, out),
         C::Quantize(v) => kernels::build_quantize(s, v, results),
         C::Add(v) => kernels::build_add(s, v, out),
+        C::Mul(v) => kernels::build_mul(s, v, out),
+        C::Embed(v) => kernels::build_embed(s, v, out),
+        C::RelativeAttention(v) => build_relative_attention(s, v, out),
         C::Silu(v) => kernels::build_pointwise(s, v.x, None, Some(Activation::Silu).into(), out),
         C::BiasAct(v) => kernels::build_pointwise(s, v.x, Some(v.bias), v.act.into(), out),
         C::Cast(v) => kernels::build_cast(s, v, out),

@@ -10,14 +10,18 @@ use crate::gemm::shape::GemmShape;
 use crate::kernel_params::Kernel;
 use crate::kernel_table::{
     ADD_BF16, ADD_F32, Add, BIAS_ACT_BF16, BIAS_ACT_F32, BMM, BiasAct, Bmm, CAST_BF16_F32, CAST_F32_BF16,
-    Cast, MODULATION, Modulation, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize, RENOISE,
-    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SOFTMAX_BF16,
-    SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0, TimeEmbed, ToX0,
+    Cast, EMBED_BF16, EMBED_F32, Embed, MODULATION, MUL_BF16, MUL_F32, Modulation, Mul, PUT_ROWS_2,
+    PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize, RENOISE, ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise,
+    RopeFrameTable, RowSquareSum, SMALL_GEMM, SOFTMAX_BF16, SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax,
+    SpaceToDepth, TIME_EMBED, TO_X0, TimeEmbed, ToX0,
 };
 use crate::kernels::KernelLaunch;
 
 /// Words that each thread moves, as in elements.cu.
 const WORDS_PER_THREAD: u64 = 4;
+
+/// Elements that each thread multiplies, as in elements.cu.
+const ELEMENTS_PER_VECTOR: u64 = 8;
 
 /// Columns of out per block of the GEMM for few rows, and its threads: one warp per column.
 const SMALL_GEMM_COLUMNS: u64 = 8;
@@ -62,6 +66,26 @@ pub(super) fn build_add(s: &LaunchSite<'_>, v: &views::Add, out: ValueId) -> Bui
     let n = s.p.type_of(out).element_count();
     let args = Add { x: s.at(v.x)?, y: s.at(v.y)?, out: s.at(out)?, n: n as i64 };
     Ok(KernelLaunch::elements(kernel_for_dtype(s.p.type_of(v.x).dtype, ADD_F32, ADD_BF16), n, args))
+}
+
+pub(super) fn build_mul(s: &LaunchSite<'_>, v: &views::Mul, out: ValueId) -> Built {
+    let n = s.p.type_of(out).element_count();
+    let args = Mul { x: s.at(v.x)?, y: s.at(v.y)?, out: s.at(out)?, n: n as i64 };
+    let kernel = kernel_for_dtype(s.p.type_of(out).dtype, MUL_F32, MUL_BF16);
+    Ok(KernelLaunch::elements(kernel, n.div_ceil(ELEMENTS_PER_VECTOR), args))
+}
+
+pub(super) fn build_embed(s: &LaunchSite<'_>, v: &views::Embed, out: ValueId) -> Built {
+    let (table, n) = (s.p.type_of(v.table), s.p.type_of(out).element_count());
+    let args = Embed {
+        ids: s.at(v.ids)?,
+        table: s.at(v.table)?,
+        out: s.at(out)?,
+        rows: table.shape[0] as i32,
+        width: last_extent(table) as i32,
+        n: n as i64,
+    };
+    Ok(KernelLaunch::elements(kernel_for_dtype(table.dtype, EMBED_F32, EMBED_BF16), n, args))
 }
 
 /// Builds a function of each element, after a bias if there is one.
