@@ -31,7 +31,7 @@ pub use presets::Preset;
 pub use schedule::SigmaStep;
 pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps};
 pub use umt5::{TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights};
-pub use vae::{VaeConfig, expected_vae_weights};
+pub use vae::{MediaPhases, VaeConfig, expected_vae_weights};
 pub use video_model::{ContextRegime, VideoModel};
 pub use wan_config::WanConfig;
 pub use weight_names::{ExpectedWeight, expected_weights};
