@@ -60,6 +60,44 @@ fn a_stream_through_a_vae_gives_the_same_frames_on_every_mesh() {
 }
 
 #[test]
+fn ranks_that_decode_give_the_frames_of_the_leader() {
+    for cache in ["mode = \"resident\"", "mode = \"recompute\""] {
+        let dir = tempfile::tempdir().unwrap();
+        let model = model_folder(dir.path(), cache);
+        let mut clips = Vec::new();
+        for (name, mesh) in [
+            ("leader", &["--mesh", "tp=1"][..]),
+            ("one", &["--mesh", "tp=1", "--media", "mesh"]),
+            ("two", &["--mesh", "tp=2", "--media", "mesh"]),
+            ("megatron", &["--mesh", "tp=3", "--strategy", "megatron", "--media", "mesh"]),
+            ("stages", &["--mesh", "tp=1,pp=2", "--topology", "pp1", "--media", "mesh"]),
+        ] {
+            let out = dir.path().join(name);
+            let (code, text) = stream(&model, &out, &[mesh, &["--png", "--cut-at", "2"]].concat());
+            assert_eq!(code, Some(0), "{cache} {name}: {text}");
+            assert_eq!(json_field(&text, "frames"), "42", "{text}");
+            let record = to_text(&fs::read(out.join("record.jsonl")).unwrap());
+            assert_eq!(
+                record.contains("\"name\":\"decode.open\""),
+                name != "leader",
+                "{name} decodes elsewhere"
+            );
+            clips.push((name, fs::read(out.join("clip.png")).unwrap()));
+        }
+        // Sums over shards of weights change the latents, so megatron has frames of its own.
+        let differs = |(name, clip): &&(&str, Vec<u8>)| *name != "megatron" && *clip != clips[0].1;
+        assert_eq!(clips.iter().find(differs).map(|(name, _)| name), None, "{cache}");
+    }
+}
+
+#[test]
+fn ranks_cannot_decode_for_a_model_without_a_vae() {
+    let demo = repo_root().join("models/demo");
+    let (status, text) = run_for_text(&["plan", demo.to_str().unwrap(), "--media", "mesh"]);
+    assert!(status == Some(1) && text.contains("T0609") && text.contains("wan_vae"), "{status:?} {text}");
+}
+
+#[test]
 fn a_vae_that_does_not_fit_is_rejected_before_anything_starts() {
     let dir = tempfile::tempdir().unwrap();
     let model = model_folder(dir.path(), "mode = \"resident\"");

@@ -15,7 +15,7 @@ use tessera_plan::search::{Objective, error_bar};
 use tessera_plan::video::{
     self, DecodePlacement, MappingQuery, MediaCosts, RankedMapping, VideoPins, VideoSearchResult,
 };
-use tessera_plan::{DtypePolicy, LogicalModel, Mapping};
+use tessera_plan::{DtypePolicy, LogicalModel, Mapping, MediaPlacement};
 use tessera_report::html::{
     AdviceTable, EstimatePage, EstimateVerdict, HeadlineNumber, RoleMemoryRow, TimelineChart,
 };
@@ -94,7 +94,7 @@ pub fn search_video(
     query: &VideoQuery<'_>,
     on_progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(EstimateReport, Option<Mapping>), Diagnostics> {
-    let logical = logical_model(&query.model.video);
+    let logical = logical_model(&query.model.video, MediaPlacement::Leader);
     let call = steady_call(&logical);
     let media = media_costs(query, &logical);
     let q = build_question(query, &logical, &call, media);
@@ -128,7 +128,7 @@ pub fn explain_video(
     pins: &VideoPins,
     on_progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(bool, String), Diagnostics> {
-    let logical = logical_model(&query.model.video);
+    let logical = logical_model(&query.model.video, MediaPlacement::Leader);
     let call = steady_call(&logical);
     let media = media_costs(query, &logical);
     // The mapping is compared with all others, whatever else is pinned.
@@ -185,7 +185,7 @@ pub fn search_with_pins<R>(
     pins: &VideoPins,
     then: impl FnOnce(&MappingQuery<'_>, VideoSearchResult) -> R,
 ) -> R {
-    let logical = logical_model(&query.model.video);
+    let logical = logical_model(&query.model.video, MediaPlacement::Leader);
     let call = steady_call(&logical);
     let mut q = build_question(query, &logical, &call, media_costs(query, &logical));
     q.pins = *pins;

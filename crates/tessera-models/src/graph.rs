@@ -9,18 +9,18 @@ use tessera_ir::{DType, Opcode, Program, Type, ValueId};
 
 use crate::graph_builder::GraphBuilder;
 use crate::umt5::encode_text_phases;
-use crate::vae::{decode_programs, encode_anchor_program};
+use crate::vae::{MediaPhases, decode_programs, encode_anchor_program};
 use crate::video_model::{ContextRegime, VideoModel};
 use crate::{PixelDecoder, PredictionTarget};
 
 /// Builds every logical program that a stream may run, in a fixed order. The fill levels are the
 /// numbers of latent frames already cached when a chunk begins: 0, one chunk, … up to a full window
-/// minus one chunk.
+/// minus one chunk. `media` tells how a VAE's programs get their latents.
 ///
 /// # Panics
 /// Never panics for a parsed [`VideoModel`], whose dimensions satisfy every rule used here.
 #[must_use]
-pub fn build_phases(m: &VideoModel) -> Vec<Program> {
+pub fn build_phases(m: &VideoModel, media: MediaPhases) -> Vec<Program> {
     let chunk = m.stream.chunk_frames;
     let fills: Vec<u64> = (0..m.stream.window_frames / chunk).map(|i| i * chunk).collect();
     let mut out = vec![text_phase(m), renoise_phase(m)];
@@ -46,8 +46,8 @@ pub fn build_phases(m: &VideoModel) -> Vec<Program> {
             out.extend(needs_anchor.then(|| encode_phase(m)));
         }
         PixelDecoder::WanVae => {
-            out.extend(decode_programs(m, &m.stream.vae));
-            out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae)));
+            out.extend(decode_programs(m, &m.stream.vae, media));
+            out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae, media)));
         }
         PixelDecoder::None => {}
     }
@@ -60,7 +60,7 @@ pub fn build_phases(m: &VideoModel) -> Vec<Program> {
 /// Lists every call that a stream may make: its name and its phases in order. Any other request is
 /// rejected at admission.
 #[must_use]
-pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
+pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String>)> {
     let chunk = m.stream.chunk_frames;
     let last = m.stream.window_frames - chunk;
     let mut out = Vec::new();
@@ -92,6 +92,7 @@ pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
                     phases.push(format!("clean.fill{fill}"));
                 }
                 phases.push("emit".into());
+                phases.extend(media_phases(m, media, fill == 0));
                 let name = format!(
                     "chunk.fill{fill}{}{}{}",
                     if m.stream.given_noise { ".noise" } else { "" },
@@ -103,6 +104,25 @@ pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
         }
     }
     out
+}
+
+/// Returns the phases of a call that turn its latents into pixels and into the anchor of the next call.
+/// When the scene opens, the anchor is latent 0 itself.
+fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<String> {
+    if media == MediaPhases::BesideCalls || m.stream.decoder != PixelDecoder::WanVae {
+        return Vec::new();
+    }
+    let needs_anchor = m.context_regime() == ContextRegime::Recompute && !opens_scene;
+    // The anchor leaves before the other latents are decoded: it is encoded from the first one.
+    [
+        Some(if opens_scene { "decode.open" } else { "decode.first" }),
+        needs_anchor.then_some("encode"),
+        (m.stream.chunk_frames > 1).then_some("decode.rest"),
+    ]
+    .into_iter()
+    .flatten()
+    .map(String::from)
+    .collect()
 }
 
 impl GraphBuilder<'_> {
@@ -132,7 +152,7 @@ impl GraphBuilder<'_> {
         self.builder.set_label(name).add_call_scalar(name, ty)
     }
 
-    fn token_type(&self) -> Type {
+    pub(crate) fn token_type(&self) -> Type {
         Type::new(DType::F32, [self.model.chunk_tokens(), self.model.wan.token_width()])
     }
 
@@ -518,7 +538,7 @@ mod tests {
         for extra in ["", "[cache]\nmode = \"recompute\"\n"] {
             let m = tiny(extra);
             let mut used = BTreeSet::new();
-            for p in build_phases(&m) {
+            for p in build_phases(&m, MediaPhases::BesideCalls) {
                 for op in p.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
                     used.insert(op.name.clone().unwrap());
                 }
@@ -535,10 +555,13 @@ mod tests {
             assert!(drawn.stream.to_toml().find("noise").is_none());
             let printed = crate::StreamConfig::parse("", &given.stream.to_toml(), &given.wan).unwrap();
             assert!(printed.given_noise, "the setting is part of the plan");
-            let names = |m: &VideoModel| build_phases(m).into_iter().map(|p| p.name).collect::<BTreeSet<_>>();
+            let names = |m: &VideoModel| {
+                build_phases(m, MediaPhases::BesideCalls).into_iter().map(|p| p.name).collect::<BTreeSet<_>>()
+            };
             let more: Vec<String> = names(&given).difference(&names(&drawn)).cloned().collect();
             assert_eq!(more, ["noise"]);
-            let calls = |m: &VideoModel| list_calls(m).into_iter().collect::<Vec<_>>();
+            let calls =
+                |m: &VideoModel| list_calls(m, MediaPhases::BesideCalls).into_iter().collect::<Vec<_>>();
             let drawn_calls: BTreeSet<String> = calls(&drawn).into_iter().map(|(name, _)| name).collect();
             for (name, phases) in calls(&given) {
                 assert!(!drawn_calls.contains(&name), "{name} names two calls");
@@ -550,7 +573,9 @@ mod tests {
 
     #[test]
     fn each_regime_has_its_phases() {
-        let names = |e: &str| build_phases(&tiny(e)).into_iter().map(|p| p.name).collect::<Vec<_>>();
+        let names = |e: &str| {
+            build_phases(&tiny(e), MediaPhases::BesideCalls).into_iter().map(|p| p.name).collect::<Vec<_>>()
+        };
         assert_eq!(
             names(""),
             [

@@ -9,6 +9,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::T0414;
 
+pub use graph::MediaPhases;
 pub(crate) use graph::{decode_programs, encode_anchor_program};
 pub use names::expected_vae_weights;
 

@@ -71,6 +71,12 @@ decoding step needs no mask, because its one query attends to every key. So Tess
 programs of this scheme for decoding only; for other jobs it gives an estimate only. A scheme \
 with a fused attention op applies the mask inside that op.";
 
+    T0609: "model has no phases of pixels for the ranks",
+    "With `media = \"mesh\"` the ranks decode each chunk and encode its anchor at the end of its call, from \
+programs of the plan. Only a model whose decoder is a `wan_vae` has such programs: a lossless decoder \
+moves values without arithmetic, so the leader runs it, and a model without a decoder has no pixels. \
+Leave out `--media`, or write `media = \"leader\"`.";
+
     T1200: "cannot parse a mapping pin",
     "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. \
 The message names the unknown knob or value and the nearest known one.\n\n\

@@ -28,6 +28,8 @@ pub mod video;
 pub use codes::CODES;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
-pub use mapping::{CapturePolicy, DtypePolicy, Mapping, Numerics, Strategy, Topology, Transport};
+pub use mapping::{
+    CapturePolicy, DtypePolicy, Mapping, MediaPlacement, Numerics, Strategy, Topology, Transport,
+};
 pub use memory::assign_slots;
 pub use stages::balance_stages;

@@ -20,14 +20,14 @@ use tessera_ir::{
 };
 use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
-use crate::codes::T0606;
-use crate::ownership::{OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase};
+use crate::codes::{T0606, T0609};
+use crate::ownership::{OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase, is_media_phase};
 use crate::roles::{TpClass, group_roles, uneven_shards};
 use crate::stages::StageCosts;
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
 use crate::{
-    CapturePolicy, DtypePolicy, LogicalModel, Mapping, Numerics, Strategy, Transport, memory, op_order,
-    precision, row_chunks,
+    CapturePolicy, DtypePolicy, LogicalModel, Mapping, MediaPlacement, Numerics, Strategy, Transport, memory,
+    op_order, precision, row_chunks,
 };
 
 /// The role of the leader outside the mesh.
@@ -42,6 +42,7 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     let mut ds = mapping.check_fit(&logical.model_extents());
     ds.extend(check_parts(&logical.phases));
     ds.extend(check_opcodes(&logical.phases));
+    ds.extend(check_media(logical, mapping));
     if !ds.is_empty() {
         return Err(ds);
     }
@@ -88,6 +89,19 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     })
 }
 
+/// Checks that the model has phases of pixels for the ranks if the mapping requires that.
+fn check_media(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagnostic> {
+    if mapping.media == MediaPlacement::Leader || logical.phases.iter().any(is_media_phase) {
+        return None;
+    }
+    let message = "media = \"mesh\", but the model has no phases of pixels for the ranks";
+    Some(
+        Diagnostic::error(&T0609, message)
+            .with_label("mapping", "media = \"mesh\"")
+            .with_hint("use media = \"leader\", or a model whose decoder is a wan_vae"),
+    )
+}
+
 /// Inserts the casts and quantizations of the mapping's dtype policy.
 fn with_dtype_policy<'a>(
     logical: &'a LogicalModel,
@@ -112,7 +126,8 @@ fn with_row_chunks(
     if chunks == 1 {
         return Ok(logical);
     }
-    let split = |p| match is_leader_phase(p) {
+    // Frames have no rows of tokens to split.
+    let split = |p| match is_leader_phase(p) || is_media_phase(p) {
         true => Ok(Program::clone(p)),
         false => row_chunks::split_rows(p, chunks),
     };

@@ -31,6 +31,18 @@ impl Topology {
 }
 
 named_enum! {
+    /// Which ranks run the phases of pixels: decode, and the encode of anchors.
+    #[derive(Default)]
+    pub enum MediaPlacement {
+        /// The leader runs them on its CPU, beside the calls.
+        #[default]
+        Leader = "leader",
+        /// The ranks of the first stage run them at the end of each chunk's call.
+        Mesh = "mesh",
+    }
+}
+
+named_enum! {
     /// How tp shards a transformer block.
     pub enum Strategy {
         /// Shards weights by column, then by row; one all-reduce per pair.
@@ -99,6 +111,8 @@ named_enum! {
 pub struct Mapping {
     /// Whether rank 0, the leader, lies in the mesh or outside it.
     pub topology: Topology,
+    /// Whether the leader or the ranks run the phases of pixels.
+    pub media: MediaPlacement,
     /// The mesh without the ranks outside it; [`Mapping::world_mesh`] includes them.
     pub mesh: Mesh,
     /// How tp shards a transformer block: by weights and heads, or by tokens and heads.
@@ -132,6 +146,7 @@ impl Default for Mapping {
     fn default() -> Mapping {
         Mapping {
             topology: Topology::Mesh,
+            media: MediaPlacement::Leader,
             mesh: Mesh::default(),
             // Ulysses moves 1.5·tp times fewer bytes than megatron at a video chunk's token counts,
             // and is exact.
@@ -160,6 +175,7 @@ impl Mapping {
         let mut root = ConfigReader::new(file, "", parse_toml(file, text)?);
         let mut out = Mapping::default();
         out.topology = root.read_named("topology", &Topology::ALL, Topology::name, out.topology);
+        out.media = root.read_named("media", &MediaPlacement::ALL, MediaPlacement::name, out.media);
         let (mut mesh, mut strategy) = (root.read_table("mesh"), root.read_table("strategy"));
         let (mut numerics, mut stages) = (root.read_table("numerics"), root.read_table("stages"));
         let (mut devices, mut queues) = (root.read_table("devices"), root.read_table("queues"));
@@ -227,7 +243,7 @@ impl Mapping {
     }
 
     /// Returns the canonical text: every key in a fixed order, except keys at their defaults: a
-    /// topology of `mesh`, a dtype of f32, unchunked rows, the best transport, captured programs and any
+    /// topology of `mesh`, media on the leader, a dtype of f32, unchunked rows, the best transport, captured programs and any
     /// weights.
     /// [`Mapping::parse`] reads it back.
     #[must_use]
@@ -235,10 +251,16 @@ impl Mapping {
         let list = |v: &[u64]| v.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
         let devices: Vec<String> = self.devices.iter().map(|d| format!("\"{d}\"")).collect();
         let size = |a| self.mesh.axis_size(a);
-        let topology = match self.topology {
-            Topology::Mesh => String::new(),
-            other => format!("topology = \"{}\"\n\n", other.name()),
-        };
+        let mut placement = String::new();
+        if self.topology != Topology::Mesh {
+            placement += &format!("topology = \"{}\"\n", self.topology.name());
+        }
+        if self.media != MediaPlacement::Leader {
+            placement += &format!("media = \"{}\"\n", self.media.name());
+        }
+        if !placement.is_empty() {
+            placement += "\n";
+        }
         let dtype = match self.dtype {
             DtypePolicy::F32 => String::new(),
             other => format!("dtype = \"{}\"\n", other.name()),
@@ -258,7 +280,7 @@ impl Mapping {
         let weights =
             self.weights.as_ref().map_or(String::new(), |w| format!("\n[weights]\ndigest = \"{w}\"\n"));
         format!(
-            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{collectives}{runtime}\
+            "{placement}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{collectives}{runtime}\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n{weights}",
             size(Axis::Tp),
             size(Axis::Ep),
@@ -355,6 +377,9 @@ mod tests {
         let pp1 = Mapping { topology: Topology::Pp1, ..m.clone() };
         assert!(pp1.to_toml().starts_with("topology = \"pp1\"\n"));
         assert_eq!(Mapping::parse("m", &pp1.to_toml()).unwrap(), pp1);
+        let media = Mapping { media: MediaPlacement::Mesh, ..pp1 };
+        assert!(media.to_toml().starts_with("topology = \"pp1\"\nmedia = \"mesh\"\n\n[mesh]"));
+        assert_eq!(Mapping::parse("m", &media.to_toml()).unwrap(), media);
         let nccl = Mapping { transport: Transport::Nccl, ..m.clone() };
         assert_eq!(Mapping::parse("m", &nccl.to_toml()).unwrap(), nccl);
         let eager = Mapping { capture: CapturePolicy::None, ..m.clone() };
@@ -384,6 +409,7 @@ mod tests {
             ("[mesh]\npp = 2\n[stages]\nblocks = [1e30, 2]\n", "T0605", "1000000000000"),
             ("[mesh]\noutside = 1\n", "T0002", "outside"),
             ("topology = \"pp2\"\n", "T0004", "topology"),
+            ("media = \"ranks\"\n", "T0004", "media"),
             ("topology = \"pp0\"\n[mesh]\ntp = 2\n", "T0605", "pp0 with a mesh of 2 ranks"),
             ("topology = \"pp1\"\n", "T0605", "pp1 with a mesh of 1 rank"),
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),

@@ -18,6 +18,8 @@ pub(crate) struct ProgramAnalysis<'a> {
     pub(crate) wants_heads: Vec<bool>,
     /// Whether the phase runs on the leader alone.
     pub(crate) is_leader_phase: bool,
+    /// Whether the phase makes pixels or anchors in calls.
+    pub(crate) is_media_phase: bool,
 }
 
 /// The stages that run an op, as its attribute `at` requests.
@@ -51,6 +53,7 @@ impl<'a> ProgramAnalysis<'a> {
             defs,
             readers,
             is_leader_phase: is_leader_phase(program),
+            is_media_phase: is_media_phase(program),
         }
     }
 }
@@ -69,4 +72,10 @@ pub(crate) fn is_leader_phase(p: &Program) -> bool {
 /// Returns whether the leader runs a phase on a CPU, in f32 and op by op, whatever the ranks run on.
 pub(crate) fn is_leader_cpu_phase(p: &Program) -> bool {
     p.ops.iter().any(|o| o.placement_hint() == Some(LEADER_CPU))
+}
+
+/// Returns whether a phase makes pixels or anchors in calls. The first stage runs it, because it holds
+/// the latents.
+pub(crate) fn is_media_phase(p: &Program) -> bool {
+    p.ops.iter().any(|o| o.placement_hint() == Some("media"))
 }

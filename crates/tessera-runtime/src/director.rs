@@ -170,6 +170,9 @@ impl Director {
         let start_frame = draft.cache.start_frame();
         draft.push_steps(&self.spec, request.seed, chunk);
         draft.push_phase("emit", &[]);
+        for phase in programs.media_phases(opens_scene) {
+            draft.push_phase(&phase.program, &[]);
+        }
         let (cache, phases) = draft.into_phases()?;
         let meta = CallMeta {
             n_steps: self.spec.steps.len() as u32,

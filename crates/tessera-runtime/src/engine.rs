@@ -148,9 +148,10 @@ pub trait Engine {
     /// Clears all cached state. The runtime calls it at a hard cut, before the first phase.
     fn reset(&mut self);
 
-    /// Returns the latents of the chunk whose emit phase ran last. Only ranks of the first stage
-    /// return latents, and their bytes are equal.
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault>;
+    /// Returns the outputs of the last call's phases, in order: the chunk's latents, and its pixels
+    /// and the next chunk's anchor if the ranks decode. Only ranks of the first stage return outputs,
+    /// and their bytes are equal.
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault>;
 
     /// Returns this rank's [`AbortHandle`]. The runtime calls it once, after loading.
     fn abort_handle(&self) -> AbortHandle;
@@ -207,13 +208,13 @@ pub trait MediaPipeline {
     fn encode_context(
         &mut self,
         chunk: u32,
-        previous: &Tensor,
+        previous: &Tensors,
         opens_scene: bool,
     ) -> Result<Tensor, Diagnostic>;
 
-    /// Decodes and writes a chunk and returns its number of frames. `opens_scene` tells whether the
+    /// Writes a chunk, which it decodes unless its call has, and returns its number of frames. `opens_scene` tells whether the
     /// chunk is the first of its scene. The runtime calls it once per chunk, in order.
-    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor, opens_scene: bool) -> Result<u32, Diagnostic>;
+    fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic>;
 
     /// Closes the output after the last chunk.
     fn finish_output(&mut self) -> Result<(), Diagnostic>;
@@ -228,8 +229,8 @@ pub enum MediaJob {
     Context {
         /// Index of the chunk whose call waits for the context.
         chunk: u32,
-        /// Latents of the last finished chunk, from which the context is made.
-        previous: Tensor,
+        /// Outputs of the last finished chunk's call, from which the context is made.
+        previous: Tensors,
         /// Whether the previous chunk is the first of its scene.
         opens_scene: bool,
     },
@@ -239,8 +240,8 @@ pub enum MediaJob {
         chunk: u32,
         /// Cache epoch of the chunk, which the pipeline compares with the minimum epoch.
         epoch: u32,
-        /// Latents that the chunk's call returned.
-        latents: Tensor,
+        /// What the chunk's call returned: its latents, and its pixels if the ranks decode.
+        outputs: Tensors,
         /// Whether the chunk is the first of its scene.
         opens_scene: bool,
     },
@@ -270,8 +271,8 @@ pub struct ReadyCall {
 pub struct CallReport {
     /// Counters, durations and digests, which the leader compares with the plan and across ranks.
     pub observed: CallObservation,
-    /// The latents of the chunk that the call generated; `None` if this rank returns none.
-    pub output: Option<Tensor>,
+    /// The outputs of the call's phases, in order; empty if this rank returns none.
+    pub outputs: Tensors,
     /// Shard digests of the weights that a reload loaded.
     pub fingerprints: Vec<ShardFingerprint>,
 }
@@ -325,15 +326,15 @@ pub fn run_call(
         observed.new_programs = engine.program_count().new_since_warmup;
     }
     if call.action == CallAction::Infer {
-        report.output = engine.chunk_output()?;
+        report.outputs = engine.call_outputs()?;
     }
     let begun = engine.cpu_ns();
     observed.state = run.cache.state_digest();
-    if let Err(not_finite) = run.check_finite(report.output.as_ref()) {
+    if let Err(not_finite) = run.check_finite(&report.outputs) {
         run.audit_weights(engine)?;
         return Err(not_finite);
     }
-    observed.output = report.output.as_ref().map_or(Digest::default(), |t| Digest::hash_bytes(t.data()));
+    observed.output = report.outputs.digest();
     if call.action == CallAction::Infer
         && let Some(part) = engine.rehash_weights()
     {
@@ -429,15 +430,19 @@ impl CallRun<'_> {
         Ok(report)
     }
 
-    /// Fails the call if any of its latents is NaN or infinite.
-    fn check_finite(&self, latents: Option<&Tensor>) -> Result<(), EngineFault> {
-        let values = latents.and_then(Tensor::to_f32).unwrap_or_default();
+    /// Fails the call if any element of its outputs is NaN or infinite.
+    fn check_finite(&self, outputs: &Tensors) -> Result<(), EngineFault> {
+        outputs.0.iter().try_for_each(|output| self.check_output_finite(output))
+    }
+
+    fn check_output_finite(&self, output: &Tensor) -> Result<(), EngineFault> {
+        let (name, values) = (output.name(), output.to_f32().unwrap_or_default());
         let Some(first) = values.iter().position(|x| !x.is_finite()) else { return Ok(()) };
         self.trip_unless(false, &T0771, || {
             let count = values.iter().filter(|x| !x.is_finite()).count();
             let (id, chunk, all, value) = (self.call.call_id, self.call.chunk, values.len(), values[first]);
             format!(
-                "call {id}, chunk {chunk}: {count} of {all} latents are not finite, the first is element {first} with {value}; \
+                "call {id}, chunk {chunk}: {count} of {all} {name} are not finite, the first is element {first} with {value}; \
                  the output ends before chunk {chunk}"
             )
         })

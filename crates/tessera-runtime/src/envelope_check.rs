@@ -8,7 +8,7 @@ use tessera_base::{Code, Diagnostic, Diagnostics};
 use crate::Digest;
 use crate::codes::{T0701, T0712, T0730, T0731, T0732, T0733, T0734, T0735};
 use crate::director::warmup_meta;
-use crate::kv_cache::{CacheState, Transition};
+use crate::kv_cache::{CacheStage, CacheState, Transition};
 use crate::program_index::{InputSpec, PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
 use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, Tensors, WIRE_VERSION};
@@ -205,8 +205,16 @@ fn check_infer(
             refuse(format!("{field} is {value}, phases lists {n} of kind {kind:?}"));
         }
     }
-    if m.phases.last().and_then(|p| PhaseKind::from_program(&p.program)) != Some(PhaseKind::Emit) {
-        refuse("the last phase is not an emit".into());
+    let media = local.programs.media_phases(opens_scene(m, after));
+    let generated = m.phases.strip_suffix(&media[..]).and_then(<[_]>::last);
+    if generated.and_then(|p| PhaseKind::from_program(&p.program)) != Some(PhaseKind::Emit) {
+        refuse(match &media[..] {
+            [] => "the last phase is not an emit".to_string(),
+            _ => {
+                let names: Vec<&str> = media.iter().map(|p| p.program.as_str()).collect();
+                format!("the last phases are not an emit and {}", names.join(", "))
+            }
+        });
     }
     let bias = m.kv_bias.get();
     if !(bias.is_finite() && bias > 0.0) {
@@ -244,6 +252,12 @@ fn check_infer(
     }
     let early: Vec<_> = inputs.into_iter().filter(|i| i.name != CONTEXT_TENSOR).collect();
     found.extend(check_tensors(&early, tensors));
+}
+
+/// Returns whether the call's chunk is the first of its scene, given the cache state before the call.
+fn opens_scene(m: &CallMeta, before: &CacheState) -> bool {
+    let mut cache = before.clone();
+    cache.begin_call(m.reset_kv).is_ok() && cache.stage() == CacheStage::Empty
 }
 
 /// Applies the call's transitions to `cache`, and checks the start frame before the first denoise

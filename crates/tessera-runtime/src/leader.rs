@@ -26,7 +26,7 @@ use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
 use crate::wire::{
     CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, Reload, ShardFingerprint,
-    Tensor, WIRE_VERSION,
+    Tensor, Tensors, WIRE_VERSION,
 };
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
@@ -246,8 +246,8 @@ pub struct Leader {
     open_calls: VecDeque<OpenCall>,
     last_call_id: u64,
     prompt_embedding: Option<Tensor>,
-    /// Latents of the last finished chunk, and whether that chunk was the first of its scene.
-    last_output: Option<(Tensor, bool)>,
+    /// Outputs of the last finished chunk, and whether that chunk was the first of its scene.
+    last_outputs: Option<(Tensors, bool)>,
     /// Finished chunks that are not delivered, oldest first.
     undelivered: VecDeque<FinishedChunk>,
     /// A counter that grows when any rank makes progress or a chunk is delivered. Heartbeats send
@@ -308,7 +308,7 @@ struct OpenCall {
     times: CallTimes,
     done: BTreeMap<u32, CallObservation>,
     fingerprints: BTreeMap<u32, Vec<ShardFingerprint>>,
-    output: Option<Tensor>,
+    outputs: Tensors,
 }
 
 /// Times at which a call reached each step, in nanoseconds on the driver's clock; 0 before the
@@ -368,7 +368,7 @@ impl Leader {
             open_calls: VecDeque::new(),
             last_call_id: 0,
             prompt_embedding: None,
-            last_output: None,
+            last_outputs: None,
             undelivered: VecDeque::new(),
             progress: 0,
             quiet_history: QuietHistory::default(),

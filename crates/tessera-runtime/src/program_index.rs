@@ -12,6 +12,9 @@ use crate::wire::{Dtype, PhaseCall, ScalarArg};
 /// The program of a plan whose calls carry the noise of a chunk's first step.
 pub(crate) const NOISE_PROGRAM: &str = "noise";
 
+/// The program that decodes the first latent of a chunk, if the ranks decode.
+const DECODE_FIRST_PROGRAM: &str = "decode.first";
+
 /// The kind of a phase, given by the part of the program's name before the first dot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PhaseKind {
@@ -30,8 +33,12 @@ pub enum PhaseKind {
     Recompute,
     /// Rotates all cached keys back by a number of frames.
     Rebase,
-    /// Outputs the chunk's latents; the last phase of a call.
+    /// Outputs the chunk's latents; only phases of pixels follow it in a call.
     Emit,
+    /// Decodes latents of the chunk to pixels.
+    Decode,
+    /// Encodes the anchor of the next chunk from a decoded frame.
+    Encode,
 }
 
 impl PhaseKind {
@@ -47,6 +54,8 @@ impl PhaseKind {
             "recompute" => PhaseKind::Recompute,
             "rebase" => PhaseKind::Rebase,
             "emit" => PhaseKind::Emit,
+            "decode" => PhaseKind::Decode,
+            "encode" => PhaseKind::Encode,
             _ => return None,
         })
     }
@@ -60,7 +69,7 @@ impl PhaseKind {
 
 impl PhaseKind {
     /// Every kind, in an order in which each phase finds the results of the earlier ones.
-    const WARMUP_ORDER: [PhaseKind; 8] = [
+    const WARMUP_ORDER: [PhaseKind; 10] = [
         PhaseKind::Text,
         PhaseKind::Recompute,
         PhaseKind::Renoise,
@@ -69,6 +78,8 @@ impl PhaseKind {
         PhaseKind::Clean,
         PhaseKind::Rebase,
         PhaseKind::Emit,
+        PhaseKind::Decode,
+        PhaseKind::Encode,
     ];
 }
 
@@ -232,6 +243,20 @@ impl ProgramIndex {
     #[must_use]
     pub fn takes_noise(&self) -> bool {
         self.programs.contains_key(NOISE_PROGRAM)
+    }
+
+    /// Returns the phases that follow the emit of a chunk's call: the decode of its latents and the encode
+    /// of the next chunk's anchor, which is latent 0 itself when the scene opens. The list is empty
+    /// if the leader decodes.
+    #[must_use]
+    pub fn media_phases(&self, opens_scene: bool) -> Vec<PhaseCall> {
+        let names: &[&str] = match opens_scene {
+            _ if !self.programs.contains_key(DECODE_FIRST_PROGRAM) => &[],
+            true => &["decode.open", "decode.rest"],
+            false => &[DECODE_FIRST_PROGRAM, "encode", "decode.rest"],
+        };
+        let planned = names.iter().filter(|name| self.programs.contains_key(**name));
+        planned.map(|name| PhaseCall::new(*name, Vec::new())).collect()
     }
 
     /// Returns the digest of the warm-up phases, which must be equal on every rank.

@@ -40,7 +40,7 @@ pub struct WorkerConfig {
     pub cache: CacheSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
-    /// Whether this rank sends the chunk's latents to the leader.
+    /// Whether this rank sends the outputs of a chunk's call to the leader.
     pub sends_output: bool,
     /// Codes of the tripwires that this rank does not check; empty except in a self-test.
     pub tripwires: Tripwires,
@@ -425,13 +425,13 @@ impl Worker {
         let Some(RunningCall { call_id, cache_epoch, .. }) = self.running.take() else {
             return self.protocol_violation(0, "the engine ended a call that was not running");
         };
-        let output = if self.config.sends_output { report.output.into_iter().collect() } else { Vec::new() };
+        let output = if self.config.sends_output { report.outputs } else { Tensors::default() };
         self.actions.push(Action::Send(Message::Done(Box::new(Done {
             call_id,
             cache_epoch,
             observed: report.observed,
             fingerprints: report.fingerprints,
-            output: Tensors(output),
+            output,
         }))));
     }
 

@@ -91,6 +91,58 @@ fn given_noise_is_sent_exactly_where_the_plan_takes_it() {
     assert!(codes_under(&e, &before, &test_programs(), &Tripwires::default()).contains(&"T0722"));
 }
 
+/// The test programs and those of pixels.
+fn programs_with_pixels() -> ProgramIndex {
+    let known = test_programs();
+    let names = known.warmup_phases().into_iter().map(|p| p.program);
+    let pixels = ["decode.open", "decode.first", "decode.rest", "encode"].map(String::from);
+    ProgramIndex::new(
+        names.chain(pixels).map(|name| (name.clone(), known.get(&name).cloned().unwrap_or_default())),
+    )
+}
+
+/// A chunk's call ends with the phases of pixels that fit its place in the scene, and a rank refuses it
+/// with others, because the decoder's history would belong to another scene.
+#[test]
+fn a_call_ends_with_the_phases_of_pixels_that_its_scene_needs() {
+    let programs = programs_with_pixels();
+    let mut director = Director::new(test_stream(CacheRegime::Recompute)).expect("legal");
+    let request = |cut| ChunkRequest { prompt_change: true, seed: 7, cut };
+    let open = ["emit", "decode.open", "decode.rest"];
+    let later = ["emit", "decode.first", "encode", "decode.rest"];
+    for (call_id, (cut, tail)) in
+        [(SceneCut::None, &open[..]), (SceneCut::None, &later), (SceneCut::Ordered, &open)]
+            .into_iter()
+            .enumerate()
+    {
+        let before = director.cache_state().clone();
+        let call = director.plan_chunk(&request(cut), &programs).expect("planned");
+        let meta = call.meta.expect("a chunk");
+        let names: Vec<&str> = meta.phases.iter().map(|p| p.program.as_str()).collect();
+        assert!(names.ends_with(tail), "call {call_id}: {names:?}");
+        let (mut e, _) = second_call();
+        (e.header.chunk, e.header.cache_epoch, e.meta) = (call.chunk, call.cache_epoch, Some(meta));
+        let codes = |e: &Envelope| codes_under(e, &before, &programs, &Tripwires::default());
+        assert_eq!(codes(&e), [] as [&str; 0], "call {call_id}");
+        let change = |change: &dyn Fn(&mut Vec<tessera_runtime::wire::PhaseCall>)| {
+            let mut changed = e.clone();
+            change(&mut changed.meta.as_mut().expect("a chunk").phases);
+            codes(&changed)
+        };
+        let other = if tail[1] == "decode.open" { "decode.first" } else { "decode.open" };
+        let wrong_scene = change(&|phases| {
+            phases.iter_mut().filter(|p| p.program == tail[1]).for_each(|p| p.program = other.into());
+        });
+        assert!(wrong_scene.contains(&"T0732"), "call {call_id}: {wrong_scene:?}");
+        assert!(change(&|phases| drop(phases.pop())).contains(&"T0732"), "call {call_id}");
+    }
+    assert_eq!(
+        programs.warmup_phases().len(),
+        test_programs().warmup_phases().len() + 4,
+        "all are warmed up"
+    );
+}
+
 fn break_field(e: &mut Envelope, field: &str) {
     let Envelope { header: h, meta, reload, tensors } = e;
     let m: &mut CallMeta = meta.as_mut().expect("a chunk");

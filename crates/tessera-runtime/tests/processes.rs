@@ -246,8 +246,8 @@ impl Engine for AbortIgnoringEngine {
         self.engine.reset();
     }
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        self.engine.chunk_output()
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
+        self.engine.call_outputs()
     }
 
     fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {
@@ -277,11 +277,11 @@ impl MediaPipeline for TestMediaPipeline {
         Ok(prompt_tensor(prompt.len() as u32))
     }
 
-    fn encode_context(&mut self, _: u32, previous: &Tensor, _: bool) -> Result<Tensor, Diagnostic> {
-        Ok(context_tensor(previous))
+    fn encode_context(&mut self, _: u32, previous: &Tensors, _: bool) -> Result<Tensor, Diagnostic> {
+        Ok(context_tensor(&previous.0[0]))
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, _: &Tensor, _: bool) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, chunk: u32, _: &Tensors, _: bool) -> Result<u32, Diagnostic> {
         std::thread::sleep(Duration::from_millis(3));
         if self.disk_full && chunk == 3 {
             let code = tessera_runtime::CODES.iter().find(|c| c.id == "T0748").expect("listed");

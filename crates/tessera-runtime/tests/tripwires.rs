@@ -296,8 +296,9 @@ impl Engine for GivenLatents {
 
     fn reset(&mut self) {}
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        Ok(Tensor::from_f32("latents", &[self.latents.len() as u64], &self.latents).ok())
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
+        let latents = Tensor::from_f32("latents", &[self.latents.len() as u64], &self.latents).ok();
+        Ok(Tensors(latents.into_iter().collect()))
     }
 
     fn program_count(&self) -> ProgramCount {

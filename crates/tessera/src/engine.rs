@@ -26,13 +26,13 @@ use tessera_verify::SealedPlan;
 use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
 use crate::kernel_probe::shorten_digest;
-use crate::plan::LEADER_PHASES;
+use crate::plan::is_leader_phase;
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 use crate::synthetic_delays::ForwardDelay;
 
 /// Iterates over the phases that the ranks of the mesh run in calls.
 pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
-    plan.phase_names().iter().map(String::as_str).filter(|p| !LEADER_PHASES.contains(p))
+    plan.phase_names().iter().map(String::as_str).filter(|p| !is_leader_phase(plan, p))
 }
 
 /// Builds the program index of a sealed plan for the call envelope: for each phase, the facts of
@@ -41,27 +41,25 @@ pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
 #[must_use]
 pub fn build_program_index(plan: &SealedPlan) -> ProgramIndex {
     let ranks: Vec<Rank> = plan.mesh().iter().filter(|r| plan.mesh().contains(*r)).collect();
-    ProgramIndex::new(plan.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())).map(
-        |phase| {
-            let mut hash = blake3::Hasher::new();
-            let mut facts = ProgramInfo::default();
-            let mut scalars: BTreeMap<String, ArgKind> = BTreeMap::new();
-            let mut inputs: BTreeMap<String, InputSpec> = BTreeMap::new();
-            for rank in &ranks {
-                if let Some(c) = plan.collective_digest(phase, *rank) {
-                    facts.collectives += c.collectives;
-                    hash.update(&c.trace_digest);
-                }
-                if let Some(p) = plan.rank_program(phase, *rank) {
-                    collect_sources(p, &mut scalars, &mut inputs);
-                }
+    ProgramIndex::new(mesh_phases(plan).map(|phase| {
+        let mut hash = blake3::Hasher::new();
+        let mut facts = ProgramInfo::default();
+        let mut scalars: BTreeMap<String, ArgKind> = BTreeMap::new();
+        let mut inputs: BTreeMap<String, InputSpec> = BTreeMap::new();
+        for rank in &ranks {
+            if let Some(c) = plan.collective_digest(phase, *rank) {
+                facts.collectives += c.collectives;
+                hash.update(&c.trace_digest);
             }
-            facts.trace = Digest(*hash.finalize().as_bytes());
-            facts.scalars = scalars.into_iter().collect();
-            facts.inputs = inputs.into_values().collect();
-            (phase.clone(), facts)
-        },
-    ))
+            if let Some(p) = plan.rank_program(phase, *rank) {
+                collect_sources(p, &mut scalars, &mut inputs);
+            }
+        }
+        facts.trace = Digest(*hash.finalize().as_bytes());
+        facts.scalars = scalars.into_iter().collect();
+        facts.inputs = inputs.into_values().collect();
+        (phase.to_string(), facts)
+    }))
 }
 
 fn collect_sources(
@@ -97,8 +95,8 @@ struct LoadedPhase {
     inputs: BTreeSet<String>,
     trace: [u8; 32],
     mesh_facts: ProgramInfo,
-    /// Shape of the latents if this program outputs them.
-    latents_shape: Option<Vec<u64>>,
+    /// Names and shapes of the program's outputs, in order.
+    outputs: Vec<(String, Vec<u64>)>,
 }
 
 /// The backend of an engine, and whether it is dropped with the engine.
@@ -143,8 +141,8 @@ pub(crate) const ENGINE_CHECKS: [&Code; 4] = [&T0737, &T0751, &T0770, &T0785];
 pub struct MeshEngine {
     backend: EngineBackend,
     phases: BTreeMap<String, LoadedPhase>,
-    /// Shape of the chunk's latents if this rank outputs them.
-    latents_shape: Option<Vec<u64>>,
+    /// Outputs of the phases that the current call has run, in order.
+    outputs: Vec<Tensor>,
     flight_record: Option<Arc<FlightRecord>>,
     delay: Option<ForwardDelay>,
     /// Whether the engine rejects a collective or a capture outside the plan before it is launched.
@@ -231,10 +229,9 @@ impl MeshEngine {
     ) -> Result<MeshEngine, Diagnostic> {
         let whole = build_program_index(plan);
         let mut phases = BTreeMap::new();
-        let mut latents = None;
         let mut buffers = BTreeMap::new();
         let seat = MeshRank { mesh: *plan.mesh(), rank };
-        for name in plan.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())) {
+        for name in mesh_phases(plan) {
             let (Some(program), Some(slots), Some(own)) = (
                 plan.rank_program(name, rank),
                 plan.rank_slots(name, rank),
@@ -261,12 +258,11 @@ impl MeshEngine {
                     .filter_map(|o| o.name.clone())
                     .collect::<BTreeSet<_>>()
             };
-            let out = program
-                .ops
-                .iter()
-                .find(|o| o.opcode == Opcode::Output && o.name.as_deref() == Some("latents"));
-            let shape = out.map(|o| program.type_of(o.operands[0]).shape.clone());
-            latents = latents.or(shape.clone());
+            let outputs =
+                program.ops.iter().filter(|o| o.opcode == Opcode::Output).filter_map(|o| {
+                    Some((o.name.clone()?, program.type_of(*o.operands.first()?).shape.clone()))
+                });
+            let outputs = outputs.collect();
             let phase = LoadedPhase {
                 loaded,
                 sequence,
@@ -274,9 +270,9 @@ impl MeshEngine {
                 inputs: names(Opcode::Input),
                 trace: own.trace_digest,
                 mesh_facts: whole.get(name)?.clone(),
-                latents_shape: shape,
+                outputs,
             };
-            phases.insert(name.clone(), phase);
+            phases.insert(name.to_string(), phase);
         }
         let mut shards = WeightFingerprints::new(plan, rank);
         shards.fingerprint_loaded(&*backend, weights)?;
@@ -285,7 +281,7 @@ impl MeshEngine {
         Ok(MeshEngine {
             backend,
             phases,
-            latents_shape: latents,
+            outputs: Vec::new(),
             program_count: count,
             executed: BTreeSet::new(),
             warmed_up: false,
@@ -428,6 +424,7 @@ fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
 impl Engine for MeshEngine {
     fn begin_call(&mut self, call: &ReadyCall) {
         self.weight_fingerprints.begin_call(call.action);
+        self.outputs.clear();
         self.position = CallPosition::from_call(call);
     }
 
@@ -490,8 +487,10 @@ impl Engine for MeshEngine {
                 Digest(phase.trace)
             )));
         }
-        if phase.latents_shape.is_some() {
-            self.latents_shape.clone_from(&phase.latents_shape);
+        for (name, shape) in &phase.outputs {
+            let values = self.backend.output(name).unwrap_or_default();
+            let output = Tensor::from_f32(name, shape, values);
+            self.outputs.push(output.map_err(|d| EngineFault::local_failure(d.message))?);
         }
         let elapsed_ns = || u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.phases_ns = self.phases_ns.saturating_add(elapsed_ns());
@@ -511,14 +510,9 @@ impl Engine for MeshEngine {
         self.backend.reset_buffers();
     }
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        let (Some(shape), Some(values)) = (&self.latents_shape, self.backend.output("latents")) else {
-            self.output_at_ns = thread_cpu_ns();
-            return Ok(None);
-        };
-        let output = Tensor::from_f32("latents", shape, values);
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
         self.output_at_ns = thread_cpu_ns();
-        output.map(Some).map_err(|d| EngineFault::local_failure(d.message))
+        Ok(Tensors(std::mem::take(&mut self.outputs)))
     }
 
     fn memory_use(&self) -> RankMemory {

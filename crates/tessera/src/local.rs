@@ -27,7 +27,7 @@ use tessera_runtime::{Digest, Tripwires};
 
 use crate::codes::T0017;
 use crate::communicators;
-use crate::media_codec::MediaCodec;
+use crate::media_codec::{MediaCodec, find_latents};
 use crate::model::Model;
 use crate::plan::Plan;
 use crate::prompt_rows::PromptRows;
@@ -102,7 +102,7 @@ pub fn run(
         let mut context = None;
         if let Some(last) = last.as_ref().filter(|_| meta.recompute) {
             let made =
-                codec.build_context(last.chunk, &last.latents, last.opens_scene).map_err(|d| vec![d])?;
+                codec.build_context(last.chunk, &last.outputs, last.opens_scene).map_err(|d| vec![d])?;
             inputs.push(made.clone());
             context = Some(made);
         }
@@ -119,12 +119,12 @@ pub fn run(
         if let Some(last) = last.take() {
             last.deliver_to(&mut codec, &mut on_chunk).map_err(|d| vec![d])?;
         }
-        let latents = ranks.finish_call(&meta).map_err(|d| vec![d])?;
+        let outputs = ranks.finish_call(&meta).map_err(|d| vec![d])?;
         last = Some(UndeliveredChunk {
             chunk: call.chunk,
             opens_scene: call.opens_scene,
             context,
-            latents,
+            outputs,
             meta,
         });
     }
@@ -138,7 +138,7 @@ struct UndeliveredChunk {
     chunk: u32,
     opens_scene: bool,
     context: Option<Tensor>,
-    latents: Tensor,
+    outputs: Tensors,
     meta: CallMeta,
 }
 
@@ -148,12 +148,13 @@ impl UndeliveredChunk {
         codec: &mut MediaCodec,
         on: &mut impl FnMut(DeliveredChunk<'_>),
     ) -> Result<(), Diagnostic> {
-        let pixels = codec.decode_pixels(self.chunk, &self.latents, self.opens_scene)?;
+        let pixels = codec.decode_pixels(self.chunk, &self.outputs, self.opens_scene)?;
+        let latents = find_latents(&self.outputs)?;
         on(DeliveredChunk {
             chunk: self.chunk,
             meta: &self.meta,
             context: self.context.as_ref(),
-            latents: &self.latents,
+            latents,
             pixels: &pixels,
         });
         Ok(())
@@ -235,8 +236,8 @@ impl InProcessRanks {
     }
 
     /// Waits for every rank, checks each report against the call and against the other reports, and
-    /// returns the latents.
-    fn finish_call(&mut self, meta: &CallMeta) -> Result<Tensor, Diagnostic> {
+    /// returns the outputs.
+    fn finish_call(&mut self, meta: &CallMeta) -> Result<Tensors, Diagnostic> {
         let mut reports: BTreeMap<Rank, CallReport> = BTreeMap::new();
         while reports.len() < self.threads.len() {
             let (rank, event) = self.next_event()?;
@@ -246,7 +247,7 @@ impl InProcessRanks {
             reports.insert(rank, outcome.map_err(|f| rank_error(rank, f.text).with_note(f.code))?);
         }
         self.idle = true;
-        let mut latents: Option<(Rank, Digest, Tensor)> = None;
+        let mut outputs: Option<(Rank, Digest, Tensors)> = None;
         for (rank, report) in reports {
             let seen = report.observed;
             if (seen.state, seen.trace) != (meta.predicted_state, meta.expected_trace_digest) {
@@ -257,18 +258,19 @@ impl InProcessRanks {
                     )
                     .with_label("observed", format!("state {}, trace {}", seen.state, seen.trace)));
             }
-            match (&latents, report.output) {
-                (Some((first, digest, _)), Some(_)) if *digest != seen.output => {
-                    return Err(rank_error(rank, "its latents differ from another rank's")
+            match &outputs {
+                _ if report.outputs.0.is_empty() => {}
+                Some((first, digest, _)) if *digest != seen.output => {
+                    return Err(rank_error(rank, "its outputs differ from another rank's")
                         .with_label(format!("rank {first}"), digest.to_string())
                         .with_label(format!("rank {rank}"), seen.output.to_string()));
                 }
-                (None, Some(tensor)) => latents = Some((rank, seen.output, tensor)),
-                _ => {}
+                Some(_) => {}
+                None => outputs = Some((rank, seen.output, report.outputs)),
             }
         }
-        latents
-            .map(|(_, _, tensor)| tensor)
+        outputs
+            .map(|(_, _, outputs)| outputs)
             .ok_or_else(|| Diagnostic::error(&RANK_FAILED, "no rank output the chunk's latents"))
     }
 }

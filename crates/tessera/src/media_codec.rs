@@ -1,5 +1,6 @@
 //! The leader's codec: the rows of prompts, and the plan's decode and encode programs of pixels on a CPU
-//! backend of their own, outside the mesh.
+//! backend of their own, outside the mesh. If the ranks decode in calls, it takes pixels and anchors from
+//! the outputs of the calls instead.
 //!
 //! Chunks are decoded in order. In the recompute regime the first latent of a chunk is decoded before the
 //! next chunk's call, which waits for the anchor; the other latents are decoded during that call.
@@ -14,15 +15,21 @@ use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, TEXT_PHASE, VideoModel};
-use tessera_runtime::wire::Tensor;
+use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::codes::T0016;
 use crate::host_memory::available_bytes;
-use crate::plan::{LEADER_PHASES, Plan};
+use crate::plan::{Plan, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::{NoObserver, PromptRows, fault_text};
 use crate::record::MediaInterval;
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
 use crate::vae_weights::VaeWeights;
+
+/// Output of a chunk's call with the next chunk's anchor.
+const ANCHOR: &str = "anchor";
+
+/// Prefix of the outputs of a chunk's call with its pixels, in order.
+const PIXELS: &str = "pixels.";
 
 /// Encodes prompts, decodes chunks and encodes anchors.
 pub(crate) struct MediaCodec {
@@ -32,6 +39,8 @@ pub(crate) struct MediaCodec {
     loaded: BTreeMap<String, ProgramHandle>,
     /// The last chunk whose first latent was decoded, and what is left of it.
     first_latent: Option<FirstLatent>,
+    /// Whether the calls decode their chunks and encode the anchors.
+    decodes_in_calls: bool,
     delays: Option<MediaDelays>,
     intervals: Vec<MediaInterval>,
 }
@@ -54,9 +63,10 @@ impl MediaCodec {
     ) -> Result<MediaCodec, Diagnostic> {
         let (rank, sealed) = (Rank(0), &plan.sealed);
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
+        let decodes_in_calls = is_phase_of_calls(sealed, "decode.first");
         let pool = match plan.video.stream.decoder {
-            PixelDecoder::WanVae => start_threads()?,
-            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Pool::single_thread(),
+            PixelDecoder::WanVae if !decodes_in_calls => start_threads()?,
+            PixelDecoder::WanVae | PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Pool::single_thread(),
         };
         let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
         available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
@@ -65,7 +75,7 @@ impl MediaCodec {
             None => Box::new(NoWeights),
         };
         let mut loaded = BTreeMap::new();
-        for name in LEADER_PHASES.into_iter().filter(|name| ![TEXT_PHASE, TEXT_DEVICE_PHASE].contains(name)) {
+        for name in leader_phases(sealed).filter(|name| ![TEXT_PHASE, TEXT_DEVICE_PHASE].contains(name)) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut *source)?);
             }
@@ -76,6 +86,7 @@ impl MediaCodec {
             cpu,
             loaded,
             first_latent: None,
+            decodes_in_calls,
             delays,
             intervals: Vec::new(),
         })
@@ -101,11 +112,15 @@ impl MediaCodec {
     pub(crate) fn decode_pixels(
         &mut self,
         chunk: u32,
-        latents: &Tensor,
+        outputs: &Tensors,
         opens_scene: bool,
     ) -> Result<Vec<f32>, Diagnostic> {
         self.intervals.clear();
-        let latents = f32_values(latents);
+        if self.decodes_in_calls {
+            let pixels = outputs.0.iter().filter(|t| t.name().starts_with(PIXELS));
+            return Ok(pixels.flat_map(f32_values).collect());
+        }
+        let latents = f32_values(find_latents(outputs)?);
         let whole = Instant::now();
         let name = if self.has_first_latent(chunk) { "decode.rest" } else { "decode" };
         self.decode_first(chunk, &latents, opens_scene)?;
@@ -134,12 +149,15 @@ impl MediaCodec {
     pub(crate) fn build_context(
         &mut self,
         before: u32,
-        latents: &Tensor,
+        outputs: &Tensors,
         opens_scene: bool,
     ) -> Result<Tensor, Diagnostic> {
         self.intervals.clear();
-        let mut context = f32_values(latents);
-        if !opens_scene {
+        let mut context = f32_values(find_latents(outputs)?);
+        if self.decodes_in_calls && !opens_scene {
+            let anchor = f32_values(find_output(outputs, ANCHOR)?);
+            context[..anchor.len()].copy_from_slice(&anchor);
+        } else if !opens_scene {
             let begun = Instant::now();
             self.decode_first(before, &context, false)?;
             self.end_interval("decode.first", begun);
@@ -224,6 +242,17 @@ impl MediaCodec {
             .map(<[f32]>::to_vec)
             .ok_or_else(|| failed(format!("the program output no {output}")))
     }
+}
+
+/// Returns the latents among the outputs of a chunk's call.
+pub(crate) fn find_latents(outputs: &Tensors) -> Result<&Tensor, Diagnostic> {
+    find_output(outputs, "latents")
+}
+
+fn find_output<'a>(outputs: &'a Tensors, name: &str) -> Result<&'a Tensor, Diagnostic> {
+    outputs
+        .get(name)
+        .ok_or_else(|| Diagnostic::error(&T0016, format!("a chunk's call returned no tensor `{name}`")))
 }
 
 /// Starts a thread per core for the convolutions of a VAE, for which a stream waits longer than for the

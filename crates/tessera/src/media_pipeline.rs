@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use tessera_base::Diagnostic;
 use tessera_runtime::engine::MediaPipeline;
-use tessera_runtime::wire::Tensor;
+use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::frame_writer::{FrameWriter, OpenPipes};
-use crate::media_codec::MediaCodec;
+use crate::media_codec::{MediaCodec, find_latents};
 use crate::plan::Plan;
 use crate::prompt_rows::PromptRows;
 use crate::rank_config::RankConfig;
@@ -68,7 +68,7 @@ impl MediaPipeline for RunMediaPipeline {
     fn encode_context(
         &mut self,
         chunk: u32,
-        previous: &Tensor,
+        previous: &Tensors,
         opens_scene: bool,
     ) -> Result<Tensor, Diagnostic> {
         let before = chunk.saturating_sub(1);
@@ -77,8 +77,9 @@ impl MediaPipeline for RunMediaPipeline {
         Ok(context)
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor, opens_scene: bool) -> Result<u32, Diagnostic> {
-        let pixels = self.codec.decode_pixels(chunk, latents, opens_scene)?;
+    fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic> {
+        let pixels = self.codec.decode_pixels(chunk, outputs, opens_scene)?;
+        let latents = find_latents(outputs)?;
         let written = Instant::now();
         let frames = self.writer.write_chunk(&pixels, latents.data())?;
         self.codec.end_interval("write", written);

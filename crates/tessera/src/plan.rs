@@ -7,9 +7,9 @@ use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
 use tessera_mesh::{Rank, RankMap};
 use tessera_models::{
-    TEXT_DEVICE_PHASE, TEXT_PHASE, TextEncoder, Umt5Config, VideoModel, build_phases, list_calls,
+    MediaPhases, TEXT_DEVICE_PHASE, TEXT_PHASE, TextEncoder, Umt5Config, VideoModel, build_phases, list_calls,
 };
-use tessera_plan::{LogicalModel, Mapping, lower};
+use tessera_plan::{LogicalModel, Mapping, MediaPlacement, lower};
 use tessera_runtime::driver::ControlTopology;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
@@ -17,10 +17,25 @@ use crate::check::map_places_to_files;
 use crate::codes::{T0011, T0012};
 use crate::files::{StagedFolder, read_text};
 
-/// Phases that the leader runs outside the lockstep. Of the last two, it runs one: that for its CPU or
-/// that for a GPU.
-pub(crate) const LEADER_PHASES: [&str; 7] =
+/// Phases that the leader runs outside the lockstep, unless calls contain them. Of the last two, it runs
+/// one: that for its CPU or that for a GPU.
+const LEADER_PHASES: [&str; 7] =
     ["decode", "decode.open", "decode.first", "decode.rest", "encode", TEXT_PHASE, TEXT_DEVICE_PHASE];
+
+/// Returns whether the leader runs a phase of a plan outside the lockstep.
+pub(crate) fn is_leader_phase(plan: &SealedPlan, phase: &str) -> bool {
+    LEADER_PHASES.contains(&phase) && !is_phase_of_calls(plan, phase)
+}
+
+/// Returns whether the calls of a plan contain a phase.
+pub(crate) fn is_phase_of_calls(plan: &SealedPlan, phase: &str) -> bool {
+    plan.calls().iter().any(|(_, phases)| phases.iter().any(|p| p == phase))
+}
+
+/// Iterates over the phases of a plan that the leader runs outside the lockstep.
+pub(crate) fn leader_phases(plan: &SealedPlan) -> impl Iterator<Item = &'static str> {
+    LEADER_PHASES.into_iter().filter(|phase| !is_phase_of_calls(plan, phase))
+}
 
 /// File of a plan folder with the dimensions of a UMT5 text encoder.
 const TEXT_ENCODER_CONFIG: &str = "text_encoder.json";
@@ -51,7 +66,7 @@ pub fn plan_model(
     mapping: &Mapping,
 ) -> Result<Plan, Diagnostics> {
     let mut mapping = mapping.clone();
-    let mut bundle = lower(&logical_model(video), &mut mapping)?;
+    let mut bundle = lower(&logical_model(video, mapping.media), &mut mapping)?;
     bundle.mapping = sealed_text(&mapping, video);
     let sealed = seal(bundle, &DeviceLimits::default())?;
     Ok(Plan {
@@ -63,12 +78,17 @@ pub fn plan_model(
     })
 }
 
-/// Builds the logical programs of a model, with global shapes and without ranks.
+/// Builds the logical programs of a model, with global shapes and without ranks. `media` tells which ranks
+/// run the phases of pixels.
 #[must_use]
-pub fn logical_model(m: &VideoModel) -> LogicalModel {
+pub fn logical_model(m: &VideoModel, media: MediaPlacement) -> LogicalModel {
+    let media = match media {
+        MediaPlacement::Leader => MediaPhases::BesideCalls,
+        MediaPlacement::Mesh => MediaPhases::InCalls,
+    };
     LogicalModel {
-        phases: build_phases(m),
-        calls: list_calls(m),
+        phases: build_phases(m, media),
+        calls: list_calls(m, media),
         heads: m.wan.heads,
         hidden_size: m.wan.dim,
         ffn_size: m.wan.ffn_dim,

@@ -19,7 +19,7 @@ use tessera_report::record::{
 pub(crate) use tessera_report::record_check::DROPPED_EVENT;
 use tessera_runtime::leader::{CallRecord, RecordEntry};
 use tessera_runtime::wire::{CallAction, CallMeta, CallObservation};
-use tessera_runtime::{Failure, FailureClass, Parity};
+use tessera_runtime::{Digest, Failure, FailureClass, Parity};
 use tessera_verify::SealedPlan;
 
 use crate::engine::mesh_phases;
@@ -449,6 +449,10 @@ impl RecordWriter {
         self.finished.retain(|c, _| *c >= chunk);
         let Some(mut line) = self.finished.remove(&chunk) else { return Ok(()) };
         line.frames = frames;
+        // The ranks' digest also covers pixels if they decode; a simulated run has no latents.
+        if !latents.is_empty() {
+            line.latents_digest = Digest::hash_bytes(latents).to_string();
+        }
         line.wall_ns = end.saturating_sub(line.start_ns);
         if let Some(pipeline) = &mut line.pipeline {
             pipeline.stage0_ns = own.iter().map(|p| p.end_ns.saturating_sub(p.start_ns)).sum();

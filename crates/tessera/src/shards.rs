@@ -17,7 +17,8 @@ use tessera_runtime::{Digest, T0754, T0770};
 use tessera_verify::SealedPlan;
 
 use crate::model::{Model, Weights};
-use crate::plan::{LEADER_PHASES, Plan};
+use crate::plan::{Plan, is_leader_phase};
+use crate::rank_weights::RankWeights;
 use crate::weights_origin::WeightChange;
 
 /// Maximum bytes of a rank's fingerprints in a message; half of them are for its own shards.
@@ -281,6 +282,7 @@ pub(crate) fn weight_opener(plan: Arc<Plan>, model: Model, in_use: Weights) -> W
         let weights = changed.open_weights().map_err(first)?;
         in_use.check_compatible(&weights)?;
         let digest = Digest(weights.sample_digest());
+        let weights = RankWeights::with_generator(weights, &model, &plan).map_err(first)?;
         Ok((Box::new(weights) as Box<dyn WeightSource>, digest))
     })
 }
@@ -356,7 +358,7 @@ fn weight_shards(plan: &SealedPlan, rank: Rank) -> Vec<WeightShard> {
     let mesh_rank = MeshRank { mesh: *plan.mesh(), rank };
     let mut names = BTreeSet::new();
     let mut all = Vec::new();
-    let programs = plan.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str()));
+    let programs = plan.phase_names().iter().filter(|p| !is_leader_phase(plan, p));
     for program in programs.filter_map(|phase| plan.rank_program(phase, rank)) {
         let program: &Program = program;
         for op in program.ops.iter().filter(|o| o.opcode == Opcode::Weight) {

@@ -23,7 +23,7 @@ use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
 use crate::model::Model;
 use crate::noise_file::NoiseFile;
-use crate::plan::{LEADER_PHASES, Plan};
+use crate::plan::{Plan, is_leader_phase, leader_phases};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
@@ -293,7 +293,7 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
 /// VAE, and the most temporaries that one of them needs.
 fn leader_bytes(plan: &Plan) -> u64 {
     let (mut kept, mut temporaries) = (BTreeMap::new(), 0);
-    for name in LEADER_PHASES.into_iter().filter(|name| *name != TEXT_DEVICE_PHASE) {
+    for name in leader_phases(&plan.sealed).filter(|name| *name != TEXT_DEVICE_PHASE) {
         let (Some(p), Some(slots)) =
             (plan.sealed.rank_program(name, Rank(0)), plan.sealed.rank_slots(name, Rank(0)))
         else {
@@ -316,7 +316,7 @@ fn unsupported_op(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
         plan.sealed.phase_names().iter().filter_map(move |phase| plan.sealed.rank_program(phase, *rank))
     });
     let refused = programs.filter(|p| p.name != TEXT_DEVICE_PHASE).find_map(|p| {
-        let beside = LEADER_PHASES.contains(&p.name.as_str());
+        let beside = is_leader_phase(&plan.sealed, &p.name);
         if on_gpus && !beside { CudaBackend::find_unsupported(p) } else { CpuBackend::find_unsupported(p) }
     })?;
     if on_gpus {

@@ -12,7 +12,7 @@ use crate::checkpoint::{CheckpointFolder, Part};
 use crate::weights_origin::WeightsBase;
 
 /// Prefix of the names of the VAE's tensors in a program.
-const PROGRAM_PREFIX: &str = "vae.";
+pub(crate) const PROGRAM_PREFIX: &str = "vae.";
 
 /// The weights of a VAE, and the mean and standard deviation of its latents, which programs read as
 /// weights.

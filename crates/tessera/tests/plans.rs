@@ -55,7 +55,7 @@ fn a_plan_states_what_is_captured_and_the_verifier_proves_it() {
     let m = model("wan-odd", false);
     let bundle = |capture| {
         let mut map = Mapping { capture, ..mapping("tp=2,pp=2", Strategy::Ulysses) };
-        tessera_plan::lower(&plan::logical_model(&m.video), &mut map).unwrap()
+        tessera_plan::lower(&plan::logical_model(&m.video, map.media), &mut map).unwrap()
     };
     let seal = |b| tessera_verify::seal(b, &DeviceLimits::default());
     let captured = bundle(CapturePolicy::Programs);

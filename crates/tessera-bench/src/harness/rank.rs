@@ -15,7 +15,7 @@ use tessera_runtime::driver::{
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::flight::FlightSink;
 use tessera_runtime::leader::RecordEntry;
-use tessera_runtime::wire::Tensor;
+use tessera_runtime::wire::{Tensor, Tensors};
 
 use super::HarnessConfig;
 use super::echo::{EchoingRequests, FrameSizes, answer_echoes};
@@ -148,11 +148,11 @@ impl MediaPipeline for DiscardingMedia {
         constant_tensor("text")
     }
 
-    fn encode_context(&mut self, _: u32, _: &Tensor, _: bool) -> Result<Tensor, Diagnostic> {
+    fn encode_context(&mut self, _: u32, _: &Tensors, _: bool) -> Result<Tensor, Diagnostic> {
         constant_tensor("context")
     }
 
-    fn deliver_chunk(&mut self, _: u32, _: &Tensor, _: bool) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, _: u32, _: &Tensors, _: bool) -> Result<u32, Diagnostic> {
         Ok(0)
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tessera_runtime::driver::EngineFactory;
 use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
-use tessera_runtime::wire::{PhaseCall, Tensor, Tensors};
+use tessera_runtime::wire::{PhaseCall, Tensors};
 use tessera_runtime::{Digest, Parity};
 
 use super::HarnessConfig;
@@ -115,10 +115,12 @@ impl Engine for ScriptedEngine {
 
     fn reset(&mut self) {}
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
         self.has_started = false;
         self.chunk += 1;
-        constant_tensor("output").map(Some).map_err(|d| EngineFault::local_failure(d.message))
+        constant_tensor("output")
+            .map(|output| Tensors(vec![output]))
+            .map_err(|d| EngineFault::local_failure(d.message))
     }
 
     fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {

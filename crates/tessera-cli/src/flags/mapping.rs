@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 
 use tessera::checkpoint::Preset;
 use tessera::files::read_text_file;
-use tessera::{DtypePolicy, Mapping, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology, Transport};
+use tessera::{
+    DtypePolicy, Mapping, MediaPlacement, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology,
+    Transport,
+};
 use tessera_base::Diagnostic;
 
 use super::named_values;
@@ -91,6 +94,13 @@ mapping_flags! {
     /// more.
     #[arg(long, value_parser = named_values(TOPOLOGIES))]
     topology: Topology,
+
+    [Fixed]
+    /// Which ranks decode a chunk to pixels and encode the anchor of the next one [default: leader]
+    ///
+    /// Only the ranks' decoder of a model with a Wan VAE is a program of the plan.
+    #[arg(long, value_parser = named_values(MEDIA))]
+    media: MediaPlacement,
 
     [Searched]
     /// How tp shards a transformer block: tokens (ulysses) or weights (megatron) [default: ulysses]
@@ -185,6 +195,12 @@ pub const TOPOLOGIES: &[(&str, Topology, &str)] = &[
     ("mesh", Topology::Mesh, "Rank 0 of the mesh is the leader and computes too"),
     ("pp0", Topology::Pp0, "A leader outside the mesh, and a mesh of exactly one rank"),
     ("pp1", Topology::Pp1, "A leader outside the mesh, and a mesh of two or more ranks"),
+];
+
+/// Values of `--media`, each with its help text.
+pub const MEDIA: &[(&str, MediaPlacement, &str)] = &[
+    ("leader", MediaPlacement::Leader, "The leader, on its CPU, beside the calls of the ranks"),
+    ("mesh", MediaPlacement::Mesh, "The ranks of the first stage, at the end of each chunk's call"),
 ];
 
 /// Values of `--strategy`, each with its help text.
@@ -396,6 +412,7 @@ mod tests {
     #[test]
     fn values_have_the_names_that_mappings_spell() {
         assert!(TOPOLOGIES.iter().all(|(name, value, _)| *name == value.name()));
+        assert!(MEDIA.iter().all(|(name, value, _)| *name == value.name()));
         assert!(STRATEGIES.iter().all(|(name, value, _)| *name == value.name()));
         assert!(NUMERICS.iter().all(|(name, value, _)| *name == value.name()));
         assert!(DTYPES.iter().all(|(name, value, _)| *name == value.name()));

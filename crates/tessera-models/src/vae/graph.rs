@@ -1,4 +1,5 @@
-//! The programs of a causal VAE, which the leader runs: frames are values [t, h, w, c], channels last.
+//! The programs of a causal VAE, which the leader runs beside calls or the ranks run in them: frames are
+//! values [t, h, w, c], channels last.
 //!
 //! A convolution over time reads the last frames of its input from a buffer of the plan, and the program
 //! then writes the newest frames to it. At the start of a scene every buffer holds zeros, which is the
@@ -8,7 +9,7 @@ use tessera_ir::{Attr, DType, Opcode, Program, Type, ValueId};
 
 use super::VaeConfig;
 use crate::graph_builder::GraphBuilder;
-use crate::video_model::VideoModel;
+use crate::video_model::{ContextRegime, VideoModel};
 
 /// Frames of history that a convolution over three frames needs.
 const HISTORY: u64 = 2;
@@ -17,29 +18,44 @@ const HISTORY: u64 = 2;
 /// divided by their L2 norm over √c.
 const NORM_EPS: f64 = 1e-24;
 
+/// The buffer with the frame of a chunk's first latent from which its call encodes the next anchor.
+const ANCHOR_FRAME: &str = "vae.anchor_frame";
+
+/// Where the programs of pixels run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MediaPhases {
+    /// Beside the calls, on the leader, which passes latents and pixels in.
+    BesideCalls,
+    /// At the end of each chunk's call. The programs read its latents from the buffer `latent`, and the
+    /// frame of the anchor from a buffer.
+    InCalls,
+}
+
 /// Builds the programs that decode the latents of a chunk in order, each with its number of latent
 /// frames: `decode.open` the first latent of a scene, which is one pixel frame; `decode.first` the first of
 /// a later chunk; `decode.rest` the others of any chunk.
 ///
 /// The first latent of a chunk has a program of its own because the next chunk's anchor waits for it
 /// alone.
-pub(crate) fn decode_programs(m: &VideoModel, vae: &VaeConfig) -> Vec<Program> {
+pub(crate) fn decode_programs(m: &VideoModel, vae: &VaeConfig, media: MediaPhases) -> Vec<Program> {
     let rest = m.stream.chunk_frames - 1;
-    let mut programs =
-        vec![decode_program(m, vae, "decode.open", 1), decode_program(m, vae, "decode.first", 1)];
+    let mut pieces = vec![("decode.open", 0, 1), ("decode.first", 0, 1)];
     if rest > 0 {
-        programs.push(decode_program(m, vae, "decode.rest", rest));
+        pieces.push(("decode.rest", 1, rest));
     }
-    programs
+    let build = |(name, first, frames)| decode_program(VaeBuilder::new(m, vae, name, media), first, frames);
+    pieces.into_iter().map(build).collect()
 }
 
 /// Builds the program that encodes one pixel frame on its own, as the first of a scene: the anchor of the
 /// next chunk.
-pub(crate) fn encode_anchor_program(m: &VideoModel, vae: &VaeConfig) -> Program {
-    let mut v = VaeBuilder::new(m, vae, "encode", Past::None);
-    let s = &m.stream;
-    let pixels = Type::new(DType::F32, [1, s.height, s.width, 3]);
-    let x = v.graph.builder.set_label("pixels").add_input("pixels", pixels);
+pub(crate) fn encode_anchor_program(m: &VideoModel, vae: &VaeConfig, media: MediaPhases) -> Program {
+    let mut v = VaeBuilder { past: Past::None, ..VaeBuilder::new(m, vae, "encode", media) };
+    let pixels = v.picture_type();
+    let x = match media {
+        MediaPhases::BesideCalls => v.graph.builder.set_label("pixels").add_input("pixels", pixels),
+        MediaPhases::InCalls => v.graph.read_buffer(ANCHOR_FRAME, 1, pixels),
+    };
     let mut x = v.emit_conv("encoder.conv1", x, vae.base_dim, Kernel::Space3Time3);
     let mut block = 0;
     for (level, to) in vae.widths().into_iter().enumerate() {
@@ -65,17 +81,16 @@ pub(crate) fn encode_anchor_program(m: &VideoModel, vae: &VaeConfig) -> Program 
     let patch = m.wan.patch.map(|x| x as i64).to_vec();
     v.graph.builder.set_attr("patch", patch);
     let tokens = v.graph.emit_op(Opcode::Patchify, &[z]);
-    v.finish("latents", tokens)
+    v.finish(if media == MediaPhases::InCalls { "anchor" } else { "latents" }, tokens)
 }
 
-/// Builds a program that decodes `frames` latent frames. The first latent of a scene passes the doubling of
+/// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent of a scene passes the doubling of
 /// frames unchanged, and the history of these convolutions begins with the second.
-fn decode_program(m: &VideoModel, vae: &VaeConfig, name: &str, frames: u64) -> Program {
-    let opens_scene = name == "decode.open";
-    let mut v = VaeBuilder::new(m, vae, name, Past::Buffers);
+fn decode_program(mut v: VaeBuilder<'_>, first: u64, frames: u64) -> Program {
+    let (m, vae) = (v.graph.model, v.vae);
+    let opens_scene = v.graph.builder.program().name == "decode.open";
     let [_, h, w] = m.stream.token_grid(&m.wan).map(|x| x as i64);
-    let tokens = Type::new(DType::F32, [frames * m.frame_tokens(), m.wan.token_width()]);
-    let x = v.graph.builder.set_label("latents").add_input("latents", tokens);
+    let x = v.emit_latents(first, frames);
     let patch = m.wan.patch.map(|x| x as i64).to_vec();
     v.graph.builder.set_attr("grid", vec![frames as i64, h, w]).set_attr("patch", patch);
     let z = v.graph.emit_op(Opcode::Unpatchify, &[x]);
@@ -106,7 +121,29 @@ fn decode_program(m: &VideoModel, vae: &VaeConfig, name: &str, frames: u64) -> P
     let x = v.emit_head("decoder", x, 3);
     v.graph.builder.set_attr("limit", 1.0);
     let pixels = v.graph.emit_op(Opcode::Clamp, &[x]);
-    v.finish("pixels", pixels)
+    match v.media {
+        MediaPhases::BesideCalls => v.finish("pixels", pixels),
+        MediaPhases::InCalls if first > 0 => v.finish("pixels.rest", pixels),
+        MediaPhases::InCalls => {
+            if m.context_regime() == ContextRegime::Recompute && !opens_scene {
+                let last = v.frame_shape(pixels)[0] - 1;
+                let frame = v.emit_rows(pixels, last, 1);
+                let picture = v.picture_type();
+                v.graph.write_buffer(ANCHOR_FRAME, picture, frame, None);
+            }
+            v.finish("pixels.first", pixels)
+        }
+    }
+}
+
+impl MediaPhases {
+    /// Returns the location of the programs' ops.
+    fn location(self) -> &'static str {
+        match self {
+            MediaPhases::BesideCalls => "leader",
+            MediaPhases::InCalls => "media",
+        }
+    }
 }
 
 /// Where the frames before those of a program come from.
@@ -157,19 +194,43 @@ struct VaeBuilder<'a> {
     graph: GraphBuilder<'a>,
     vae: &'a VaeConfig,
     past: Past,
+    media: MediaPhases,
 }
 
 impl<'a> VaeBuilder<'a> {
-    fn new(m: &'a VideoModel, vae: &'a VaeConfig, name: &str, past: Past) -> VaeBuilder<'a> {
+    /// Creates a builder of a program with history.
+    fn new(m: &'a VideoModel, vae: &'a VaeConfig, name: &str, media: MediaPhases) -> VaeBuilder<'a> {
         let mut graph = GraphBuilder::new(m, name);
-        graph.set_location("leader");
-        VaeBuilder { graph, vae, past }
+        graph.set_location(media.location());
+        VaeBuilder { graph, vae, past: Past::Buffers, media }
     }
 
     fn finish(mut self, output: &str, value: ValueId) -> Program {
-        self.graph.builder.set_attr("at", "leader");
+        self.graph.builder.set_attr("at", self.media.location());
         self.graph.builder.add_output(output, value);
         self.graph.finish()
+    }
+
+    fn picture_type(&self) -> Type {
+        let s = &self.graph.model.stream;
+        Type::new(DType::F32, [1, s.height, s.width, 3])
+    }
+
+    /// Emits the tokens of latent frames: the program's input, or a part of the chunk's latents.
+    fn emit_latents(&mut self, first: u64, frames: u64) -> ValueId {
+        let frame_tokens = self.graph.model.frame_tokens();
+        let (row, rows) = (first * frame_tokens, frames * frame_tokens);
+        let whole = self.graph.token_type();
+        match self.media {
+            MediaPhases::BesideCalls => {
+                let tokens = Type::new(DType::F32, [rows, whole.shape[1]]);
+                self.graph.builder.set_label("latents").add_input("latents", tokens)
+            }
+            MediaPhases::InCalls => {
+                let latents = self.graph.read_buffer("latent", whole.shape[0], whole);
+                self.emit_rows(latents, row, rows)
+            }
+        }
     }
 
     fn frame_shape(&self, x: ValueId) -> [u64; 4] {

@@ -190,7 +190,10 @@ impl Lowering<'_> {
     pub(super) fn lower_cache_read(&mut self, op: &Op, s: usize) {
         let (buffer, _) = self.local_buffer(op, s);
         let b = &mut self.stages[s].builder;
-        let x = b.copy_attrs(op, &["row", "rows"]).read_buffer(buffer);
+        let mut x = b.copy_attrs(op, &["row", "rows"]).read_buffer(buffer);
+        if self.analysis.is_media_phase {
+            x = self.reshard(x, AxisLayout::Replicated, s, 1);
+        }
         self.set_result(op, s, x);
     }
 

@@ -493,7 +493,7 @@ impl VideoSearchResult {
 mod tests {
     use tessera_cost::Profile;
     use tessera_mesh::catalog;
-    use tessera_models::{VideoModel, build_phases, list_calls};
+    use tessera_models::{MediaPhases, VideoModel, build_phases, list_calls};
 
     use super::*;
 
@@ -506,8 +506,8 @@ mod tests {
         let stream = format!("[video]\nwidth = 80\nheight = 48\n[cache]\nmode = \"{cache}\"\n");
         let m = VideoModel::parse(("config.json", &config), ("stream.toml", &stream)).unwrap();
         LogicalModel {
-            phases: build_phases(&m),
-            calls: list_calls(&m),
+            phases: build_phases(&m, MediaPhases::BesideCalls),
+            calls: list_calls(&m, MediaPhases::BesideCalls),
             heads: m.wan.heads,
             hidden_size: m.wan.dim,
             ffn_size: m.wan.ffn_dim,

@@ -1,13 +1,13 @@
 //! Helpers that several tests of video plans share.
 
-use tessera_models::{VideoModel, build_phases, list_calls};
+use tessera_models::{MediaPhases, VideoModel, build_phases, list_calls};
 use tessera_plan::LogicalModel;
 
 /// Returns the planner's input for a video model.
 pub fn logical(m: &VideoModel) -> LogicalModel {
     LogicalModel {
-        phases: build_phases(m),
-        calls: list_calls(m),
+        phases: build_phases(m, MediaPhases::BesideCalls),
+        calls: list_calls(m, MediaPhases::BesideCalls),
         heads: m.wan.heads,
         hidden_size: m.wan.dim,
         ffn_size: m.wan.ffn_dim,

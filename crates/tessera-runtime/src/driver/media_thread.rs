@@ -197,8 +197,8 @@ fn run_command(
         MediaJob::Deliver { chunk, epoch, .. } if epoch < min_epoch.load(Ordering::Acquire) => {
             leader::Event::Discarded { chunk }
         }
-        MediaJob::Deliver { chunk, latents, opens_scene, .. } => {
-            let frames = pipeline.deliver_chunk(chunk, &latents, opens_scene)?;
+        MediaJob::Deliver { chunk, outputs, opens_scene, .. } => {
+            let frames = pipeline.deliver_chunk(chunk, &outputs, opens_scene)?;
             leader::Event::Delivered { chunk, frames }
         }
     }))

@@ -165,7 +165,7 @@ impl Leader {
             times: CallTimes { decided_ns: self.now_ns, ..CallTimes::default() },
             done: BTreeMap::new(),
             fingerprints: BTreeMap::new(),
-            output: None,
+            outputs: Tensors::default(),
         });
         self.actions.push(Action::Broadcast(message));
     }
@@ -185,7 +185,8 @@ impl Leader {
 
     /// Requests the front call's context once the output that it depends on exists.
     fn request_context(&mut self) {
-        if let (Some(front), Some((previous, opens_scene))) = (self.open_calls.front_mut(), &self.last_output)
+        if let (Some(front), Some((previous, opens_scene))) =
+            (self.open_calls.front_mut(), &self.last_outputs)
             && needs_context(&front.envelope)
             && !front.context_requested
             && !self.stopping
@@ -312,8 +313,8 @@ impl Leader {
         let Some(open) = self.open_calls.front_mut() else { return };
         open.done.insert(rank, d.observed);
         open.fingerprints.insert(rank, d.fingerprints);
-        if let Some(tensor) = d.output.0.into_iter().next() {
-            open.output = Some(tensor);
+        if !d.output.0.is_empty() {
+            open.outputs = d.output;
         }
         if open.done.len() == ranks
             && self.ranks_agree()
@@ -352,7 +353,7 @@ impl Leader {
         if open.plan.action == CallAction::Warmup {
             self.warmup = WarmupStage::Finished;
         }
-        let output = open.output.take();
+        let outputs = std::mem::take(&mut open.outputs);
         let served = open.request.filter(|_| !open.discard);
         if let Some(request) = served {
             let ns = open.done.values().next().map(|o| o.phase_ns.clone()).unwrap_or_default();
@@ -377,17 +378,17 @@ impl Leader {
         };
         self.add_entry(RecordEntry::Call(Box::new(record)));
         let Some(request) = request else { return };
-        let Some(latents) = output else {
+        if outputs.0.is_empty() {
             let text = format!("chunk {chunk} is done, but no rank sent its latents");
             self.trip_if_armed(FailureClass::Protocol, None, &T0707, text);
             return;
-        };
-        self.last_output = Some((latents.clone(), opens_scene));
+        }
+        self.last_outputs = Some((outputs.clone(), opens_scene));
         if discarded {
             let why = "a hard cut came while the chunk was computed";
             self.add_entry(RecordEntry::Dropped { request, chunk: Some(chunk), epoch, why });
         } else {
-            self.actions.push(Action::Media(MediaJob::Deliver { chunk, epoch, latents, opens_scene }));
+            self.actions.push(Action::Media(MediaJob::Deliver { chunk, epoch, outputs, opens_scene }));
         }
     }
 

@@ -152,10 +152,10 @@ impl Engine for HashEngine {
         self.state.clear();
     }
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
         let values: Vec<f32> = self.state.iter().map(|b| f32::from(*b)).collect();
         Tensor::from_f32("output", &[values.len() as u64], &values)
-            .map(Some)
+            .map(|output| Tensors(vec![output]))
             .map_err(|d| EngineFault::local_failure(d.message))
     }
 

@@ -71,7 +71,8 @@ impl<W: World> Sim<W> {
                 self.hand_over_requests();
             }
             MediaJob::Context { chunk, previous, .. } => {
-                if let Some(tensor) = self.world.make_context(&previous) {
+                let context = previous.0.first().and_then(|latents| self.world.make_context(latents));
+                if let Some(tensor) = context {
                     self.step_leader(leader::Event::Context { chunk, tensor });
                 }
             }

@@ -331,7 +331,8 @@ pub struct Done {
     pub observed: CallObservation,
     /// Fingerprints of the weights that a `RELOAD` loaded, shard by shard; empty otherwise.
     pub fingerprints: Vec<ShardFingerprint>,
-    /// The chunk's latents, from the one delivering rank; empty from the others.
+    /// The outputs of a chunk's call, from the one delivering rank: its latents, and its pixels and the
+    /// next anchor if the ranks decode. Empty from the others.
     pub output: Tensors,
 }
 

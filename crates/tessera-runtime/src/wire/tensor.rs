@@ -7,6 +7,7 @@ use tessera_base::Diagnostic;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{MAX_DIMS, MAX_TENSORS};
+use crate::Digest;
 use crate::codes::T0706;
 
 /// Element types of tensors on the wire.
@@ -168,6 +169,20 @@ impl Tensors {
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.0.iter().map(|t| t.spec.bytes).sum()
+    }
+
+    /// Returns a digest of the bytes of all tensors, in order; zeros if there are none. The digest of one
+    /// tensor is that of its bytes.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        if self.0.is_empty() {
+            return Digest::default();
+        }
+        let mut hash = blake3::Hasher::new();
+        for tensor in &self.0 {
+            hash.update(tensor.data());
+        }
+        Digest(*hash.finalize().as_bytes())
     }
 
     /// Splits a frame's payload into the bytes of the tensors, whose manifest was decoded from the

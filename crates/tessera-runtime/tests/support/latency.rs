@@ -21,7 +21,7 @@ use tessera_runtime::driver::{
 use tessera_runtime::engine::{Engine, MediaPipeline};
 use tessera_runtime::flight::{FlightEvent, FlightSink};
 use tessera_runtime::kv_cache::CacheRegime;
-use tessera_runtime::wire::Tensor;
+use tessera_runtime::wire::{Tensor, Tensors};
 use tessera_runtime::{Limits, Parity};
 
 use super::{
@@ -231,13 +231,13 @@ impl MediaPipeline for NullMedia {
     fn encode_context(
         &mut self,
         _: u32,
-        previous: &Tensor,
+        previous: &Tensors,
         _: bool,
     ) -> Result<Tensor, tessera_base::Diagnostic> {
-        Ok(context_tensor(previous))
+        Ok(context_tensor(&previous.0[0]))
     }
 
-    fn deliver_chunk(&mut self, _: u32, _: &Tensor, _: bool) -> Result<u32, tessera_base::Diagnostic> {
+    fn deliver_chunk(&mut self, _: u32, _: &Tensors, _: bool) -> Result<u32, tessera_base::Diagnostic> {
         Ok(12)
     }
 

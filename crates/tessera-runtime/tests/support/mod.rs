@@ -315,9 +315,9 @@ impl Engine for FakeEngine {
         self.state.clear();
     }
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
         let values: Vec<f32> = self.state.iter().map(|b| f32::from(*b)).collect();
-        Ok(Some(Tensor::from_f32("output", &[values.len() as u64], &values).expect("fits")))
+        Ok(Tensors(vec![Tensor::from_f32("output", &[values.len() as u64], &values).expect("fits")]))
     }
 
     fn weight_fingerprints(&self) -> Vec<ShardFingerprint> {

@@ -433,11 +433,11 @@ impl Net {
                 leader::Action::Media(MediaJob::EncodePrompt(_)) => {}
                 leader::Action::Media(MediaJob::Context { chunk, previous, opens_scene }) => {
                     self.scenes.push((chunk, opens_scene));
-                    let tensor = context_tensor(&previous);
+                    let tensor = context_tensor(&previous.0[0]);
                     self.step_leader(leader::Event::Context { chunk, tensor });
                 }
-                leader::Action::Media(MediaJob::Deliver { chunk, epoch, latents, .. }) => {
-                    self.undelivered.push_back((chunk, epoch, latents));
+                leader::Action::Media(MediaJob::Deliver { chunk, epoch, outputs, .. }) => {
+                    self.undelivered.push_back((chunk, epoch, outputs.0[0].clone()));
                     self.max_undelivered = self.max_undelivered.max(self.undelivered.len());
                 }
                 leader::Action::SetMinEpoch { epoch } => {

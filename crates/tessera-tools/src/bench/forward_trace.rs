@@ -148,7 +148,8 @@ impl TracedForward {
 
 /// Estimates the forward of one size with all its intervals.
 fn estimate_forward(point: &BenchPoint, machine: &MachineModel) -> Result<CallEstimate, Diagnostics> {
-    let (mut all, mut mapping) = (logical_model(&point.model.video), point.plan.mapping.clone());
+    let (mut all, mut mapping) =
+        (logical_model(&point.model.video, point.plan.mapping.media), point.plan.mapping.clone());
     all.phases.retain(|p| p.name == point.phase_name());
     let bundle = lower(&all, &mut mapping)?;
     estimate_call(&bundle, "forward", &[point.phase_name()], machine, true).map_err(|d| vec![*d])
@@ -242,7 +243,8 @@ mod tests {
     #[test]
     fn the_estimate_is_for_the_sealed_program() {
         let point = build_points(&bench_config(&[])).unwrap().remove(0);
-        let (mut all, mut mapping) = (logical_model(&point.model.video), point.plan.mapping.clone());
+        let (mut all, mut mapping) =
+            (logical_model(&point.model.video, point.plan.mapping.media), point.plan.mapping.clone());
         all.phases.retain(|p| p.name == point.phase_name());
         let bundle = lower(&all, &mut mapping).unwrap();
         assert_eq!(bundle.phases.len(), 1);

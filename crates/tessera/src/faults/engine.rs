@@ -153,16 +153,18 @@ impl Engine for DrillEngine {
         self.inner.reset();
     }
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        let output = self.inner.chunk_output()?;
-        let Some(tensor) = output.as_ref().filter(|_| self.fires_now(DrillFault::PerturbedOutput)) else {
-            return Ok(output);
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
+        let mut outputs = self.inner.call_outputs()?;
+        let Some(tensor) = outputs.0.first_mut().filter(|_| self.fires_now(DrillFault::PerturbedOutput))
+        else {
+            return Ok(outputs);
         };
         let mut data = tensor.data().to_vec();
         data.iter_mut().take(1).for_each(|b| *b ^= 1);
         let changed =
             Tensor::new(tensor.name(), tensor.manifest_entry().dtype, &tensor.manifest_entry().shape, data);
-        changed.map(Some).map_err(|d| EngineFault::local_failure(d.message))
+        *tensor = changed.map_err(|d| EngineFault::local_failure(d.message))?;
+        Ok(outputs)
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -3,7 +3,7 @@
 use tessera_base::Diagnostic;
 use tessera_runtime::drill::DrillFault;
 use tessera_runtime::engine::MediaPipeline;
-use tessera_runtime::wire::{Dtype, Tensor};
+use tessera_runtime::wire::{Dtype, Tensor, Tensors};
 
 use super::injector::FaultInjector;
 
@@ -38,15 +38,15 @@ impl MediaPipeline for DrillMediaPipeline {
     fn encode_context(
         &mut self,
         chunk: u32,
-        previous: &Tensor,
+        previous: &Tensors,
         opens_scene: bool,
     ) -> Result<Tensor, Diagnostic> {
         self.inner.encode_context(chunk, previous, opens_scene)
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor, opens_scene: bool) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic> {
         self.injector.remove_output_folder(chunk);
-        self.inner.deliver_chunk(chunk, latents, opens_scene)
+        self.inner.deliver_chunk(chunk, outputs, opens_scene)
     }
 
     fn finish_output(&mut self) -> Result<(), Diagnostic> {

@@ -60,13 +60,14 @@ impl VaeCase {
     }
 
     /// Returns the latents of a chunk as the generator's tokens, from the tensor [C, F, H, W] of the file.
-    fn chunk_latents(&self, chunk: usize) -> Tensor {
+    fn chunk_latents(&self, chunk: usize) -> Tensors {
         let (all, frames) =
             (self.tensor("latents"), self.expected.tensor_shape("latents").unwrap()[1] as usize);
         let per_chunk = self.plan.video.stream.chunk_frames as usize;
         let tokens = self.to_tokens(&all, frames, chunk * per_chunk..(chunk + 1) * per_chunk);
         let video = &self.plan.video;
-        Tensor::from_f32("latents", &[video.chunk_tokens(), video.wan.token_width()], &tokens).unwrap()
+        let shape = [video.chunk_tokens(), video.wan.token_width()];
+        Tensors(vec![Tensor::from_f32("latents", &shape, &tokens).unwrap()])
     }
 
     fn to_tokens(&self, latents: &[f32], frames: usize, range: std::ops::Range<usize>) -> Vec<f32> {

@@ -37,6 +37,7 @@ use crate::model::Model;
 use crate::parity::{ExecutorState, rank_parity};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, first_diagnostic};
+use crate::rank_weights::RankWeights;
 use crate::run_settings::{build_id, run_limits, stream_spec};
 use crate::shards::weight_opener;
 use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
@@ -231,7 +232,7 @@ impl RankContext {
         let poison = self.poison;
         Box::new(move || {
             let model = Model::open_for_plan(&model, &plan)?.with_weights(origin);
-            let mut weights = model.open_weights().map_err(first_diagnostic)?;
+            let mut weights = RankWeights::open(&model, &plan).map_err(first_diagnostic)?;
             let order = drill.as_ref().map_or(JoinOrder::OfPlan, FaultInjector::join_order);
             let mut backend = match &gpus {
                 None => build_cpu_backend(&plan, rank, threads, communicators, order)?,
@@ -250,8 +251,9 @@ impl RankContext {
                 None => MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?,
                 Some(hand) => load_with_fault(&plan, rank, backend, &mut weights, (hand, &tripwires))?,
             };
-            let weights_digest = weights.sample_digest();
-            let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), model, weights));
+            let generator = weights.generator;
+            let weights_digest = generator.sample_digest();
+            let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), model, generator));
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
             let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);

@@ -309,7 +309,7 @@ fn load_rank(plan: &Plan, rank: Rank) -> (CpuBackend, WeightFingerprints) {
     let mut source = open_weights(plan, &demo());
     let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
     let mut cpu = CpuBackend::new(mesh_rank, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
-    for phase in plan.sealed.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())) {
+    for phase in plan.sealed.phase_names().iter().filter(|p| !is_leader_phase(&plan.sealed, p)) {
         let (program, slots) = (plan.sealed.rank_program(phase, rank), plan.sealed.rank_slots(phase, rank));
         cpu.load(&Arc::new((**program.unwrap()).clone()), slots.unwrap(), &mut source).unwrap();
     }
@@ -489,7 +489,7 @@ fn stream_latents(
                         if call.meta.is_some() {
                             spent.0 += report.observed.digest_ns;
                             spent.1 += report.observed.phase_ns.iter().sum::<u64>();
-                            out.push(report.output.map(|t| t.data().to_vec()).unwrap_or_default());
+                            out.push(report.outputs.0.first().map(|t| t.data().to_vec()).unwrap_or_default());
                         }
                     }
                     println!("digests: {} µs of {} µs in phases", spent.0 / 1000, spent.1 / 1000);

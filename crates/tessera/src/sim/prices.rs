@@ -12,8 +12,7 @@ use tessera_mesh::{Mesh, Rank};
 use tessera_plan::video::estimate_call;
 use tessera_verify::SealedPlan;
 
-use crate::plan::LEADER_PHASES;
-use crate::plan::Plan;
+use crate::plan::{Plan, is_leader_phase};
 use crate::summary::PlanSummary;
 
 /// The durations of all ops of one plan on one machine. Ranks are placed on the cluster's devices
@@ -57,7 +56,7 @@ impl ClusterPrices {
         let mut programs: BTreeMap<String, BTreeMap<String, Vec<OpPrice>>> = BTreeMap::new();
         for phase in sealed.phase_names() {
             // A single program of the leader is too short to heat the device.
-            let pace = if LEADER_PHASES.contains(&phase.as_str()) { 1.0 } else { pace };
+            let pace = if is_leader_phase(sealed, phase) { 1.0 } else { pace };
             for role in sealed.roles() {
                 let Some(program) = role.ranks.first().and_then(|r| sealed.rank_program(phase, *r)) else {
                     continue;
@@ -144,7 +143,7 @@ pub fn to_bundle(sealed: &SealedPlan) -> Bundle {
             slots: ranks().filter_map(|r| sealed.rank_slots(name, r)).cloned().collect(),
         }
     };
-    let computes = |name: &&String| !LEADER_PHASES.contains(&name.as_str());
+    let computes = |name: &&String| !is_leader_phase(sealed, name);
     Bundle {
         mesh: *sealed.mesh(),
         rank_map: sealed.rank_map().clone(),

@@ -10,7 +10,7 @@ use tessera_runtime::Digest;
 use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
 use tessera_runtime::program_index::ProgramIndex;
 use tessera_runtime::sim::HashEngine;
-use tessera_runtime::wire::{PhaseCall, Tensor, Tensors};
+use tessera_runtime::wire::{PhaseCall, Tensors};
 
 /// A phase that a simulated device completed, with its duration `ns` in simulated nanoseconds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,8 +71,8 @@ impl Engine for SimEngine {
         self.fold.reset();
     }
 
-    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        if self.has_output { self.fold.chunk_output() } else { Ok(None) }
+    fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
+        if self.has_output { self.fold.call_outputs() } else { Ok(Tensors::default()) }
     }
 
     fn program_count(&self) -> ProgramCount {

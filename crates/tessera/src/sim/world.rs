@@ -32,7 +32,7 @@ use super::op_trace::{OpTrace, ProgramNames};
 use super::sim_engine::{FinishedPhase, FinishedPhases, SimEngine};
 use super::{HOP_LATENCY_NS, to_failure};
 use crate::engine::{build_program_index, mesh_phases};
-use crate::plan::Plan;
+use crate::plan::{Plan, is_leader_phase};
 use crate::rank_config::RankConfig;
 use crate::record::{PhasesByRank, RecordWriter};
 use crate::run_settings::ranks_without_latents;
@@ -433,7 +433,8 @@ impl SimMedia {
 /// Returns the duration of a leader program on an otherwise idle device, or 0 if the plan has no
 /// such program.
 fn program_ns(plan: &Plan, phase: &str, prices: &dyn TimingModel) -> Result<u64, Diagnostic> {
-    let Some(program) = plan.sealed.rank_program(phase, Rank(0)) else { return Ok(0) };
+    let own = is_leader_phase(&plan.sealed, phase);
+    let Some(program) = plan.sealed.rank_program(phase, Rank(0)).filter(|_| own) else { return Ok(0) };
     let mut devices = SimDevices::new(*plan.sealed.mesh(), prices.contention_factor());
     let loaded = devices.load(program, &[Rank(0)], prices)?;
     devices.start_program(0, Rank(0), loaded);
