@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use tessera_ir::{Bundle, DType, Op, OpKind, Opcode, Program, ValueId, print};
+use tessera_models::{TEXT_DEVICE_PHASE, TEXT_PHASE, Umt5Config, VideoModel};
 use tessera_plan::{DtypePolicy, LogicalModel, Mapping, Strategy, lower, precision};
 use tessera_reference::Tensor;
 
@@ -282,5 +283,33 @@ fn the_kept_texts_are_what_is_planned() {
             std::fs::write(&path, &text).unwrap();
         }
         assert!(std::fs::read_to_string(&path).unwrap_or_default() == text, "{}", path.display());
+    }
+}
+
+#[test]
+fn a_text_encoder_for_a_device_keeps_the_sum_of_its_layers_in_f32() {
+    let config = r#"{"dim":24,"ffn_dim":14,"num_heads":2,"num_layers":2,"in_dim":4,"out_dim":4,"text_len":3,
+        "text_dim":5,"freq_dim":4}"#;
+    let stream = "[video]\nwidth = 32\nheight = 16\n";
+    let mut model = VideoModel::parse(("config.json", config), ("stream.toml", stream)).unwrap();
+    let encoder = Umt5Config { layers: 2, d_model: 5, heads: 3, d_kv: 6, d_ff: 7, ..Umt5Config::xxl() };
+    model.set_text_encoder("a config", encoder).unwrap();
+    let l = support::logical(&model);
+    for (dtype, rounded) in [(DtypePolicy::F32, DType::F32), (DtypePolicy::Bf16, DType::Bf16)] {
+        let bundle = plan(&l, "tp=1", Strategy::Ulysses, dtype);
+        let phase = |name: &str| &bundle.find_phase(name).unwrap().programs[0];
+        let (cpu, device) = (phase(TEXT_PHASE), phase(TEXT_DEVICE_PHASE));
+        assert!(cpu.values.iter().all(|v| v.ty.dtype != DType::Bf16) && cpu.captured_graph() == Ok(None));
+        assert!(device.captured_graph().unwrap().is_some());
+        for op in &device.ops {
+            let expected = match op.opcode {
+                Opcode::Matmul | Opcode::Mul => vec![rounded; 3],
+                Opcode::RelativeAttention => vec![rounded, rounded, rounded, DType::F32, rounded],
+                Opcode::Embed => vec![DType::F32, rounded, DType::F32],
+                Opcode::Add | Opcode::RmsNorm => vec![DType::F32; 3],
+                _ => continue,
+            };
+            assert_eq!(dtypes(device, op), expected, "{} under {}", op.opcode.name(), dtype.name());
+        }
     }
 }

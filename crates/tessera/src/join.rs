@@ -141,9 +141,18 @@ pub fn run(
         let options = StreamOptions { oversubscribe: true, ..options.clone() };
         stream::check_stream(&plan, model, &options, spec.world_size, cores)?;
     }
+    let text = (join.rank == 0).then(|| {
+        let gpus = on_gpus.then(GpuDiscovery::discover);
+        place_text_encoder(&plan, model, options.text, gpus.as_ref().map(|g| (g, first_rank_of_host)))
+    });
+    let text = text.transpose()?;
     let weights = digest.map_or(Ok(String::new()), |digest| digest.finish(&plan))?;
     let threads = (cores / join.local_world.max(1) as usize).max(1);
     let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
+    if let Some((place, note)) = text {
+        orders.text = place;
+        note.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));
+    }
     // The folder must exist before any rank continues: ranks that share a disk write their flight
     // records there.
     let mut folder = || write_run_dir(&plan, &orders, options, weights.clone()).map_err(|d| vec![d]);
@@ -153,13 +162,6 @@ pub fn run(
         let communicator_ids =
             serde_json::from_slice(&peers.leader_payload).map_err(|e| vec![communicator_ids_error(&e)])?;
         orders.gpus = Some(GpuRankConfig { communicator_ids, first_rank_of_host });
-    }
-    if join.rank == 0 {
-        let gpus = on_gpus.then(GpuDiscovery::discover);
-        let found = gpus.as_ref().map(|g| (g, first_rank_of_host));
-        let (text, note) = place_text_encoder(&plan, model, options.text, found)?;
-        note.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));
-        orders.text = text;
     }
     on_event(JoinEvent::Connected(peers.addresses.clone()));
     if join.rank == 0 {
