@@ -436,10 +436,9 @@ impl CallRun<'_> {
     }
 
     fn check_output_finite(&self, output: &Tensor) -> Result<(), EngineFault> {
-        let (name, values) = (output.name(), output.to_f32().unwrap_or_default());
-        let Some(first) = values.iter().position(|x| !x.is_finite()) else { return Ok(()) };
+        let Some((count, first)) = output.find_nonfinite() else { return Ok(()) };
         self.trip_unless(false, &T0771, || {
-            let count = values.iter().filter(|x| !x.is_finite()).count();
+            let (name, values) = (output.name(), output.to_f32().unwrap_or_default());
             let (id, chunk, all, value) = (self.call.call_id, self.call.chunk, values.len(), values[first]);
             format!(
                 "call {id}, chunk {chunk}: {count} of {all} {name} are not finite, the first is element {first} with {value}; \

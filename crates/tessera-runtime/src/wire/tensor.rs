@@ -82,7 +82,7 @@ pub struct Tensor {
     /// The bytes follow a frame's meta: the meta serializes the manifest entry alone, and the
     /// frame's decoder adds the bytes.
     #[serde(skip)]
-    data: Arc<[u8]>,
+    data: Arc<Vec<u8>>,
 }
 
 impl Tensor {
@@ -94,9 +94,9 @@ impl Tensor {
         name: &str,
         dtype: Dtype,
         shape: &[u64],
-        data: impl Into<Arc<[u8]>>,
+        data: impl Into<Vec<u8>>,
     ) -> Result<Tensor, Diagnostic> {
-        let data = data.into();
+        let data: Vec<u8> = data.into();
         let bytes = data.len() as u64;
         let spec = TensorSpec {
             name: name.to_string(),
@@ -106,7 +106,7 @@ impl Tensor {
             checksum: xxh3_64(&data),
         };
         check_length(&spec)?;
-        Ok(Tensor { spec, data })
+        Ok(Tensor { spec, data: Arc::new(data) })
     }
 
     /// Creates an `f32` tensor.
@@ -114,8 +114,7 @@ impl Tensor {
     /// # Errors
     /// T0706 if the number of values does not match the shape.
     pub fn from_f32(name: &str, shape: &[u64], values: &[f32]) -> Result<Tensor, Diagnostic> {
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        Tensor::new(name, Dtype::F32, shape, bytes)
+        Tensor::new(name, Dtype::F32, shape, le_bytes(values))
     }
 
     /// Returns the values as `f32`, or `None` for an integer tensor.
@@ -133,6 +132,21 @@ impl Tensor {
             ),
             Dtype::I64 => None,
         }
+    }
+
+    /// Returns the number of `f32` values that are NaN or infinite, and the index of the first; `None` if all
+    /// are finite.
+    #[must_use]
+    pub fn find_nonfinite(&self) -> Option<(usize, usize)> {
+        if self.spec.dtype != Dtype::F32 {
+            return None;
+        }
+        const EXPONENT: u32 = 0x7f80_0000;
+        let is_finite = |bytes: &[u8; 4]| u32::from_le_bytes(*bytes) & EXPONENT != EXPONENT;
+        let values = self.data.as_chunks::<4>().0;
+        // A scan without an early end is vectorised; the usual result is that there is none.
+        let count = count_in_parallel(values, &|part| part.iter().filter(|v| !is_finite(v)).count());
+        (count > 0).then(|| (count, values.iter().position(|v| !is_finite(v)).unwrap_or(0)))
     }
 
     /// Returns the name in the manifest.
@@ -154,6 +168,46 @@ impl Tensor {
     }
 }
 
+/// Values that one thread handles; more are shared among the cores, since a rank waits for its pixels.
+const VALUES_PER_THREAD: usize = 1 << 20;
+
+/// Returns the values that each thread handles.
+fn values_per_thread(values: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    values.div_ceil(cores).max(VALUES_PER_THREAD)
+}
+
+/// Returns the little-endian bytes of values.
+fn le_bytes(values: &[f32]) -> Vec<u8> {
+    let mut bytes = vec![0; 4 * values.len()];
+    let convert = |to: &mut [u8], from: &[f32]| {
+        to.as_chunks_mut::<4>().0.iter_mut().zip(from).for_each(|(to, v)| *to = v.to_le_bytes());
+    };
+    let share = values_per_thread(values.len());
+    if share >= values.len() {
+        convert(&mut bytes, values);
+        return bytes;
+    }
+    std::thread::scope(|s| {
+        for (to, from) in bytes.chunks_mut(4 * share).zip(values.chunks(share)) {
+            s.spawn(move || convert(to, from));
+        }
+    });
+    bytes
+}
+
+/// Adds up what `count` finds in the parts of values.
+fn count_in_parallel(values: &[[u8; 4]], count: &(dyn Fn(&[[u8; 4]]) -> usize + Sync)) -> usize {
+    let share = values_per_thread(values.len());
+    if share >= values.len() {
+        return count(values);
+    }
+    std::thread::scope(|s| {
+        let parts: Vec<_> = values.chunks(share).map(|part| s.spawn(move || count(part))).collect();
+        parts.into_iter().map(|part| part.join().unwrap_or(1)).sum()
+    })
+}
+
 /// The tensors of one frame or call, in manifest order.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Tensors(pub Vec<Tensor>);
@@ -171,16 +225,20 @@ impl Tensors {
         self.0.iter().map(|t| t.spec.bytes).sum()
     }
 
-    /// Returns a digest of the bytes of all tensors, in order; zeros if there are none. The digest of one
-    /// tensor is that of its bytes.
+    /// Returns a digest of all tensors, in order; zeros if there are none. The digest of one tensor is that
+    /// of its bytes. Of further tensors it covers the checksums: they may be pixels, 57 MB for a chunk of
+    /// 480 × 832, for which a rank would wait.
     #[must_use]
     pub fn digest(&self) -> Digest {
         if self.0.is_empty() {
             return Digest::default();
         }
         let mut hash = blake3::Hasher::new();
-        for tensor in &self.0 {
-            hash.update(tensor.data());
+        for (i, tensor) in self.0.iter().enumerate() {
+            match i {
+                0 => hash.update(tensor.data()),
+                _ => hash.update(&tensor.spec.checksum.to_le_bytes()),
+            };
         }
         Digest(*hash.finalize().as_bytes())
     }
@@ -213,7 +271,7 @@ impl Tensors {
                 .with_label("manifest", format!("checksum {:016x}", spec.checksum))
                 .with_label("frame", format!("checksum {found:016x}")));
             }
-            *data = bytes.into();
+            *data = Arc::new(bytes.to_vec());
         }
         Ok(())
     }
@@ -244,4 +302,34 @@ fn check_length(spec: &TensorSpec) -> Result<(), Diagnostic> {
     Err(Diagnostic::error(&T0706, format!("tensor `{}` has the wrong length", spec.name))
         .with_label("dtype and shape", format!("{} is {implied}", spec.type_text()))
         .with_label("actual length", format!("{} bytes", spec.bytes)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Enough values for several threads, on a machine with several cores.
+    #[test]
+    fn large_tensors_hold_their_values_in_order() {
+        let mut values: Vec<f32> = (0..2 * VALUES_PER_THREAD + 3).map(|i| i as f32).collect();
+        let tensor = Tensor::from_f32("x", &[values.len() as u64], &values).unwrap();
+        assert_eq!(tensor.to_f32().as_ref(), Some(&values));
+        assert_eq!(tensor.find_nonfinite(), None);
+        let last = values.len() - 1;
+        (values[last], values[last - 7]) = (f32::NAN, f32::NEG_INFINITY);
+        let tensor = Tensor::from_f32("x", &[values.len() as u64], &values).unwrap();
+        assert_eq!(tensor.find_nonfinite(), Some((2, last - 7)));
+    }
+
+    #[test]
+    fn the_digest_covers_every_tensor() {
+        let tensor = |name: &str, v: f32| Tensor::from_f32(name, &[1], &[v]).unwrap();
+        let digest = |a: f32, b: f32| Tensors(vec![tensor("latents", a), tensor("pixels", b)]).digest();
+        assert_ne!(digest(1.0, 2.0), digest(1.0, 3.0));
+        assert_ne!(digest(1.0, 2.0), digest(0.5, 2.0));
+        assert_eq!(
+            Tensors(vec![tensor("latents", 1.0)]).digest().0,
+            *blake3::hash(&1f32.to_le_bytes()).as_bytes()
+        );
+    }
 }
