@@ -46,7 +46,7 @@ pub mod tripwire;
 pub mod wire;
 pub mod worker;
 
-pub use codes::{CODES, T0754, T0770, T0776};
+pub use codes::{CODES, T0754, T0770, T0771, T0776};
 pub use digest::Digest;
 pub use drift::find_shard_mismatch;
 pub use failure::{Failure, FailureClass};

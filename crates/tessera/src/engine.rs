@@ -20,13 +20,15 @@ use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
 use tessera_runtime::tripwire::{T0751, T0785};
 use tessera_runtime::wire::{Dtype, PhaseCall, RankMemory, ScalarArg, ShardFingerprint, Tensor, Tensors};
-use tessera_runtime::{Digest, Failure, FailureClass, T0770};
+use tessera_runtime::{Digest, Failure, FailureClass, T0770, T0771};
 use tessera_verify::SealedPlan;
 
 use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
 use crate::kernel_probe::shorten_digest;
+use crate::media_codec::PIXELS;
 use crate::plan::is_leader_phase;
+use crate::rgb::{count_nonfinite, to_rgb};
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 use crate::synthetic_delays::ForwardDelay;
 
@@ -408,6 +410,17 @@ impl MeshEngine {
     }
 }
 
+/// Fails for pixels that are NaN or infinite, because their bytes no longer tell.
+fn check_pixels_finite(name: &str, values: &[f32]) -> Result<(), EngineFault> {
+    match count_nonfinite(values) {
+        0 => Ok(()),
+        count => {
+            let text = format!("{count} of {} {name} are not finite", values.len());
+            Err(EngineFault::from_tripwire(&T0771, text))
+        }
+    }
+}
+
 /// Converts a fault of the backend; `refusal` is the code of a rejected collective.
 fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
     match fault {
@@ -489,7 +502,13 @@ impl Engine for MeshEngine {
         }
         for (name, shape) in &phase.outputs {
             let values = self.backend.output(name).unwrap_or_default();
-            let output = Tensor::from_f32(name, shape, values);
+            let output = match name.starts_with(PIXELS) {
+                true => {
+                    check_pixels_finite(name, values)?;
+                    Tensor::new(name, Dtype::U8, shape, to_rgb(values))
+                }
+                false => Tensor::from_f32(name, shape, values),
+            };
             self.outputs.push(output.map_err(|d| EngineFault::local_failure(d.message))?);
         }
         let elapsed_ns = || u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);

@@ -33,8 +33,8 @@ pub(crate) struct FrameWriter {
 }
 
 impl FrameWriter {
-    /// Creates the output files of a plan in `dir`: a clip if the model has a decoder, and latents if
-    /// it has none or the options request them.
+    /// Creates the output files of a plan in `dir`: a clip if the model has a decoder and the options do
+    /// not exclude it, and latents if it has none or the options request them.
     ///
     /// # Errors
     /// T0014, or T0903 for a size or rate that no clip can have.
@@ -46,7 +46,7 @@ impl FrameWriter {
     ) -> Result<FrameWriter, Diagnostic> {
         let stream = &plan.video.stream;
         let decodes = stream.decoder != PixelDecoder::None;
-        let clip = decodes.then(|| ClipFile::create(&plan.video, dir)).transpose()?;
+        let clip = (decodes && !outputs.no_clip).then(|| ClipFile::create(&plan.video, dir)).transpose()?;
         let writes_latents = outputs.latents || !decodes;
         let latents = writes_latents.then(|| LatentsFile::create(plan, dir)).transpose()?;
         let png_folder = outputs.png.then(|| dir.join(FRAMES_FOLDER));
@@ -61,26 +61,25 @@ impl FrameWriter {
         Ok(FrameWriter { size, clip, latents, png_folder, pipes, frames_written: 0 })
     }
 
-    /// Writes a chunk, given as pixels [frames, height, width, 3] in [−1, 1] and as the bytes of its
-    /// latents. Returns the number of frames.
+    /// Writes a chunk, given as the bytes of pixels [frames, height, width, 3] and of its latents. Returns the number of frames.
     ///
     /// # Errors
     /// T0014, or an error of the encoder.
-    pub(crate) fn write_chunk(&mut self, pixels: &[f32], latents: &[u8]) -> Result<u32, Diagnostic> {
+    pub(crate) fn write_chunk(&mut self, pixels: &[u8], latents: &[u8]) -> Result<u32, Diagnostic> {
         if let Some(file) = &mut self.latents {
             file.append_chunk(latents)?;
         }
         let frame = (self.size.0 * self.size.1 * 3) as usize;
-        let frames: Vec<Vec<u8>> = pixels.chunks_exact(frame).map(to_rgb).collect();
-        for rgb in &frames {
+        let frames = || pixels.chunks_exact(frame);
+        for rgb in frames() {
             self.write_frame(rgb)?;
         }
         self.clip.as_ref().map_or(Ok(()), ClipFile::close_chunk)?;
         // Pipes come last: a reader that is gone leaves files that end with a whole chunk.
-        for rgb in &frames {
+        for rgb in frames() {
             self.pipes.iter_mut().try_for_each(|pipe| pipe.write_frame(rgb))?;
         }
-        Ok(frames.len() as u32)
+        Ok(frames().count() as u32)
     }
 
     fn write_frame(&mut self, rgb: &[u8]) -> Result<(), Diagnostic> {
@@ -138,11 +137,6 @@ pub(crate) struct OpenPipes {
 
 fn frame_path(folder: &Path, frame: u32) -> PathBuf {
     folder.join(format!("{frame:06}.png"))
-}
-
-/// Converts values in [−1, 1] to bytes.
-fn to_rgb(values: &[f32]) -> Vec<u8> {
-    values.iter().map(|v| ((v.clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8).collect()
 }
 
 /// A growing animated PNG.

@@ -50,6 +50,7 @@ mod rank;
 mod rank_config;
 mod rank_weights;
 pub mod record;
+mod rgb;
 pub mod run_dir;
 mod run_dir_writer;
 mod run_settings;

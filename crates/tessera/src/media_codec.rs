@@ -22,6 +22,7 @@ use crate::host_memory::available_bytes;
 use crate::plan::{Plan, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::{NoObserver, PromptRows, fault_text};
 use crate::record::MediaInterval;
+use crate::rgb::{from_rgb, to_rgb};
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
 use crate::vae_weights::VaeWeights;
 
@@ -29,7 +30,7 @@ use crate::vae_weights::VaeWeights;
 const ANCHOR: &str = "anchor";
 
 /// Prefix of the outputs of a chunk's call with its pixels, in order.
-const PIXELS: &str = "pixels.";
+pub(crate) const PIXELS: &str = "pixels.";
 
 /// Encodes prompts, decodes chunks and encodes anchors.
 pub(crate) struct MediaCodec {
@@ -106,6 +107,21 @@ impl MediaCodec {
         Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], rows)
     }
 
+    /// Returns the bytes of a chunk's pixels, in the order of [`MediaCodec::decode_pixels`].
+    pub(crate) fn decode_frames(
+        &mut self,
+        chunk: u32,
+        outputs: &Tensors,
+        opens_scene: bool,
+    ) -> Result<Vec<u8>, Diagnostic> {
+        if self.decodes_in_calls {
+            self.intervals.clear();
+            let pixels = outputs.0.iter().filter(|t| t.name().starts_with(PIXELS));
+            return Ok(pixels.flat_map(|t| t.data()).copied().collect());
+        }
+        self.decode_pixels(chunk, outputs, opens_scene).map(|pixels| to_rgb(&pixels))
+    }
+
     /// Returns the pixels [frames, height, width, 3] of a chunk; empty for a model without a
     /// decoder. Latents that [`MediaCodec::build_context`] has already decoded are not decoded
     /// again.
@@ -118,7 +134,7 @@ impl MediaCodec {
         self.intervals.clear();
         if self.decodes_in_calls {
             let pixels = outputs.0.iter().filter(|t| t.name().starts_with(PIXELS));
-            return Ok(pixels.flat_map(f32_values).collect());
+            return Ok(pixels.flat_map(|t| from_rgb(t.data())).collect());
         }
         let latents = f32_values(find_latents(outputs)?);
         let whole = Instant::now();

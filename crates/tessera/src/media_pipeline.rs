@@ -78,10 +78,10 @@ impl MediaPipeline for RunMediaPipeline {
     }
 
     fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic> {
-        let pixels = self.codec.decode_pixels(chunk, outputs, opens_scene)?;
+        let rgb = self.codec.decode_frames(chunk, outputs, opens_scene)?;
         let latents = find_latents(outputs)?;
         let written = Instant::now();
-        let frames = self.writer.write_chunk(&pixels, latents.data())?;
+        let frames = self.writer.write_chunk(&rgb, latents.data())?;
         self.codec.end_interval("write", written);
         let mut record = lock_record(&self.record);
         record.record_media_laps(chunk, self.codec.take_intervals());

@@ -137,10 +137,10 @@ fn list_outputs(plan: &Plan, options: &StreamOptions) -> Vec<RunOutput> {
     if options.device == RunDevice::Sim {
         return Vec::new();
     }
-    let OutputOptions { png, latents, pipes } = &options.outputs;
+    let OutputOptions { no_clip, png, latents, pipes } = &options.outputs;
     let decodes = plan.video.stream.decoder != PixelDecoder::None;
     let files = [
-        ("clip", CLIP_FILE, decodes),
+        ("clip", CLIP_FILE, decodes && !no_clip),
         ("latents", LATENTS_FILE, *latents || !decodes),
         ("png", FRAMES_FOLDER, *png),
     ];
@@ -248,7 +248,8 @@ fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
 fn check_frames_file(record: &RunRecord, options: &StreamOptions) -> Result<(), Diagnostic> {
     let files = [CLIP_FILE, LATENTS_FILE].map(|name| options.out.join(name));
     let computes = record.start.device != RunDevice::Sim;
-    if !computes || record.chunk_count() == 0 || files.iter().any(|f| f.is_file()) {
+    if !computes || options.outputs.no_clip || record.chunk_count() == 0 || files.iter().any(|f| f.is_file())
+    {
         return Ok(());
     }
     Err(lost_output(&files[usize::from(record.frame_count() == 0)], "no such file"))

@@ -89,6 +89,8 @@ pub enum TextDevice {
 /// Outputs that a run writes beside the clip of its model, or its latents if it has no decoder.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct OutputOptions {
+    /// Whether to leave out the clip, which grows with the run.
+    pub no_clip: bool,
     /// Whether to write every frame as a PNG.
     pub png: bool,
     /// Whether to write the latents of a model with a decoder too.

@@ -127,6 +127,10 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
 
+    /// Write no clip.png, which grows with the run; frames go to --raw, --y4m or --png alone
+    #[arg(long)]
+    pub no_clip: bool,
+
     /// Also write every frame as a PNG
     #[arg(long)]
     pub png: bool,
@@ -465,7 +469,7 @@ fn parse_outputs(args: &Args) -> Result<OutputOptions, CliError> {
             )),
         }
     }
-    let outputs = OutputOptions { png: args.png, latents: args.latents, pipes };
+    let outputs = OutputOptions { no_clip: args.no_clip, png: args.png, latents: args.latents, pipes };
     if outputs.uses_stdout() && args.format == OutputFormat::Json {
         errors.push(
             Diagnostic::error(&T0030, "--format json and the frames both go to standard output").with_hint(

@@ -19,6 +19,8 @@ pub enum Dtype {
     Bf16,
     /// Signed 64-bit integers.
     I64,
+    /// Bytes, such as those of pixels.
+    U8,
 }
 
 impl Dtype {
@@ -29,6 +31,7 @@ impl Dtype {
             Dtype::F32 => 4,
             Dtype::Bf16 => 2,
             Dtype::I64 => 8,
+            Dtype::U8 => 1,
         }
     }
 }
@@ -39,6 +42,7 @@ impl std::fmt::Display for Dtype {
             Dtype::F32 => "f32",
             Dtype::Bf16 => "bf16",
             Dtype::I64 => "i64",
+            Dtype::U8 => "u8",
         })
     }
 }
@@ -130,7 +134,7 @@ impl Tensor {
                     .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
                     .collect(),
             ),
-            Dtype::I64 => None,
+            Dtype::I64 | Dtype::U8 => None,
         }
     }
 
