@@ -91,6 +91,25 @@ fn given_noise_is_sent_exactly_where_the_plan_takes_it() {
     assert!(codes_under(&e, &before, &test_programs(), &Tripwires::default()).contains(&"T0722"));
 }
 
+/// A text embedding has the rows and the columns that the text program declares, or no rank computes.
+#[test]
+fn a_text_embedding_of_another_length_is_refused_with_both_shapes() {
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
+    let before = director.cache_state().clone();
+    let call = director.plan_chunk(&request, &test_programs()).expect("planned");
+    let (mut e, _) = second_call();
+    (e.header.chunk, e.header.cache_epoch, e.meta) = (call.chunk, call.cache_epoch, call.meta);
+    let codes = |e: &Envelope| codes_under(e, &before, &test_programs(), &Tripwires::default());
+    e.tensors = Tensors(vec![prompt_tensor(1)]);
+    assert_eq!(codes(&e), [] as [&str; 0]);
+    for shape in [[3, 2], [5, 2], [4, 1], [4, 3], [2, 4]] {
+        let values = vec![0.5; (shape[0] * shape[1]) as usize];
+        e.tensors = Tensors(vec![Tensor::from_f32("text", &shape, &values).expect("fits")]);
+        assert_eq!(codes(&e), ["T0735"], "{shape:?}");
+    }
+}
+
 fn break_field(e: &mut Envelope, field: &str) {
     let Envelope { header: h, meta, reload, tensors } = e;
     let m: &mut CallMeta = meta.as_mut().expect("a chunk");

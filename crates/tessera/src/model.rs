@@ -321,6 +321,11 @@ impl Weights {
         self.set.sample_digest()
     }
 
+    /// Iterates over the digests of the LoRAs with their strengths, in the order of their addition.
+    pub(crate) fn lora_digests(&self) -> impl Iterator<Item = [u8; 32]> {
+        self.set.lora_digests()
+    }
+
     /// Checks that other weights have the same names, dtypes and shapes.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use crate::faults::DrillMediaPipeline;
 use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
 use crate::noise_file::NoiseFile;
-use crate::parity::{ExecutorState, rank_parity};
+use crate::parity::{ExecutorState, ModelFacts, rank_parity};
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
 use crate::run_settings::ranks_without_latents;
@@ -78,9 +78,10 @@ fn build_leader_parts(
 ) -> Result<LeaderParts, Diagnostics> {
     lock_record(record).set_plan(&context.plan.sealed);
     let ranks: Vec<Rank> = context.plan.mesh_ranks().collect();
+    let model = orders.open_model(&context.plan).map_err(|d| vec![d])?;
     let parity = rank_parity(
         &context.plan,
-        orders.open_model(&context.plan).map_err(|d| vec![d])?.open_weights()?.sample_digest(),
+        &ModelFacts::read(&model, &model.open_weights()?).map_err(|d| vec![d])?,
         &orders.delays,
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
