@@ -205,6 +205,10 @@ fn check_infer(
             refuse(format!("{field} is {value}, phases lists {n} of kind {kind:?}"));
         }
     }
+    let videos = count(PhaseKind::Video);
+    if videos > 1 {
+        refuse(format!("phases lists {videos} of kind Video, a chunk begins with one"));
+    }
     if m.phases.last().and_then(|p| PhaseKind::from_program(&p.program)) != Some(PhaseKind::Emit) {
         refuse("the last phase is not an emit".into());
     }

@@ -248,7 +248,7 @@ impl CacheState {
             return Err(Diagnostic::error(&T0722, format!("`{}` is not a phase of a call", phase.program)));
         };
         match kind {
-            PhaseKind::Renoise | PhaseKind::Noise => Ok(()),
+            PhaseKind::Renoise | PhaseKind::Noise | PhaseKind::Video => Ok(()),
             PhaseKind::Text => self.apply_transition(Transition::Prompt),
             PhaseKind::Emit => self.apply_transition(Transition::Advance),
             PhaseKind::Rebase => {

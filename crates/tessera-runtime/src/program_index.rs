@@ -12,6 +12,9 @@ use crate::wire::{Dtype, PhaseCall, ScalarArg};
 /// The program of a plan whose calls carry the noise of a chunk's first step.
 pub(crate) const NOISE_PROGRAM: &str = "noise";
 
+/// The program of a plan whose calls may begin with the latents of an input video.
+pub(crate) const VIDEO_PROGRAM: &str = "video";
+
 /// The kind of a phase, given by the part of the program's name before the first dot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PhaseKind {
@@ -21,6 +24,8 @@ pub enum PhaseKind {
     Renoise,
     /// Takes the noise of the first step from the call.
     Noise,
+    /// Takes the latents of an input video from the call, to which the first step's noise is added.
+    Video,
     /// Runs one generator forward over noisy latents.
     Denoise,
     /// Runs one generator forward over the finished latents, so that the caches hold clean keys and
@@ -42,6 +47,7 @@ impl PhaseKind {
             "text" => PhaseKind::Text,
             "renoise" => PhaseKind::Renoise,
             "noise" => PhaseKind::Noise,
+            "video" => PhaseKind::Video,
             "denoise" => PhaseKind::Denoise,
             "clean" => PhaseKind::Clean,
             "recompute" => PhaseKind::Recompute,
@@ -60,9 +66,10 @@ impl PhaseKind {
 
 impl PhaseKind {
     /// Every kind, in an order in which each phase finds the results of the earlier ones.
-    const WARMUP_ORDER: [PhaseKind; 8] = [
+    const WARMUP_ORDER: [PhaseKind; 9] = [
         PhaseKind::Text,
         PhaseKind::Recompute,
+        PhaseKind::Video,
         PhaseKind::Renoise,
         PhaseKind::Noise,
         PhaseKind::Denoise,

@@ -163,4 +163,12 @@ begin with preset = \"self-forcing\" and state only what differs. `tessera model
     T0077: "several checkpoints in one folder",
     "The folder holds several files with weights, and none has a usual name (diffusion_pytorch_model or model). They may be \
 two precisions of one model or two models, so Tessera does not choose. Name the file itself instead of the folder.";
+
+    T0079: "input video cannot be used",
+    "`--video PATH` gives the frames from which a stream begins each chunk: a folder of PNGs in the order of their names, or a \
+file or named pipe of 8-bit RGB without a header, or of YUV4MPEG2 in 4:4:4 or 4:2:0. Size and frame rate must be those of the \
+stream, because Tessera neither scales nor drops frames. The first chunk of a scene takes one frame for its first latent, and \
+all other latents take a group of frames each.\n\n\
+The message names what differs and the nearest size. `--video-strength` must admit at least one denoising step: the stream \
+begins at the first step whose noise level is at most the strength. The guide `video-to-video` shows how to convert a video.";
 }

@@ -61,6 +61,9 @@ pub mod synthetic_delays;
 pub mod terminal;
 mod text_encoder;
 mod vae_weights;
+mod video_encoder;
+mod video_file;
+pub mod video_input;
 mod weights_origin;
 pub mod wire_dump;
 

@@ -18,7 +18,7 @@ use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0016;
 use crate::host_memory::available_bytes;
-use crate::plan::{LEADER_PHASES, Plan};
+use crate::plan::{LEADER_PHASES, Plan, VIDEO_PHASES};
 use crate::prompt_rows::{NoObserver, PromptRows, fault_text};
 use crate::record::MediaInterval;
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
@@ -66,7 +66,8 @@ impl MediaCodec {
             None => Box::new(NoWeights),
         };
         let mut loaded = BTreeMap::new();
-        for name in LEADER_PHASES.into_iter().filter(|name| *name != TEXT_PHASE) {
+        let is_own = |name: &&str| *name != TEXT_PHASE && !VIDEO_PHASES.contains(name);
+        for name in LEADER_PHASES.into_iter().filter(is_own) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut *source)?);
             }

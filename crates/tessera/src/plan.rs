@@ -16,8 +16,20 @@ use crate::codes::{T0011, T0012};
 use crate::files::{StagedFolder, read_text};
 
 /// Phases that the leader runs outside the lockstep.
-pub(crate) const LEADER_PHASES: [&str; 6] =
-    ["decode", "decode.open", "decode.first", "decode.rest", "encode", TEXT_PHASE];
+pub(crate) const LEADER_PHASES: [&str; 8] = [
+    "decode",
+    "decode.open",
+    "decode.first",
+    "decode.rest",
+    "encode",
+    "encode.open",
+    "encode.rest",
+    TEXT_PHASE,
+];
+
+/// Those of the leader's phases that encode an input video with history: the first frame of a scene, and
+/// the frames of each later latent.
+pub(crate) const VIDEO_PHASES: [&str; 2] = ["encode.open", "encode.rest"];
 
 /// File of a plan folder with the dimensions of a UMT5 text encoder.
 const TEXT_ENCODER_CONFIG: &str = "text_encoder.json";
