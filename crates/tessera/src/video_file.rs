@@ -295,7 +295,7 @@ mod tests {
     use super::*;
     use crate::model::{Model, Overrides};
 
-    /// A stream of 80 × 48 pixels at 16 frames per second.
+    /// A stream of 80 × 48 pixels at 24 frames per second.
     fn model() -> VideoModel {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/wan-odd");
         Model::open(&dir, &Overrides::default()).unwrap().video
@@ -335,7 +335,7 @@ mod tests {
         }
         std::fs::write(pngs.join("notes.txt"), "no frame").unwrap();
         assert!(read_all(&pngs).unwrap() == frames);
-        write_y4m(&y4m, &frames, (80, 48), 16);
+        write_y4m(&y4m, &frames, (80, 48), 24);
         let found = read_all(&y4m).unwrap();
         let far = found.concat().iter().zip(frames.concat()).map(|(a, b)| a.abs_diff(b)).max();
         assert!(found.len() == 3 && far.is_some_and(|far| far <= 3), "{far:?}");
@@ -346,7 +346,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v.y4m");
         let mut file = File::create(&path).unwrap();
-        file.write_all(b"YUV4MPEG2 W80 H48 F16:1 C420jpeg\nFRAME\n").unwrap();
+        file.write_all(b"YUV4MPEG2 W80 H48 F24:1 C420jpeg\nFRAME\n").unwrap();
         let (luma, cb, cr) = (vec![128; 80 * 48], vec![128; 40 * 24], vec![200; 40 * 24]);
         file.write_all(&[luma, cb, cr].concat()).unwrap();
         let frame = read_all(&path).unwrap().remove(0);
@@ -363,14 +363,14 @@ mod tests {
             assert!(d.code.id == "T0079" && all.contains(text), "{all}");
         };
         says(&refusal(1), "cannot be read");
-        write_y4m(&path, &frames(1), (82, 48), 16);
+        write_y4m(&path, &frames(1), (82, 48), 24);
         says(&refusal(1), "82×48 pixels, the stream has 80×48");
         says(&refusal(1), "plan for 80×48");
         write_y4m(&path, &frames(1), (80, 48), 30);
-        says(&refusal(1), "30.000 frames per second, the stream 16");
-        write_y4m(&path, &frames(13), (80, 48), 16);
+        says(&refusal(1), "30.000 frames per second, the stream 24");
+        write_y4m(&path, &frames(13), (80, 48), 24);
         says(&refusal(24), "13 frames, 9 chunks need 24 give --chunks 1 or");
-        std::fs::write(&path, b"YUV4MPEG2 W80 H48 F16:1 C422\n").unwrap();
+        std::fs::write(&path, b"YUV4MPEG2 W80 H48 F24:1 C422\n").unwrap();
         says(&refusal(1), "another pixel format");
         std::fs::write(&path, &frames(2).concat()[1..]).unwrap();
         let mut video = VideoFile::open(&path, &model()).unwrap();
