@@ -99,7 +99,7 @@ fn a_stream_from_a_pipe_ends_with_the_last_whole_chunk() {
     writer.join().unwrap();
     assert_eq!(json_field(&text, "frames"), "11", "{status:?} {text}");
     let record = fs::read_to_string(case.path("run/record.jsonl")).unwrap();
-    assert!(record.lines().last().unwrap().contains("\"complete\":false"), "{record}");
+    assert!(record.lines().last().unwrap().contains("\"output_complete\":false"), "{record}");
 }
 
 #[test]
