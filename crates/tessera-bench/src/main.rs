@@ -78,7 +78,11 @@ fn main() -> ExitCode {
         Benchmark::Search(args) => search::run(args),
         Benchmark::HarnessRank => return ExitCode::from(u8::try_from(harness::rank_main()).unwrap_or(1)),
     };
-    match outcome.and_then(|result| print_result(&cli, &result)) {
+    let finish = |result: BenchResult| {
+        print_result(&cli, &result)?;
+        soak::check_growth(&result.numbers)
+    };
+    match outcome.and_then(finish) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("{e:#}");

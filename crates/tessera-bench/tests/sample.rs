@@ -77,7 +77,14 @@ fn a_slow_run_is_not_ended() {
 #[test]
 fn queues_and_descriptors_do_not_grow() {
     let tessera = tessera_binary();
-    let numbers = run_bench(&["soak", "--tessera", &tessera, "--chunks", "600", "--warm-up", "200"]);
+    // So few chunks do not show whether memory grows.
+    let long = ["soak", "--tessera", &tessera, "--chunks", "600", "--warm-up", "200", "--limit-kib", "1e9"];
+    for model in [&[][..], &["--media"]] {
+        check_counts(&run_bench(&[&long[..], model].concat()));
+    }
+}
+
+fn check_counts(numbers: &Value) {
     for (name, process) in numbers["processes"].as_object().unwrap() {
         for what in ["descriptors", "threads"] {
             assert_eq!(process[what]["max"], process[what]["after_warm_up"], "{name}: {what}: {numbers}");

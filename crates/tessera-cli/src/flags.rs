@@ -31,6 +31,7 @@ macro_rules! flag_set {
 
 pub mod mapping;
 pub mod search;
+pub mod video;
 
 pub(crate) use flag_set;
 

@@ -60,6 +60,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/guides/torch-flight-recorder.md", include_str!("../../../docs/guides/torch-flight-recorder.md")),
     ("docs/guides/trace-import.md", include_str!("../../../docs/guides/trace-import.md")),
     ("docs/guides/triage-compile.md", include_str!("../../../docs/guides/triage-compile.md")),
+    ("docs/guides/video-to-video.md", include_str!("../../../docs/guides/video-to-video.md")),
     (
         "docs/guides/what-the-verifier-rejects.md",
         include_str!("../../../docs/guides/what-the-verifier-rejects.md"),

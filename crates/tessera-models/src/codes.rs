@@ -28,8 +28,8 @@ numbers.";
 before it. With σ below 1 a part of them would stay in the new chunk: a ghost of the previous picture, and zeros in the \
 first chunk and after a cut. The first entry of schedule.steps must therefore have σ = 1, which 1000 has under every \
 shift.\n\n\
-Schedules such as 700, 500, 400, 200 belong to video-to-video, which starts from the latents of an input video. Tessera \
-streams take no input video.";
+Schedules such as 700, 500, 400, 200 belong to video-to-video, which starts from the latents of an input video: \
+`[input] video = true` in stream.toml, or `--video`.";
 
     T0413: "tensors do not describe a Wan generator",
     "A checkpoint without a config.json is described by its tensors: the patch embedding gives the width and the \

@@ -9,9 +9,9 @@ use tessera_ir::{DType, Opcode, Program, Type, ValueId};
 
 use crate::graph_builder::GraphBuilder;
 use crate::umt5::encode_text_phases;
-use crate::vae::{MediaPhases, decode_programs, encode_anchor_program};
+use crate::vae::{MediaPhases, decode_programs, encode_anchor_program, encode_video_programs};
 use crate::video_model::{ContextRegime, VideoModel};
-use crate::{PixelDecoder, PredictionTarget};
+use crate::{PixelDecoder, PredictionTarget, denoising_steps};
 
 /// Builds every logical program that a stream may run, in a fixed order. The fill levels are the
 /// numbers of latent frames already cached when a chunk begins: 0, one chunk, … up to a full window
@@ -26,6 +26,9 @@ pub fn build_phases(m: &VideoModel, media: MediaPhases) -> Vec<Program> {
     let mut out = vec![text_phase(m), renoise_phase(m)];
     if m.stream.given_noise {
         out.push(noise_phase(m));
+    }
+    if m.stream.takes_video {
+        out.push(video_phase(m));
     }
     match m.context_regime() {
         ContextRegime::Resident => {
@@ -48,6 +51,9 @@ pub fn build_phases(m: &VideoModel, media: MediaPhases) -> Vec<Program> {
         PixelDecoder::WanVae => {
             out.extend(decode_programs(m, &m.stream.vae, media));
             out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae, media)));
+            if m.stream.takes_video {
+                out.extend(encode_video_programs(m, &m.stream.vae));
+            }
         }
         PixelDecoder::None => {}
     }
@@ -65,7 +71,9 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
     let last = m.stream.window_frames - chunk;
     let mut out = Vec::new();
     for fill in (0..=last).step_by(chunk as usize) {
-        for text in [true, false] {
+        for (text, video) in
+            [true, false].into_iter().flat_map(|text| video_starts(m).into_iter().map(move |v| (text, v)))
+        {
             for rebase in [false, true] {
                 let resident = m.context_regime() == ContextRegime::Resident;
                 // A scene starts with its prompt, and only a full resident window can exceed the
@@ -83,7 +91,8 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
                 if !resident && fill > 0 {
                     phases.push("recompute".into());
                 }
-                for step in 0..m.stream.steps.len() {
+                phases.extend(video.map(|_| "video".to_string()));
+                for step in video.unwrap_or(0)..m.stream.steps.len() {
                     let is_given = m.stream.given_noise && step == 0;
                     let noise = if is_given { "noise" } else { "renoise" };
                     phases.extend([noise.into(), format!("denoise.fill{fill}")]);
@@ -94,7 +103,8 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
                 phases.push("emit".into());
                 phases.extend(media_phases(m, media, fill == 0));
                 let name = format!(
-                    "chunk.fill{fill}{}{}{}",
+                    "chunk.fill{fill}{}{}{}{}",
+                    video.map_or(String::new(), |step| format!(".video{step}")),
                     if m.stream.given_noise { ".noise" } else { "" },
                     if text { ".text" } else { "" },
                     if rebase { ".rebase" } else { "" }
@@ -123,6 +133,15 @@ fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<St
     .flatten()
     .map(String::from)
     .collect()
+}
+
+/// Lists the ways in which a chunk may begin: with noise, or with an input video at a step. A step of pure
+/// noise leaves nothing of a video, and a first step with less noise needs one.
+fn video_starts(m: &VideoModel) -> Vec<Option<usize>> {
+    let sigmas: Vec<f32> = denoising_steps(&m.stream).into_iter().map(|s| s.sigma).collect();
+    let drawn = sigmas.first().is_none_or(|sigma| *sigma >= 1.0).then_some(None);
+    let given = (0..sigmas.len()).filter(|step| m.stream.takes_video && sigmas[*step] < 1.0).map(Some);
+    drawn.into_iter().chain(given).collect()
 }
 
 impl GraphBuilder<'_> {
@@ -385,6 +404,17 @@ fn noise_phase(m: &VideoModel) -> Program {
     g.finish()
 }
 
+/// Takes the latents of an input video from the call, to which `renoise` adds the noise of the first step
+/// that runs.
+fn video_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "video");
+    let tokens = g.token_type();
+    g.builder.set_attr("at", "first").set_attr("part", "tokens");
+    let x = g.builder.set_label("video").add_input("video", tokens.clone());
+    g.write_buffer("latent", tokens, x, None);
+    g.finish()
+}
+
 /// Builds one denoising step with `fill` frames of context in the cache.
 fn denoise_phase(m: &VideoModel, fill: u64) -> Program {
     let mut g = GraphBuilder::new(m, &format!("denoise.fill{fill}"));
@@ -568,6 +598,33 @@ mod tests {
                 let count = |phase: &str| phases.iter().filter(|p| *p == phase).count();
                 assert_eq!((count("noise"), count("renoise")), (1, given.stream.steps.len() - 1));
             }
+        }
+    }
+
+    #[test]
+    fn a_video_begins_at_every_step_but_the_first() {
+        let vae = "[decoder]\nkind = \"wan_vae\"\n[decoder.vae]\nz_dim = 4\nlatents_mean = [0.0, 0.0, 0.0, 0.0]\n\
+                   latents_std = [1.0, 1.0, 1.0, 1.0]\n";
+        for regime in ["", "[cache]\nmode = \"recompute\"\n"] {
+            let (plain, video) =
+                (tiny(&format!("{regime}{vae}")), tiny(&format!("{regime}[input]\nvideo = true\n{vae}")));
+            assert!(plain.stream.to_toml().find("input").is_none());
+            let printed = crate::StreamConfig::parse("", &video.stream.to_toml(), &video.wan).unwrap();
+            assert!(printed.takes_video, "the setting is part of the plan");
+            let names = |m: &VideoModel| build_phases(m).into_iter().map(|p| p.name).collect::<BTreeSet<_>>();
+            let more: Vec<String> = names(&video).difference(&names(&plain)).cloned().collect();
+            assert_eq!(more, ["encode.open", "encode.rest", "video"]);
+            let (without, with) = (list_calls(&plain), list_calls(&video));
+            let steps = video.stream.steps.len();
+            assert_eq!(with.len(), without.len() * steps);
+            for (name, phases) in &with {
+                let count = |phase: &str| phases.iter().filter(|p| *p == phase).count();
+                let step = name.split_once(".video").map(|(_, s)| s[..1].parse::<usize>().unwrap());
+                assert_eq!(count("renoise"), steps - step.unwrap_or(0), "{name}");
+                assert_eq!(count("video"), usize::from(step.is_some()), "{name}");
+            }
+            let calls: BTreeSet<&String> = with.iter().map(|(name, _)| name).collect();
+            assert!(calls.len() == with.len() && without.iter().all(|(name, _)| calls.contains(name)));
         }
     }
 

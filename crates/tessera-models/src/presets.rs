@@ -57,8 +57,8 @@ impl Preset {
                  original keeps forever, is not kept, so long streams drift more"
             }
             Preset::StreamDiffusionV2 => {
-                "StreamDiffusionV2 1.3B: chunks of 1, a resident window of 6; needs an input video, because \
-                 its first step is not pure noise"
+                "StreamDiffusionV2 1.3B: chunks of 1, a resident window of 6; needs an input video (--video), \
+                 because its first step is not pure noise"
             }
             Preset::KreaRealtime => {
                 "Krea Realtime 14B as its own server runs it: chunks of 3, context recomputed, warped steps"
@@ -96,6 +96,7 @@ impl Preset {
                 (RECOMPUTE, "steps = [1000.0, 750.0, 500.0, 250.0, 0.0]\nshift = 5.0\nwarp = false")
             }
         };
+        let input = if self == Preset::StreamDiffusionV2 { "[input]\nvideo = true\n\n" } else { "" };
         let (chunk, window) = match self {
             Preset::SelfForcing => (3, 21),
             Preset::LongLive => (3, 12),
@@ -104,7 +105,7 @@ impl Preset {
         };
         format!(
             "[video]\nwidth = 832\nheight = 480\nfps = 16.0\n\n[latent]\nstride = [4, 8, 8]\nchunk_frames = {chunk}\n\n\
-             [cache]\n{cache}\nwindow_frames = {window}\n\n[schedule]\n{schedule}\nprediction = \"flow\"\n\n{COMPONENTS}"
+             [cache]\n{cache}\nwindow_frames = {window}\n\n[schedule]\n{schedule}\nprediction = \"flow\"\n\n{input}{COMPONENTS}"
         )
     }
 }
@@ -158,12 +159,12 @@ mod tests {
     }
 
     #[test]
-    fn every_preset_but_the_one_for_videos_is_a_legal_stream() {
+    fn every_preset_is_a_legal_stream_and_one_takes_a_video() {
         for preset in Preset::ALL {
             assert_eq!(Preset::from_name(preset.name()), Some(preset));
             let parsed = StreamConfig::parse(preset.name(), &preset.to_toml(), &wan());
             match preset {
-                Preset::StreamDiffusionV2 => assert_eq!(parsed.unwrap_err()[0].code.id, "T0412"),
+                Preset::StreamDiffusionV2 => assert!(parsed.unwrap().takes_video),
                 _ => assert_eq!((parsed.as_ref().unwrap().width, parsed.unwrap().height), (832, 480)),
             }
         }

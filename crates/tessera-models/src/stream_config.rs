@@ -109,6 +109,8 @@ pub struct StreamConfig {
     pub prediction: PredictionTarget,
     /// Whether a call carries the noise of its first denoising step. The later steps draw theirs.
     pub given_noise: bool,
+    /// Whether the plan can encode an input video: only a causal VAE does.
+    pub takes_video: bool,
     /// Component that turns a prompt into the rows that cross-attention reads.
     pub text: TextEncoder,
     /// File with the encoded prompts, relative to the model's folder. Only [`TextEncoder::File`]
@@ -147,7 +149,7 @@ impl StreamConfig {
             (root.read_table("video"), root.read_table("latent"), root.read_table("cache"));
         let (mut schedule, mut words, mut decoder) =
             (root.read_table("schedule"), root.read_table("text"), root.read_table("decoder"));
-        let mut noise = root.read_table("noise");
+        let (mut noise, mut input) = (root.read_table("noise"), root.read_table("input"));
         let stride = latent.read_numbers("stride", &[4.0, 8.0, 8.0]);
         let mut config = StreamConfig {
             width: video.read_count("width", None),
@@ -171,6 +173,7 @@ impl StreamConfig {
                 _ => PredictionTarget::Flow,
             },
             given_noise: noise.read_choice("source", &["seed", "call"], "seed") == "call",
+            takes_video: input.read_flag("video", false),
             text: words.read_named("encoder", &TextEncoder::ALL, TextEncoder::name, TextEncoder::None),
             text_file: words.read_text("file", Some(TEXT_FILE)),
             decoder: match decoder.read_choice("kind", &["space_time_depth", "wan_vae", "none"], "none") {
@@ -188,7 +191,7 @@ impl StreamConfig {
                 Err(ds) => vae_problems.extend(ds),
             }
         }
-        let mut ds: Diagnostics = [root, video, latent, cache, schedule, noise, words, decoder]
+        let mut ds: Diagnostics = [root, video, latent, cache, schedule, noise, input, words, decoder]
             .into_iter()
             .flat_map(ConfigReader::finish)
             .chain(vae_problems)
@@ -227,13 +230,13 @@ impl StreamConfig {
             PixelDecoder::WanVae => ("wan_vae", self.vae.to_toml()),
             PixelDecoder::None => ("none", String::new()),
         };
-        // A stream that draws all noise renders as before this setting existed, and so keeps its
-        // digest.
+        // A stream without these settings renders as before they existed, and so keeps its digest.
+        let input = if self.takes_video { "[input]\nvideo = true\n\n" } else { "" };
         let noise = if self.given_noise { "[noise]\nsource = \"call\"\n\n" } else { "" };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{vae}",
+prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{vae}",
             self.width,
             self.height,
             self.fps,
@@ -307,25 +310,41 @@ prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n{text_file
             ));
         }
         self.describe_bad_steps().into_iter().for_each(&mut refuse);
+        self.describe_bad_media(model).into_iter().for_each(&mut refuse);
+        if let Some(message) = self.describe_excess(model) {
+            refuse(message);
+        }
+        if ds.is_empty() {
+            ds.extend(self.find_useless_noise(file));
+        }
+        ds
+    }
+
+    /// Describes what is wrong with the decoder, and with an input video.
+    fn describe_bad_media(&self, model: &WanConfig) -> Vec<String> {
+        let mut found = Vec::new();
+        let [st, sh, sw] = self.stride;
         if self.decoder == PixelDecoder::SpaceTimeDepth && model.channels != 3 * st * sh * sw {
-            refuse(format!(
+            found.push(format!(
                 "a {st}×{sh}×{sw} decoder has {} channels, the model {}",
                 3 * st * sh * sw,
                 model.channels
             ));
         }
-        if self.decoder == PixelDecoder::WanVae
-            && let Some(message) = self.vae.describe_problem(self.stride, model.channels)
-        {
-            refuse(message);
+        if self.decoder == PixelDecoder::WanVae {
+            found.extend(self.vae.describe_problem(self.stride, model.channels));
         }
-        if let Some(message) = self.describe_excess(model) {
-            refuse(message);
+        if self.takes_video && self.decoder != PixelDecoder::WanVae {
+            found.push(
+                "input.video needs the encoder of a causal VAE: decoder.kind is not wan_vae".to_string(),
+            );
         }
-        if ds.is_empty() {
-            ds.extend(self.find_partial_noise(file));
+        if self.takes_video && self.given_noise {
+            found.push(
+                "a chunk begins with given noise or with an input video: noise.source is call".to_string(),
+            );
         }
-        ds
+        found
     }
 
     /// Describes what is wrong with the denoising steps, apart from the noise of the first.
@@ -350,8 +369,20 @@ prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n{text_file
         found
     }
 
-    /// Rejects a schedule whose first step mixes something else than noise into its input.
-    fn find_partial_noise(&self, file: &str) -> Option<Diagnostic> {
+    /// Rejects a schedule whose first step mixes something else than noise into its input if there is no
+    /// input video, and one whose steps leave nothing of the video if there is.
+    fn find_useless_noise(&self, file: &str) -> Option<Diagnostic> {
+        if self.takes_video {
+            let covers_all = denoising_steps(self).iter().all(|s| s.sigma >= 1.0);
+            return covers_all.then(|| {
+                Diagnostic::error(
+                    &T0411,
+                    "every denoising step is pure noise, which leaves nothing of an input video",
+                )
+                .with_label(file, format!("schedule.steps {:?} and input.video", self.steps))
+                .with_hint("add a step with less noise, such as 500")
+            });
+        }
         let first = denoising_steps(self).first().copied().filter(|s| s.sigma < 1.0)?;
         Some(
             Diagnostic::error(
@@ -410,6 +441,13 @@ prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n{text_file
         ]
     }
 
+    /// Returns the picture size that is nearest to this one and divides into patches.
+    #[must_use]
+    pub fn nearest_size(&self, model: &WanConfig, [width, height]: [u64; 2]) -> [u64; 2] {
+        let [_, sh, sw] = self.stride;
+        [nearest_multiple(width, sw * model.patch[1]), nearest_multiple(height, sh * model.patch[0])]
+    }
+
     /// Returns the number of pixel frames of a chunk. The first chunk of a scene may have fewer:
     /// [`Self::first_chunk_frames`].
     #[must_use]
@@ -426,6 +464,12 @@ prediction = \"{prediction}\"\n\n{noise}[text]\nencoder = \"{text}\"\n{text_file
             PixelDecoder::SpaceTimeDepth | PixelDecoder::None => self.frames_per_chunk(),
         }
     }
+}
+
+/// Returns the multiple of `of`, at least one, that is nearest to a number.
+fn nearest_multiple(n: u64, of: u64) -> u64 {
+    let below = n - n % of;
+    if below > 0 && n - below <= of / 2 { below } else { below + of }
 }
 
 /// Describes a picture that does not divide into patches, with the nearest ones that do.
@@ -540,6 +584,12 @@ mod tests {
         ] {
             assert!(nearest(size).ends_with(says), "{}", nearest(size));
         }
+    }
+
+    #[test]
+    fn a_size_is_rounded_to_the_nearest_that_exists() {
+        let sizes = [850, 856, 857, 5, 16, 848].map(|n| nearest_multiple(n, 16));
+        assert_eq!(sizes, [848, 848, 864, 16, 16, 848]);
     }
 
     #[test]

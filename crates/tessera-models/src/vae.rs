@@ -1,6 +1,7 @@
 //! The causal VAE of the Wan family: its config, the programs that the leader runs, and the names of its
 //! tensors.
 
+mod encode_graph;
 mod graph;
 mod names;
 
@@ -9,8 +10,9 @@ use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::T0414;
 
+pub(crate) use encode_graph::{encode_anchor_program, encode_video_programs};
 pub use graph::MediaPhases;
-pub(crate) use graph::{decode_programs, encode_anchor_program};
+pub(crate) use graph::decode_programs;
 pub use names::expected_vae_weights;
 
 /// Dimensions of a VAE. Source: `[decoder.vae]` of `stream.toml`, or a diffusers `vae/config.json`.

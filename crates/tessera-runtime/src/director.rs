@@ -7,7 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::{T0720, T0721};
 use crate::kv_cache::{CacheRegime, CacheSpec, CacheStage, CacheState, Transition};
-use crate::program_index::{NOISE_PROGRAM, ProgramIndex};
+use crate::program_index::{NOISE_PROGRAM, ProgramIndex, VIDEO_PROGRAM};
 use crate::wire::{CallAction, CallMeta, F32Bits, PhaseCall, ScalarArg};
 
 use serde::{Deserialize, Serialize};
@@ -136,12 +136,33 @@ impl Director {
         Ok(Director { spec, cache })
     }
 
-    /// Plans the next chunk. On an error the director is unchanged.
+    /// Plans the next chunk, which begins with noise. On an error the director is unchanged.
     pub fn plan_chunk(
         &mut self,
         request: &ChunkRequest,
         programs: &ProgramIndex,
     ) -> Result<CallPlan, Diagnostics> {
+        self.plan_chunk_from(request, None, programs)
+    }
+
+    /// Plans the next chunk. With `video_step` it begins with the latents of an input video at this step,
+    /// whose noise is added to them; the steps before are left out. On an error the director is unchanged.
+    pub fn plan_chunk_from(
+        &mut self,
+        request: &ChunkRequest,
+        video_step: Option<u32>,
+        programs: &ProgramIndex,
+    ) -> Result<CallPlan, Diagnostics> {
+        if let Some(step) = video_step
+            && self.spec.steps.get(step as usize).is_none_or(|s| s.sigma >= 1.0)
+        {
+            let steps: Vec<f32> = self.spec.steps.iter().map(|s| s.sigma).collect();
+            return Err(vec![
+                Diagnostic::error(&T0721, format!("a video cannot begin at step {step}"))
+                    .with_label("the stream", format!("has the noise levels {steps:?}"))
+                    .with_hint("begin at a step whose noise level is below 1"),
+            ]);
+        }
         let mut draft =
             CallDraft { cache: self.cache.clone(), phases: Vec::new(), programs, found: Vec::new() };
         let cut = request.cut.is_cut();
@@ -168,14 +189,14 @@ impl Director {
             draft.push_recompute(self.spec.cache.chunk_frames);
         }
         let start_frame = draft.cache.start_frame();
-        draft.push_steps(&self.spec, request.seed, chunk);
+        draft.push_steps(&self.spec, request.seed, chunk, video_step);
         draft.push_phase("emit", &[]);
         for phase in programs.media_phases(opens_scene) {
             draft.push_phase(&phase.program, &[]);
         }
         let (cache, phases) = draft.into_phases()?;
         let meta = CallMeta {
-            n_steps: self.spec.steps.len() as u32,
+            n_steps: self.spec.steps.len() as u32 - video_step.unwrap_or(0),
             reset_kv: cut,
             reset_cross: text,
             recompute,
@@ -271,12 +292,15 @@ impl CallDraft<'_> {
 
     /// Adds the denoise steps of a chunk and, in the resident regime, the phase that caches the
     /// keys and values of the clean chunk.
-    fn push_steps(&mut self, spec: &StreamSpec, seed: u64, chunk: u32) {
+    fn push_steps(&mut self, spec: &StreamSpec, seed: u64, chunk: u32, video_step: Option<u32>) {
         let start = ScalarArg::I64(i64::from(self.cache.start_frame()));
         let row = ScalarArg::I64(self.cache.start_row() as i64);
         let fill = self.cache.fill_frames();
         let bias = ScalarArg::from_f32(spec.bias.ln());
-        for (draw, step) in spec.steps.iter().enumerate() {
+        if video_step.is_some() {
+            self.push_phase(VIDEO_PROGRAM, &[]);
+        }
+        for (draw, step) in spec.steps.iter().enumerate().skip(video_step.unwrap_or(0) as usize) {
             let sigma = ScalarArg::from_f32(step.sigma);
             if draw == 0 && self.programs.takes_noise() {
                 self.push_phase(NOISE_PROGRAM, &[]);
@@ -393,6 +417,30 @@ mod tests {
         let warmup = given.warmup_phases();
         let at = |name: &str| warmup.iter().position(|p| p.program == name).expect("listed");
         assert!(at("renoise") < at("noise") && at("noise") < at("denoise.fill0"));
+    }
+
+    #[test]
+    fn a_video_replaces_the_steps_above_its_noise_level() {
+        let drawn = program_index();
+        let names = drawn.warmup_phases().into_iter().map(|p| p.program).chain(["video".to_string()]);
+        let infos = names.map(|n| (n.clone(), drawn.get(&n).cloned().unwrap_or_default()));
+        let index = ProgramIndex::new(infos.collect::<Vec<_>>());
+        let mut d = Director::new(spec(CacheRegime::Resident, 9)).expect("legal");
+        let first = d.plan_chunk_from(&FIRST, Some(1), &index).expect("planned");
+        assert_eq!(programs(&first)[..4], ["text", "video", "renoise", "denoise.fill0"]);
+        let meta = first.meta.expect("a chunk");
+        // The draw is that of the step, so that it differs from those of the steps left out.
+        assert_eq!((meta.n_steps, meta.phases[2].int_arg("draw")), (1, Some(1)));
+        assert_eq!(programs(&d.plan_chunk(&NEXT, &index).expect("planned"))[0], "renoise");
+        for step in [0, 2] {
+            let refused = d.plan_chunk_from(&NEXT, Some(step), &index).expect_err("no such start");
+            assert_eq!(refused[0].code.id, "T0721", "step {step}");
+        }
+        let refused = d.plan_chunk_from(&NEXT, Some(1), &drawn).expect_err("the plan takes no video");
+        assert_eq!(refused[0].code.id, "T0722");
+        let warmup = index.warmup_phases();
+        let at = |name: &str| warmup.iter().position(|p| p.program == name).expect("listed");
+        assert!(at("video") < at("renoise"));
     }
 
     const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };

@@ -44,6 +44,8 @@ faults! {
     UnsupportedDtype "unsupported-dtype",
     /// The text embedding is sent under another name, so that the tensor `text` is missing.
     MissingTensor "missing-tensor",
+    /// The text embedding has one row less than the model reads.
+    ShortText "short-text",
     /// The version in an envelope is one above this build's.
     OtherVersion "other-version",
     /// An envelope names the digest of a plan that no rank has.
@@ -118,6 +120,10 @@ faults! {
     NanWeight "nan-weight",
     /// The layers of a rank compute NaN in one call, because its timesteps and sigmas are NaN.
     NanLatent "nan-latent",
+    /// One rank alone adds a LoRA to its weights when it loads them.
+    LoraOnOne "lora-on-one",
+    /// A rank loads a model folder whose tokenizer is another file.
+    OtherTokenizer "other-tokenizer",
     /// A rank loads weights outside of a RELOAD.
     PrivateReload "private-reload",
     /// A rank does not load one of the programs.

@@ -205,6 +205,10 @@ fn check_infer(
             refuse(format!("{field} is {value}, phases lists {n} of kind {kind:?}"));
         }
     }
+    let videos = count(PhaseKind::Video);
+    if videos > 1 {
+        refuse(format!("phases lists {videos} of kind Video, a chunk begins with one"));
+    }
     let media = local.programs.media_phases(opens_scene(m, after));
     let generated = m.phases.strip_suffix(&media[..]).and_then(<[_]>::last);
     if generated.and_then(|p| PhaseKind::from_program(&p.program)) != Some(PhaseKind::Emit) {

@@ -248,7 +248,11 @@ impl CacheState {
             return Err(Diagnostic::error(&T0722, format!("`{}` is not a phase of a call", phase.program)));
         };
         match kind {
-            PhaseKind::Renoise | PhaseKind::Noise | PhaseKind::Decode | PhaseKind::Encode => Ok(()),
+            PhaseKind::Renoise
+            | PhaseKind::Noise
+            | PhaseKind::Video
+            | PhaseKind::Decode
+            | PhaseKind::Encode => Ok(()),
             PhaseKind::Text => self.apply_transition(Transition::Prompt),
             PhaseKind::Emit => self.apply_transition(Transition::Advance),
             PhaseKind::Rebase => {

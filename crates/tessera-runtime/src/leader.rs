@@ -15,7 +15,7 @@ mod timeouts;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use tessera_base::Diagnostics;
+use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::{T0707, T0748, T0749};
 use crate::director::{CallPlan, ChunkRequest, Director, StreamSpec};
@@ -60,6 +60,25 @@ pub struct LeaderConfig {
     pub tripwires: Tripwires,
 }
 
+/// What the first denoising step of a chunk begins with.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum ChunkStart {
+    /// Noise that every rank draws.
+    #[default]
+    Drawn,
+    /// Given noise, for a plan that takes it.
+    Noise(Tensor),
+    /// The latents of an input video, for a plan that takes one.
+    Video {
+        /// The tensor `video`: tokens of the chunk.
+        latents: Tensor,
+        /// The denoising step whose noise is added to the latents; the steps before are left out.
+        step: u32,
+    },
+    /// What the chunk should begin with cannot be had; the diagnostic ends the run.
+    Unavailable(Box<Diagnostic>),
+}
+
 /// An event that the driver reports to the leader.
 #[derive(Debug)]
 pub enum Event {
@@ -86,8 +105,8 @@ pub enum Event {
         request: ChunkRequest,
         /// The prompt's embedding, if the request has a new prompt.
         text: Option<Tensor>,
-        /// The noise of the chunk's first step, if the plan takes given noise.
-        noise: Option<Tensor>,
+        /// What the chunk's first step begins with.
+        start: ChunkStart,
     },
     /// A call without a chunk is requested: NOOP, which tests the path to every rank and back, or
     /// RESET.
@@ -399,7 +418,7 @@ impl Leader {
             Event::Tick => self.handle_tick(now),
             Event::Message { rank, message } => self.handle_message(rank, message),
             Event::Gone { rank, how } => self.handle_rank_gone(rank, &how),
-            Event::Request { request, text, noise } => self.handle_request(request, text, noise),
+            Event::Request { request, text, start } => self.handle_request(request, text, start),
             Event::Control(action) => self.enqueue_control(action),
             Event::Reload(reload) => self.enqueue_item(InboxItem::Reload(reload)),
             Event::NoMoreRequests => self.no_more_requests = true,

@@ -74,6 +74,7 @@ pub const KERNEL_KEY: &str = "kernel:";
 pub static KEYS: &[ParityKeySpec] = &[
     at_init("GPU", "Another GPU selects other kernels, and kernels determine the bits"),
     at_init("GPU libraries", "Libraries select kernels by their version"),
+    at_init("LoRAs", "File, strength and digest of every LoRA in order: a LoRA that one rank adds alone gives it other weights"),
     at_init("backend", "Another backend orders sums and collectives differently"),
     at_init("build", "Version and digest of the file that holds the code: fields and ops have one meaning per build"),
     at_init("captured programs", "The graph of each program, as the backend captures it: a program captured on one rank alone replays operations that its peers do not run"),
@@ -88,6 +89,7 @@ pub static KEYS: &[ParityKeySpec] = &[
     at_init("program set", "A program that one rank lacks is compiled there alone, in the middle of a call"),
     ParityKeySpec { key: "route:", class: ParityClass::AtInitIfReported, why: "The implementation that a backend has chosen for a class of shapes; ranks that choose for the same class choose the same", code: &T0740 },
     at_init("synthetic delays", "A timed wait in place of a stage's work changes the measurements of a run"),
+    ParityKeySpec { key: "tokenizer", class: ParityClass::AtInitIfReported, why: "Only the leader tokenizes, but a rank whose folder holds another tokenizer was given another model, and would encode other prompts as the leader", code: &T0740 },
     at_init("topology", "The leading, relaying and computing ranks are fixed for the run"),
     at_init("tripwires off", "Every rank announces its disabled checks"),
     at_init("warm-up", "A program that the warm-up skips would run for the first time inside a call"),

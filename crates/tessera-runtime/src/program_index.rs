@@ -14,6 +14,8 @@ pub(crate) const NOISE_PROGRAM: &str = "noise";
 
 /// The program that decodes the first latent of a chunk, if the ranks decode.
 const DECODE_FIRST_PROGRAM: &str = "decode.first";
+/// The program of a plan whose calls may begin with the latents of an input video.
+pub(crate) const VIDEO_PROGRAM: &str = "video";
 
 /// The kind of a phase, given by the part of the program's name before the first dot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +26,8 @@ pub enum PhaseKind {
     Renoise,
     /// Takes the noise of the first step from the call.
     Noise,
+    /// Takes the latents of an input video from the call, to which the first step's noise is added.
+    Video,
     /// Runs one generator forward over noisy latents.
     Denoise,
     /// Runs one generator forward over the finished latents, so that the caches hold clean keys and
@@ -49,6 +53,7 @@ impl PhaseKind {
             "text" => PhaseKind::Text,
             "renoise" => PhaseKind::Renoise,
             "noise" => PhaseKind::Noise,
+            "video" => PhaseKind::Video,
             "denoise" => PhaseKind::Denoise,
             "clean" => PhaseKind::Clean,
             "recompute" => PhaseKind::Recompute,
@@ -69,9 +74,10 @@ impl PhaseKind {
 
 impl PhaseKind {
     /// Every kind, in an order in which each phase finds the results of the earlier ones.
-    const WARMUP_ORDER: [PhaseKind; 10] = [
+    const WARMUP_ORDER: [PhaseKind; 11] = [
         PhaseKind::Text,
         PhaseKind::Recompute,
+        PhaseKind::Video,
         PhaseKind::Renoise,
         PhaseKind::Noise,
         PhaseKind::Denoise,

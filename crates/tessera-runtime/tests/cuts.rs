@@ -34,7 +34,10 @@ fn after_a_flush_no_chunk_of_an_older_epoch_is_delivered_and_every_dropped_reque
             for held in [false, true] {
                 let mut net = Net::with_placement(shape, 2, regime, 6);
                 let request = FLUSH;
-                net.inject.insert(n, leader::Event::Request { request, text: None, noise: None });
+                net.inject.insert(
+                    n,
+                    leader::Event::Request { request, text: None, start: leader::ChunkStart::Drawn },
+                );
                 net.deliver = !held;
                 if held {
                     // Finished chunks wait for the media pipeline, then the cut comes, then the
@@ -86,9 +89,16 @@ fn the_prompt_of_a_dropped_request_applies_to_the_flush() {
     let mut net = Net::new(2, CacheRegime::Resident, 1);
     net.requests.clear();
     // The ranks have not sent their hello, so the first request still waits.
+    net.inject.insert(
+        0,
+        leader::Event::Request {
+            request: FIRST,
+            text: Some(prompt_tensor(5)),
+            start: leader::ChunkStart::Drawn,
+        },
+    );
     net.inject
-        .insert(0, leader::Event::Request { request: FIRST, text: Some(prompt_tensor(5)), noise: None });
-    net.inject.insert(1, leader::Event::Request { request: FLUSH, text: None, noise: None });
+        .insert(1, leader::Event::Request { request: FLUSH, text: None, start: leader::ChunkStart::Drawn });
     net.inject.insert(2, leader::Event::NoMoreRequests);
     net.hold_requests = true;
     assert_eq!(net.run(60), None);

@@ -4,7 +4,8 @@
 mod support;
 
 use support::{
-    SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise, test_stream,
+    SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise,
+    test_programs_with_video, test_stream,
 };
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::envelope_check::{LocalState, check_context, check_envelope};
@@ -143,6 +144,55 @@ fn a_call_ends_with_the_phases_of_pixels_that_its_scene_needs() {
     );
 }
 
+fn video_tensor() -> Tensor {
+    Tensor::from_f32("video", &[2, 2], &[0.25; 4]).expect("fits")
+}
+
+/// A call that begins with a video carries its latents, and no other call does; the number of steps is that
+/// of the phases.
+#[test]
+fn a_video_is_sent_exactly_where_the_call_begins_with_it() {
+    let takes_video = test_programs_with_video();
+    let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let before = director.cache_state().clone();
+    let mut drawing = director.clone();
+    let call = director.plan_chunk_from(&request, Some(1), &takes_video).expect("planned");
+    let (mut e, _) = second_call();
+    (e.header.chunk, e.header.cache_epoch, e.meta) = (call.chunk, call.cache_epoch, call.meta);
+    e.tensors = Tensors(vec![prompt_tensor(1), video_tensor()]);
+    let codes = |e: &Envelope| codes_under(e, &before, &takes_video, &Tripwires::default());
+    assert_eq!(codes(&e), [] as [&str; 0]);
+    let without = Envelope { tensors: Tensors(vec![prompt_tensor(1)]), ..e.clone() };
+    assert_eq!(codes(&without), ["T0735"]);
+    let drawn = drawing.plan_chunk(&request, &takes_video).expect("planned").meta;
+    assert_eq!(codes(&Envelope { meta: drawn.clone(), ..without }), [] as [&str; 0]);
+    assert_eq!(codes(&Envelope { meta: drawn, ..e.clone() }), ["T0735"]);
+    let mut longer = e.clone();
+    longer.meta.iter_mut().for_each(|m| m.n_steps += 1);
+    assert!(codes(&longer).contains(&"T0732"));
+    assert!(codes_under(&e, &before, &test_programs(), &Tripwires::default()).contains(&"T0722"));
+}
+
+/// A text embedding has the rows and the columns that the text program declares, or no rank computes.
+#[test]
+fn a_text_embedding_of_another_length_is_refused_with_both_shapes() {
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
+    let before = director.cache_state().clone();
+    let call = director.plan_chunk(&request, &test_programs()).expect("planned");
+    let (mut e, _) = second_call();
+    (e.header.chunk, e.header.cache_epoch, e.meta) = (call.chunk, call.cache_epoch, call.meta);
+    let codes = |e: &Envelope| codes_under(e, &before, &test_programs(), &Tripwires::default());
+    e.tensors = Tensors(vec![prompt_tensor(1)]);
+    assert_eq!(codes(&e), [] as [&str; 0]);
+    for shape in [[3, 2], [5, 2], [4, 1], [4, 3], [2, 4]] {
+        let values = vec![0.5; (shape[0] * shape[1]) as usize];
+        e.tensors = Tensors(vec![Tensor::from_f32("text", &shape, &values).expect("fits")]);
+        assert_eq!(codes(&e), ["T0735"], "{shape:?}");
+    }
+}
+
 fn break_field(e: &mut Envelope, field: &str) {
     let Envelope { header: h, meta, reload, tensors } = e;
     let m: &mut CallMeta = meta.as_mut().expect("a chunk");
@@ -171,6 +221,7 @@ fn break_field(e: &mut Envelope, field: &str) {
         "phases" => m.phases[1].program = "denoise.fill99".into(),
         "predicted_state" => m.predicted_state = Digest::default(),
         "noise" => tensors.0.push(noise_tensor()),
+        "video" => tensors.0.push(video_tensor()),
         "text" => tensors.0.clear(),
         other => panic!("no rule breaks `{other}`: add one for the new field"),
     }

@@ -2,7 +2,6 @@
 //!
 //! Every binary contains the faults. A fault is armed only by a parity key that all ranks announce.
 
-mod minimal_model;
 mod outcome;
 mod overlap_sweep;
 mod processes;
@@ -14,4 +13,4 @@ pub use overlap_sweep::{
     MeasuredGate, StreamMedians, coupling_gates, measure_coupling, sweep_depths, sweep_gates, sweep_markdown,
 };
 pub use run::{DrillRunner, DrillSetup, run_launcher};
-pub use table::{DRILLS, Drill, DrillKind, FailureSignature, reference_page};
+pub use table::{DRILLS, Drill, DrillKind, DrillModel, FailureSignature, reference_page};

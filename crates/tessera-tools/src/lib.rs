@@ -3,7 +3,7 @@
 //!
 //! Each module is one tool and one verb of the command line, except [`charts`], [`drawings`] and
 //! [`trace`], which `check` uses, [`compile_traces`], which `check` and `doctor` use, and
-//! [`flight_dumps`], which `autopsy` uses. The run time ([`tessera`]) knows none of them.
+//! [`flight_dumps`], which `autopsy` uses, and [`minimal_model`], which drills stream. The run time ([`tessera`]) knows none of them.
 
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stderr, clippy::print_stdout)]
@@ -21,6 +21,7 @@ pub mod flight_dumps;
 pub mod gate_record;
 pub mod lint;
 pub mod measure;
+pub mod minimal_model;
 pub mod trace;
 pub mod wire_dump;
 

@@ -42,6 +42,12 @@ impl WeightSet {
         self.loras.push(Arc::new(lora));
     }
 
+    /// Iterates over the digests of the low-rank updates with their strengths, in the order in which they
+    /// are added.
+    pub fn lora_digests(&self) -> impl Iterator<Item = [u8; 32]> {
+        self.loras.iter().map(|lora| lora.digest())
+    }
+
     /// Returns seeded f32 values for the expected tensors, under their canonical names.
     ///
     /// A tensor of two or more dims has a standard deviation of 1/√(fan-in), with all dims but the

@@ -171,4 +171,12 @@ milliseconds, and only chunks with a new prompt wait for it.\n\n\
 `--text-unload` does not help, because the weights must fit while a prompt is encoded. Use more GPUs, so that each \
 rank holds less, or a leader outside of the mesh (`--topology pp1`) with a GPU that no rank has. `--text-on cpu` chooses the CPU \
 without this note, and `--text-on gpu` refuses to run without a GPU.";
+
+    T0079: "input video cannot be used",
+    "`--video PATH` gives the frames from which a stream begins each chunk: a folder of PNGs in the order of their names, or a \
+file or named pipe of 8-bit RGB without a header, or of YUV4MPEG2 in 4:4:4 or 4:2:0. Size and frame rate must be those of the \
+stream, because Tessera neither scales nor drops frames. The first chunk of a scene takes one frame for its first latent, and \
+all other latents take a group of frames each.\n\n\
+The message names what differs and the nearest size. `--video-strength` must admit at least one denoising step: the stream \
+begins at the first step whose noise level is at most the strength. The guide `video-to-video` shows how to convert a video.";
 }

@@ -4,6 +4,7 @@
 mod engine;
 mod injector;
 mod media_pipeline;
+mod model_files;
 mod program_changes;
 
 pub(crate) use engine::DrillEngine;

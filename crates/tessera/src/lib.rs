@@ -64,6 +64,9 @@ pub mod terminal;
 mod text_encoder;
 mod text_placement;
 mod vae_weights;
+mod video_encoder;
+mod video_file;
+pub mod video_input;
 mod weights_origin;
 pub mod wire_dump;
 

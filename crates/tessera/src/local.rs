@@ -22,6 +22,7 @@ use tessera_mesh::Rank;
 use tessera_runtime::director::{ChunkRequest, Director};
 use tessera_runtime::driver::{EngineEvent, EngineThread, StreamRequest};
 use tessera_runtime::engine::{AbortHandle, CallReport, ReadyCall};
+use tessera_runtime::leader::ChunkStart;
 use tessera_runtime::wire::{CallMeta, Tensor, Tensors};
 use tessera_runtime::{Digest, Tripwires};
 
@@ -88,17 +89,22 @@ pub fn run(
         if request.reload.is_some() {
             return Err(vec![Diagnostic::error(&RANK_FAILED, "an in-process run cannot reload weights")]);
         }
-        let noise = request.noise.clone();
+        let (given, video_step) = match request.start.clone() {
+            ChunkStart::Drawn => (None, None),
+            ChunkStart::Noise(noise) => (Some(noise), None),
+            ChunkStart::Video { latents, step } => (Some(latents), Some(step)),
+            ChunkStart::Unavailable(d) => return Err(vec![*d]),
+        };
         if let Some(prompt) = &request.prompt {
             text = Some(codec.encode_text(prompt).map_err(|d| vec![d])?);
         }
-        let call = director.plan_chunk(&chunk_request, &common.program_index)?;
+        let call = director.plan_chunk_from(&chunk_request, video_step, &common.program_index)?;
         let Some(meta) = call.meta else { continue };
         let mut inputs = Vec::new();
         if meta.reset_cross {
             inputs.extend(text.clone());
         }
-        inputs.extend(noise);
+        inputs.extend(given);
         let mut context = None;
         if let Some(last) = last.as_ref().filter(|_| meta.recompute) {
             let made =

@@ -19,7 +19,7 @@ use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::codes::T0016;
 use crate::host_memory::available_bytes;
-use crate::plan::{Plan, is_phase_of_calls, leader_phases};
+use crate::plan::{Plan, VIDEO_PHASES, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::{NoObserver, PromptRows, fault_text};
 use crate::record::MediaInterval;
 use crate::rgb::{from_rgb, to_rgb};
@@ -76,7 +76,9 @@ impl MediaCodec {
             None => Box::new(NoWeights),
         };
         let mut loaded = BTreeMap::new();
-        for name in leader_phases(sealed).filter(|name| ![TEXT_PHASE, TEXT_DEVICE_PHASE].contains(name)) {
+        let others = [TEXT_PHASE, TEXT_DEVICE_PHASE];
+        let is_own = |name: &&str| !others.contains(name) && !VIDEO_PHASES.contains(name);
+        for name in leader_phases(sealed).filter(is_own) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut *source)?);
             }

@@ -46,6 +46,8 @@ pub struct Overrides {
     pub stream_file: Option<PathBuf>,
     /// Whether calls carry the noise of a chunk's first step, instead of the streaming config's choice.
     pub given_noise: Option<bool>,
+    /// Whether calls may begin with an input video, instead of the streaming config's choice.
+    pub takes_video: Option<bool>,
     /// File with encoded prompts, instead of the model's own text encoder.
     pub text_embeddings: Option<PathBuf>,
 }
@@ -74,6 +76,9 @@ impl Model {
         }
         if let Some(given) = overrides.given_noise {
             video.stream.given_noise = given;
+        }
+        if let Some(takes) = overrides.takes_video {
+            video.stream.takes_video = takes;
         }
         if let Some(steps) = &overrides.steps {
             video.stream.set_steps(steps.clone());
@@ -319,6 +324,11 @@ impl Weights {
     #[must_use]
     pub fn sample_digest(&self) -> [u8; 32] {
         self.set.sample_digest()
+    }
+
+    /// Iterates over the digests of the LoRAs with their strengths, in the order of their addition.
+    pub(crate) fn lora_digests(&self) -> impl Iterator<Item = [u8; 32]> {
+        self.set.lora_digests()
     }
 
     /// Checks that other weights have the same names, dtypes and shapes.

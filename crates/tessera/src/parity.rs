@@ -1,18 +1,23 @@
 //! The parity facts that a rank reports before the first call. A rank reads them back from the engine
 //! that will run the calls: what it has loaded, joined, chosen and armed, not what was requested.
 
-use tessera_base::Code;
+use std::path::Path;
+
+use tessera_base::{Code, Diagnostic};
 use tessera_device::{Communicator, JoinedCommunicator, LoadedProgram};
 use tessera_ir::Op;
 use tessera_mesh::{Mesh, Rank};
 use tessera_runtime::{Digest, Parity, Tripwires};
 use tessera_verify::SealedPlan;
 
+use crate::codes::T0010;
 use crate::communicators::{communicator_specs, describe_communicator};
 use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
 use crate::machine_shape::cpu_model;
+use crate::model::{Model, Weights};
 use crate::plan::Plan;
 use crate::synthetic_delays::SyntheticDelays;
+use crate::text_encoder::PromptEncoder;
 
 /// Value of a fact that does not apply to a rank.
 const NOT_APPLICABLE: &str = "none";
@@ -53,11 +58,45 @@ impl ExecutorState {
     }
 }
 
+/// What a rank read from the files of its model.
+pub(crate) struct ModelFacts {
+    /// Digest of the generator's weights with their LoRAs.
+    weights: [u8; 32],
+    /// File, strength and digest of every LoRA.
+    loras: String,
+    /// Name and digest of the tokenizer's file, if the rank's folder has one.
+    tokenizer: Option<String>,
+}
+
+impl ModelFacts {
+    /// Reads back the facts of opened weights and of the folder that they come from.
+    ///
+    /// # Errors
+    /// T0010 if the tokenizer exists and cannot be read.
+    pub(crate) fn read(model: &Model, weights: &Weights) -> Result<ModelFacts, Diagnostic> {
+        let short = |digest: &[u8; 32]| Digest(*digest).to_string()[..16].to_string();
+        let name = |path: &Path| path.file_name().unwrap_or_default().display().to_string();
+        let loras: Vec<String> = (model.weights.loras.iter().zip(weights.lora_digests()))
+            .map(|(l, digest)| format!("{} at strength {} {}", name(&l.path), l.strength, short(&digest)))
+            .collect();
+        let tokenizer = PromptEncoder::find_tokenizer(&model.dir, &model.video, model.weights.base)
+            .map(|path| {
+                let bytes = std::fs::read(&path).map_err(|e| {
+                    Diagnostic::error(&T0010, format!("{} cannot be read: {e}", path.display()))
+                })?;
+                Ok::<_, Diagnostic>(format!("{} {}", name(&path), short(blake3::hash(&bytes).as_bytes())))
+            })
+            .transpose()?;
+        let loras = if loras.is_empty() { NOT_APPLICABLE.to_string() } else { loras.join(", ") };
+        Ok(ModelFacts { weights: weights.sample_digest(), loras, tokenizer })
+    }
+}
+
 /// Returns all facts except those that the lockstep state machines add themselves. `peers` is the
 /// digest of the peers of ranks that found each other by rendezvous.
 pub(crate) fn rank_parity(
     plan: &Plan,
-    weights: [u8; 32],
+    files: &ModelFacts,
     delays: &SyntheticDelays,
     state: &ExecutorState,
     peers: Option<Digest>,
@@ -67,6 +106,7 @@ pub(crate) fn rank_parity(
     let off: Vec<&str> = state.unarmed_checks.iter().map(|code| code.id).collect();
     let off = if off.is_empty() { NOT_APPLICABLE.to_string() } else { off.join(", ") };
     let parity = Parity::default()
+        .with_known_key("LoRAs", files.loras.as_str())
         .with_known_key("captured programs", describe_captures(&state.programs))
         .with_known_key("drill", NOT_APPLICABLE)
         .with_known_key("engine checks off", off)
@@ -78,10 +118,11 @@ pub(crate) fn rank_parity(
         .with_known_key("program set", describe_program_set(state.programs.iter().map(|p| p.name.as_str())))
         .with_known_key("synthetic delays", delays.announced_text())
         .with_known_key("topology", plan.mapping.topology.name())
-        .with_known_key("weights", Digest(weights).to_string())
+        .with_known_key("weights", Digest(files.weights).to_string())
         .with_known_key("cpu model", cpu_model())
         .with_known_key("host", read_line_or_unknown("/proc/sys/kernel/hostname"))
         .with_known_key("kernel version", read_line_or_unknown("/proc/sys/kernel/osrelease"));
+    let parity = files.tokenizer.iter().fold(parity, |p, text| p.with_known_key("tokenizer", text.as_str()));
     let shared = state.joined.iter().flat_map(|(rank, joined)| shared_ids(plan.sealed.mesh(), *rank, joined));
     let values = state.backend_values.iter().cloned().chain(shared);
     values.fold(parity, |parity, (key, value)| parity.with_known_key(&key, value))
@@ -240,11 +281,15 @@ mod tests {
         CpuBackend::new(seat, Pool::single_thread(), ends, Duration::from_secs(1))
     }
 
+    fn no_files() -> ModelFacts {
+        ModelFacts { weights: [0; 32], loras: String::new(), tokenizer: None }
+    }
+
     /// Returns the keys, with their codes, in which ranks of these states differ from one another or
     /// from the request of the run.
     fn find_differences(plan: &Plan, states: [ExecutorState; 2]) -> Vec<(String, &'static str)> {
         let table =
-            |state: &ExecutorState| rank_parity(plan, [0; 32], &SyntheticDelays::default(), state, None);
+            |state: &ExecutorState| rank_parity(plan, &no_files(), &SyntheticDelays::default(), state, None);
         let request = table(&ExecutorState::from_request(&plan.sealed, false, &Tripwires::default()));
         let ranks: BTreeMap<u32, Parity> = (0..).zip(states.iter().map(table)).collect();
         let found = compare_tables(&ranks, Some((0, &request)));

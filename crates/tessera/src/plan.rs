@@ -19,8 +19,21 @@ use crate::files::{StagedFolder, read_text};
 
 /// Phases that the leader runs outside the lockstep, unless calls contain them. Of the last two, it runs
 /// one: that for its CPU or that for a GPU.
-const LEADER_PHASES: [&str; 7] =
-    ["decode", "decode.open", "decode.first", "decode.rest", "encode", TEXT_PHASE, TEXT_DEVICE_PHASE];
+const LEADER_PHASES: [&str; 9] = [
+    "decode",
+    "decode.open",
+    "decode.first",
+    "decode.rest",
+    "encode",
+    "encode.open",
+    "encode.rest",
+    TEXT_PHASE,
+    TEXT_DEVICE_PHASE,
+];
+
+/// Those of the leader's phases that encode an input video with history: the first frame of a scene, and
+/// the frames of each later latent.
+pub(crate) const VIDEO_PHASES: [&str; 2] = ["encode.open", "encode.rest"];
 
 /// Returns whether the leader runs a phase of a plan outside the lockstep.
 pub(crate) fn is_leader_phase(plan: &SealedPlan, phase: &str) -> bool {

@@ -21,6 +21,7 @@ use crate::shards::preflight_reload;
 use crate::stream_options::{OutputOptions, StreamOptions};
 use crate::synthetic_delays::SyntheticDelays;
 use crate::text_placement::TextPlace;
+use crate::video_input::VideoInput;
 use crate::weights_origin::{LoraFile, WeightsOrigin};
 
 /// The configuration that the launcher sends to every rank. The leader decides about the stream;
@@ -53,6 +54,8 @@ pub(crate) struct RankConfig {
     pub(crate) weights: Vec<(u32, String, Digest)>,
     /// File with the noise of each chunk's first step; only the leader reads it.
     pub(crate) noise: Option<PathBuf>,
+    /// Input video; only the leader reads it.
+    pub(crate) video: Option<VideoInput>,
     /// Outputs beside those that every run writes.
     pub(crate) outputs: OutputOptions,
     /// Whether each rank writes the messages that it sends to a file.
@@ -108,6 +111,9 @@ impl RankConfig {
             flushes: options.flushes_at.clone(),
             weights,
             noise: options.noise.as_deref().map(absolute).transpose()?,
+            video: (options.video.as_ref())
+                .map(|v| Ok(VideoInput { path: absolute(&v.path)?, ..v.clone() }))
+                .transpose()?,
             outputs: options.outputs.clone(),
             wire_dump: options.wire_dump,
             poison: options.poison,
@@ -151,7 +157,13 @@ impl RankConfig {
     pub(crate) fn stream_request(&self, chunk: u32) -> StreamRequest {
         let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
         let seed = self.chunk_settings(u64::from(chunk)).seed;
-        StreamRequest { prompt, seed, cut: self.cut_at(chunk), reload: self.reload_at(chunk), noise: None }
+        StreamRequest {
+            prompt,
+            seed,
+            cut: self.cut_at(chunk),
+            reload: self.reload_at(chunk),
+            ..StreamRequest::default()
+        }
     }
 
     pub(crate) fn cut_at(&self, chunk: u32) -> SceneCut {

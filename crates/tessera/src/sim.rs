@@ -108,6 +108,9 @@ fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnost
     if plan.video.stream.given_noise {
         reject("--noise", "no values are computed, so the calls carry none");
     }
+    if options.video.is_some() {
+        reject("--video", "no values are computed, so no frame is encoded");
+    }
     if options.outputs.png {
         reject("--png", "no pixels are computed");
     }

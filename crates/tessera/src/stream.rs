@@ -10,7 +10,7 @@ use tessera_cuda::CudaBackend;
 use tessera_device::T0804;
 use tessera_ir::Opcode;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE};
+use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, denoising_steps};
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
@@ -30,6 +30,7 @@ use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
 use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions, StreamReport};
 use crate::text_placement::place_text_encoder;
+use crate::video_file::VideoFile;
 use crate::weights_origin::{WeightChange, WeightsBase};
 use crate::{communicators, flight};
 
@@ -205,6 +206,7 @@ pub(crate) fn check_stream(
     }
     ds.extend(options.check_out().err());
     ds.extend(check_noise(plan, options));
+    ds.extend(check_video(plan, options));
     let reads_folder = |(_, change): &(u32, WeightChange)| matches!(change, WeightChange::Folder(_));
     if model.weights.base != WeightsBase::Files && options.weights_at.iter().any(reads_folder) {
         ds.push(
@@ -250,6 +252,36 @@ fn check_noise(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
             .with_hint("leave out --noise, or plan with --noise-source call"),
         ),
         (None, false) => None,
+    }
+}
+
+/// Checks that a video is given if the plan needs one, that the plan takes it, and that it fits.
+fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
+    let stream = &plan.video.stream;
+    let needs = denoising_steps(stream).first().is_some_and(|step| step.sigma < 1.0);
+    match &options.video {
+        Some(input) if stream.takes_video => {
+            let cuts = (1..options.chunks).filter(|c| {
+                let begins = |chunks: &[u32]| chunks.contains(c);
+                begins(&options.cuts_at)
+                    || begins(&options.flushes_at)
+                    || options.weights_at.iter().any(|(at, _)| at == c)
+            });
+            let scenes = 1 + cuts.count() as u64;
+            let later = u64::from(options.chunks).saturating_sub(scenes);
+            let needed = scenes * stream.first_chunk_frames() + later * stream.frames_per_chunk();
+            let fits = || VideoFile::check(&input.path, &plan.video, needed, options.chunks);
+            input.first_step(&plan.video).map(drop).and_then(|()| fits()).err()
+        }
+        Some(_) => Some(
+            Diagnostic::error(&T0018, "a video is given, and this plan takes none")
+                .with_hint("leave out --video, or plan with --video-input frames"),
+        ),
+        None if needs => Some(
+            Diagnostic::error(&T0018, "the first denoising step of this plan needs an input video")
+                .with_hint("give --video PATH"),
+        ),
+        None => None,
     }
 }
 

@@ -14,6 +14,7 @@ use crate::faults::DrillConfig;
 use crate::files::refuse_existing;
 use crate::frame_pipe::{FrameDestination, FrameTarget};
 use crate::synthetic_delays::SyntheticDelays;
+use crate::video_input::VideoInput;
 use crate::weights_origin::WeightChange;
 
 /// What a stream generates and how it runs. A change at a chunk takes effect when that chunk
@@ -38,6 +39,8 @@ pub struct StreamOptions {
     pub weights_at: Vec<(u32, WeightChange)>,
     /// File with the noise of each chunk's first step, for a plan whose calls carry it.
     pub noise: Option<PathBuf>,
+    /// Input video from which each chunk begins, for a plan that takes one.
+    pub video: Option<VideoInput>,
     /// Run directory; it must not exist, unless it is reserved.
     pub out: PathBuf,
     /// Whether `out` is an empty folder of a [`ReservedFolder`](crate::files::ReservedFolder).

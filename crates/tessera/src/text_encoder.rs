@@ -17,6 +17,9 @@ use crate::weights_origin::WeightsBase;
 /// Name of the file with the word table of a word encoder.
 const WORD_TABLE_FILE: &str = "text_encoder.safetensors";
 
+/// Name of the file with the words of a word encoder.
+const WORD_LIST_FILE: &str = "vocab.txt";
+
 /// The files of a UMT5 text encoder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TextFiles {
@@ -118,7 +121,7 @@ impl PromptEncoder {
         }
         Ok(match (video.stream.text, &video.text_encoder) {
             (TextEncoder::Words, _) => {
-                let vocab = dir.join("vocab.txt");
+                let vocab = dir.join(WORD_LIST_FILE);
                 let words = read_text_file(&vocab).map_err(|e| vec![unreadable(&vocab, &e)])?;
                 let set = open_word_table(dir)?;
                 set.check_finite("words.weight").map_err(|d| vec![d])?;
@@ -191,6 +194,22 @@ impl PromptEncoder {
             }
             (TextEncoder::None, _) | (TextEncoder::Umt5, None) => Vec::new(),
         })
+    }
+
+    /// Returns the file of the tokenizer, or of the word list of a word encoder; `None` for a model without
+    /// one, and for a folder that lacks it: only the leader needs the file.
+    pub(crate) fn find_tokenizer(dir: &Path, video: &VideoModel, base: WeightsBase) -> Option<PathBuf> {
+        if base != WeightsBase::Files {
+            return None;
+        }
+        match video.stream.text {
+            TextEncoder::Words => Some(dir.join(WORD_LIST_FILE)).filter(|path| path.exists()),
+            TextEncoder::Umt5 => {
+                let checkpoint = CheckpointFolder::recognise(dir).ok()?;
+                TextFiles::find(&checkpoint).ok()?.tokenizer_file().ok()
+            }
+            TextEncoder::File | TextEncoder::None => None,
+        }
     }
 
     /// Returns the rows [text_len, text_dim] of a prompt from a table or a file.

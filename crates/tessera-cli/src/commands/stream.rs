@@ -18,6 +18,7 @@ use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
 use crate::flags::mapping::{MappingArgs, MappingUse};
+use crate::flags::video::VideoArgs;
 use crate::flags::{AppliesTo, flag_set, named_values};
 use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
@@ -92,6 +93,9 @@ pub struct Args {
     /// --noise-source call. Later steps draw their noise from the seed.
     #[arg(long, value_name = "FILE")]
     pub noise: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub video: VideoArgs,
 
     /// Start a new scene at this chunk: earlier chunks are completed, then their context is
     /// discarded; may be repeated
@@ -314,6 +318,7 @@ pub fn run(args: &Args) -> CliResult {
         flushes_at: args.flush_at.clone(),
         weights_at: changes.weights,
         noise: args.noise.clone(),
+        video: args.video.to_input(),
         out: match &reserved {
             Some(folder) => folder.path().to_path_buf(),
             None => args.out.clone().unwrap_or_else(free_dir),
@@ -352,6 +357,9 @@ fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
             let mut mapping = args.mapping.clone();
             if args.noise.is_some() {
                 mapping.noise_source.get_or_insert(true);
+            }
+            if args.video.to_input().is_some() {
+                mapping.video_input.get_or_insert(true);
             }
             let planned = mapping.open_and_plan(args.model.as_deref(), None);
             planned.map_err(CliError::into_usage_if_invalid)?

@@ -168,6 +168,11 @@ mapping_flags! {
     #[arg(long, value_parser = named_values(NOISE_SOURCES))]
     noise_source: bool,
 
+    [OfModel]
+    /// Whether chunks may begin with an input video [default: the model's]
+    #[arg(long, value_parser = named_values(VIDEO_INPUTS))]
+    video_input: bool,
+
     [Fixed]
     /// Requested chunks that may wait at the leader, 1 to 64 [default: 2]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), help_heading = QUEUE_HEADING)]
@@ -253,6 +258,12 @@ const NOISE_SOURCES: &[(&str, bool, &str)] = &[
     ("call", true, "The leader sends it, from the file of `tessera stream --noise`"),
 ];
 
+/// Values of `--video-input`: whether calls may begin with a video, each with its help text.
+const VIDEO_INPUTS: &[(&str, bool, &str)] = &[
+    ("none", false, "Every chunk begins with noise"),
+    ("frames", true, "The leader encodes and sends the frames of `tessera stream --video`"),
+];
+
 /// Values of `--cache`: whether keys and values are recomputed, each with its help text.
 const CACHES: &[(&str, bool, &str)] = &[
     ("resident", false, "Keep the KV cache of past frames in device memory"),
@@ -266,7 +277,7 @@ pub const PRESETS: &[(&str, Preset, &str)] = &[
     (
         "stream-diffusion-v2",
         Preset::StreamDiffusionV2,
-        "StreamDiffusionV2 1.3B: chunks of 1; needs an input video",
+        "StreamDiffusionV2 1.3B: chunks of 1; needs an input video (--video)",
     ),
     ("krea-realtime", Preset::KreaRealtime, "Krea Realtime 14B as its own server runs it"),
     ("krea-realtime-scope", Preset::KreaRealtimeScope, "Krea Realtime 14B as Scope runs it: no warp"),
@@ -327,6 +338,7 @@ impl MappingArgs {
             preset: self.preset,
             stream_file: self.stream.clone(),
             given_noise: self.noise_source,
+            takes_video: self.video_input,
             text_embeddings: self.text_embeddings.clone(),
         })
     }

@@ -19,7 +19,7 @@ const HISTORY: u64 = 2;
 const NORM_EPS: f64 = 1e-24;
 
 /// The buffer with the frame of a chunk's first latent from which its call encodes the next anchor.
-const ANCHOR_FRAME: &str = "vae.anchor_frame";
+pub(super) const ANCHOR_FRAME: &str = "vae.anchor_frame";
 
 /// Where the programs of pixels run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,44 +47,8 @@ pub(crate) fn decode_programs(m: &VideoModel, vae: &VaeConfig, media: MediaPhase
     pieces.into_iter().map(build).collect()
 }
 
-/// Builds the program that encodes one pixel frame on its own, as the first of a scene: the anchor of the
-/// next chunk.
-pub(crate) fn encode_anchor_program(m: &VideoModel, vae: &VaeConfig, media: MediaPhases) -> Program {
-    let mut v = VaeBuilder { past: Past::None, ..VaeBuilder::new(m, vae, "encode", media) };
-    let pixels = v.picture_type();
-    let x = match media {
-        MediaPhases::BesideCalls => v.graph.builder.set_label("pixels").add_input("pixels", pixels),
-        MediaPhases::InCalls => v.graph.read_buffer(ANCHOR_FRAME, 1, pixels),
-    };
-    let mut x = v.emit_conv("encoder.conv1", x, vae.base_dim, Kernel::Space3Time3);
-    let mut block = 0;
-    for (level, to) in vae.widths().into_iter().enumerate() {
-        for _ in 0..vae.res_blocks {
-            x = v.emit_residual(&format!("encoder.downsamples.{block}"), x, to);
-            block += 1;
-        }
-        if level + 1 < vae.dim_mult.len() {
-            // The first frame of a scene passes the halving of frames unchanged.
-            let name = format!("encoder.downsamples.{block}.resample.1");
-            x = v.emit_conv(&name, x, to, Kernel::HalfSpace);
-            block += 1;
-        }
-    }
-    x = v.emit_middle("encoder", x);
-    x = v.emit_head("encoder", x, 2 * vae.z_dim);
-    let moments = v.emit_conv("conv1", x, 2 * vae.z_dim, Kernel::Point);
-    // The first half of the channels is the mean of the distribution, which is the latent.
-    v.graph.builder.set_attr("parts", 2u64);
-    let halves = v.graph.emit_op(Opcode::ChannelsToFrames, &[moments]);
-    let z = v.emit_rows(halves, 0, 1);
-    let z = v.emit_latent_scale(z, LatentScale::Normalise);
-    let patch = m.wan.patch.map(|x| x as i64).to_vec();
-    v.graph.builder.set_attr("patch", patch);
-    let tokens = v.graph.emit_op(Opcode::Patchify, &[z]);
-    v.finish(if media == MediaPhases::InCalls { "anchor" } else { "latents" }, tokens)
-}
-
-/// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent of a scene passes the doubling of
+/// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent
+/// of a scene passes the doubling of
 /// frames unchanged, and the history of these convolutions begins with the second.
 fn decode_program(mut v: VaeBuilder<'_>, first: u64, frames: u64) -> Program {
     let (m, vae) = (v.graph.model, v.vae);
@@ -148,7 +112,7 @@ impl MediaPhases {
 
 /// Where the frames before those of a program come from.
 #[derive(Clone, Copy, PartialEq)]
-enum Past {
+pub(super) enum Past {
     /// Buffers of the plan, which the program also updates.
     Buffers,
     /// There are none: the program begins a scene and leaves nothing behind.
@@ -157,7 +121,7 @@ enum Past {
 
 /// The direction of the conversion between latents of the VAE and normalised ones of the generator.
 #[derive(Clone, Copy, PartialEq)]
-enum LatentScale {
+pub(super) enum LatentScale {
     /// From the VAE to the generator.
     Normalise,
     /// From the generator to the VAE.
@@ -166,7 +130,7 @@ enum LatentScale {
 
 /// The extents, the steps and the padding of a convolution.
 #[derive(Clone, Copy)]
-enum Kernel {
+pub(super) enum Kernel {
     /// 1×1×1.
     Point,
     /// 3×3×3, causal.
@@ -177,41 +141,57 @@ enum Kernel {
     Space3,
     /// 3×3 within a frame at every second row and column, with zeros behind the last row and column.
     HalfSpace,
+    /// 3 frames, causal, at every second frame. The last frame before is the only one of its history.
+    HalfTime,
 }
 
 impl Kernel {
+    /// Frames of history that the convolution reads.
+    fn history(self) -> u64 {
+        match self {
+            Kernel::Point | Kernel::Space3 | Kernel::HalfSpace => 0,
+            Kernel::HalfTime => 1,
+            Kernel::Space3Time3 | Kernel::Time3 => HISTORY,
+        }
+    }
+
     fn extents(self) -> [i64; 3] {
         match self {
             Kernel::Point => [1, 1, 1],
             Kernel::Space3Time3 => [3, 3, 3],
-            Kernel::Time3 => [3, 1, 1],
+            Kernel::Time3 | Kernel::HalfTime => [3, 1, 1],
             Kernel::Space3 | Kernel::HalfSpace => [1, 3, 3],
         }
     }
 }
 
-struct VaeBuilder<'a> {
-    graph: GraphBuilder<'a>,
-    vae: &'a VaeConfig,
-    past: Past,
-    media: MediaPhases,
+pub(super) struct VaeBuilder<'a> {
+    pub(super) graph: GraphBuilder<'a>,
+    pub(super) vae: &'a VaeConfig,
+    pub(super) past: Past,
+    pub(super) media: MediaPhases,
 }
 
 impl<'a> VaeBuilder<'a> {
     /// Creates a builder of a program with history.
-    fn new(m: &'a VideoModel, vae: &'a VaeConfig, name: &str, media: MediaPhases) -> VaeBuilder<'a> {
+    pub(super) fn new(
+        m: &'a VideoModel,
+        vae: &'a VaeConfig,
+        name: &str,
+        media: MediaPhases,
+    ) -> VaeBuilder<'a> {
         let mut graph = GraphBuilder::new(m, name);
         graph.set_location(media.location());
         VaeBuilder { graph, vae, past: Past::Buffers, media }
     }
 
-    fn finish(mut self, output: &str, value: ValueId) -> Program {
+    pub(super) fn finish(mut self, output: &str, value: ValueId) -> Program {
         self.graph.builder.set_attr("at", self.media.location());
         self.graph.builder.add_output(output, value);
         self.graph.finish()
     }
 
-    fn picture_type(&self) -> Type {
+    pub(super) fn picture_type(&self) -> Type {
         let s = &self.graph.model.stream;
         Type::new(DType::F32, [1, s.height, s.width, 3])
     }
@@ -241,13 +221,13 @@ impl<'a> VaeBuilder<'a> {
         }
     }
 
-    fn emit_rows(&mut self, x: ValueId, row: u64, rows: u64) -> ValueId {
+    pub(super) fn emit_rows(&mut self, x: ValueId, row: u64, rows: u64) -> ValueId {
         self.graph.builder.set_attr("row", row).set_attr("rows", rows);
         self.graph.emit_op(Opcode::TakeRows, &[x])
     }
 
     /// Emits the conversion between the generator's latents and the VAE's.
-    fn emit_latent_scale(&mut self, z: ValueId, scale: LatentScale) -> ValueId {
+    pub(super) fn emit_latent_scale(&mut self, z: ValueId, scale: LatentScale) -> ValueId {
         let std = self.graph.emit_weight("vae.latents_std", &[self.vae.z_dim], "whole", 1);
         let mean = self.graph.emit_weight("vae.latents_mean", &[self.vae.z_dim], "whole", 1);
         if scale == LatentScale::Normalise {
@@ -257,7 +237,7 @@ impl<'a> VaeBuilder<'a> {
     }
 
     /// Emits a convolution to `out` channels, with its history if it covers several frames.
-    fn emit_conv(&mut self, name: &str, x: ValueId, out: u64, kernel: Kernel) -> ValueId {
+    pub(super) fn emit_conv(&mut self, name: &str, x: ValueId, out: u64, kernel: Kernel) -> ValueId {
         self.emit_conv_sum(name, x, out, kernel, None)
     }
 
@@ -280,12 +260,13 @@ impl<'a> VaeBuilder<'a> {
             1,
         );
         let bias = self.graph.emit_weight(&format!("vae.{name}.bias"), &[out], "whole", 1);
-        let history = (kt > 1 && self.past == Past::Buffers).then(|| self.read_history(name, x));
+        let frames = kernel.history();
+        let history = (frames > 0 && self.past == Past::Buffers).then(|| self.read_history(name, x, frames));
         let b = &mut self.graph.builder;
         b.set_attr("kernel", vec![kt, kh, kw]).add_keyed("bias", bias);
         match history {
             Some(history) => drop(b.add_keyed("history", history)),
-            None if kt > 1 => drop(b.set_attr("pad_frames", HISTORY)),
+            None if frames > 0 => drop(b.set_attr("pad_frames", frames)),
             None => {}
         }
         match kernel {
@@ -295,6 +276,7 @@ impl<'a> VaeBuilder<'a> {
             Kernel::HalfSpace => {
                 b.set_attr("pad_after", 1u64).set_attr("stride", vec![1i64, 2, 2]);
             }
+            Kernel::HalfTime => drop(b.set_attr("stride", vec![2i64, 1, 1])),
             Kernel::Point | Kernel::Time3 => {}
         }
         let y = self.graph.emit_op(Opcode::Conv3d, &[x, w]);
@@ -302,35 +284,38 @@ impl<'a> VaeBuilder<'a> {
         // backend cannot move the convolution behind it.
         let y = residual.map_or(y, |r| self.graph.emit_op(Opcode::Add, &[y, r]));
         if let Some(history) = history {
-            self.write_history(name, x, history);
+            self.write_history(name, x, frames, Some(history));
         }
         y
     }
 
-    fn history_type(&self, x: ValueId) -> Type {
+    fn history_type(&self, x: ValueId, frames: u64) -> Type {
         let [_, h, w, c] = self.frame_shape(x);
-        Type::new(DType::F32, [HISTORY, h, w, c])
+        Type::new(DType::F32, [frames, h, w, c])
     }
 
-    fn read_history(&mut self, name: &str, x: ValueId) -> ValueId {
-        let ty = self.history_type(x);
-        self.graph.read_buffer(&format!("vae.{name}"), HISTORY, ty)
+    fn read_history(&mut self, name: &str, x: ValueId, frames: u64) -> ValueId {
+        let ty = self.history_type(x, frames);
+        self.graph.read_buffer(&format!("vae.{name}"), frames, ty)
     }
 
-    /// Emits the write of the newest frames of x, or of the history and x if x has one frame.
-    fn write_history(&mut self, name: &str, x: ValueId, history: ValueId) {
-        let (frames, ty, buffer) = (self.frame_shape(x)[0], self.history_type(x), format!("vae.{name}"));
-        if frames >= HISTORY {
-            let last = match frames {
-                HISTORY => x,
-                _ => self.emit_rows(x, frames - HISTORY, HISTORY),
+    /// Emits the write of the newest `kept` frames of x, or of the history and x if x has fewer.
+    pub(super) fn write_history(&mut self, name: &str, x: ValueId, kept: u64, history: Option<ValueId>) {
+        let (frames, ty, buffer) =
+            (self.frame_shape(x)[0], self.history_type(x, kept), format!("vae.{name}"));
+        if frames >= kept {
+            let last = match frames - kept {
+                0 => x,
+                row => self.emit_rows(x, row, kept),
             };
             self.graph.write_buffer(&buffer, ty, last, None);
             return;
         }
-        let newest = self.emit_rows(history, 1, 1);
-        self.graph.write_buffer(&buffer, ty.clone(), newest, None);
-        self.graph.builder.set_attr("first_row", 1u64);
+        if let Some(history) = history {
+            let newest = self.emit_rows(history, frames, kept - frames);
+            self.graph.write_buffer(&buffer, ty.clone(), newest, None);
+        }
+        self.graph.builder.set_attr("first_row", kept - frames);
         self.graph.write_buffer(&buffer, ty, x, None);
     }
 
@@ -341,7 +326,7 @@ impl<'a> VaeBuilder<'a> {
         self.graph.emit_op(Opcode::RmsNorm, &[x, gamma])
     }
 
-    fn emit_residual(&mut self, name: &str, x: ValueId, out: u64) -> ValueId {
+    pub(super) fn emit_residual(&mut self, name: &str, x: ValueId, out: u64) -> ValueId {
         let shortcut = match self.frame_shape(x)[3] == out {
             true => x,
             false => self.emit_conv(&format!("{name}.shortcut"), x, out, Kernel::Point),
@@ -356,7 +341,7 @@ impl<'a> VaeBuilder<'a> {
         y
     }
 
-    fn emit_middle(&mut self, side: &str, x: ValueId) -> ValueId {
+    pub(super) fn emit_middle(&mut self, side: &str, x: ValueId) -> ValueId {
         let c = self.frame_shape(x)[3];
         let x = self.emit_residual(&format!("{side}.middle.0"), x, c);
         let x = self.emit_frame_attention(&format!("{side}.middle.1"), x);
@@ -388,7 +373,7 @@ impl<'a> VaeBuilder<'a> {
         self.emit_conv_sum(&format!("{name}.proj"), attended, c, Kernel::Point, Some(x))
     }
 
-    fn emit_head(&mut self, side: &str, x: ValueId, out: u64) -> ValueId {
+    pub(super) fn emit_head(&mut self, side: &str, x: ValueId, out: u64) -> ValueId {
         let x = self.emit_norm(&format!("{side}.head.0"), x);
         let x = self.graph.emit_op(Opcode::Silu, &[x]);
         self.emit_conv(&format!("{side}.head.2"), x, out, Kernel::Space3Time3)

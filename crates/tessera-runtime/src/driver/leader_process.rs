@@ -176,12 +176,12 @@ impl Machine for LeaderProcess {
             match intake_events {
                 IntakeEvent::Prompt(prompt) => self.send_media_job(process, MediaJob::EncodePrompt(prompt)),
                 IntakeEvent::Request(request, text) => {
-                    let StreamRequest { prompt, seed, cut, reload, noise } = *request;
+                    let StreamRequest { prompt, seed, cut, reload, start } = *request;
                     if let Some(reload) = reload {
                         process.queue_event(leader::Event::Reload(reload));
                     }
                     let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
-                    process.queue_event(leader::Event::Request { request, text, noise });
+                    process.queue_event(leader::Event::Request { request, text, start });
                 }
                 IntakeEvent::Finished => process.queue_event(leader::Event::NoMoreRequests),
             }

@@ -13,7 +13,7 @@ use super::reactor::{InboxSender, Reactor};
 use crate::codes::T0748;
 use crate::director::SceneCut;
 use crate::engine::{MediaJob, MediaPipeline};
-use crate::leader;
+use crate::leader::{self, ChunkStart};
 use crate::limits::{AwakeClock, format_ms};
 use crate::wire::{Reload, Tensor};
 use crate::{Failure, FailureClass, Limits};
@@ -32,8 +32,8 @@ pub struct StreamRequest {
     pub cut: SceneCut,
     /// Weights that every rank loads before this chunk, which then opens a scene.
     pub reload: Option<Reload>,
-    /// Noise of the chunk's first step, if the plan takes given noise.
-    pub noise: Option<Tensor>,
+    /// What the chunk's first step begins with.
+    pub start: ChunkStart,
 }
 
 pub(crate) enum MediaCommand {

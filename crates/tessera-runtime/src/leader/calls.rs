@@ -7,7 +7,8 @@ use tessera_base::Diagnostics;
 
 use super::inbox::InboxItem;
 use super::{
-    Action, CallRecord, CallTimes, FinishedChunk, Leader, LeaderStage, OpenCall, RecordEntry, WarmupStage,
+    Action, CallRecord, CallTimes, ChunkStart, FinishedChunk, Leader, LeaderStage, OpenCall, RecordEntry,
+    WarmupStage,
 };
 use crate::FailureClass;
 use crate::codes::{T0707, T0736, T0737, T0744, T0752, T0753, T0759};
@@ -32,8 +33,8 @@ impl Leader {
             }
             while self.warmup == WarmupStage::Finished && !self.has_ended() && self.can_prepare() {
                 match self.inbox.pop_front() {
-                    Some(InboxItem::Chunk { ordinal, request, text, noise }) => {
-                        self.prepare_chunk(ordinal, &request, text, noise);
+                    Some(InboxItem::Chunk { ordinal, request, text, start }) => {
+                        self.prepare_chunk(ordinal, &request, text, start);
                     }
                     Some(InboxItem::Control(action)) => self.prepare_control(action, None),
                     Some(InboxItem::Reload(reload)) => {
@@ -103,18 +104,24 @@ impl Leader {
         ordinal: u64,
         request: &ChunkRequest,
         text: Option<Tensor>,
-        noise: Option<Tensor>,
+        start: ChunkStart,
     ) {
         if text.is_some() {
             self.prompt_embedding = text;
         }
-        let plan = match self.director.plan_chunk(request, &self.config.programs) {
+        let (given, video_step) = match start {
+            ChunkStart::Drawn => (None, None),
+            ChunkStart::Noise(noise) => (Some(noise), None),
+            ChunkStart::Video { latents, step } => (Some(latents), Some(step)),
+            ChunkStart::Unavailable(d) => return self.fail_request(&d),
+        };
+        let plan = match self.director.plan_chunk_from(request, video_step, &self.config.programs) {
             Ok(plan) => plan,
             Err(found) => return self.preflight_failed(found),
         };
         let wants_text = plan.meta.as_ref().is_some_and(|m| m.reset_cross);
         let text = self.prompt_embedding.as_ref().filter(|_| wants_text).cloned();
-        self.send_call(plan, Some(ordinal), None, Tensors(text.into_iter().chain(noise).collect()));
+        self.send_call(plan, Some(ordinal), None, Tensors(text.into_iter().chain(given).collect()));
     }
 
     fn prepare_control(&mut self, action: CallAction, reload: Option<Reload>) {

@@ -1,6 +1,6 @@
 //! The leader's failure handling: it ends a run once and records every open call.
 
-use tessera_base::{Code, Diagnostics};
+use tessera_base::{Code, Diagnostic, Diagnostics};
 
 use super::{Action, Leader, LeaderStage, RecordEntry};
 use crate::codes::{T0707, T0742, T0771};
@@ -52,6 +52,12 @@ impl Leader {
         {
             self.fail_run(failure.with_site(CheckSite::Leader));
         }
+    }
+
+    /// Ends the run because of what a request brought. No tripwire disables this: nothing could run instead.
+    pub(super) fn fail_request(&mut self, d: &Diagnostic) {
+        let failure = Failure::from_diagnostic(FailureClass::Preflight, Some(0), d);
+        self.fail_run(failure.with_site(CheckSite::Leader));
     }
 
     /// Keeps a secondary failure until its cause arrives. Values that are not finite, reported by two

@@ -1,6 +1,6 @@
 //! The leader's queue of requests that are not yet calls, and the flush, which skips the queue.
 
-use super::{Action, Leader, LeaderStage, RecordEntry};
+use super::{Action, ChunkStart, Leader, LeaderStage, RecordEntry};
 use crate::codes::{T0707, T0721};
 use crate::director::{ChunkRequest, SceneCut};
 use crate::wire::{CallAction, Reload, Tensor};
@@ -9,7 +9,7 @@ use crate::{FailureClass, Limits};
 /// A chunk request, control call or reload that waits to become a call.
 #[derive(Debug)]
 pub(super) enum InboxItem {
-    Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor>, noise: Option<Tensor> },
+    Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor>, start: ChunkStart },
     Control(CallAction),
     Reload(Reload),
 }
@@ -24,7 +24,7 @@ impl Leader {
         &mut self,
         mut request: ChunkRequest,
         mut text: Option<Tensor>,
-        noise: Option<Tensor>,
+        start: ChunkStart,
     ) {
         if self.is_stopping() {
             return;
@@ -49,7 +49,7 @@ impl Leader {
             text = text.or(Some(dropped_embedding));
             request.prompt_change = true;
         }
-        self.inbox.push_back(InboxItem::Chunk { ordinal, request, text, noise });
+        self.inbox.push_back(InboxItem::Chunk { ordinal, request, text, start });
     }
 
     pub(super) fn enqueue_control(&mut self, action: CallAction) {

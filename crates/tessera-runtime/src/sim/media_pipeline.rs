@@ -109,7 +109,7 @@ impl<W: World> Sim<W> {
         {
             let Some((request, prompt, _)) = self.media.incoming.pop_front() else { return };
             let text = prompt.and_then(|n| self.world.prompt_embedding(n));
-            self.step_leader(leader::Event::Request { request, text, noise: None });
+            self.step_leader(leader::Event::Request { request, text, start: leader::ChunkStart::Drawn });
         }
     }
 }

@@ -39,6 +39,11 @@ pub fn test_programs_with_noise() -> ProgramIndex {
     list_programs(&["noise"])
 }
 
+/// The programs of a plan whose calls may begin with an input video.
+pub fn test_programs_with_video() -> ProgramIndex {
+    list_programs(&["video"])
+}
+
 fn list_programs(more: &[&str]) -> ProgramIndex {
     let place = vec![("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(CHUNK))];
     let with_sigma = [&place[..], &[("sigma", ArgKind::F32)]].concat();
@@ -65,6 +70,7 @@ fn list_programs(more: &[&str]) -> ProgramIndex {
             "text" => Some(("text", vec![4, 2])),
             "recompute" => Some(("context", vec![2, 2])),
             "noise" => Some(("noise", vec![2, 2])),
+            "video" => Some(("video", vec![2, 2])),
             _ => None,
         };
         let facts = ProgramInfo {

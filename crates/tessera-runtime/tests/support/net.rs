@@ -292,7 +292,9 @@ impl Net {
                 && self.leader_alive
             {
                 let event = match self.requests.pop_front() {
-                    Some(Request { request, text }) => leader::Event::Request { request, text, noise: None },
+                    Some(Request { request, text }) => {
+                        leader::Event::Request { request, text, start: leader::ChunkStart::Drawn }
+                    }
                     None => leader::Event::NoMoreRequests,
                 };
                 self.step_leader(event);

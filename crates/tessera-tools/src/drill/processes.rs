@@ -12,8 +12,8 @@ use tessera::stream_options::RunDevice;
 use tessera_base::Diagnostic;
 use tessera_runtime::driver::StopHandle;
 
-use super::minimal_model;
 use crate::codes::T0029;
+use crate::minimal_model;
 
 /// Maximum number of bytes read from the standard error of a process.
 const MAX_STDERR_BYTES: u64 = 64 << 10;

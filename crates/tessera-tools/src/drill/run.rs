@@ -21,11 +21,11 @@ use tessera_report::record::RunRecord;
 use tessera_runtime::driver::StopHandle;
 use tessera_runtime::{CheckSite, Limits, Tripwires};
 
-use super::minimal_model;
 use super::outcome::{DrillOutcome, Observation, ObservedFailure};
 use super::overlap_sweep::{self, MeasuredGate};
 use super::processes::{ChildProcess, DrillWatchdog, JoiningRank, drill_error, is_alive, kill_leftovers};
-use super::table::{Drill, DrillKind, TWO_RANKS};
+use super::table::{Drill, DrillKind, DrillModel, TWO_RANKS};
+use crate::minimal_model;
 
 const MS: u64 = 1_000_000;
 /// Number of chunks of a stream; a fault ends the stream long before.
@@ -64,11 +64,13 @@ pub struct DrillSetup {
 pub struct DrillRunner {
     setup: DrillSetup,
     model: PathBuf,
+    /// The minimal model with a text encoder and a VAE, once a drill has needed it.
+    media_model: Option<PathBuf>,
     plans: Vec<(PlanKey, Model, Plan)>,
     run_count: u32,
 }
 
-type PlanKey = (&'static str, Topology, Strategy, bool, u32);
+type PlanKey = (DrillModel, &'static str, Topology, Strategy, bool, u32);
 
 impl DrillRunner {
     /// Creates the minimal model in the setup's folder, unless the setup names another model.
@@ -85,7 +87,7 @@ impl DrillRunner {
                 dir
             }
         };
-        Ok(DrillRunner { setup: bench, model, plans: Vec::new(), run_count: 0 })
+        Ok(DrillRunner { setup: bench, model, media_model: None, plans: Vec::new(), run_count: 0 })
     }
 
     /// Runs one drill.
@@ -148,7 +150,7 @@ impl DrillRunner {
         let options = self.stream_options(drill, disabled);
         let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
         let (model, plan) =
-            self.cached_plan((drill.mesh, drill.topology, drill.strategy, drill.recompute, 2))?;
+            self.cached_plan((drill.model, drill.mesh, drill.topology, drill.strategy, drill.recompute, 2))?;
         let watch = DrillWatchdog::new(&options.out, limit + KILL_GRACE, start_timeout(options.device));
         let started_ns = monotonic_ns();
         let (mut pids, mut exited_ns) = (Vec::new(), None);
@@ -311,7 +313,8 @@ impl DrillRunner {
                 ..self.stream_options(drill, &Tripwires::default())
             };
             let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
-            let (model, plan) = self.cached_plan(("tp=1", Topology::Pp0, Strategy::Ulysses, false, depth))?;
+            let (model, plan) =
+                self.cached_plan((drill.model, "tp=1", Topology::Pp0, Strategy::Ulysses, false, depth))?;
             let watch = DrillWatchdog::new(&options.out, limit, start_timeout(options.device));
             let report = stream::run(plan, model, &options, rank, &watch.interrupt, &mut |_| {})?;
             watch.stop();
@@ -348,12 +351,26 @@ impl DrillRunner {
             + if self.setup.device == RunDevice::Cuda { GPU_ALLOWANCE } else { Duration::ZERO }
     }
 
+    /// Returns the folder of a model, and creates the one with media on first use.
+    fn model_dir(&mut self, model: DrillModel) -> Result<PathBuf, Diagnostics> {
+        match (model, &self.media_model) {
+            (DrillModel::Generator, _) => Ok(self.model.clone()),
+            (DrillModel::WithMedia, Some(dir)) => Ok(dir.clone()),
+            (DrillModel::WithMedia, None) => {
+                let dir = self.setup.dir.join("media-model");
+                std::fs::create_dir_all(&dir).map_err(|e| vec![write_error(&dir, &e)])?;
+                minimal_model::create_media_model(&dir)?;
+                Ok(self.media_model.insert(dir).clone())
+            }
+        }
+    }
+
     /// Returns the plan for a key, which is built on first use.
     fn cached_plan(&mut self, key: PlanKey) -> Result<(&Model, &Plan), Diagnostics> {
         let at = match self.plans.iter().position(|(k, ..)| *k == key) {
             Some(at) => at,
             None => {
-                let (model, plan) = build_plan(&self.model, key)?;
+                let (model, plan) = build_plan(&self.model_dir(key.0)?, key)?;
                 self.plans.push((key, model, plan));
                 self.plans.len() - 1
             }
@@ -365,7 +382,7 @@ impl DrillRunner {
 
 fn build_plan(
     dir: &Path,
-    (mesh, topology, strategy, recompute, depth): PlanKey,
+    (_, mesh, topology, strategy, recompute, depth): PlanKey,
 ) -> Result<(Model, Plan), Diagnostics> {
     let overrides = Overrides { recompute: Some(recompute), ..Overrides::default() };
     let map = Mapping {
@@ -431,7 +448,10 @@ pub fn run_launcher(case: &Path, rank: Vec<String>) -> Result<(), Diagnostics> {
         read_file(case, MAX_TEXT_BYTES).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
     let case: LauncherConfig =
         serde_json::from_slice(&read).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
-    let (model, plan) = build_plan(&case.model, (TWO_RANKS, Topology::Mesh, Strategy::Ulysses, false, 2))?;
+    let (model, plan) = build_plan(
+        &case.model,
+        (DrillModel::Generator, TWO_RANKS, Topology::Mesh, Strategy::Ulysses, false, 2),
+    )?;
     let options = StreamOptions {
         chunks: CHUNKS,
         prompt: minimal_model::PROMPT.to_string(),

@@ -42,6 +42,15 @@ pub enum DrillKind {
     Measurement,
 }
 
+/// The model that a drill streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DrillModel {
+    /// The smallest generator, with a word table and without pixels; the command line may name another.
+    Generator,
+    /// The same generator with a UMT5 text encoder and a causal VAE.
+    WithMedia,
+}
+
 /// A test that injects one fault and checks how the run fails, or a measurement with gates.
 #[derive(Debug, Clone, Copy)]
 pub struct Drill {
@@ -53,6 +62,8 @@ pub struct Drill {
     pub kind: DrillKind,
     /// The armed fault; `None` for a measurement.
     pub fault: Option<DrillFault>,
+    /// The model that the drill streams.
+    pub model: DrillModel,
     /// The rank on which the fault is armed; it has no effect in a measurement.
     pub rank: u32,
     /// The call in which the fault fires: the warm-up is 1, the first chunk is 2.
@@ -107,6 +118,7 @@ const fn stream_drill(
         description: what,
         kind: DrillKind::Stream,
         fault: Some(fault),
+        model: DrillModel::Generator,
         rank: 1,
         call: 4,
         mesh: TWO_RANKS,
@@ -143,6 +155,10 @@ impl Drill {
         Drill { mesh, topology, ..self }
     }
 
+    const fn with_media(self) -> Drill {
+        Drill { model: DrillModel::WithMedia, ..self }
+    }
+
     const fn with_scene_cut(self, chunk: u32) -> Drill {
         Drill { cut_before: Some(chunk), ..self }
     }
@@ -169,6 +185,7 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::UnserialisableMeta, "the leader's metadata exceeds the size of a frame", "T0703", Leader, CONTROL).armed_at(0, 4).naming_no_rank(),
         stream_drill(DrillFault::UnsupportedDtype, "the text embedding has an unsupported dtype", "T0735", Leader, CONTROL).armed_at(0, 2).naming_no_rank(),
         stream_drill(DrillFault::MissingTensor, "the text embedding is missing", "T0735", Leader, CONTROL).armed_at(0, 2).naming_no_rank(),
+        stream_drill(DrillFault::ShortText, "the text embedding has a row too few", "T0735", Leader, CONTROL).armed_at(0, 2).naming_no_rank().with_media(),
         stream_drill(DrillFault::OtherVersion, "a rank receives an envelope of another version", "T0701", Worker, CONTROL),
         stream_drill(DrillFault::OtherPlan, "a rank receives an envelope of another plan", "T0731", Worker, CONTROL),
         stream_drill(DrillFault::UnlistedTensor, "a frame contains bytes that its manifest does not list", "T0706", Worker, CONTROL),
@@ -209,6 +226,8 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::NanWeight, "an element of a weight is NaN when a rank loads it", "T0770", Init, SAME),
         // The only rank of the mesh returns the latents, so no other rank can report first.
         stream_drill(DrillFault::NanLatent, "a layer computes NaN", "T0771", Worker, SAME).with_topology(Topology::Pp0),
+        stream_drill(DrillFault::LoraOnOne, "one rank adds a LoRA to its weights", "T0740", Init, SAME).with_media(),
+        stream_drill(DrillFault::OtherTokenizer, "a rank has another tokenizer", "T0740", Init, SAME).with_media(),
         stream_drill(DrillFault::PrivateReload, "a rank reloads its weights on its own", "T0737", Worker, SAME),
         stream_drill(DrillFault::ProgramSet, "a rank does not load one of the programs", "T0740", Init, SAME),
         stream_drill(DrillFault::CapturedOnOne, "one rank captures a program into another graph", "T0740", Init, SAME),

@@ -26,10 +26,12 @@ const OVERSIZED_META_BYTES: usize = 5 << 20;
 const UNBOUNDED_DEPTH: u32 = 100_000;
 
 /// The faults that are in place before the hello and that a comparison of all ranks must find.
-const PARITY_FAULTS: [DrillFault; 5] = [
+const PARITY_FAULTS: [DrillFault; 7] = [
     DrillFault::ArmedAlone,
     DrillFault::CapturedOnOne,
     DrillFault::EffectiveBackend,
+    DrillFault::LoraOnOne,
+    DrillFault::OtherTokenizer,
     DrillFault::ProgramSet,
     DrillFault::UnarmedCheck,
 ];
@@ -101,6 +103,10 @@ impl FaultInjector {
 
     pub(super) fn rank(&self) -> u32 {
         self.rank
+    }
+
+    pub(super) fn run_dir(&self) -> &Path {
+        &self.out
     }
 
     /// Returns random words that select the place of a flipped bit.

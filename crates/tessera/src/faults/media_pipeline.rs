@@ -28,6 +28,14 @@ impl MediaPipeline for DrillMediaPipeline {
             let values = text.data().len() / text.manifest_entry().dtype.element_bytes() as usize;
             return Tensor::new(text.name(), Dtype::I64, shape, vec![0; values * 8]);
         }
+        if self.injector.has_fault(DrillFault::ShortText)
+            && let [rows, columns] = shape[..]
+        {
+            self.injector.mark_fired();
+            let row_bytes = text.data().len() / rows.max(1) as usize;
+            let short = &text.data()[..text.data().len() - row_bytes];
+            return Tensor::new(text.name(), text.manifest_entry().dtype, &[rows - 1, columns], short);
+        }
         if self.injector.has_fault(DrillFault::MissingTensor) {
             self.injector.mark_fired();
             return Tensor::new("caption", text.manifest_entry().dtype, shape, text.data());

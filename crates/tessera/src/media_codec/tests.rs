@@ -9,6 +9,7 @@ use tessera_weights::{WeightFiles, WeightSet};
 use super::*;
 use crate::plan::plan_model;
 use crate::text_encoder::PromptEncoder;
+use crate::video_encoder::VideoEncoder;
 use crate::weights_origin::WeightsBase;
 
 /// A VAE with inputs and outputs that diffusers computed, and the plan of a generator of the same latents.
@@ -34,7 +35,7 @@ impl VaeCase {
         );
         let stream = format!(
             "[video]\nwidth = {}\nheight = {}\n[cache]\nmode = \"{regime}\"\n[text]\nencoder = \"words\"\n\
-             [decoder]\nkind = \"wan_vae\"\n{}",
+             [input]\nvideo = true\n[decoder]\nkind = \"wan_vae\"\n{}",
             shape[3] * 8,
             shape[2] * 8,
             vae_table(&vae),
@@ -53,6 +54,22 @@ impl VaeCase {
         let mut codec = MediaCodec::load(&self.plan, text, Some(vae), None).unwrap();
         codec.poison_temporaries();
         codec
+    }
+
+    fn load_encoder(&self) -> VideoEncoder {
+        let vae = VaeWeights::open(&self.dir, &self.plan.video.stream.vae, WeightsBase::Files).unwrap();
+        VideoEncoder::load(&self.plan, Some(vae)).unwrap()
+    }
+
+    /// Returns frames [height, width, 3] of the file's video, whose planes are [3, frames, height, width].
+    fn video_frames(&self, range: std::ops::Range<usize>) -> Vec<f32> {
+        let (planes, frames) =
+            (self.tensor("video"), self.expected.tensor_shape("video").unwrap()[1] as usize);
+        let picture = self.grid[0] * self.grid[1] * 64;
+        range
+            .flat_map(|f| (0..picture).flat_map(move |i| [0, 1, 2].map(|c| (c * frames + f) * picture + i)))
+            .map(|at| planes[at])
+            .collect()
     }
 
     fn tensor(&self, name: &str) -> Vec<f32> {
@@ -155,6 +172,48 @@ fn streamed_decoding_and_the_anchor_equal_diffusers() {
     }
 }
 
+/// Encodes the file's video in chunks of these frames, and returns the difference from diffusers, which
+/// encodes it as a whole.
+fn compare_encoded_video(dir: &Path, chunks: &[usize]) -> f64 {
+    let case = VaeCase::open(dir, "resident");
+    let mut encoder = case.load_encoder();
+    let (mut tokens, mut done) = (Vec::new(), 0);
+    for frames in chunks {
+        let pixels = case.video_frames(done..done + frames);
+        tokens.extend(encoder.encode_chunk(&pixels, done == 0).unwrap());
+        done += frames;
+    }
+    let latents = case.expected.tensor_shape("encoded").unwrap()[1] as usize;
+    relative_error(&tokens, &case.to_tokens(&case.tensor("encoded"), latents, 0..latents))
+}
+
+#[test]
+fn a_video_that_is_encoded_in_chunks_equals_diffusers_on_the_whole() {
+    for chunks in [&[13][..], &[9, 4], &[1, 12], &[1, 4, 4, 4]] {
+        let error = compare_encoded_video(&fixture(), chunks);
+        assert!(error <= 2e-5, "{chunks:?}: {error:e}");
+    }
+}
+
+#[test]
+fn an_encoded_scene_depends_on_its_own_frames_alone() {
+    let case = VaeCase::open(&fixture(), "resident");
+    let mut encoder = case.load_encoder();
+    let first = encoder.encode_chunk(&case.video_frames(0..9), true).unwrap();
+    let later = encoder.encode_chunk(&case.video_frames(9..13), false).unwrap();
+    assert!(encoder.encode_chunk(&case.video_frames(0..9), true).unwrap() == first);
+    assert!(encoder.encode_chunk(&case.video_frames(9..13), false).unwrap() == later);
+    // Without the frames before it, the same group has another latent.
+    encoder.encode_chunk(&case.video_frames(12..13), true).unwrap();
+    let other = encoder.encode_chunk(&case.video_frames(9..13), false).unwrap();
+    assert!(relative_error(&other, &later) > 1e-3, "the history has no effect");
+    // Eight frames are no whole latents of an opening scene, and neither are three of a later one.
+    for (frames, opens_scene) in [(0..8, true), (0..0, true), (0..3, false)] {
+        let refused = encoder.encode_chunk(&case.video_frames(frames.clone()), opens_scene).unwrap_err();
+        assert_eq!(refused.code.id, "T0016", "{frames:?}");
+    }
+}
+
 /// A VAE that is too large to commit; tools/fixtures/make_vae.py says how to make one.
 #[test]
 #[ignore = "needs a folder that tools/fixtures/make_vae.py has written"]
@@ -162,8 +221,12 @@ fn the_vae_of_a_folder_equals_diffusers() {
     #[allow(clippy::disallowed_methods, reason = "the developer names a folder of their own")]
     let dir = std::env::var("TESSERA_VAE_FOLDER").expect("TESSERA_VAE_FOLDER names the folder");
     let [pixels, anchor] = compare_with_diffusers(Path::new(&dir), "recompute");
-    println!("pixels {pixels:e}, anchor {anchor:e}");
-    assert!(pixels <= 2e-5 && anchor <= 2e-5, "pixels {pixels:e}, anchor {anchor:e}");
+    let encoded = compare_encoded_video(Path::new(&dir), &[9, 4]);
+    println!("pixels {pixels:e}, anchor {anchor:e}, encoded video {encoded:e}");
+    assert!(
+        pixels <= 2e-5 && anchor <= 2e-5 && encoded <= 2e-5,
+        "pixels {pixels:e}, anchor {anchor:e}, encoded video {encoded:e}"
+    );
 }
 
 #[test]

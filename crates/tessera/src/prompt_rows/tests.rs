@@ -148,7 +148,7 @@ fn stream_latents(model: &Model, plan: &Arc<Plan>, prompt: &str) -> Vec<u8> {
         seed: 3,
         cut: tessera_runtime::director::SceneCut::None,
         reload: None,
-        noise: None,
+        ..StreamRequest::default()
     });
     crate::local::run(plan, model, 1, requests, |chunk| latents.extend(chunk.latents.data())).unwrap();
     latents

@@ -34,7 +34,7 @@ use crate::flight::FlightRecord;
 use crate::host_memory::available_bytes;
 use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
 use crate::model::Model;
-use crate::parity::{ExecutorState, rank_parity};
+use crate::parity::{ExecutorState, ModelFacts, rank_parity};
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::rank_weights::RankWeights;
@@ -231,7 +231,10 @@ impl RankContext {
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
         let poison = self.poison;
         Box::new(move || {
-            let model = Model::open_for_plan(&model, &plan)?.with_weights(origin);
+            let mut model = Model::open_for_plan(&model, &plan)?.with_weights(origin);
+            if let Some(hand) = &drill {
+                hand.modify_model(&mut model)?;
+            }
             let mut weights = RankWeights::open(&model, &plan).map_err(first_diagnostic)?;
             let order = drill.as_ref().map_or(JoinOrder::OfPlan, FaultInjector::join_order);
             let mut backend = match &gpus {
@@ -252,7 +255,7 @@ impl RankContext {
                 Some(hand) => load_with_fault(&plan, rank, backend, &mut weights, (hand, &tripwires))?,
             };
             let generator = weights.generator;
-            let weights_digest = generator.sample_digest();
+            let files = ModelFacts::read(&model, &generator)?;
             let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), model, generator));
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
@@ -260,7 +263,7 @@ impl RankContext {
             engine.arm_guards(is_guarded && tripwires.is_armed(&T0751), tripwires.is_armed(&T0785));
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
             let state = ExecutorState::from_engine(&plan.sealed, rank, &engine);
-            let parity = rank_parity(&plan, weights_digest, &delays, &state, peers);
+            let parity = rank_parity(&plan, &files, &delays, &state, peers);
             let modify = |p: &mut Program| drill.iter().for_each(|hand| hand.modify_probe(p));
             let begun_ns = monotonic_ns();
             let kernels = probe_kernels(&plan, rank, gpus.as_ref(), &mut engine, &modify)?;

@@ -4,11 +4,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tessera_base::Diagnostics;
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, StreamRequest, run_leader};
 use tessera_runtime::engine::MediaPipeline;
-use tessera_runtime::leader::{LeaderConfig, RecordEntry};
+use tessera_runtime::leader::{ChunkStart, LeaderConfig, RecordEntry};
 use tessera_runtime::{Failure, FailureClass};
 
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
@@ -17,11 +17,14 @@ use crate::faults::DrillMediaPipeline;
 use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
 use crate::noise_file::NoiseFile;
-use crate::parity::{ExecutorState, rank_parity};
+use crate::parity::{ExecutorState, ModelFacts, rank_parity};
+use crate::plan::Plan;
 use crate::prompt_rows::PromptRows;
 use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::RecordWriter;
 use crate::run_settings::ranks_without_latents;
+use crate::video_encoder::VideoEncoder;
+use crate::video_input::VideoSource;
 
 /// Runs the leader, which writes the record.
 pub(crate) fn run_as_leader(
@@ -79,9 +82,10 @@ fn build_leader_parts(
 ) -> Result<LeaderParts, Diagnostics> {
     lock_record(record).set_plan(&context.plan.sealed);
     let ranks: Vec<Rank> = context.plan.mesh_ranks().collect();
+    let model = orders.open_model(&context.plan).map_err(|d| vec![d])?;
     let parity = rank_parity(
         &context.plan,
-        orders.open_model(&context.plan).map_err(|d| vec![d])?.open_weights()?.sample_digest(),
+        &ModelFacts::read(&model, &model.open_weights()?).map_err(|d| vec![d])?,
         &orders.delays,
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
@@ -110,13 +114,19 @@ fn build_leader_parts(
         let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &context.plan.video));
         let noise = noise.transpose().map_err(|d| vec![d])?;
         let (orders, drill) = (orders.clone(), context.fault_injector.clone());
+        let plan = Arc::clone(&context.plan);
+        let mut video = LazyVideo { orders: orders.clone(), plan, source: None };
         let chunk_request = move |c| {
             // The launcher checked the file. A chunk whose noise it lacks now is refused with its call.
             let noise = noise.as_ref().and_then(|file| file.read_chunk(c).ok());
-            let request = StreamRequest { noise, ..orders.stream_request(c) };
-            drill.iter().fold(request, |chunk_request, hand| hand.modify_request(c, chunk_request))
+            let start = match noise {
+                Some(noise) => ChunkStart::Noise(noise),
+                None => video.next_start(c)?,
+            };
+            let request = StreamRequest { start, ..orders.stream_request(c) };
+            Some(drill.iter().fold(request, |chunk_request, hand| hand.modify_request(c, chunk_request)))
         };
-        Box::new((0..chunks).map(chunk_request))
+        Box::new((0..chunks).map_while(chunk_request))
     };
     Ok(LeaderParts {
         config,
@@ -129,6 +139,35 @@ fn build_leader_parts(
         flight: context.flight_sink(),
         interceptor: context.build_interceptor(Rank(0)).map_err(|d| vec![d])?,
     })
+}
+
+/// The input video of a run, opened on the thread that asks for the first request: opening a named pipe
+/// waits for its writer, and loading the encoder takes time.
+struct LazyVideo {
+    orders: RankConfig,
+    plan: Arc<Plan>,
+    source: Option<VideoSource>,
+}
+
+impl LazyVideo {
+    /// Returns what a chunk begins with; `None` if its video has ended.
+    fn next_start(&mut self, chunk: u32) -> Option<ChunkStart> {
+        self.try_next(chunk).unwrap_or_else(|d| Some(ChunkStart::Unavailable(Box::new(d))))
+    }
+
+    fn try_next(&mut self, chunk: u32) -> Result<Option<ChunkStart>, Diagnostic> {
+        let (orders, plan) = (&self.orders, &self.plan);
+        let Some(input) = &orders.video else { return Ok(Some(ChunkStart::Drawn)) };
+        let source = match &mut self.source {
+            Some(source) => source,
+            None => {
+                let vae = orders.open_model(plan)?.open_vae_weights().map_err(first_diagnostic)?;
+                let encoder = VideoEncoder::load(plan, vae)?;
+                self.source.insert(VideoSource::open(input, &plan.video, encoder)?)
+            }
+        };
+        source.next_start(chunk == 0 || orders.chunk_settings(u64::from(chunk)).cut)
+    }
 }
 
 /// Returns the factory of the media pipeline, which is built on the media thread.

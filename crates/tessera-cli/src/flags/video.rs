@@ -1,0 +1,36 @@
+//! The flags of an input video.
+
+use std::path::PathBuf;
+
+use tessera::video_input::{DEFAULT_STRENGTH, VideoInput};
+
+/// The input video of a stream.
+#[derive(Debug, Clone, clap::Args)]
+pub struct VideoArgs {
+    /// Begin each chunk with the frames of this video: a folder of PNGs, or a file or named pipe of
+    /// 8-bit RGB without a header or of YUV4MPEG2, in the size and frame rate of the stream
+    ///
+    /// The calls of such a run carry encoded frames, and so its plan is another one; with --plan, plan
+    /// with --video-input frames. A stream from a named pipe ends with the last whole chunk of the video.
+    #[arg(long, value_name = "PATH")]
+    video: Option<PathBuf>,
+
+    /// How much of the video a chunk replaces: it begins at the first denoising step whose noise level
+    /// is at most this, above 0 and at most 1 [default: 0.8]
+    #[arg(long, value_name = "LEVEL", requires = "video", value_parser = parse_strength)]
+    video_strength: Option<f32>,
+}
+
+impl VideoArgs {
+    /// Returns the video, if one is given.
+    #[must_use]
+    pub fn to_input(&self) -> Option<VideoInput> {
+        let strength = self.video_strength.unwrap_or(DEFAULT_STRENGTH);
+        self.video.clone().map(|path| VideoInput { path, strength })
+    }
+}
+
+fn parse_strength(text: &str) -> Result<f32, String> {
+    let level = text.parse().ok().filter(|level| *level > 0.0 && *level <= 1.0);
+    level.ok_or_else(|| format!("`{text}` is no noise level above 0 and at most 1"))
+}
