@@ -206,12 +206,20 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
             take_range(r.out, x, r.inputs.shape(v.x), 0, row..row + rows);
         }),
         C::TakeShard(v) => bind_values(v, [v.x], |r, v, x| r.run_take_shard(v, x)),
-        C::Pad(v) => bind_values(v, [v.x], |r, _, [x]| pad_zeros(r.out, x)),
+        C::Pad(v) => bind_values(v, [v.x], |r, v, [x]| {
+            let block = |shape: &[u64]| elements_behind(shape, v.dim);
+            pad_zeros(r.out, x, (block(r.inputs.shape(v.x)), block(&r.out_ty.shape)));
+        }),
         C::Compact(v) => bind_values(v, [v.x], |r, v, [x]| {
             let extents = [v.extent as usize, v.parts as usize, v.unit as usize];
-            compact_padding(r.out, x, r.inputs.width(v.x), extents);
+            compact_padding(r.out, x, elements_behind(r.inputs.shape(v.x), v.dim as usize + 1), extents);
         }),
     })
+}
+
+/// Returns the number of elements in a block of the dims from `dim` on.
+fn elements_behind(shape: &[u64], dim: usize) -> usize {
+    shape.iter().skip(dim).product::<u64>() as usize
 }
 
 /// Returns a kernel that reads the elements of some operands.
@@ -256,6 +264,7 @@ impl KernelRun<'_> {
         let extents = |n: [u64; 3]| n.map(|n| n as usize);
         let spec = ConvSpec {
             history: v.history.map(|h| x.values(h)).transpose()?.unwrap_or_default(),
+            halo: v.halo.map(|h| x.values(h)).transpose()?,
             pad_frames: v.pad_frames as usize,
             frame: extents([shape[1], shape[2], shape[3]]),
             kernel: extents(v.kernel),
