@@ -215,7 +215,8 @@ vectorized! {
     }
 }
 
-/// Returns the first and the last row of each frame of `x`, which has `rows` rows of `row` elements per frame.
+/// Returns the first and the last row of each frame of `x`, which has `rows` rows of `row` elements per
+/// frame.
 #[must_use]
 pub fn edge_rows(x: &[f32], (rows, row): (usize, usize)) -> Vec<f32> {
     let frames = x.chunks_exact((rows * row).max(1));

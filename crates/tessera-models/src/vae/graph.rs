@@ -84,8 +84,9 @@ pub(crate) fn encode_anchor_program(m: &VideoModel, vae: &VaeConfig, media: Medi
     v.finish(if media == MediaPhases::InCalls { "anchor" } else { "latents" }, tokens)
 }
 
-/// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent of a scene passes the doubling of
-/// frames unchanged, and the history of these convolutions begins with the second.
+/// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent
+/// of a scene passes the doubling of frames unchanged, and the history of these convolutions begins with
+/// the second.
 fn decode_program(mut v: VaeBuilder<'_>, first: u64, frames: u64) -> Program {
     let (m, vae) = (v.graph.model, v.vae);
     let opens_scene = v.graph.builder.program().name == "decode.open";
