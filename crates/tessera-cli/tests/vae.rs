@@ -61,32 +61,35 @@ fn a_stream_through_a_vae_gives_the_same_frames_on_every_mesh() {
 
 #[test]
 fn ranks_that_decode_give_the_frames_of_the_leader() {
-    for cache in ["mode = \"resident\"", "mode = \"recompute\""] {
+    // Six rows of latents over four ranks are 2, 2, 1 and 1.
+    let leader = ("leader", &["--mesh", "tp=1"][..]);
+    let uneven = ("uneven", &["--mesh", "tp=4", "--media", "mesh"][..]);
+    let resident = [leader, uneven];
+    let recompute = [
+        leader,
+        ("one", &["--mesh", "tp=1", "--media", "mesh"]),
+        ("two", &["--mesh", "tp=2", "--media", "mesh"]),
+        ("megatron", &["--mesh", "tp=3", "--strategy", "megatron", "--media", "mesh"]),
+        uneven,
+        ("stages", &["--mesh", "tp=2,pp=2", "--topology", "pp1", "--media", "mesh"]),
+    ];
+    for (cache, meshes) in [("mode = \"resident\"", &resident[..]), ("mode = \"recompute\"", &recompute)] {
         let dir = tempfile::tempdir().unwrap();
         let model = model_folder(dir.path(), cache);
         let mut clips = Vec::new();
-        for (name, mesh) in [
-            ("leader", &["--mesh", "tp=1"][..]),
-            ("one", &["--mesh", "tp=1", "--media", "mesh"]),
-            ("two", &["--mesh", "tp=2", "--media", "mesh"]),
-            ("megatron", &["--mesh", "tp=3", "--strategy", "megatron", "--media", "mesh"]),
-            ("stages", &["--mesh", "tp=1,pp=2", "--topology", "pp1", "--media", "mesh"]),
-        ] {
+        for (name, mesh) in meshes {
             let out = dir.path().join(name);
-            let (code, text) = stream(&model, &out, &[mesh, &["--png", "--cut-at", "2"]].concat());
+            let (code, text) = stream(&model, &out, &[mesh, &["--png", "--cut-at", "2"][..]].concat());
             assert_eq!(code, Some(0), "{cache} {name}: {text}");
             assert_eq!(json_field(&text, "frames"), "42", "{text}");
             let record = to_text(&fs::read(out.join("record.jsonl")).unwrap());
-            assert_eq!(
-                record.contains("\"name\":\"decode.open\""),
-                name != "leader",
-                "{name} decodes elsewhere"
-            );
-            clips.push((name, fs::read(out.join("clip.png")).unwrap()));
+            let in_calls = record.contains("\"name\":\"decode.open\"");
+            assert_eq!(in_calls, *name != "leader", "{name} decodes elsewhere");
+            clips.push((*name, fs::read(out.join("clip.png")).unwrap()));
         }
         // Sums over shards of weights change the latents, so megatron has frames of its own.
         let differs = |(name, clip): &&(&str, Vec<u8>)| *name != "megatron" && *clip != clips[0].1;
-        assert_eq!(clips.iter().find(differs).map(|(name, _)| name), None, "{cache}");
+        assert_eq!(clips.iter().find(differs).map(|(name, _)| *name), None, "{cache}");
     }
 }
 

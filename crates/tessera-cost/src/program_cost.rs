@@ -144,6 +144,8 @@ impl<'a> ProgramEstimate<'a> {
             }
             Opcode::ReduceScatter => (CollectiveOp::ReduceScatter, operand()),
             Opcode::AllToAll => (CollectiveOp::AllToAll, operand()),
+            // A row of each frame to either neighbour, and one from either.
+            Opcode::HaloExchange => (CollectiveOp::SendRecv, self.received_bytes(op)),
             Opcode::Broadcast => (CollectiveOp::Broadcast, operand()),
             Opcode::Send => (CollectiveOp::SendRecv, operand()),
             Opcode::Recv => (CollectiveOp::SendRecv, self.received_bytes(op)),

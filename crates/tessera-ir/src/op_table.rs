@@ -276,8 +276,8 @@ Compute ComputeOp {
         "Converts pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
     DepthToSpaceTime "depth_to_space_time" (x: Operand) [] {grid: Extents<3>, patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
         "Converts latent tokens to pixels [t, h, w, 3], clamped to [−1, 1]: the decoder of a lossless model.";
-    Conv3d "conv3d" (x: Operand, w: Operand) [bias: OptOperand, history: OptOperand] {kernel: Extents<3>, pad_after: Or<Index, 0>, pad_before: Or<Index, 0>, pad_frames: Or<Index, 0>, stride: Opt<Extents<3>>} -> 1, false, [Gemm, FromExtents, Matmul, Whole, ByRow],
-        "Convolution over frames, rows and columns, channels last: x [t, h, w, c], w [m, kt·kh·kw·c] with rows of (kt, kh, kw, c), y [t', h', w', m]. The frames of `history`, or `pad_frames` frames of zeros, precede those of x. Zeros surround each frame: `pad_before` rows and columns before it and `pad_after` behind it. `stride` is 1 in each direction by default.";
+    Conv3d "conv3d" (x: Operand, w: Operand) [bias: OptOperand, halo: OptOperand, history: OptOperand] {kernel: Extents<3>, pad_after: Or<Index, 0>, pad_before: Or<Index, 0>, pad_frames: Or<Index, 0>, stride: Opt<Extents<3>>} -> 1, false, [Gemm, FromExtents, Matmul, Whole, ByRow],
+        "Convolution over frames, rows and columns, channels last: x [t, h, w, c], w [m, kt·kh·kw·c] with rows of (kt, kh, kw, c), y [t', h', w', m]. The frames of `history`, or `pad_frames` frames of zeros, precede those of x. Zeros surround each frame: `pad_before` rows and columns before it and `pad_after` behind it. `stride` is 1 in each direction by default. If the rows of x are sharded, `halo` [frames, 2·P, w, c] holds the rows above and below the shard, for the frames of `history` too, and takes the place of the zeros above and below.";
     UpsampleNearest "upsample_nearest" (x: Operand) [] {scale: Extents<2>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
         "Repeats each row of each frame of x [t, h, w, c] `scale[0]` times and each column `scale[1]` times.";
     ChannelsToFrames "channels_to_frames" (x: Operand) [] {parts: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
@@ -297,9 +297,9 @@ Compute ComputeOp {
     TakeShard "take_shard" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
         "This rank's shard of a replicated value, without communication. With `group_size`, each subgroup of that many positions of the axis holds all shards.";
     Pad "pad" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
-        "Appends zero rows up to `rows`, so that an uneven shard can take part in a collective with equal counts.";
-    Compact "compact" (x: Operand) [] {extent: Count, parts: Count, unit: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
-        "Removes the padding rows of `parts` gathered uneven shards.";
+        "Appends zeros up to `rows` rows of `dim`, so that an uneven shard can take part in a collective with equal counts.";
+    Compact "compact" (x: Operand) [] {dim: Or<Index, 0>, extent: Count, parts: Count, unit: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Removes the padding rows of `parts` gathered uneven shards of `dim` (default 0).";
 }
 Collective CollectiveOp {
     AllReduce "all_reduce" (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
@@ -310,6 +310,8 @@ Collective CollectiveOp {
         "The reduction of partial values, sharded over `dim`: each member keeps its shard.";
     AllToAll "all_to_all" (x: Operand) [] {axis: GroupAxis, concat: Dim, group_size: Opt<Int>, split: Dim, transport: Opt<TransportName>, unit: Or<Count, 1>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
         "Changes the sharding from dim `concat` to dim `split`. With uneven shards each peer has its own count.";
+    HaloExchange "halo_exchange" (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "The rows beside this rank's shard of x [t, h, w, c], which is sharded over dim 1: for P members the result [t, 2·P, w, c], sharded alike, holds for each frame the last row of the member before and the first row of the member after. The first member has a row of zeros before its shard and the last one behind it.";
     Broadcast "broadcast" (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, root: Index, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
         "Copies the value of the member at position `root` of the group to every member. A position in the world is a rank.";
     Send "send" (x: Operand) [] {axis: GroupAxis, batch: Opt<Int>, group_size: Opt<Int>, to: Index, transport: Opt<TransportName>} -> 0, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],

@@ -169,6 +169,7 @@ impl RuleContext<'_> {
             V::AllGather(v) => one(self.all_gather_type(v)?),
             V::ReduceScatter(v) => one(self.reduce_scatter_type(v)?),
             V::AllToAll(v) => one(self.all_to_all_type(v)?),
+            V::HaloExchange(_) => one(self.halo_exchange_type()?),
             V::Broadcast(v) => one(self.broadcast_type(v)?),
             V::Send(v) => {
                 let group = self.peer_group("to", v.to)?;

@@ -61,6 +61,10 @@ impl WireCall {
             counts: match (moved, &view) {
                 (None, _) => TransferCounts::Unknown,
                 (Some(t), Some(OpView::AllToAll(v))) => exchange_counts(v, t, members.len(), position),
+                // Each neighbour gets one row of each frame, however many rows a shard has.
+                (Some(t), Some(OpView::HaloExchange(_))) => {
+                    TransferCounts::Same(t.element_count() / t.shape.get(1).map_or(1, |rows| (*rows).max(1)))
+                }
                 (Some(t), _) => TransferCounts::Same(t.element_count()),
             },
         }

@@ -31,6 +31,7 @@ pub(crate) fn stated_group(view: &OpView) -> Option<(CommAxis, Option<i64>)> {
         V::AllGather(v) => Some((v.axis, v.group_size)),
         V::ReduceScatter(v) => Some((v.axis, v.group_size)),
         V::AllToAll(v) => Some((v.axis, v.group_size)),
+        V::HaloExchange(v) => Some((v.axis, v.group_size)),
         V::Broadcast(v) => Some((v.axis, v.group_size)),
         V::Send(v) => Some((v.axis, v.group_size)),
         V::Recv(v) => Some((v.axis, v.group_size)),

@@ -7,6 +7,7 @@
 //! runs the others, and each has an empty program for the phases of the other.
 
 mod collectives;
+mod frames;
 mod ops;
 mod values;
 
@@ -229,6 +230,8 @@ struct Lowering<'a> {
     is_active: bool,
     sharding: ShardingRules,
     mesh_invariant: bool,
+    /// Rows of latents in a phase of pixels, of which each rank of tp owns whole ones.
+    latent_rows: Option<u64>,
     /// First block of each stage, and one past the last block.
     stage_bounds: Vec<u64>,
     stages: Vec<StageBuilder>,
@@ -289,6 +292,7 @@ impl<'a> Lowering<'a> {
                 head_dim: logical.hidden_size / logical.heads,
             },
             mesh_invariant: mapping.numerics == Numerics::MeshInvariant,
+            latent_rows: analysis.is_media_phase.then(|| frames::latent_rows(program)).flatten(),
             stage_bounds,
             stages,
             mesh,
@@ -355,6 +359,9 @@ impl<'a> Lowering<'a> {
     fn lower_op(&mut self, i: usize, s: usize) -> Option<usize> {
         let op = &self.program.ops[i];
         let by_heads = self.analysis.wants_heads[i];
+        if self.analysis.is_media_phase && self.lower_frame_op(op, s) {
+            return None;
+        }
         match (op.opcode.table_row().traits.lowering, op.view()) {
             (LoweringRule::Own, Ok(OpView::Matmul(v))) => self.lower_matmul(op, &v, s, by_heads),
             (LoweringRule::Own, Ok(OpView::RmsNorm(_))) => return self.lower_rms_norm(i, s),

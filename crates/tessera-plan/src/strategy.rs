@@ -80,11 +80,10 @@ impl ShardingRules {
     }
 
     /// Returns the layout over tp of a buffer. The name of a buffer tells its content: `kv.*` and
-    /// `cross.*` hold keys and values of a block, `vae.*` frames of a VAE, any other a latent's tokens.
+    /// `cross.*` hold keys and values of a block, any other a latent's tokens.
     pub(crate) fn buffer_layout(&self, name: &str, shape: &[u64]) -> AxisLayout {
         let family = name.split('.').next().unwrap_or(name);
         match (self.strategy, family) {
-            (_, "vae") => AxisLayout::Replicated,
             (_, "kv") | (Strategy::Megatron, "cross") => self.shard_layout(1, shape[1], self.head_dim),
             (Strategy::Megatron, _) | (_, "cross") => AxisLayout::Replicated,
             (Strategy::Ulysses, _) => self.token_layout(shape),

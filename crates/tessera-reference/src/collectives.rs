@@ -176,7 +176,9 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
     };
     use CollectiveOp as C;
     match view {
-        C::AllGather(_) | C::ReduceScatter(_) | C::AllToAll(_) if over == Group::World => {
+        C::AllGather(_) | C::ReduceScatter(_) | C::AllToAll(_) | C::HaloExchange(_)
+            if over == Group::World =>
+        {
             Err("collectives over shards need a mesh axis, but the group is world".to_string())
         }
         C::AllReduce(v) => Ok(vec![reduce_terms(&tensors, v.reduction)?; n]),
@@ -207,6 +209,10 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
             .ok_or_else(|| {
                 format!("invalid all_to_all of {}: split {}, concat {}", shapes(), v.split, v.concat)
             }),
+        C::HaloExchange(_) => (0..n)
+            .map(|at| exchange_rows(&tensors, at))
+            .collect::<Option<Vec<_>>>()
+            .ok_or_else(|| format!("no rows of frames to exchange: {}", shapes())),
         C::Broadcast(v) => {
             let root = v.root;
             let from =
@@ -216,6 +222,23 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
         // The sender is the first member, and only it contributes a tensor.
         C::Send(_) | C::Recv(_) => Ok(vec![tensors[0].clone(); n]),
     }
+}
+
+/// Returns the last rows of the member before a member and the first rows of the one after it, for each
+/// frame. Beyond the first and the last member the rows are zeros.
+fn exchange_rows(tensors: &[Tensor], at: usize) -> Option<Tensor> {
+    let mut shape = tensors[at].shape().to_vec();
+    *shape.get_mut(1)? = 1;
+    let zeros = || Tensor::full(&shape, 0.0);
+    let above = match at.checked_sub(1) {
+        Some(before) => tensors[before].slice(1, tensors[before].shape().get(1)?.checked_sub(1)?, 1)?,
+        None => zeros(),
+    };
+    let below = match tensors.get(at + 1) {
+        Some(after) => after.slice(1, 0, 1)?,
+        None => zeros(),
+    };
+    Tensor::concat(1, &[above, below])
 }
 
 /// Explains that a rank is in no group on which an op works.

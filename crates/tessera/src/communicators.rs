@@ -99,8 +99,13 @@ fn program_demands(p: &Program) -> BTreeMap<CommRoute, ArenaDemand> {
         let index = b.next_index;
         b.next_index += 1;
         let need = demands.entry(route).or_default();
+        // A halo exchange passes the first and the last row of each frame, as many as it receives.
+        let passed = match op.opcode {
+            Opcode::HaloExchange => p.collective_result(op),
+            _ => op.operands.first().copied(),
+        };
         need.contribution_bytes =
-            need.contribution_bytes.max(op.operands.first().map_or(0, |v| p.type_of(*v).byte_size().0));
+            need.contribution_bytes.max(passed.map_or(0, |v| p.type_of(v).byte_size().0));
         need.in_flight = need.in_flight.max(index + 1 - b.open.first().map_or(index, |oldest| *oldest));
         if let (true, Some(ticket)) = (op.issue, op.results.first()) {
             b.open.insert(index);

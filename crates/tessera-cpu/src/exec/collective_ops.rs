@@ -35,6 +35,11 @@ impl CpuBackend {
             }
             _ => &[],
         };
+        let edges = match &prepared.views[issue] {
+            OpView::HaloExchange(v) => Some(collectives::edge_rows(data, frame_rows(p.type_of(v.x)))),
+            _ => None,
+        };
+        let data = edges.as_deref().unwrap_or(data);
         let ticket =
             end.transport.publish(fingerprint, data, deadline).map_err(|e| to_fault(p, op, end.route, &e))?;
         Ok((at, ticket))
@@ -112,6 +117,10 @@ impl ResultContext<'_> {
                 let whole = x.layout.global_shape(&x.shape, &self.placement.mesh);
                 collectives::all_to_all(out, views, self.me, as_matrix(&whole, 1), dim, &concat, &split);
             }
+            (V::HaloExchange(v), _) => {
+                let (_, row) = frame_rows(p.type_of(v.x));
+                collectives::halo_rows(out, views, self.me, row);
+            }
             (V::Broadcast(v), _) => collectives::copy_from_member(out, views, v.root as usize),
             // Member 0 of a transfer is the sender.
             (V::Send(_) | V::Recv(_), _) => collectives::copy_from_member(out, views, 0),
@@ -130,6 +139,12 @@ impl ResultContext<'_> {
             .flat_map(|t| self.program.mesh.active_axes().map(move |a| (t, a)))
             .find_map(|(t, a)| matches!(t.layout.on_axis(a), AxisLayout::Shard(_)).then_some(a))
     }
+}
+
+/// Returns the rows of each frame of a value [t, h, w, c] and the elements of a row.
+fn frame_rows(ty: &Type) -> (usize, usize) {
+    let extent = |dim: usize| ty.shape.get(dim).map_or(1, |n| *n as usize);
+    (extent(1), extent(2) * extent(3))
 }
 
 fn to_fault(p: &Program, op: &Op, route: CommRoute, e: &CommFault) -> Fault {

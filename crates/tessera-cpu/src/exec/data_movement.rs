@@ -45,20 +45,24 @@ pub(super) fn take_rows_by_id<T>(
     Ok(())
 }
 
-/// Copies `x` and fills the rest of `out` with zeros.
-pub(super) fn pad_zeros(out: &mut [f32], x: &[f32]) {
-    out[..x.len()].copy_from_slice(x);
-    out[x.len()..].fill(0.0);
+/// Copies blocks of `have` elements of `x` to blocks of `want`, and fills the rest of each with zeros.
+pub(super) fn pad_zeros(out: &mut [f32], x: &[f32], (have, want): (usize, usize)) {
+    for (to, from) in out.chunks_exact_mut(want).zip(x.chunks_exact(have)) {
+        to[..have].copy_from_slice(from);
+        to[have..].fill(0.0);
+    }
 }
 
 /// Copies the rows of `parts` padded shards without their padding; together they have `extent` rows
-/// in units of `unit`.
+/// in units of `unit`, and this for each index of the dims before.
 pub(super) fn compact_padding(out: &mut [f32], x: &[f32], width: usize, [extent, parts, unit]: [usize; 3]) {
     let units = (extent / unit) as u64;
     let each = (extent / unit).div_ceil(parts) * unit;
-    for at in 0..parts {
-        let (start, len) = tessera_mesh::split_units(units, parts as u32, at as u32);
-        let (start, len) = (start as usize * unit * width, len as usize * unit * width);
-        out[start..start + len].copy_from_slice(&x[at * each * width..][..len]);
+    for (out, x) in out.chunks_exact_mut(extent * width).zip(x.chunks_exact(each * parts * width)) {
+        for at in 0..parts {
+            let (start, len) = tessera_mesh::split_units(units, parts as u32, at as u32);
+            let (start, len) = (start as usize * unit * width, len as usize * unit * width);
+            out[start..start + len].copy_from_slice(&x[at * each * width..][..len]);
+        }
     }
 }

@@ -206,12 +206,14 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
             take_range(r.out, x, r.inputs.shape(v.x), 0, row..row + rows);
         }),
         C::TakeShard(v) => bind_values(v, [v.x], |r, v, x| r.run_take_shard(v, x)),
-        C::Pad(v) => bind_values(v, [v.x], |r, _, [x]| pad_zeros(r.out, x)),
-        C::Compact(v) => bind_values(v, [v.x], |r, v, [x]| {
-            let extents = [v.extent as usize, v.parts as usize, v.unit as usize];
-            compact_padding(r.out, x, r.inputs.width(v.x), extents);
-        }),
+        C::Pad(v) => bind_values(v, [v.x], |r, v, [x]| r.run_pad(v, x)),
+        C::Compact(v) => bind_values(v, [v.x], |r, v, [x]| r.run_compact(v, x)),
     })
+}
+
+/// Returns the number of elements in a block of the dims from `dim` on.
+fn elements_behind(shape: &[u64], dim: usize) -> usize {
+    shape.iter().skip(dim).product::<u64>() as usize
 }
 
 /// Returns a kernel that reads the elements of some operands.
@@ -256,6 +258,7 @@ impl KernelRun<'_> {
         let extents = |n: [u64; 3]| n.map(|n| n as usize);
         let spec = ConvSpec {
             history: v.history.map(|h| x.values(h)).transpose()?.unwrap_or_default(),
+            halo: v.halo.map(|h| x.values(h)).transpose()?,
             pad_frames: v.pad_frames as usize,
             frame: extents([shape[1], shape[2], shape[3]]),
             kernel: extents(v.kernel),
@@ -267,6 +270,17 @@ impl KernelRun<'_> {
         let extents = extents([out[1], out[2], out[3]]);
         conv3d(self.pool, self.scratch, self.out, x.values(v.x)?, w, bias, extents, &spec);
         Ok(())
+    }
+
+    fn run_pad(&mut self, v: &views::Pad, x: &[f32]) {
+        let block = |shape: &[u64]| elements_behind(shape, v.dim);
+        pad_zeros(self.out, x, (block(self.inputs.shape(v.x)), block(&self.out_ty.shape)));
+    }
+
+    fn run_compact(&mut self, v: &views::Compact, x: &[f32]) {
+        let extents = [v.extent as usize, v.parts as usize, v.unit as usize];
+        let width = elements_behind(self.inputs.shape(v.x), v.dim as usize + 1);
+        compact_padding(self.out, x, width, extents);
     }
 
     fn run_bmm(&mut self, v: &views::Bmm, [x, y]: [&[f32]; 2]) {

@@ -9,6 +9,8 @@ use crate::Pool;
 pub struct ConvSpec<'a> {
     /// Frames `[t, h, w, c]` that precede `x`; empty if there are none.
     pub history: &'a [f32],
+    /// The rows above and below each frame of the history and of `x`; zeros if `None`.
+    pub halo: Option<&'a [f32]>,
     /// Frames of zeros that precede `x`, where there is no history.
     pub pad_frames: usize,
     /// Height, width and channels of a frame.
@@ -17,7 +19,7 @@ pub struct ConvSpec<'a> {
     pub kernel: [usize; 3],
     /// Steps of the kernel: frames, rows and columns.
     pub stride: [usize; 3],
-    /// Rows and columns of zeros before each frame.
+    /// Rows and columns of zeros before each frame; rows of the halo if there is one.
     pub pad_before: usize,
 }
 
@@ -53,15 +55,17 @@ pub fn conv3d(
     });
 }
 
-impl ConvSpec<'_> {
+impl<'a> ConvSpec<'a> {
     /// Copies the cells under the kernel for each column of a row of the result.
     fn gather_cells(&self, x: &[f32], (out_frame, out_row): (usize, usize), cells: &mut [f32]) {
-        let ([height, width, c], [kt, kh, kw]) = (self.frame, self.kernel);
+        let ([_, _, c], [kt, kh, kw]) = (self.frame, self.kernel);
         let k = kt * kh * kw * c;
         for (tap, (dt, dy)) in (0..kt).flat_map(|t| (0..kh).map(move |y| (t, y))).enumerate() {
-            let frame = self.find_frame(x, out_frame * self.stride[0] + dt);
-            let row = (out_row * self.stride[1] + dy).checked_sub(self.pad_before).filter(|y| *y < height);
-            let line = frame.zip(row).map(|(f, y)| &f[y * width * c..(y + 1) * width * c]);
+            let line = self.find_line(
+                x,
+                out_frame * self.stride[0] + dt,
+                (out_row * self.stride[1] + dy).checked_sub(self.pad_before),
+            );
             for (column, cell) in cells.chunks_exact_mut(k).enumerate() {
                 let to = &mut cell[tap * kw * c..(tap + 1) * kw * c];
                 let first = column * self.stride[2];
@@ -73,10 +77,29 @@ impl ConvSpec<'_> {
         }
     }
 
+    /// Returns a row of frame `at` of the history and x together, or of the frame's halo: `None` is the row
+    /// above row 0. Returns `None` for a row of zeros.
+    fn find_line<'x>(&self, x: &'x [f32], at: usize, row: Option<usize>) -> Option<&'x [f32]>
+    where
+        'a: 'x,
+    {
+        let [height, width, c] = self.frame;
+        let beside = match row {
+            Some(row) if row < height => {
+                return self.find_frame(x, at).map(|f| &f[row * width * c..(row + 1) * width * c]);
+            }
+            Some(row) if row > height => return None,
+            Some(_) => 1,
+            None => 0,
+        };
+        let line = 2 * at.checked_sub(self.pad_frames)? + beside;
+        self.halo?.get(line * width * c..(line + 1) * width * c)
+    }
+
     /// Returns frame `at` of the history and x together; `None` for a frame of zeros.
     fn find_frame<'x>(&self, x: &'x [f32], at: usize) -> Option<&'x [f32]>
     where
-        Self: 'x,
+        'a: 'x,
     {
         let size = self.frame.iter().product::<usize>();
         let before = self.pad_frames + self.history.len() / size;

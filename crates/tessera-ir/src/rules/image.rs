@@ -1,17 +1,18 @@
 //! Rules of the ops on frames: values [t, h, w, c], channels last, and the patches of which a generator's
 //! tokens consist.
 
+use tessera_mesh::{Axis, AxisLayout, Layout, Shard, Uneven};
+
+use super::resharding::{HALO_ROWS, halo_layout};
 use super::{RuleContext, RuleResult, multiply_extents, rule_error};
-use crate::codes::{T0203, T0210, T0213};
+use crate::codes::{T0203, T0210, T0213, T0214};
 use crate::{Type, views};
 
 impl RuleContext<'_> {
     pub(super) fn conv3d_type(&self, v: &views::Conv3d) -> RuleResult<Type> {
         let [frames, rows, columns, c] = self.frame_shape(0)?;
         let [m, k] = self.matrix_shape(1)?;
-        for i in 0..self.operands.len() {
-            self.check_replicated(i)?;
-        }
+        self.check_replicated(1)?;
         self.check_same_dtype(0, 1)?;
         if k != multiply_extents(&[multiply_extents(&v.kernel)?, c])? {
             let message = format!(
@@ -49,7 +50,82 @@ impl RuleContext<'_> {
         }
         shape.push(m);
         multiply_extents(&shape)?;
-        Ok(Type::new(self.operands[0].dtype, shape))
+        self.check_halo(v, before.saturating_add(frames))?;
+        let layout = match self.sharded_rows()? {
+            None => Layout::REPLICATED,
+            Some((axis, rows)) => {
+                // Every member begins at a row that the step of the kernel reaches, and ends before one.
+                let own = self.operands[0].shape[1];
+                let steps_fit = own.is_multiple_of(stride[1])
+                    && rows.uneven.is_none_or(|u| u.unit.is_multiple_of(stride[1]));
+                if shape[1] != own / stride[1] || !steps_fit {
+                    let message = format!(
+                        "a kernel of {:?} with steps of {stride:?} and {padding} rows of padding over sharded rows of {}",
+                        v.kernel,
+                        self.display_operand(0)
+                    );
+                    return rule_error(&T0214, message);
+                }
+                scaled_rows(axis, rows, |n| n / stride[1])
+            }
+        };
+        Ok(self.type_like_first(shape, layout))
+    }
+
+    /// Checks that a kernel over several sharded rows has the rows beside the shard, and that there is no
+    /// halo otherwise.
+    fn check_halo(&self, v: &views::Conv3d, frames: u64) -> RuleResult<()> {
+        let shown = || self.display_operand(0);
+        let rows = self.sharded_rows()?;
+        let Some(halo) = v.halo.map(|h| self.program.type_of(h)) else {
+            return match rows {
+                Some((axis, _)) if v.kernel[1] > 1 => {
+                    let message = format!(
+                        "a kernel of {:?} over rows of {}, sharded over {axis}, without their halo",
+                        v.kernel,
+                        shown()
+                    );
+                    rule_error(&T0213, message)
+                }
+                _ => Ok(()),
+            };
+        };
+        let [_, _, w, c] = self.frame_shape(0)?;
+        let Some((axis, rows)) = rows else {
+            return rule_error(&T0213, format!("a halo of {}, whose rows no axis shards", shown()));
+        };
+        let layout = Layout::REPLICATED.with_axis(axis, halo_layout(rows));
+        let fits = halo.shape == [frames.saturating_sub(v.pad_frames), HALO_ROWS, w, c]
+            && halo.dtype == self.operands[0].dtype
+            && halo.layout == layout;
+        if !fits || v.pad_before > 1 || v.pad_after > 1 {
+            let message = format!("halo {} for the rows of {}", halo.display_on(self.mesh), shown());
+            return rule_error(&T0210, message);
+        }
+        Ok(())
+    }
+
+    /// Returns the axis that shards the rows of the first operand's frames, and the shard. No axis may
+    /// shard another dim.
+    fn sharded_rows(&self) -> RuleResult<Option<(Axis, Shard)>> {
+        let mut found = None;
+        for axis in self.mesh.active_axes() {
+            match self.operands[0].layout.on_axis(axis) {
+                AxisLayout::Replicated => {}
+                AxisLayout::Shard(s) if s.dim == 1 => found = Some((axis, s)),
+                have => {
+                    let (name, shown) = (self.op.opcode.name(), self.display_operand(0));
+                    return rule_error(&T0213, format!("{name} of {shown}, which is {have} on {axis}"));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Returns the layout of a result whose rows are `scale` of those of the first operand.
+    fn scaled_rows_layout(&self, scale: impl Fn(u64) -> u64) -> RuleResult<Layout> {
+        let rows = self.sharded_rows()?;
+        Ok(rows.map_or(Layout::REPLICATED, |(axis, rows)| scaled_rows(axis, rows, scale)))
     }
 
     /// Returns the number of frames that precede those of x.
@@ -77,20 +153,20 @@ impl RuleContext<'_> {
 
     pub(super) fn upsample_nearest_type(&self, v: &views::UpsampleNearest) -> RuleResult<Type> {
         let [t, h, w, c] = self.frame_shape(0)?;
-        self.check_replicated(0)?;
         let shape = [t, multiply_extents(&[h, v.scale[0]])?, multiply_extents(&[w, v.scale[1]])?, c];
         multiply_extents(&shape)?;
-        Ok(Type::new(self.operands[0].dtype, shape))
+        let layout = self.scaled_rows_layout(|n| n.saturating_mul(v.scale[0]))?;
+        Ok(self.type_like_first(shape, layout))
     }
 
     pub(super) fn channels_to_frames_type(&self, v: &views::ChannelsToFrames) -> RuleResult<Type> {
         let [t, h, w, c] = self.frame_shape(0)?;
-        self.check_replicated(0)?;
+        let layout = self.scaled_rows_layout(|n| n)?;
         if !c.is_multiple_of(v.parts) {
             let message = format!("{} parts of the channels of {}", v.parts, self.display_operand(0));
             return rule_error(&T0210, message);
         }
-        Ok(Type::new(self.operands[0].dtype, [multiply_extents(&[t, v.parts])?, h, w, c / v.parts]))
+        Ok(self.type_like_first([multiply_extents(&[t, v.parts])?, h, w, c / v.parts], layout))
     }
 
     pub(super) fn patchify_type(&self, v: &views::Patchify) -> RuleResult<Type> {
@@ -143,7 +219,7 @@ impl RuleContext<'_> {
     }
 
     /// Returns the extents [t, h, w, c] of an operand.
-    fn frame_shape(&self, operand: usize) -> RuleResult<[u64; 4]> {
+    pub(super) fn frame_shape(&self, operand: usize) -> RuleResult<[u64; 4]> {
         match self.operands[operand].shape[..] {
             [t, h, w, c] => Ok([t, h, w, c]),
             _ => rule_error(
@@ -155,4 +231,10 @@ impl RuleContext<'_> {
             ),
         }
     }
+}
+
+/// Returns the layout of rows that are `scale` of those of a shard.
+fn scaled_rows(axis: Axis, rows: Shard, scale: impl Fn(u64) -> u64) -> Layout {
+    let uneven = rows.uneven.map(|u| Uneven { extent: scale(u.extent), unit: scale(u.unit), ..u });
+    Layout::REPLICATED.with_axis(axis, AxisLayout::Shard(Shard { uneven, ..rows }))
 }

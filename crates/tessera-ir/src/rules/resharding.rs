@@ -8,6 +8,14 @@ use super::{
 use crate::codes::{T0210, T0212, T0213};
 use crate::{Type, views};
 
+/// Rows of a halo that each member holds: one above its shard and one below.
+pub(super) const HALO_ROWS: u64 = 2;
+
+/// Returns the layout of the halo of frames with this shard of rows.
+pub(super) fn halo_layout(rows: Shard) -> AxisLayout {
+    AxisLayout::Shard(Shard { uneven: None, ..rows })
+}
+
 impl RuleContext<'_> {
     pub(super) fn take_shard_type(&self, v: &views::TakeShard) -> RuleResult<Type> {
         let (over, dim) = (self.axis_groups()?, v.dim);
@@ -57,11 +65,10 @@ impl RuleContext<'_> {
         match t.layout.on_axis(over.axis) {
             AxisLayout::Shard(Shard { dim: d, uneven: Some(u), subgroup_size })
                 if d == dim
-                    && dim == 0
                     && subgroup_size == over.subgroup_size
                     && rows == largest_shard(u, over.group_size) =>
             {
-                t.shape[0] = rows;
+                t.shape[dim] = rows;
                 t.layout = t
                     .layout
                     .with_axis(over.axis, AxisLayout::Shard(Shard { dim, uneven: None, subgroup_size }));
@@ -73,9 +80,10 @@ impl RuleContext<'_> {
 
     pub(super) fn compact_type(&self, v: &views::Compact) -> RuleResult<Type> {
         let &views::Compact { extent, parts, unit, .. } = v;
+        let dim = usize::try_from(v.dim).unwrap_or(usize::MAX);
         let mut t = self.operands[0].clone();
         let each = multiply_extents(&[(extent / unit).div_ceil(parts), unit])?;
-        if t.shape.first() != Some(&multiply_extents(&[each, parts])?)
+        if t.shape.get(dim) != Some(&multiply_extents(&[each, parts])?)
             || !extent.is_multiple_of(unit)
             || extent / unit < parts
         {
@@ -87,13 +95,13 @@ impl RuleContext<'_> {
                 ),
             );
         }
-        if let Some(axis) = self.axis_that_shards(&t.layout, 0) {
+        if let Some(axis) = self.axis_that_shards(&t.layout, dim) {
             return rule_error(
                 &T0213,
                 format!("the rows to compact are sharded over {axis}: {}", self.display_operand(0)),
             );
         }
-        t.shape[0] = extent;
+        t.shape[dim] = extent;
         Ok(t)
     }
 
@@ -186,6 +194,18 @@ impl RuleContext<'_> {
                 self.sharded_type(self.operands[0].shape.clone(), self.operands[0].layout, over, dim, 1)
             }
             have => self.layout_mismatch(&format!("reduce_scatter({})", want.name()), over, have),
+        }
+    }
+
+    pub(super) fn halo_exchange_type(&self) -> RuleResult<Type> {
+        let over = self.axis_groups()?;
+        let [t, _, w, c] = self.frame_shape(0)?;
+        match self.operands[0].layout.on_axis(over.axis) {
+            AxisLayout::Shard(s) if s.dim == 1 && s.subgroup_size == over.subgroup_size => {
+                let layout = self.operands[0].layout.with_axis(over.axis, halo_layout(s));
+                Ok(self.type_like_first([t, HALO_ROWS, w, c], layout))
+            }
+            have => self.layout_mismatch("halo_exchange of rows", over, have),
         }
     }
 

@@ -107,9 +107,8 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
         // The rules of a matmul and of a convolution check their vectors and the history; every other
         // keyed operand is a call scalar.
         let fits = match (*k, op.opcode) {
-            ("bias" | "x_scale" | "w_scale", Opcode::Matmul) | ("bias" | "history", Opcode::Conv3d) => {
-                is_float(t.dtype)
-            }
+            ("bias" | "x_scale" | "w_scale", Opcode::Matmul)
+            | ("bias" | "halo" | "history", Opcode::Conv3d) => is_float(t.dtype),
             ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
             _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
         };

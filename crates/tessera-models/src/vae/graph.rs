@@ -48,8 +48,8 @@ pub(crate) fn decode_programs(m: &VideoModel, vae: &VaeConfig, media: MediaPhase
 }
 
 /// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent
-/// of a scene passes the doubling of
-/// frames unchanged, and the history of these convolutions begins with the second.
+/// of a scene passes the doubling of frames unchanged, and the history of these convolutions begins with
+/// the second.
 fn decode_program(mut v: VaeBuilder<'_>, first: u64, frames: u64) -> Program {
     let (m, vae) = (v.graph.model, v.vae);
     let opens_scene = v.graph.builder.program().name == "decode.open";

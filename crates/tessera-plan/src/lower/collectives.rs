@@ -114,6 +114,9 @@ impl Lowering<'_> {
         if let Some(u) = from.uneven {
             let b = &mut self.stages[s].builder;
             b.set_attr("extent", u.extent).set_attr("parts", parts).set_attr("unit", u.unit);
+            if from.dim > 0 {
+                b.set_attr("dim", from.dim as u64);
+            }
             y = b.add_op(Opcode::Compact, &[y]);
         }
         y

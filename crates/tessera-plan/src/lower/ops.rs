@@ -99,7 +99,8 @@ impl Lowering<'_> {
     pub(super) fn lower_rms_norm(&mut self, i: usize, s: usize) -> Option<usize> {
         let op = &self.program.ops[i];
         let x = self.local_value(op.operands[0], s);
-        let sharded = matches!(self.tp_layout(x, s), AxisLayout::Shard(shard) if shard.dim == 1);
+        let last = self.program.type_of(op.operands[0]).shape.len() - 1;
+        let sharded = matches!(self.tp_layout(x, s), AxisLayout::Shard(shard) if shard.dim == last);
         let by_heads = self.analysis.wants_heads[i];
         if !sharded {
             let w = self.local_value(op.operands[1], s);
@@ -161,8 +162,9 @@ impl Lowering<'_> {
         let logical = op.buffer.map(|b| self.program.buffer(b));
         let (name, ty) = logical.map_or((String::new(), None), |b| (b.name.clone(), Some(b.ty.clone())));
         let ty = ty.unwrap_or_else(|| Type::scalar(DType::F32));
-        let layout = match self.analysis.is_leader_phase {
-            true => AxisLayout::Replicated,
+        let layout = match name.starts_with("vae.") {
+            _ if self.analysis.is_leader_phase => AxisLayout::Replicated,
+            true => self.frame_buffer_layout(&name, &ty.shape),
             false => self.sharding.buffer_layout(&name, &ty.shape),
         };
         let local = self.local_type(&ty, layout, s);
@@ -191,7 +193,8 @@ impl Lowering<'_> {
         let (buffer, _) = self.local_buffer(op, s);
         let b = &mut self.stages[s].builder;
         let mut x = b.copy_attrs(op, &["row", "rows"]).read_buffer(buffer);
-        if self.analysis.is_media_phase {
+        // Tokens become frames on every rank, which are then sharded by rows.
+        if self.analysis.is_media_phase && self.program.type_of(op.results[0]).shape.len() == 2 {
             x = self.reshard(x, AxisLayout::Replicated, s, 1);
         }
         self.set_result(op, s, x);
@@ -230,6 +233,9 @@ impl Lowering<'_> {
         for v in &op.operands {
             let x = self.local_value(*v, s);
             operands.push(x);
+        }
+        if self.analysis.is_media_phase {
+            self.align_frames(&mut operands, op, s);
         }
         if let Some(first) = operands.first().copied() {
             let rows = self.program.type_of(op.operands[0]).shape.clone();

@@ -24,6 +24,16 @@ pub fn generator(heads: u64, layers: u64, ffn: u64, extra: &str) -> LogicalModel
 
 /// Returns the output `latents` of every rank that has one, after these phases.
 pub fn latents(l: &LogicalModel, mapping: &Mapping, phases: &[&str]) -> Vec<Tensor> {
+    let outputs = run_phases(l, mapping, phases).pop().unwrap_or_default();
+    outputs.into_iter().filter_map(|mut o| o.remove("latents")).collect()
+}
+
+/// Returns the outputs of every rank, for each of these phases.
+pub fn run_phases(
+    l: &LogicalModel,
+    mapping: &Mapping,
+    phases: &[&str],
+) -> Vec<Vec<BTreeMap<String, Tensor>>> {
     let mut mapping = mapping.clone();
     let bundle = lower(l, &mut mapping).unwrap_or_else(|ds| panic!("{ds:#?}"));
     let mut machine = Evaluator::new(mapping.mesh);
@@ -33,9 +43,9 @@ pub fn latents(l: &LogicalModel, mapping: &Mapping, phases: &[&str]) -> Vec<Tens
         let phase = bundle.find_phase(name).unwrap();
         let programs: Vec<&Program> =
             mapping.mesh.iter().map(|r| &phase.programs[bundle.role_index(r).unwrap()]).collect();
-        outputs = machine.run(&programs, &example_call(l)).unwrap_or_else(|f| panic!("@{name}: {f:?}"));
+        outputs.push(machine.run(&programs, &example_call(l)).unwrap_or_else(|f| panic!("@{name}: {f:?}")));
     }
-    outputs.into_iter().filter_map(|mut o| o.remove("latents")).collect()
+    outputs
 }
 
 /// Returns the largest absolute difference of corresponding elements.
@@ -51,6 +61,8 @@ fn random_weights(l: &LogicalModel) -> BTreeMap<String, Tensor> {
             // The file stores a patch convolution as [d, C, 1, 2, 2].
             let in_file = match op.weight_load() {
                 Some(WeightLoad::Patch) => vec![shape[0], shape[1] / 4, 1, 2, 2],
+                // A convolution of all taps as one of so many more channels has the same rows.
+                Some(WeightLoad::Conv) => vec![shape[0], shape[1], 1, 1],
                 _ => shape.clone(),
             };
             let seed = out.len() as u64;

@@ -20,6 +20,12 @@ pub(super) fn conv3d(cx: &OpContext<'_>, v: &views::Conv3d) -> TensorResult {
         None => frames.extend((0..v.pad_frames).map(|_| zeros.as_slice())),
     }
     frames.extend(frames_of(x, h * w * c)?);
+    // The rows above and below each frame, where another member holds them.
+    let halo = match v.halo {
+        Some(halo) => Some(frames_of(cx.tensor(halo)?, 2 * w * c)?.collect::<Vec<_>>()),
+        None => None,
+    };
+    let padded_frames = if v.history.is_some() { 0 } else { v.pad_frames as usize };
     let bias = v.bias.map(|b| vector_data(cx.tensor(b)?, m)).transpose()?;
     let (before, padding) = (v.pad_before as usize, (v.pad_before + v.pad_after) as usize);
     let [st, sh, sw] = v.stride.unwrap_or([1; 3]).map(|n| n as usize);
@@ -35,11 +41,18 @@ pub(super) fn conv3d(cx: &OpContext<'_>, v: &views::Conv3d) -> TensorResult {
         let mut sum = bias.map_or(0.0, |b| b[channel]);
         for (tap, w_tap) in weight.row(channel).chunks_exact(c).enumerate() {
             let (dt, dy, dx) = (tap / (kh * kw), tap / kw % kh, tap % kw);
-            // A tap outside of the frame reads a zero.
+            // A tap outside of the frame and of its halo reads a zero.
             let (y, x) = ((row * sh + dy).wrapping_sub(before), (column * sw + dx).wrapping_sub(before));
-            if y < h && x < w {
-                let cell = &frames[frame * st + dt][(y * w + x) * c..][..c];
-                sum += cell.iter().zip(w_tap).map(|(a, b)| a * b).sum::<f64>();
+            let at = frame * st + dt;
+            let beside = || at.checked_sub(padded_frames).zip(halo.as_ref()).map(|(at, halo)| halo[at]);
+            let line = match y {
+                _ if y < h => Some(&frames[at][y * w * c..]),
+                _ if y == h => beside().map(|rows| &rows[w * c..]),
+                usize::MAX => beside(),
+                _ => None,
+            };
+            if let Some(line) = line.filter(|_| x < w) {
+                sum += line[x * c..][..c].iter().zip(w_tap).map(|(a, b)| a * b).sum::<f64>();
             }
         }
         sum

@@ -46,7 +46,8 @@ pub(super) fn pad_rows(cx: &OpContext<'_>, v: &views::Pad) -> TensorResult {
 pub(super) fn compact_rows(cx: &OpContext<'_>, v: &views::Compact) -> TensorResult {
     let x = cx.tensor(v.x)?;
     let (extent, parts, unit) = (v.extent as usize, v.parts as usize, v.unit as usize);
-    let have = x.shape().first().copied().unwrap_or(0);
+    let dim = v.dim as usize;
+    let have = *x.shape().get(dim).ok_or_else(|| format!("no dim {dim} in {:?}", x.shape()))?;
     if !have.is_multiple_of(parts) || !extent.is_multiple_of(unit) {
         return Err(format!("{have} rows are not divisible into {parts} shards"));
     }
@@ -55,10 +56,10 @@ pub(super) fn compact_rows(cx: &OpContext<'_>, v: &views::Compact) -> TensorResu
     let pieces: Option<Vec<Tensor>> = (0..parts)
         .map(|i| {
             let len = (units / parts + usize::from(i < units % parts)) * unit;
-            if len > each { None } else { x.slice(0, i * each, len) }
+            if len > each { None } else { x.slice(dim, i * each, len) }
         })
         .collect();
     pieces
-        .and_then(|p| Tensor::concat(0, &p))
+        .and_then(|p| Tensor::concat(dim, &p))
         .ok_or_else(|| format!("{have} rows do not hold {extent} in {parts} shards"))
 }

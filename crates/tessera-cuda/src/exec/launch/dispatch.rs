@@ -159,6 +159,8 @@ fn build_compute(
         C::Matmul(v) => return gemms::build_gemm(s, v, None, out),
         C::TakeRows(v) => return copies::build_take_rows(s, v, out),
         C::TakeShard(v) => return copies::build_take_shard(s, v, out),
+        C::Pad(v) if v.dim > 0 => return cuda_failure("padding of a dim behind the first"),
+        C::Compact(v) if v.dim > 0 => return cuda_failure("compaction of a dim behind the first"),
         C::Pad(v) => return copies::build_pad(s, v, out),
         C::Compact(v) => return copies::build_compact(s, v, out),
         C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {

@@ -1,0 +1,142 @@
+//! Phases of pixels over tp: shards of picture rows give the values of whole pictures.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use std::path::Path;
+
+use tessera_ir::{Builder, DType, Opcode, Program, Type, print};
+use tessera_models::{MediaPhases, VideoModel, build_phases};
+use tessera_plan::{LogicalModel, Mapping, MediaPlacement, Strategy, lower};
+
+use crate::run::run_phases;
+
+#[path = "support/run.rs"]
+#[allow(dead_code, reason = "other tests use the rest")]
+mod run;
+mod support;
+
+/// The phases of two chunks of a scene.
+const PHASES: [&str; 6] = ["fill", "decode.open", "decode.rest", "decode.first", "encode", "decode.rest"];
+
+/// The levels of the published VAE.
+const FOUR_LEVELS: &str = "dim_mult = [1, 2, 2, 2]\ntemporal_downsample = [false, true, true]\n";
+
+/// Returns the phases of pixels of a model with a tiny VAE and `rows` rows of latents, and one that fills the
+/// buffer of latents.
+fn pixel_phases(rows: u64) -> LogicalModel {
+    phases_of(FOUR_LEVELS, [4, 8, 8], rows)
+}
+
+fn phases_of(levels: &str, stride: [u64; 3], rows: u64) -> LogicalModel {
+    let config = r#"{"dim":60,"ffn_dim":16,"num_heads":5,"num_layers":1,"in_dim":4,"out_dim":4,"text_len":2,
+        "text_dim":2,"freq_dim":4}"#;
+    let vae = format!(
+        "base_dim = 2\nz_dim = 4\nres_blocks = 1\n{levels}\
+latents_mean = [-0.4, -0.1, 0.2, 0.5]\nlatents_std = [1.5, 1.75, 2.0, 2.25]\n"
+    );
+    let stream = format!(
+        "[video]\nwidth = {}\nheight = {}\n[latent]\nstride = {stride:?}\n[cache]\nmode = \"recompute\"\n\
+[decoder]\nkind = \"wan_vae\"\n[decoder.vae]\n{vae}",
+        stride[2] * 4,
+        stride[1] * rows
+    );
+    let m = VideoModel::parse(("config.json", config), ("stream.toml", &stream)).unwrap();
+    let mut phases = vec![fill_phase(&m)];
+    let built = build_phases(&m, MediaPhases::InCalls);
+    phases.extend(built.into_iter().filter(|p| PHASES.contains(&p.name.as_str())));
+    LogicalModel {
+        calls: vec![("call".into(), PHASES.map(String::from).to_vec())],
+        phases,
+        heads: m.wan.heads,
+        hidden_size: m.wan.dim,
+        ffn_size: m.wan.ffn_dim,
+        tokens: m.chunk_tokens(),
+        blocks: m.wan.layers,
+    }
+}
+
+fn fill_phase(m: &VideoModel) -> Program {
+    let mut b = Builder::new_logical("fill");
+    let ty = Type::new(DType::F32, [m.chunk_tokens(), m.wan.token_width()]);
+    b.set_attr("at", "first").set_attr("part", "tokens");
+    let x = b.set_label("tokens").add_input("tokens", ty.clone());
+    let latent = b.declare_buffer("latent", ty);
+    b.set_attr("at", "first");
+    b.write_buffer(latent, x);
+    b.finish().unwrap()
+}
+
+/// Keeps the decode of a later chunk and the encode of an anchor over five uneven shards, which the
+/// verifier checks. `TESSERA_BLESS=1` rewrites the file; review the difference.
+#[test]
+#[allow(clippy::disallowed_methods, reason = "the developer asks for a new file")]
+fn the_kept_text_is_what_is_planned() {
+    let l = phases_of("dim_mult = [1, 1]\ntemporal_downsample = [true]\n", [2, 2, 2], 6);
+    let bundle = lower(&l, &mut mapping(5, Strategy::Ulysses)).unwrap();
+    let mut text = String::from(
+        "// test: check\n// phases chunk: decode.first encode\n// note: The planner emits these programs for six \
+rows of latents over five ranks, of which the first owns two.\n",
+    );
+    for name in ["decode.first", "encode"] {
+        bundle.find_phase(name).unwrap().programs.iter().for_each(|p| text += &print(p));
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../filetests/check/planned_pixels.tir");
+    if std::env::var_os("TESSERA_BLESS").is_some() {
+        std::fs::write(&path, &text).unwrap();
+    }
+    assert!(std::fs::read_to_string(&path).unwrap_or_default() == text, "{}", path.display());
+}
+
+fn mapping(tp: u32, strategy: Strategy) -> Mapping {
+    let mesh = format!("tp={tp}").parse().unwrap();
+    Mapping { mesh, strategy, media: MediaPlacement::Mesh, ..Mapping::default() }
+}
+
+#[test]
+fn shards_of_rows_give_the_pixels_and_the_anchor_of_one_rank() {
+    // Six rows over four ranks are 2, 2, 1 and 1, and over five 2 and four times 1.
+    let l = pixel_phases(6);
+    let one = run_phases(&l, &mapping(1, Strategy::Ulysses), &PHASES);
+    assert!(
+        one[3][0]["pixels.first"].data().iter().any(|x| x.abs() > 1e-3 && x.abs() < 1.0),
+        "all pixels are clamped"
+    );
+    for (tp, strategy) in
+        [(2, Strategy::Ulysses), (3, Strategy::Megatron), (4, Strategy::Ulysses), (5, Strategy::Ulysses)]
+    {
+        let shared = run_phases(&l, &mapping(tp, strategy), &PHASES);
+        for ((phase, one), ranks) in PHASES.iter().zip(&one).zip(&shared) {
+            for (rank, outputs) in ranks.iter().enumerate() {
+                assert_eq!(outputs, &one[0], "@{phase} of rank {rank} of {tp}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_kernel_of_several_rows_exchanges_a_halo_and_none_exchanges_its_history_again() {
+    let l = pixel_phases(6);
+    let bundle = lower(&l, &mut mapping(3, Strategy::Ulysses)).unwrap();
+    for name in &PHASES[1..] {
+        let p = &bundle.find_phase(name).unwrap().programs[0];
+        let exchanged: Vec<u64> = p
+            .ops
+            .iter()
+            .filter(|o| o.opcode == Opcode::HaloExchange)
+            .map(|o| p.type_of(o.operands[0]).shape[0])
+            .collect();
+        let read =
+            p.ops.iter().filter(|o| o.opcode == Opcode::Conv3d && o.keyed.iter().any(|(k, _)| *k == "halo"));
+        let own_frames: Vec<u64> = read.map(|o| p.type_of(o.operands[0]).shape[0]).collect();
+        assert!(exchanged.len() > 15, "@{name} exchanges {} halos", exchanged.len());
+        assert_eq!(exchanged, own_frames, "@{name}");
+    }
+}
+
+#[test]
+fn with_fewer_rows_of_latents_than_ranks_every_rank_computes_whole_frames() {
+    let l = pixel_phases(2);
+    let bundle = lower(&l, &mut mapping(3, Strategy::Ulysses)).unwrap();
+    let all = bundle.phases.iter().flat_map(|p| &p.programs).flat_map(|p| &p.ops);
+    assert_eq!(all.filter(|o| o.opcode == Opcode::HaloExchange).count(), 0);
+}
