@@ -72,7 +72,7 @@ programs of this scheme for decoding only; for other jobs it gives an estimate o
 with a fused attention op applies the mask inside that op.";
 
     T0609: "model has no phases of pixels for the ranks",
-    "With `media = \"mesh\"` the ranks decode each chunk and encode its anchor at the end of its call, from \
+    "With `media = \"mesh\"` or `\"replicas\"` the ranks decode each chunk and encode its anchor at the end of its call, from \
 programs of the plan. Only a model whose decoder is a `wan_vae` has such programs: a lossless decoder \
 moves values without arithmetic, so the leader runs it, and a model without a decoder has no pixels. \
 Leave out `--media`, or write `media = \"leader\"`.";

@@ -95,10 +95,11 @@ fn check_media(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagnostic> 
     if mapping.media == MediaPlacement::Leader || logical.phases.iter().any(is_media_phase) {
         return None;
     }
-    let message = "media = \"mesh\", but the model has no phases of pixels for the ranks";
+    let media = format!("media = \"{}\"", mapping.media.name());
+    let message = format!("{media}, but the model has no phases of pixels for the ranks");
     Some(
         Diagnostic::error(&T0609, message)
-            .with_label("mapping", "media = \"mesh\"")
+            .with_label("mapping", media)
             .with_hint("use media = \"leader\", or a model whose decoder is a wan_vae"),
     )
 }
@@ -292,7 +293,9 @@ impl<'a> Lowering<'a> {
                 head_dim: logical.hidden_size / logical.heads,
             },
             mesh_invariant: mapping.numerics == Numerics::MeshInvariant,
-            latent_rows: analysis.is_media_phase.then(|| frames::latent_rows(program)).flatten(),
+            latent_rows: (analysis.is_media_phase && mapping.media == MediaPlacement::Mesh)
+                .then(|| frames::latent_rows(program))
+                .flatten(),
             stage_bounds,
             stages,
             mesh,

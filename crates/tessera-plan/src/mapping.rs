@@ -37,8 +37,10 @@ named_enum! {
         /// The leader runs them on its CPU, beside the calls.
         #[default]
         Leader = "leader",
-        /// The ranks of the first stage run them at the end of each chunk's call.
+        /// The ranks of the first stage run them at the end of each chunk's call, sharded by picture rows.
         Mesh = "mesh",
+        /// Like `Mesh`, but each of these ranks computes whole pictures, which needs no communication.
+        Replicas = "replicas",
     }
 }
 

@@ -28,7 +28,7 @@ use crate::flight::FlightRecord;
 use crate::kernel_probe::shorten_digest;
 use crate::media_codec::PIXELS;
 use crate::plan::is_leader_phase;
-use crate::rgb::{count_nonfinite, to_rgb};
+use crate::rgb::to_finite_rgb;
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 use crate::synthetic_delays::ForwardDelay;
 
@@ -410,15 +410,12 @@ impl MeshEngine {
     }
 }
 
-/// Fails for pixels that are NaN or infinite, because their bytes no longer tell.
-fn check_pixels_finite(name: &str, values: &[f32]) -> Result<(), EngineFault> {
-    match count_nonfinite(values) {
-        0 => Ok(()),
-        count => {
-            let text = format!("{count} of {} {name} are not finite", values.len());
-            Err(EngineFault::from_tripwire(&T0771, text))
-        }
-    }
+/// Converts pixels to bytes. Fails if one is NaN or infinite, because its byte no longer tells.
+fn pixel_bytes(name: &str, values: &[f32]) -> Result<Vec<u8>, EngineFault> {
+    to_finite_rgb(values).map_err(|count| {
+        let text = format!("{count} of {} {name} are not finite", values.len());
+        EngineFault::from_tripwire(&T0771, text)
+    })
 }
 
 /// Converts a fault of the backend; `refusal` is the code of a rejected collective.
@@ -503,10 +500,7 @@ impl Engine for MeshEngine {
         for (name, shape) in &phase.outputs {
             let values = self.backend.output(name).unwrap_or_default();
             let output = match name.starts_with(PIXELS) {
-                true => {
-                    check_pixels_finite(name, values)?;
-                    Tensor::new(name, Dtype::U8, shape, to_rgb(values))
-                }
+                true => Tensor::new(name, Dtype::U8, shape, pixel_bytes(name, values)?),
                 false => Tensor::from_f32(name, shape, values),
             };
             self.outputs.push(output.map_err(|d| EngineFault::local_failure(d.message))?);

@@ -97,7 +97,7 @@ pub fn plan_model(
 pub fn logical_model(m: &VideoModel, media: MediaPlacement) -> LogicalModel {
     let media = match media {
         MediaPlacement::Leader => MediaPhases::BesideCalls,
-        MediaPlacement::Mesh => MediaPhases::InCalls,
+        MediaPlacement::Mesh | MediaPlacement::Replicas => MediaPhases::InCalls,
     };
     LogicalModel {
         phases: build_phases(m, media),

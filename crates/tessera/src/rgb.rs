@@ -1,50 +1,60 @@
 //! Pixels as bytes. Ranks that decode send 8-bit pixels: the values of a chunk of 480 × 832 are 57 MB, its
 //! bytes 14, and a rank cannot begin the next call before they have left.
 
-/// Pixel values that one thread converts; more are shared among the cores.
+/// Pixel values that one thread converts; more are shared among at most [`MAX_THREADS`], because a thread
+/// takes as long to start as it takes to convert these.
 const VALUES_PER_THREAD: usize = 1 << 19;
+const MAX_THREADS: usize = 4;
 
 /// Converts values in [−1, 1] to bytes. A NaN becomes 0.
 pub(crate) fn to_rgb(values: &[f32]) -> Vec<u8> {
-    let mut bytes = vec![0; values.len()];
-    let convert = |to: &mut [u8], from: &[f32]| {
-        // The sum is positive, so that the cast rounds it half up.
-        to.iter_mut().zip(from).for_each(|(to, v)| *to = ((v.clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8);
-    };
-    let share = values_per_thread(values.len());
-    if share >= values.len() {
-        convert(&mut bytes, values);
-        return bytes;
+    convert(values).0
+}
+
+/// Converts values in [−1, 1] to bytes.
+///
+/// # Errors
+/// The number of values that are NaN or infinite.
+pub(crate) fn to_finite_rgb(values: &[f32]) -> Result<Vec<u8>, usize> {
+    match convert(values) {
+        (bytes, 0) => Ok(bytes),
+        (_, count) => Err(count),
     }
-    std::thread::scope(|s| {
-        for (to, from) in bytes.chunks_mut(share).zip(values.chunks(share)) {
-            s.spawn(move || convert(to, from));
-        }
+}
+
+/// Returns the bytes of values, and the number of values that are not finite.
+fn convert(values: &[f32]) -> (Vec<u8>, usize) {
+    let mut bytes = vec![0; values.len()];
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let share = values.len().div_ceil(cores.min(MAX_THREADS)).max(VALUES_PER_THREAD);
+    if share >= values.len() {
+        let count = convert_part(&mut bytes, values);
+        return (bytes, count);
+    }
+    let count = std::thread::scope(|s| {
+        let parts = bytes.chunks_mut(share).zip(values.chunks(share));
+        let parts: Vec<_> = parts.map(|(to, from)| s.spawn(move || convert_part(to, from))).collect();
+        parts.into_iter().map(|part| part.join().unwrap_or(1)).sum()
     });
-    bytes
+    (bytes, count)
+}
+
+/// Converts values and returns how many are not finite. Each is rounded half up without a call of `round`,
+/// which would keep the loop from being vectorised.
+fn convert_part(to: &mut [u8], from: &[f32]) -> usize {
+    let mut nonfinite = 0_u32;
+    for (to, v) in to.iter_mut().zip(from) {
+        nonfinite += u32::from(!v.is_finite());
+        let level = (v.clamp(-1.0, 1.0) + 1.0) * 127.5;
+        let whole = level as i32;
+        *to = (whole + i32::from(level - whole as f32 >= 0.5)) as u8;
+    }
+    nonfinite as usize
 }
 
 /// Returns values whose bytes are these.
 pub(crate) fn from_rgb(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
     bytes.iter().map(|b| f32::from(*b) / 127.5 - 1.0)
-}
-
-/// Returns the number of values that are NaN or infinite.
-pub(crate) fn count_nonfinite(values: &[f32]) -> usize {
-    let count = |part: &[f32]| part.iter().filter(|v| !v.is_finite()).count();
-    let share = values_per_thread(values.len());
-    if share >= values.len() {
-        return count(values);
-    }
-    std::thread::scope(|s| {
-        let parts: Vec<_> = values.chunks(share).map(|part| s.spawn(move || count(part))).collect();
-        parts.into_iter().map(|part| part.join().unwrap_or(1)).sum()
-    })
-}
-
-fn values_per_thread(values: usize) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    values.div_ceil(cores).max(VALUES_PER_THREAD)
 }
 
 #[cfg(test)]
@@ -65,9 +75,10 @@ mod tests {
             (0..3 * VALUES_PER_THREAD + 1).map(|i| (i % 511) as f32 / 255.0 - 1.0).collect();
         let bytes = to_rgb(&values);
         assert!(values.iter().zip(&bytes).all(|(v, b)| to_rgb(&[*v]) == [*b]));
-        assert_eq!(count_nonfinite(&values), 0);
+        assert!(values.iter().zip(&bytes).all(|(v, b)| ((v + 1.0) * 127.5).round() as u8 == *b));
+        assert_eq!(to_finite_rgb(&values), Ok(bytes));
         let last = values.len() - 1;
         values[last] = f32::INFINITY;
-        assert_eq!(count_nonfinite(&values), 1);
+        assert_eq!(to_finite_rgb(&values), Err(1));
     }
 }

@@ -106,7 +106,8 @@ fn plan_or_search(args: &Args) -> CliResult {
             args.format,
         );
     }
-    let (model, plan) = args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref())?;
+    let (model, plan) =
+        args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref(), false)?;
     let plan = if args.pin_weights { model.pin_weights(&plan)? } else { plan };
     if let Some(folder) = &args.out {
         plan.write(folder)?;

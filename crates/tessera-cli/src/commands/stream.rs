@@ -361,7 +361,7 @@ fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
             if args.video.to_input().is_some() {
                 mapping.video_input.get_or_insert(true);
             }
-            let planned = mapping.open_and_plan(args.model.as_deref(), None);
+            let planned = mapping.open_and_plan(args.model.as_deref(), None, args.device == RunDevice::Cuda);
             planned.map_err(CliError::into_usage_if_invalid)?
         }
         Some(folder) => {

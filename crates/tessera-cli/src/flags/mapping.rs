@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use tessera::checkpoint::Preset;
 use tessera::files::read_text_file;
+use tessera::plan::plan_model;
 use tessera::{
     DtypePolicy, Mapping, MediaPlacement, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology,
     Transport,
@@ -205,7 +206,16 @@ pub const TOPOLOGIES: &[(&str, Topology, &str)] = &[
 /// Values of `--media`, each with its help text.
 pub const MEDIA: &[(&str, MediaPlacement, &str)] = &[
     ("leader", MediaPlacement::Leader, "The leader, on its CPU, beside the calls of the ranks"),
-    ("mesh", MediaPlacement::Mesh, "The ranks of the first stage, at the end of each chunk's call"),
+    (
+        "mesh",
+        MediaPlacement::Mesh,
+        "The ranks of the first stage, at the end of each chunk's call; each computes some rows of the picture",
+    ),
+    (
+        "replicas",
+        MediaPlacement::Replicas,
+        "Like mesh, but each rank computes the whole picture, which needs no communication",
+    ),
 ];
 
 /// Values of `--strategy`, each with its help text.
@@ -344,11 +354,12 @@ impl MappingArgs {
     }
 
     /// Opens the model and plans it under these options, which override the mapping file, if there
-    /// is one.
+    /// is one. On GPUs the ranks decode by default.
     pub fn open_and_plan(
         &self,
         model_dir: Option<&Path>,
         mapping_path: Option<&Path>,
+        on_gpus: bool,
     ) -> Result<(Model, Plan), CliError> {
         let model_dir = model_dir.ok_or_else(no_model_error)?;
         // Collects all errors of the command line before reporting any.
@@ -366,7 +377,12 @@ impl MappingArgs {
         };
         mapping.mesh = mesh.unwrap_or(mapping.mesh);
         self.set_fields(&mut mapping, &[MappingUse::Searched, MappingUse::Fixed]);
-        Ok(Model::open_and_plan(model_dir, &overrides, &mapping)?)
+        let model = Model::open(model_dir, &overrides)?;
+        if on_gpus && self.media.is_none() && mapping_path.is_none() {
+            mapping.media = model.media_on_gpus(&mapping.mesh);
+        }
+        let plan = plan_model(&model.video, &model.name, &model_dir.display().to_string(), &mapping)?;
+        Ok((model, plan))
     }
 }
 

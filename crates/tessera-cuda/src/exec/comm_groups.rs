@@ -383,7 +383,7 @@ fn build_collective(
             let global_shape = x.layout.global_shape(&x.shape, &placement.mesh);
             CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
         }
-        CollectiveOp::HaloExchange(_) => return cuda_failure("a halo exchange"),
+        CollectiveOp::HaloExchange(_) => return cuda_failure("a halo exchange: use --media replicas"),
         CollectiveOp::Broadcast(v) => CollectiveKind::broadcast_from(me, members, v.root as usize, bytes),
         CollectiveOp::Send(_) | CollectiveOp::Recv(_) => CollectiveKind::send_recv(me, bytes),
     };
@@ -414,7 +414,7 @@ pub(super) fn check_collective(p: &Program, op: &Op, collective: CollectiveOp<'_
             let dims = p.type_of(v.x).shape.len();
             cuda_failure(format!("an all-to-all of a tensor of {dims} dims"))
         }
-        CollectiveOp::HaloExchange(_) => cuda_failure("a halo exchange"),
+        CollectiveOp::HaloExchange(_) => cuda_failure("a halo exchange: use --media replicas"),
         _ => Ok(()),
     }
 }

@@ -166,6 +166,9 @@ fn build_compute(
         C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {
             return copy_whole(s, v.x, s.at(out)?);
         }
+        C::Conv3d(v) if v.halo.is_some() => {
+            return cuda_failure("a convolution of frames that are sharded by rows: use --media replicas");
+        }
         C::Conv3d(v) => return frames::build_conv(s, v, out, None),
         C::UpsampleNearest(v) => frames::build_upsample(s, v, out),
         C::ChannelsToFrames(v) => frames::build_channels_to_frames(s, v, out),
