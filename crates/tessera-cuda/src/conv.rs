@@ -4,6 +4,7 @@
 #![allow(unsafe_code, reason = "launches of kernels on raw addresses")]
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use cudarc::driver::sys::CUtensorMap;
 use tessera_ir::{DType, Program, ValueId, views};
@@ -180,12 +181,12 @@ impl ConvSm90 {
 
     /// Compiles the kernel of a tile on first use; [`launch_conv`](ConvSm90::launch_conv) needs it.
     pub(crate) fn prepare_kernel(&mut self, compiler: &mut Compiler, tile: ConvTile) -> CudaResult<()> {
-        if !self.kernels.contains_key(&tile) {
+        if let Entry::Vacant(place) = self.kernels.entry(tile) {
             let (defines, shared_bytes) = tile.compile_defines();
             let module = compiler.compile_module("conv", &tile.kernel_source(), &defines)?;
             let kernel = LoadedKernel::new(&module, CONV)?;
             kernel.set_max_shared_bytes(shared_bytes)?;
-            self.kernels.insert(tile, (kernel, shared_bytes));
+            place.insert((kernel, shared_bytes));
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "launches of kernels on raw addresses")]
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use tessera_ir::{DType, Program, views};
 
@@ -62,12 +63,12 @@ pub(crate) fn is_supported(p: &Program, v: &views::Attention) -> bool {
 impl FrameAttentions {
     /// Compiles the kernel for a number of channels on first use.
     pub(crate) fn prepare_kernel(&mut self, compiler: &mut Compiler, channels: u64) -> CudaResult<()> {
-        if !self.kernels.contains_key(&channels) {
+        if let Entry::Vacant(place) = self.kernels.entry(channels) {
             let module =
                 compiler.compile_module("frame_attention", &kernel_source(), &compile_defines(channels))?;
             let kernel = LoadedKernel::new(&module, FRAME_ATTENTION)?;
             kernel.set_max_shared_bytes(shared_bytes(channels))?;
-            self.kernels.insert(channels, kernel);
+            place.insert(kernel);
         }
         Ok(())
     }

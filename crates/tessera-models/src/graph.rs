@@ -611,10 +611,12 @@ mod tests {
             assert!(plain.stream.to_toml().find("input").is_none());
             let printed = crate::StreamConfig::parse("", &video.stream.to_toml(), &video.wan).unwrap();
             assert!(printed.takes_video, "the setting is part of the plan");
-            let names = |m: &VideoModel| build_phases(m).into_iter().map(|p| p.name).collect::<BTreeSet<_>>();
+            let beside = MediaPhases::BesideCalls;
+            let names =
+                |m: &VideoModel| build_phases(m, beside).into_iter().map(|p| p.name).collect::<BTreeSet<_>>();
             let more: Vec<String> = names(&video).difference(&names(&plain)).cloned().collect();
             assert_eq!(more, ["encode.open", "encode.rest", "video"]);
-            let (without, with) = (list_calls(&plain), list_calls(&video));
+            let (without, with) = (list_calls(&plain, beside), list_calls(&video, beside));
             let steps = video.stream.steps.len();
             assert_eq!(with.len(), without.len() * steps);
             for (name, phases) in &with {

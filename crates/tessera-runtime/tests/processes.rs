@@ -155,7 +155,7 @@ fn as_rank() -> ! {
             seed: 7,
             cut: if k > 0 && k % 10 == 0 { SceneCut::Ordered } else { SceneCut::None },
             reload: None,
-            noise: None,
+            start: tessera_runtime::leader::ChunkStart::Drawn,
         });
         let parts = LeaderParts {
             config: leader,

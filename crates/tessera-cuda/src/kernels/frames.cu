@@ -5,14 +5,21 @@
 // shared memory: those of as many taps as fit, or of a part of one tap's channels.
 constexpr int CELLS_PER_WARP = 8, CONV_CHANNELS = 32, CONV_STEP = 64;
 
+// A cell, or the place of a tap in the kernel.
 struct CellPlace {
     int frame, row, column;
 };
 
+// Moves to the next tap. A division per tap and cell would take longer than the products of few channels.
+__device__ __forceinline__ void advance_tap(CellPlace &tap, const ConvShape &s) {
+    if (++tap.column < s.kernel_columns) return;
+    tap.column = 0;
+    if (++tap.row < s.kernel_rows) return;
+    tap.row = 0, tap.frame++;
+}
 // Returns the cell that a tap reads for a cell of the result; null outside of the frames.
-template <typename T> __device__ __forceinline__ const T *find_cell(const T *x, const T *history, const ConvShape &s, CellPlace at, int tap) {
-    int column = at.column + tap % s.kernel_columns, row = at.row + tap / s.kernel_columns % s.kernel_rows;
-    int frame = at.frame + tap / (s.kernel_columns * s.kernel_rows);
+template <typename T> __device__ __forceinline__ const T *find_cell(const T *x, const T *history, const ConvShape &s, CellPlace at, CellPlace tap) {
+    int column = at.column + tap.column, row = at.row + tap.row, frame = at.frame + tap.frame;
     if (column < 0 || column >= s.in_width || row < 0 || row >= s.in_height || frame >= s.in_frames || frame < -s.history) return nullptr;
     const T *frames = frame < 0 ? history : x;
     return frames + (((i64)(frame < 0 ? frame + s.history : frame) * s.in_height + row) * s.in_width + column) * s.in_channels;
@@ -34,6 +41,7 @@ template <typename T> __device__ void conv_cells(const T *x, const T *history, c
         places[j].frame = i < cells ? (int)(i / s.width / s.height) * s.frame_step - s.past : s.in_frames;
     }
     int stage_taps = max(1, CONV_STEP / s.in_channels);
+    CellPlace first_place = {0, 0, 0};
     for (int first_tap = 0; first_tap < taps; first_tap += stage_taps) {
         int tap_count = min(stage_taps, taps - first_tap);
         for (int step = 0; step < s.in_channels; step += CONV_STEP) {
@@ -44,16 +52,18 @@ template <typename T> __device__ void conv_cells(const T *x, const T *history, c
                 tile[k][i / total] = out_channel < s.channels ? to_f32(w[((i64)out_channel * taps + tap) * s.in_channels + step + k % count]) : 0.0f;
             }
             __syncthreads();
-            for (int tap = 0; tap < tap_count; tap++) {
+            CellPlace place = first_place;
+            for (int tap = 0; tap < tap_count; tap++, advance_tap(place, s)) {
                 const float (*weights)[CONV_CHANNELS + 1] = tile + tap * count;
 #pragma unroll
                 for (int j = 0; j < CELLS_PER_WARP; j++) {
-                    const T *cell = find_cell(x, history, s, places[j], first_tap + tap);
+                    const T *cell = find_cell(x, history, s, places[j], place);
                     if (!cell) continue;
                     for (int c = 0; c < count; c++) sum[j] = fmaf(to_f32(cell[step + c]), weights[c][lane], sum[j]);
                 }
             }
         }
+        for (int tap = 0; tap < tap_count; tap++) advance_tap(first_place, s);
     }
     if (channel >= s.channels) return;
 #pragma unroll

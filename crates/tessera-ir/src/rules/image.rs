@@ -235,6 +235,6 @@ impl RuleContext<'_> {
 
 /// Returns the layout of rows that are `scale` of those of a shard.
 fn scaled_rows(axis: Axis, rows: Shard, scale: impl Fn(u64) -> u64) -> Layout {
-    let uneven = rows.uneven.map(|u| Uneven { extent: scale(u.extent), unit: scale(u.unit), ..u });
+    let uneven = rows.uneven.map(|u| Uneven { extent: scale(u.extent), unit: scale(u.unit) });
     Layout::REPLICATED.with_axis(axis, AxisLayout::Shard(Shard { uneven, ..rows }))
 }

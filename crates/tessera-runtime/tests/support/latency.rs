@@ -187,7 +187,7 @@ fn as_rank() -> ! {
             seed: 7,
             cut: SceneCut::None,
             reload: None,
-            noise: None,
+            start: tessera_runtime::leader::ChunkStart::Drawn,
         });
         let parts = LeaderParts {
             config: leader,
