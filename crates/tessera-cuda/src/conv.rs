@@ -7,12 +7,13 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
 use cudarc::driver::sys::CUtensorMap;
-use tessera_ir::{DType, Program, ValueId, views};
+use tessera_ir::DType;
 
 use crate::capabilities::{CONV_FAMILY, Capabilities};
 use crate::compile::Compiler;
+use crate::conv_shape::ConvShape;
 use crate::driver::{CudaError, CudaResult, CudaStream};
-use crate::kernel_params::{Bf16, DevicePtr, KernelParam, LoadedKernel, ParamType, kernel_signatures};
+use crate::kernel_params::{Bf16, DevicePtr, LoadedKernel, kernel_signatures};
 use crate::kernels::{COMMON, CONV_SHAPE, HOPPER, wgmma_source};
 use crate::tensor_map::{BOX_COLUMNS, encode_strided_tensor_map, encode_tensor_map};
 
@@ -26,81 +27,6 @@ kernel_signatures! {
         x_map: CUtensorMap, history_map: CUtensorMap, w_map: CUtensorMap, bias: DevicePtr<Bf16>,
         residual: DevicePtr<Bf16>, out: DevicePtr<Bf16>, shape: ConvShape,
     } = CONV "conv_sm90";
-}
-
-/// The extents of a convolution, with the layout of `ConvShape` in conv.cuh.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(C)]
-pub(crate) struct ConvShape {
-    frames: i32,
-    height: i32,
-    width: i32,
-    channels: i32,
-    in_frames: i32,
-    in_height: i32,
-    in_width: i32,
-    in_channels: i32,
-    kernel_frames: i32,
-    kernel_rows: i32,
-    kernel_columns: i32,
-    frame_step: i32,
-    row_step: i32,
-    column_step: i32,
-    pad: i32,
-    past: i32,
-    history: i32,
-}
-
-impl KernelParam for ConvShape {
-    const TYPE: ParamType = ParamType::Value("ConvShape");
-}
-
-impl ConvShape {
-    /// Reads the extents of an op, whose result is `out`.
-    pub(crate) fn from_op(p: &Program, v: &views::Conv3d, out: ValueId) -> ConvShape {
-        let extent = |v: ValueId, dim: usize| p.type_of(v).shape.get(dim).map_or(1, |n| *n as i32);
-        let [kernel_frames, kernel_rows, kernel_columns] = v.kernel.map(|n| n as i32);
-        let [frame_step, row_step, column_step] = v.stride.unwrap_or([1; 3]).map(|n| n as i32);
-        let history = v.history.map_or(0, |h| extent(h, 0));
-        ConvShape {
-            frames: extent(out, 0),
-            height: extent(out, 1),
-            width: extent(out, 2),
-            channels: extent(out, 3),
-            in_frames: extent(v.x, 0),
-            in_height: extent(v.x, 1),
-            in_width: extent(v.x, 2),
-            in_channels: extent(v.x, 3),
-            kernel_frames,
-            kernel_rows,
-            kernel_columns,
-            frame_step,
-            row_step,
-            column_step,
-            pad: v.pad_before as i32,
-            past: v.history.map_or(v.pad_frames as i32, |_| history),
-            history,
-        }
-    }
-
-    /// Returns the cells of the result, over all frames.
-    pub(crate) fn cell_count(&self) -> u64 {
-        [self.frames, self.height, self.width].into_iter().map(|n| n as u64).product()
-    }
-
-    pub(crate) fn out_channels(&self) -> u64 {
-        self.channels as u64
-    }
-
-    fn taps(&self) -> u64 {
-        [self.kernel_frames, self.kernel_rows, self.kernel_columns].into_iter().map(|n| n as u64).product()
-    }
-
-    /// Whether the taps of a frame can read one patch, which has a border of one cell.
-    fn shares_patch(&self) -> bool {
-        let kernel = (self.kernel_rows, self.kernel_columns, self.pad);
-        kernel == (3, 3, 1) && (self.row_step, self.column_step) == (1, 1)
-    }
 }
 
 /// Device addresses of a convolution's operands; 0 for an absent one.

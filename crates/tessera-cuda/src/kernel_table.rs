@@ -2,7 +2,7 @@
 //! CUDA sources.
 
 use crate::collectives::Targets;
-use crate::conv::ConvShape;
+use crate::conv_shape::ConvShape;
 use crate::kernel_params::{
     Bf16, CosSin, DevicePtr, E4m3, Element, KernelParam, ParamType, Word, kernel_signatures,
 };

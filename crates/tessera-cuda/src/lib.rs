@@ -15,6 +15,7 @@ mod compile;
 #[cfg(test)]
 mod compile_check;
 mod conv;
+mod conv_shape;
 mod cubin;
 mod cublaslt_objects;
 mod device_memory;

@@ -38,6 +38,10 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/design/0021-library.md", include_str!("../../../docs/design/0021-library.md")),
     ("docs/design/0022-video-files.md", include_str!("../../../docs/design/0022-video-files.md")),
     ("docs/design/0023-media-models.md", include_str!("../../../docs/design/0023-media-models.md")),
+    (
+        "docs/design/0024-convolutions-on-gpus.md",
+        include_str!("../../../docs/design/0024-convolutions-on-gpus.md"),
+    ),
     ("docs/glossary.md", include_str!("../../../docs/glossary.md")),
     ("docs/guides/add-a-backend.md", include_str!("../../../docs/guides/add-a-backend.md")),
     ("docs/guides/add-a-drill.md", include_str!("../../../docs/guides/add-a-drill.md")),

@@ -11,7 +11,7 @@ use crate::director::warmup_meta;
 use crate::kv_cache::{CacheStage, CacheState, Transition};
 use crate::program_index::{InputSpec, PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
-use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, Tensors, WIRE_VERSION};
+use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, PhaseCall, Tensors, WIRE_VERSION};
 
 /// Name of the tensor that follows an envelope in a separate message.
 pub const CONTEXT_TENSOR: &str = "context";
@@ -209,16 +209,8 @@ fn check_infer(
     if videos > 1 {
         refuse(format!("phases lists {videos} of kind Video, a chunk begins with one"));
     }
-    let media = local.programs.media_phases(opens_scene(m, after));
-    let generated = m.phases.strip_suffix(&media[..]).and_then(<[_]>::last);
-    if generated.and_then(|p| PhaseKind::from_program(&p.program)) != Some(PhaseKind::Emit) {
-        refuse(match &media[..] {
-            [] => "the last phase is not an emit".to_string(),
-            _ => {
-                let names: Vec<&str> = media.iter().map(|p| p.program.as_str()).collect();
-                format!("the last phases are not an emit and {}", names.join(", "))
-            }
-        });
+    if let Some(why) = find_wrong_end(m, &local.programs.media_phases(opens_scene(m, after))) {
+        refuse(why);
     }
     let bias = m.kv_bias.get();
     if !(bias.is_finite() && bias > 0.0) {
@@ -256,6 +248,19 @@ fn check_infer(
     }
     let early: Vec<_> = inputs.into_iter().filter(|i| i.name != CONTEXT_TENSOR).collect();
     found.extend(check_tensors(&early, tensors));
+}
+
+/// Says what is wrong with the last phases of a call, which must be an emit and the phases of pixels.
+fn find_wrong_end(m: &CallMeta, media: &[PhaseCall]) -> Option<String> {
+    let generated = m.phases.strip_suffix(media).and_then(<[_]>::last);
+    if generated.and_then(|p| PhaseKind::from_program(&p.program)) == Some(PhaseKind::Emit) {
+        return None;
+    }
+    let names: Vec<&str> = media.iter().map(|p| p.program.as_str()).collect();
+    Some(match names[..] {
+        [] => "the last phase is not an emit".to_string(),
+        _ => format!("the last phases are not an emit and {}", names.join(", ")),
+    })
 }
 
 /// Returns whether the call's chunk is the first of its scene, given the cache state before the call.

@@ -26,9 +26,8 @@ use tessera_verify::SealedPlan;
 use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
 use crate::kernel_probe::shorten_digest;
-use crate::media_codec::PIXELS;
 use crate::plan::is_leader_phase;
-use crate::rgb::to_finite_rgb;
+use crate::rgb::{PIXELS, to_finite_rgb};
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 use crate::synthetic_delays::ForwardDelay;
 

@@ -34,6 +34,7 @@ mod html_writer;
 pub mod join;
 mod kernel_probe;
 mod latents_file;
+mod leader_programs;
 // No user needs it: the tests of this crate do, and the one that counts every allocation needs a
 // process of its own.
 #[doc(hidden)]

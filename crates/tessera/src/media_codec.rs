@@ -19,18 +19,16 @@ use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::codes::T0016;
 use crate::host_memory::available_bytes;
+use crate::leader_programs::{NoObserver, fault_text};
 use crate::plan::{Plan, VIDEO_PHASES, is_phase_of_calls, leader_phases};
-use crate::prompt_rows::{NoObserver, PromptRows, fault_text};
+use crate::prompt_rows::PromptRows;
 use crate::record::MediaInterval;
-use crate::rgb::{from_rgb, to_rgb};
+use crate::rgb::{PIXELS, from_rgb, to_rgb};
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
 use crate::vae_weights::VaeWeights;
 
 /// Output of a chunk's call with the next chunk's anchor.
 const ANCHOR: &str = "anchor";
-
-/// Prefix of the outputs of a chunk's call with its pixels, in order.
-pub(crate) const PIXELS: &str = "pixels.";
 
 /// Encodes prompts, decodes chunks and encodes anchors.
 pub(crate) struct MediaCodec {

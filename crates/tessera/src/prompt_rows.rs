@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar};
+use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, Scalar};
 use tessera_ir::{Program, Slots};
 use tessera_mesh::Rank;
 use tessera_models::{TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS};
@@ -16,6 +16,7 @@ use tessera_text::PADDING_ID;
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
 use crate::host_memory::available_bytes;
+use crate::leader_programs::{NoObserver, fault_text};
 use crate::plan::Plan;
 use crate::text_encoder::{PromptEncoder, Umt5Files};
 use crate::text_placement::TextPlace;
@@ -207,25 +208,6 @@ fn open_cpu(seat: MeshRank) -> Result<CpuBackend, Diagnostic> {
 
 fn text_error(why: String) -> Diagnostic {
     Diagnostic::error(&T0016, format!("{TEXT_PHASE} of a prompt: {why}"))
-}
-
-/// Returns what a fault of a leader's program says, of whatever kind it is: the leader has no peers.
-pub(crate) fn fault_text(fault: Fault) -> String {
-    match fault {
-        Fault::Failed(text)
-        | Fault::Stalled(text)
-        | Fault::Aborted(text)
-        | Fault::Refused(text)
-        | Fault::Poisoned(text) => text,
-    }
-}
-
-/// The observer of a leader's program, whose progress nobody watches.
-pub(crate) struct NoObserver;
-
-impl Observer for NoObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! Pixels as bytes. Ranks that decode send 8-bit pixels: the values of a chunk of 480 × 832 are 57 MB, its
 //! bytes 14, and a rank cannot begin the next call before they have left.
 
+/// Prefix of the outputs of a chunk's call with its pixels, in order.
+pub(crate) const PIXELS: &str = "pixels.";
+
 /// Pixel values that one thread converts; more are shared among at most [`MAX_THREADS`], because a thread
 /// takes as long to start as it takes to convert these.
 const VALUES_PER_THREAD: usize = 1 << 19;

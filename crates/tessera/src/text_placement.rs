@@ -144,7 +144,7 @@ mod tests {
         assert!(needs.check(0, 72 << 30).is_ok());
         let refused = needs.check(3, (72 << 30) - 1).unwrap_err();
         assert_eq!(refused.code.id, "T0804");
-        for part in ["12.0 GiB", "60.0 GiB of rank 0", "GPU 3 has 72.0 GiB free"] {
+        for part in ["12.00 GiB", "60.00 GiB of rank 0", "GPU 3 has 72.00 GiB free"] {
             assert!(refused.message.contains(part), "{}", refused.message);
         }
         let alone = MemoryNeeds { rank: 0, ..needs }.check(1, 0).unwrap_err();

@@ -14,8 +14,8 @@ use tessera_mesh::Rank;
 
 use crate::codes::T0016;
 use crate::host_memory::available_bytes;
+use crate::leader_programs::{NoObserver, fault_text};
 use crate::plan::{Plan, VIDEO_PHASES};
-use crate::prompt_rows::{NoObserver, fault_text};
 use crate::vae_weights::VaeWeights;
 
 /// Encodes frames in order, each once, because an encoded frame changes the history.

@@ -1,5 +1,6 @@
 //! `tessera stream`: runs a plan as processes on this host.
 
+mod changes;
 mod join;
 mod performance;
 mod report;
@@ -13,7 +14,7 @@ use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions, TextDevice, TextOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
-use tessera::{LoraFile, Model, Plan, WeightChange, WeightsBase, WeightsOrigin};
+use tessera::{Model, Plan, WeightChange, WeightsBase, WeightsOrigin};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
@@ -23,6 +24,7 @@ use crate::flags::{AppliesTo, flag_set, named_values};
 use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
 use crate::progress::run_watched;
+use changes::{parse_lora, parse_lora_at, parse_prompt_at, parse_seed_at, parse_weights_at};
 use join::{JoinArgs, read_variable};
 use performance::PerformanceArgs;
 use report::{ReportPlace, print_report};
@@ -457,10 +459,6 @@ fn parse_weights_origin(args: &Args) -> Result<WeightsOrigin, CliError> {
     }
 }
 
-fn parse_lora(option: &str, text: &str, example: &str) -> Result<LoraFile, Diagnostic> {
-    LoraFile::parse(text).map_err(|why| invalid_argument(option, text, why, example))
-}
-
 /// Parses the options of outputs, and reports all errors at once.
 fn parse_outputs(args: &Args) -> Result<OutputOptions, CliError> {
     let (mut pipes, mut errors) = (Vec::new(), Vec::new());
@@ -547,38 +545,6 @@ fn read_plan_without_model(folder: &Path) -> Result<(Model, Plan), CliError> {
     Ok((Model::from_plan(Path::new(&plan.model_dir), &plan), plan))
 }
 
-/// Parses a prompt that takes effect at a chunk, such as `4:a blue square`.
-fn parse_prompt_at(text: &str) -> Result<(u32, String), Diagnostic> {
-    let (chunk, prompt) = split_at_chunk(text, "--at", "--at 4:'a blue square moves left'")?;
-    Ok((chunk, prompt.trim().to_string()))
-}
-
-/// Parses a seed that takes effect at a chunk, such as `4:7`.
-fn parse_seed_at(text: &str) -> Result<(u32, u64), Diagnostic> {
-    let example = "--seed-at 4:7";
-    let (chunk, seed) = split_at_chunk(text, "--seed-at", example)?;
-    let seed = seed.trim().parse();
-    seed.map(|s| (chunk, s))
-        .map_err(|_| invalid_argument("--seed-at", text, "the seed is not a whole number from 0", example))
-}
-
-/// Parses a weights folder that every rank loads before a chunk, such as `4:models/demo-2`.
-fn parse_weights_at(text: &str) -> Result<(u32, WeightChange), Diagnostic> {
-    let example = "--weights-at 4:models/other";
-    match split_at_chunk(text, "--weights-at", example)? {
-        (_, "") => Err(invalid_argument("--weights-at", text, "no folder after `:`", example)),
-        (chunk, folder) => Ok((chunk, WeightChange::Folder(PathBuf::from(folder)))),
-    }
-}
-
-/// Parses a LoRA that every rank loads before a chunk, such as `4:style.safetensors:0.8`, or `4:none`.
-fn parse_lora_at(text: &str) -> Result<(u32, WeightChange), Diagnostic> {
-    let example = "--lora-at 4:style.safetensors:0.8";
-    let (chunk, lora) = split_at_chunk(text, "--lora-at", example)?;
-    let loras = if lora == "none" { Vec::new() } else { vec![parse_lora("--lora-at", lora, example)?] };
-    Ok((chunk, WeightChange::Loras(loras)))
-}
-
 /// Parses minimum times of the decoder and encoder, such as `60,120,15` in milliseconds: for the
 /// first latent of a chunk, for its other latents together, and for the encode of the anchor.
 ///
@@ -596,17 +562,6 @@ fn parse_decode_delays(text: &str, other_latents: u64) -> Result<MediaDelays, Di
         rest_ns: ns.get(1).copied().unwrap_or(other_latents * ns[0]),
         encode_ns: ns.get(2).copied().unwrap_or(0),
     })
-}
-
-fn split_at_chunk<'a>(text: &'a str, option: &str, example: &str) -> Result<(u32, &'a str), Diagnostic> {
-    let (chunk, value) = text
-        .split_once(':')
-        .ok_or_else(|| invalid_argument(option, text, "no `:` after the chunk", example))?;
-    let chunk = chunk.trim();
-    let number = chunk
-        .parse()
-        .map_err(|_| invalid_argument(option, text, &format!("`{chunk}` is not a chunk number"), example))?;
-    Ok((number, value))
 }
 
 #[cfg(test)]

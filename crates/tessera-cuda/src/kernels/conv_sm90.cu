@@ -193,7 +193,7 @@ __device__ __forceinline__ void compute_tiles(const ConvShape &s, const bf16 *bi
         float d[SQUARES][OUT_TILE / 2];
 #pragma unroll
         for (int i = 0; i < SQUARES; i++) fence_registers(d[i]);
-        // Stages of the tap before, which are released once its products are complete.
+        // Stages of the tap before, which are released once its multiply-adds are complete.
         int last_w = -1, last_patch = -1;
         int channel = 0, step_patch = 0, more = 0;
         for (int p = 0; p < patch_count; p++) {

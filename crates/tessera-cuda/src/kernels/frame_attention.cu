@@ -3,7 +3,7 @@
 // library supports such heads.
 //
 // A block handles 64 queries: 4 groups of 16, each by two warps, of which each accumulates half of
-// the head. Both compute the scores, which costs half again as many products and saves an exchange
+// the head. Both compute the scores, which costs half again as many multiply-adds and saves an exchange
 // through shared memory; the op is less than one percent of a decoder. While scores are computed,
 // the values of the same keys are loaded, and then the next keys.
 constexpr int QUERIES = 64, KEYS = 64, THREADS = 256, HALF = HEAD / 2;

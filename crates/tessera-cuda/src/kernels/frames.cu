@@ -10,7 +10,7 @@ struct CellPlace {
     int frame, row, column;
 };
 
-// Moves to the next tap. A division per tap and cell would take longer than the products of few channels.
+// Moves to the next tap. A division per tap and cell would take longer than the multiply-adds of few channels.
 __device__ __forceinline__ void advance_tap(CellPlace &tap, const ConvShape &s) {
     if (++tap.column < s.kernel_columns) return;
     tap.column = 0;
