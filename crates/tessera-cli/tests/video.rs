@@ -74,7 +74,7 @@ fn a_stream_follows_its_video_alike_on_every_mesh_and_from_every_format() {
     let [raw, other, pngs] = [&raw, &other, &pngs].map(|p| p.to_str().unwrap());
     let one = ["--mesh", "tp=1", "--video-strength", "0.9", "--video"];
     let expected = case.golden("raw", &[&one[..], &[raw]].concat());
-    assert_eq!(case.golden("pngs", &[&one[..], &[pngs]].concat()), expected);
+    assert_eq!(case.golden("from-pngs", &[&one[..], &[pngs]].concat()), expected);
     let two = ["--mesh", "tp=2", "--strategy", "ulysses", "--video-strength", "0.9", "--video", raw];
     assert_eq!(case.golden("two", &two), expected);
     assert_ne!(case.golden("other", &[&one[..], &[other]].concat()), expected, "the video has no effect");
