@@ -30,27 +30,27 @@ impl Case {
         Case { dir, model }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    fn path_of(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    fn stream(&self, out: &str, more: &[&str]) -> (Option<i32>, String) {
-        let (model, out) = (self.model.to_str().unwrap(), self.path(out));
+    fn run_stream(&self, out: &str, more: &[&str]) -> (Option<i32>, String) {
+        let (model, out) = (self.model.to_str().unwrap(), self.path_of(out));
         let fixed = ["stream", model, "--out", out.to_str().unwrap(), "--format", "json", "--quiet"];
         let common = ["--oversubscribe", "--chunks", "3", "--prompt", PROMPT];
         run_for_text(&[&fixed[..], &common, more].concat())
     }
 
     /// Returns the digest of a run's latents.
-    fn golden(&self, out: &str, more: &[&str]) -> String {
-        let (status, text) = self.stream(out, more);
+    fn golden_digest(&self, out: &str, more: &[&str]) -> String {
+        let (status, text) = self.run_stream(out, more);
         assert_eq!(status, Some(0), "{out}: {text}");
         assert_eq!(json_field(&text, "frames"), FRAMES.to_string(), "{out}: {text}");
         json_field(&text, "golden")
     }
 }
 
-fn pixels(seed: usize) -> Vec<u8> {
+fn draw_pixels(seed: usize) -> Vec<u8> {
     (0..FRAMES * FRAME).map(|i| ((i * 7 + i / FRAME * 40 + seed * 90) % 251) as u8).collect()
 }
 
@@ -67,46 +67,50 @@ fn write_pngs(folder: &Path, pixels: &[u8]) {
 #[test]
 fn a_stream_follows_its_video_alike_on_every_mesh_and_from_every_format() {
     let case = Case::new();
-    let (raw, other, pngs) = (case.path("v.rgb"), case.path("o.rgb"), case.path("pngs"));
-    fs::write(&raw, pixels(0)).unwrap();
-    fs::write(&other, pixels(1)).unwrap();
-    write_pngs(&pngs, &pixels(0));
+    let (raw, other, pngs) = (case.path_of("v.rgb"), case.path_of("o.rgb"), case.path_of("pngs"));
+    fs::write(&raw, draw_pixels(0)).unwrap();
+    fs::write(&other, draw_pixels(1)).unwrap();
+    write_pngs(&pngs, &draw_pixels(0));
     let [raw, other, pngs] = [&raw, &other, &pngs].map(|p| p.to_str().unwrap());
     let one = ["--mesh", "tp=1", "--video-strength", "0.9", "--video"];
-    let expected = case.golden("raw", &[&one[..], &[raw]].concat());
-    assert_eq!(case.golden("from-pngs", &[&one[..], &[pngs]].concat()), expected);
+    let expected = case.golden_digest("raw", &[&one[..], &[raw]].concat());
+    assert_eq!(case.golden_digest("from-pngs", &[&one[..], &[pngs]].concat()), expected);
     let two = ["--mesh", "tp=2", "--strategy", "ulysses", "--video-strength", "0.9", "--video", raw];
-    assert_eq!(case.golden("two", &two), expected);
-    assert_ne!(case.golden("other", &[&one[..], &[other]].concat()), expected, "the video has no effect");
-    assert_ne!(case.golden("none", &["--mesh", "tp=1"]), expected);
+    assert_eq!(case.golden_digest("two", &two), expected);
+    assert_ne!(
+        case.golden_digest("other", &[&one[..], &[other]].concat()),
+        expected,
+        "the video has no effect"
+    );
+    assert_ne!(case.golden_digest("none", &["--mesh", "tp=1"]), expected);
     let recompute = [&one[..], &[raw, "--cache", "recompute"]].concat();
-    assert_ne!(case.golden("recompute", &recompute), expected);
+    assert_ne!(case.golden_digest("recompute", &recompute), expected);
 }
 
 #[test]
 fn a_stream_from_a_pipe_ends_with_the_last_whole_chunk() {
     let case = Case::new();
-    let fifo = case.path("fifo");
+    let fifo = case.path_of("fifo");
     let made = std::process::Command::new("mkfifo").arg(&fifo).status().unwrap();
     assert!(made.success());
     let writer = std::thread::spawn({
         let fifo = fifo.clone();
         // Two chunks take 11 frames; the twelfth begins a third.
-        move || fs::File::create(fifo).unwrap().write_all(&pixels(0)[..12 * FRAME]).unwrap()
+        move || fs::File::create(fifo).unwrap().write_all(&draw_pixels(0)[..12 * FRAME]).unwrap()
     });
     let video = ["--mesh", "tp=1", "--video-strength", "0.9", "--video", fifo.to_str().unwrap()];
-    let (status, text) = case.stream("run", &video);
+    let (status, text) = case.run_stream("run", &video);
     writer.join().unwrap();
     assert_eq!(json_field(&text, "frames"), "11", "{status:?} {text}");
-    let record = fs::read_to_string(case.path("run/record.jsonl")).unwrap();
+    let record = fs::read_to_string(case.path_of("run/record.jsonl")).unwrap();
     assert!(record.lines().last().unwrap().contains("\"output_complete\":false"), "{record}");
 }
 
 #[test]
 fn a_video_that_does_not_fit_is_refused_before_anything_starts() {
     let case = Case::new();
-    let (short, y4m) = (case.path("short.rgb"), case.path("v.y4m"));
-    fs::write(&short, &pixels(0)[..12 * FRAME]).unwrap();
+    let (short, y4m) = (case.path_of("short.rgb"), case.path_of("v.y4m"));
+    fs::write(&short, &draw_pixels(0)[..12 * FRAME]).unwrap();
     fs::write(&y4m, "YUV4MPEG2 W17 H16 F24:1 C444\n").unwrap();
     let (short, y4m) = (short.to_str().unwrap(), y4m.to_str().unwrap());
     let strong = ["--video-strength", "0.9"];
@@ -119,11 +123,11 @@ fn a_video_that_does_not_fit_is_refused_before_anything_starts() {
         (vec!["--video", short, "--video-strength", "1.5"], "", "no noise level"),
         (vec!["--steps", "500", "--video-input", "frames"], "T0018", "needs an input video"),
     ] {
-        let (status, text) = case.stream("run", &more);
+        let (status, text) = case.run_stream("run", &more);
         assert!(
             matches!(status, Some(1 | 2)) && text.contains(code) && text.contains(words),
             "{more:?}: {status:?} {text}"
         );
-        assert!(!case.path("run").exists(), "{more:?}");
+        assert!(!case.path_of("run").exists(), "{more:?}");
     }
 }

@@ -17,9 +17,8 @@ use crate::compile::{compile_cubin, compile_options};
 use crate::conv;
 use crate::cubin::is_complete_cubin;
 use crate::dylib::Nvrtc;
-use crate::frame_attention;
 use crate::gemm::sm90::{self, EPILOGUES};
-use crate::kernels::{elementwise_source, head_defines, relative_attention_source, row_variants};
+use crate::kernels::{elementwise_source, head_defines, head_sources, row_variants};
 use crate::libraries::Libraries;
 
 /// A family for Ampere, Ada, Hopper and Blackwell.
@@ -28,9 +27,8 @@ const fn portable_family(name: &'static str) -> KernelFamily {
 }
 
 const ELEMENTWISE_FAMILY: KernelFamily = portable_family("elementwise kernels");
-const RELATIVE_ATTENTION_FAMILY: KernelFamily = portable_family("attention with a bias by distance");
+const HEAD_FAMILY: KernelFamily = portable_family("attention kernels for a head size");
 const ROW_FAMILY: KernelFamily = portable_family("row kernels");
-const FRAME_ATTENTION_FAMILY: KernelFamily = portable_family("attention within frames");
 const COLLECTIVE_FAMILY: KernelFamily = portable_family("collective kernels");
 
 /// One compilation: a source with macros, for an architecture.
@@ -67,9 +65,11 @@ fn all_compilations() -> Vec<Compilation> {
             out.extend(compilations(ROW_FAMILY, &source, &defines));
         }
     }
-    for head in [0, 16, 48, 64, 128] {
-        let source = relative_attention_source();
-        out.extend(compilations(RELATIVE_ATTENTION_FAMILY, &source, &head_defines(head)));
+    for (module, source, _) in head_sources() {
+        let heads: &[u64] = if module == "frame_attention" { &[32, 96, 384] } else { &[0, 16, 48, 64, 128] };
+        for head in heads {
+            out.extend(compilations(HEAD_FAMILY, &source, &head_defines(*head)));
+        }
     }
     for (members, me) in [(1, 0), (2, 1), (4, 2), (16, 15)] {
         let group = [("MEMBERS", members.to_string()), ("ME", me.to_string())];
@@ -79,11 +79,6 @@ fn all_compilations() -> Vec<Compilation> {
     for tiling in attention_sm90::TILINGS {
         let source = attention_sm90::kernel_source();
         out.extend(compilations(ATTENTION_FAMILY, &source, &tiling.compile_defines()));
-    }
-    for channels in [32, 96, 384] {
-        let (source, defines) =
-            (frame_attention::kernel_source(), frame_attention::compile_defines(channels));
-        out.extend(compilations(FRAME_ATTENTION_FAMILY, &source, &defines));
     }
     for tile in conv::tile_candidates() {
         out.extend(compilations(CONV_FAMILY, &tile.kernel_source(), &tile.compile_defines().0));

@@ -1,4 +1,4 @@
-//! Convolutions of frames: their extents, and the sm90 kernel, an implicit GEMM that loads patches with
+//! Convolutions of frames in bf16 with the sm90 kernel, an implicit GEMM that loads patches with
 //! TMA and multiplies with wgmma. docs/design/0024 gives its measurements.
 
 #![allow(unsafe_code, reason = "launches of kernels on raw addresses")]
@@ -54,14 +54,16 @@ pub(crate) struct ConvTile {
 const THREADS: u32 = 384;
 /// Maximum shared memory of a block on sm_90, in bytes.
 const MAX_SHARED_BYTES: u64 = 232_448;
-/// Patches, and stages of weights, that a block loads ahead.
+/// Most output channels with which the kernel stores each alone: its tile has no multiple of 32 then.
+const MAX_SINGLE_STORES: i32 = 24;
+/// Most stages of weights that a block loads ahead.
 const MAX_WEIGHT_STAGES: u64 = 8;
 /// Channels and cells of the tiles with which a warpgroup holds 192 accumulators per thread.
 const TALL_TILES: [(u64, u64, u64); 3] = [(192, 16, 16), (128, 16, 24), (96, 16, 32)];
 /// Tiles for small frames, of which taller ones would leave multiprocessors idle.
 const SHORT_TILES: [(u64, u64, u64); 2] = [(96, 16, 16), (64, 16, 16)];
 /// The cost of a tile beside its multiply-adds, in multiply-adds of a cell and a channel per input
-/// channel and tap, measured on an H100.
+/// channel and tap. An assumption, with which the tiles that were fastest on an H100 are chosen.
 const TILE_OVERHEAD: u64 = 6_000;
 
 /// The convolution kernels that were compiled for one device, one per tile.
@@ -78,10 +80,15 @@ impl ConvSm90 {
         capabilities.supports(&CONV_FAMILY).then(|| ConvSm90 { multiprocessors, kernels: BTreeMap::new() })
     }
 
-    /// Returns whether the kernels support a convolution: TMA needs strides of 16 bytes, and the same
-    /// step for rows and columns.
+    /// Returns whether the kernels support a convolution: TMA needs strides of 16 bytes, patches the same
+    /// step for rows and columns, and the stores of 8 channels at once that all cells begin at 16 bytes.
     pub(crate) fn is_supported(dtype: DType, s: &ConvShape) -> bool {
-        dtype == DType::Bf16 && s.in_channels % 8 == 0 && s.row_step == s.column_step && s.row_step <= 2
+        let stores_fit = s.channels % 8 == 0 || s.channels <= MAX_SINGLE_STORES;
+        dtype == DType::Bf16
+            && s.in_channels % 8 == 0
+            && stores_fit
+            && s.row_step == s.column_step
+            && s.row_step <= 2
     }
 
     /// Returns the tile with the lowest estimated time. The bits of a cell do not depend on the tile.
@@ -98,7 +105,7 @@ impl ConvSm90 {
             return tile((channels, 16, if s.shares_patch() { 32 } else { 16 }));
         }
         let cost = |t: &ConvTile| {
-            let waves = t.count(s).div_ceil(self.multiprocessors);
+            let waves = t.count_tiles(s).div_ceil(self.multiprocessors);
             waves * (t.out_channels * t.width * t.height + TILE_OVERHEAD)
         };
         let candidates = TALL_TILES.into_iter().chain(SHORT_TILES).map(tile);
@@ -121,8 +128,8 @@ impl ConvSm90 {
     ///
     /// # Safety
     /// Every operand that is not 0 must be device memory of the shape's extent. All must stay allocated
-    /// until the stream has completed the work; meanwhile no other stream may write the inputs or access
-    /// the result. The residual may be the result.
+    /// until the stream has completed the work; until then no other stream may write the inputs or
+    /// access the result. The residual may be the result.
     pub(crate) unsafe fn launch_conv(
         &self,
         tile: ConvTile,
@@ -136,8 +143,8 @@ impl ConvSm90 {
         let row_bytes = 2 * s.in_channels as u64;
         let w_map = encode_tensor_map(
             operands.w,
-            [s.in_channels as u64, s.taps(), s.out_channels()],
-            &[row_bytes, row_bytes * s.taps()],
+            [s.in_channels as u64, s.count_taps(), s.out_channels()],
+            &[row_bytes, row_bytes * s.count_taps()],
             [BOX_COLUMNS as u32, 1, tile.out_channels as u32],
         )?;
         let x_map = tile.patch_map(s, operands.x, s.in_frames)?;
@@ -154,7 +161,7 @@ impl ConvSm90 {
             out: operands.out.into(),
             shape: *s,
         };
-        let blocks = tile.count(s).min(self.multiprocessors) as u32;
+        let blocks = tile.count_tiles(s).min(self.multiprocessors) as u32;
         // SAFETY: the caller guarantees the operands; the kernel was compiled for this tile and keeps
         // inside the shape.
         unsafe { kernel.launch([blocks, 1, 1], THREADS, *shared_bytes, &args, stream) }
@@ -163,7 +170,7 @@ impl ConvSm90 {
 
 impl ConvTile {
     /// Returns the number of tiles of a shape.
-    fn count(self, s: &ConvShape) -> u64 {
+    fn count_tiles(self, s: &ConvShape) -> u64 {
         let along = |extent: i32, tile: u64| (extent as u64).div_ceil(tile);
         s.out_channels().div_ceil(self.out_channels)
             * along(s.width, self.width)
@@ -235,7 +242,7 @@ mod tests {
     use super::*;
     use crate::capabilities::FeatureMask;
 
-    fn shape(size: [i32; 4], in_channels: i32, kernel: [i32; 3]) -> ConvShape {
+    fn conv_shape(size: [i32; 4], in_channels: i32, kernel: [i32; 3]) -> ConvShape {
         let [frames, height, width, channels] = size;
         ConvShape {
             frames,
@@ -267,12 +274,12 @@ mod tests {
             let t = own.choose_tile(s, false);
             (t.out_channels, t.width, t.height)
         };
-        assert_eq!(tile(&shape([4, 480, 832, 96], 96, [3, 3, 3])), (96, 16, 32));
-        assert_eq!(tile(&shape([4, 240, 416, 192], 192, [3, 3, 3])), (192, 16, 16));
+        assert_eq!(tile(&conv_shape([4, 480, 832, 96], 96, [3, 3, 3])), (96, 16, 32));
+        assert_eq!(tile(&conv_shape([4, 240, 416, 192], 192, [3, 3, 3])), (192, 16, 16));
         // One wave of short tiles instead of one of tall tiles.
-        assert_eq!(tile(&shape([1, 60, 104, 384], 384, [3, 3, 3])), (96, 16, 16));
-        assert_eq!(tile(&shape([4, 480, 832, 3], 96, [3, 3, 3])), (8, 16, 32));
-        assert_eq!(tile(&shape([1, 60, 104, 16], 16, [1, 1, 1])), (16, 16, 16));
+        assert_eq!(tile(&conv_shape([1, 60, 104, 384], 384, [3, 3, 3])), (96, 16, 16));
+        assert_eq!(tile(&conv_shape([4, 480, 832, 3], 96, [3, 3, 3])), (8, 16, 32));
+        assert_eq!(tile(&conv_shape([1, 60, 104, 16], 16, [1, 1, 1])), (16, 16, 16));
     }
 
     #[test]
@@ -284,10 +291,14 @@ mod tests {
 
     #[test]
     fn other_convolutions_have_the_plain_kernel() {
-        let s = shape([1, 8, 8, 96], 3, [3, 3, 3]);
+        let s = conv_shape([1, 8, 8, 96], 3, [3, 3, 3]);
         assert!(!ConvSm90::is_supported(DType::Bf16, &s));
         let s = ConvShape { in_channels: 96, ..s };
         assert!(ConvSm90::is_supported(DType::Bf16, &s) && !ConvSm90::is_supported(DType::F32, &s));
         assert!(!ConvSm90::is_supported(DType::Bf16, &ConvShape { row_step: 3, column_step: 3, ..s }));
+        // A store of 8 channels would write into the next cell.
+        let with_channels = |channels| ConvSm90::is_supported(DType::Bf16, &ConvShape { channels, ..s });
+        assert!(with_channels(3) && with_channels(24) && with_channels(40));
+        assert!(!with_channels(30) && !with_channels(100));
     }
 }

@@ -68,7 +68,7 @@ impl ConvShape {
         self.channels as u64
     }
 
-    pub(crate) fn taps(&self) -> u64 {
+    pub(crate) fn count_taps(&self) -> u64 {
         [self.kernel_frames, self.kernel_rows, self.kernel_columns].into_iter().map(|n| n as u64).product()
     }
 

@@ -42,7 +42,6 @@ use crate::device_memory::{DeviceMemory, PinnedMemory};
 use crate::devices::used_bytes;
 use crate::driver::{Context, CudaError, CudaEvent, CudaResult, CudaStream, GraphExec};
 use crate::dylib::{CublasLt, Cudnn, Nvrtc};
-use crate::frame_attention::FrameAttentions;
 use crate::fusion::comm_fusion::CommOffload;
 use crate::fusion::horizontal_fusion::ScratchPlace;
 use crate::fusion::launch_step::LaunchStep;
@@ -117,7 +116,6 @@ pub struct CudaBackend {
     sm90_attention: Option<AttentionSm90>,
     /// The sm90 convolution kernels, if the device supports them.
     sm90_convs: Option<ConvSm90>,
-    frame_attentions: FrameAttentions,
     capabilities: Capabilities,
     one_time_counts: OneTimeCounts,
     /// Whether runs begin with a kernel that never ends (an injected hang).
@@ -278,7 +276,6 @@ impl CudaBackend {
             attentions: CudnnAttention::new(dnn)?,
             sm90_attention: flash,
             sm90_convs: ConvSm90::new(&capabilities),
-            frame_attentions: FrameAttentions::default(),
             capabilities,
             one_time_counts: OneTimeCounts::default(),
             hang_injected: false,

@@ -188,7 +188,7 @@ impl KernelParam for BucketStarts {
 }
 
 kernel_signatures! {
-    RELATIVE_ATTENTION_TABLE:
+    HEAD_TABLE:
 
     /// Attention with a bias by distance, for any head size or for that of the compilation.
     RelativeAttention {
@@ -197,4 +197,9 @@ kernel_signatures! {
         q_pitch: i32, k_pitch: i32, v_pitch: i32, buckets: i32, starts: BucketStarts,
     } = RELATIVE_ATTENTION_F32 "relative_attention_f32", RELATIVE_ATTENTION_BF16 "relative_attention_bf16",
         RELATIVE_ATTENTION_TILED "relative_attention";
+
+    /// Attention within a frame: softmax(q · kᵀ · scale) · v for one head of the size of the compilation.
+    FrameAttention {
+        q: DevicePtr<Bf16>, k: DevicePtr<Bf16>, v: DevicePtr<Bf16>, out: DevicePtr<Bf16>, cells: i32,
+    } = FRAME_ATTENTION "frame_attention";
 }

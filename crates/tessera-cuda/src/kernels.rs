@@ -22,7 +22,10 @@ const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
 const RMS_ROPE: &str = include_str!("kernels/rms_rope.cu");
 const ELEMENTWISE: &str = include_str!("kernels/elements.cu");
+/// Building blocks of the attention kernels that multiply with mma.sync.
+const MMA: &str = include_str!("kernels/mma.cuh");
 const RELATIVE_ATTENTION: &str = include_str!("kernels/relative_attention.cu");
+const FRAME_ATTENTION: &str = include_str!("kernels/frame_attention.cu");
 
 /// Threads per block of an elementwise kernel.
 const ELEMENTWISE_THREADS: u32 = 256;
@@ -35,8 +38,7 @@ pub(crate) struct KernelSet {
     functions: BTreeMap<&'static str, KernelFunction>,
     /// Row kernels by width, and by whether rows are bf16 rather than f32.
     row_kernels: BTreeMap<(u64, bool), BTreeMap<&'static str, RowKernel>>,
-    /// Kernels of attention with a bias by distance, by name and the head size that they are compiled
-    /// for.
+    /// Attention kernels by name and the head size that they are compiled for.
     head_kernels: BTreeMap<(&'static str, u64), KernelFunction>,
     multiprocessors: u32,
 }
@@ -98,8 +100,8 @@ impl KernelLaunch {
         KernelLaunch { name: kernel.name(), grid, args: Box::new(args) }
     }
 
-    /// A row kernel for rows of this width and dtype.
-    pub(crate) fn rows<P: KernelParams + 'static>(
+    /// Describes a launch of a row kernel for rows of this width and dtype.
+    pub(crate) fn for_rows<P: KernelParams + 'static>(
         kernel: Kernel<P>,
         (rows, width, dtype): (u64, u64, DType),
         args: P,
@@ -111,8 +113,8 @@ impl KernelLaunch {
         }
     }
 
-    /// A kernel that is compiled for this head size; 0 stands for any.
-    pub(crate) fn heads<P: KernelParams + 'static>(
+    /// Describes a launch of a kernel that is compiled for this head size; 0 stands for any.
+    pub(crate) fn for_heads<P: KernelParams + 'static>(
         kernel: Kernel<P>,
         head: u64,
         blocks: HeadBlocks,
@@ -148,6 +150,20 @@ const ROW_SOURCES: [(&str, &str, u64, &[&str]); 2] = [
     ("rms_rope", RMS_ROPE, 16, &[kernel_table::RMS_ROPE.name()]),
 ];
 
+/// Modules of the kernels that are compiled for a head size: their sources and their kernels.
+const HEAD_SOURCES: [(&str, &str, &[&str]); 2] = [
+    (
+        "relative_attention",
+        RELATIVE_ATTENTION,
+        &[
+            kernel_table::RELATIVE_ATTENTION_F32.name(),
+            kernel_table::RELATIVE_ATTENTION_BF16.name(),
+            kernel_table::RELATIVE_ATTENTION_TILED.name(),
+        ],
+    ),
+    ("frame_attention", FRAME_ATTENTION, &[kernel_table::FRAME_ATTENTION.name()]),
+];
+
 impl KernelSet {
     pub(crate) fn new(mut compiler: Compiler, multiprocessors: u32) -> CudaResult<KernelSet> {
         let elements = compiler.compile_module("elements", &elementwise_source(), &[])?;
@@ -173,11 +189,14 @@ impl KernelSet {
         }
     }
 
-    /// Compiles a kernel of attention with a bias by distance for a head size.
+    /// Compiles an attention kernel for a head size.
     fn prepare_heads(&mut self, name: &'static str, head: u64, shared_bytes: u32) -> CudaResult<()> {
         if !self.head_kernels.contains_key(&(name, head)) {
-            let source = relative_attention_source();
-            let module = self.compiler.compile_module("relative_attention", &source, &head_defines(head))?;
+            let Some((module, source, _)) = HEAD_SOURCES.iter().find(|(.., kernels)| kernels.contains(&name))
+            else {
+                return Err(CudaError(format!("no source holds the kernel {name}")));
+            };
+            let module = self.compiler.compile_module(module, &head_source(source), &head_defines(head))?;
             self.head_kernels.insert((name, head), module.get_function(name)?);
         }
         // More buckets need more shared memory.
@@ -277,12 +296,18 @@ pub(crate) fn wgmma_source(columns: u64) -> String {
     )
 }
 
-/// Returns the CUDA source of attention with a bias by distance.
-pub(crate) fn relative_attention_source() -> String {
-    format!("{COMMON}{RELATIVE_ATTENTION}")
+/// Returns the CUDA source of attention kernels that are compiled for a head size.
+fn head_source(kernels: &str) -> String {
+    format!("{COMMON}{MMA}{kernels}")
 }
 
-/// Returns the macros of attention with a bias by distance for a head size; 0 stands for any.
+/// Returns the CUDA sources of [`HEAD_SOURCES`], each with its module and the names of its kernels.
+#[cfg(test)]
+pub(crate) fn head_sources() -> Vec<(&'static str, String, &'static [&'static str])> {
+    HEAD_SOURCES.iter().map(|(module, source, kernels)| (*module, head_source(source), *kernels)).collect()
+}
+
+/// Returns the macros of an attention kernel for a head size; 0 stands for any.
 pub(crate) fn head_defines(head: u64) -> [(&'static str, String); 1] {
     [("HEAD", head.to_string())]
 }

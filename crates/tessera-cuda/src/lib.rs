@@ -23,7 +23,6 @@ mod devices;
 mod driver;
 mod dylib;
 mod exec;
-mod frame_attention;
 mod fusion;
 mod gemm;
 mod kernel_choice;

@@ -7,11 +7,10 @@ use std::collections::BTreeMap;
 use crate::attention_sm90;
 use crate::collectives::COLLECTIVE_TABLE;
 use crate::conv;
-use crate::frame_attention;
 use crate::gemm::sm90::{self, EPILOGUES, GEMM_TABLE};
 use crate::kernel_params::{Param, ParamType};
-use crate::kernel_table::{ELEMENTWISE_TABLE, RELATIVE_ATTENTION_TABLE, ROW_TABLE};
-use crate::kernels::{elementwise_source, relative_attention_source, row_sources};
+use crate::kernel_table::{ELEMENTWISE_TABLE, HEAD_TABLE, ROW_TABLE};
+use crate::kernels::{elementwise_source, head_sources, row_sources};
 
 /// A parameter of a `__global__` function.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -250,13 +249,13 @@ fn declarations(tables: &[&[(&'static str, &[Param])]]) -> Declarations {
 fn all_sources() -> Vec<(String, Declarations)> {
     let mut out = vec![
         (elementwise_source(), declarations(&[ELEMENTWISE_TABLE])),
-        (relative_attention_source(), declarations(&[RELATIVE_ATTENTION_TABLE])),
         (attention_sm90::kernel_source(), declarations(&[attention_sm90::ATTENTION_TABLE])),
-        (frame_attention::kernel_source(), declarations(&[frame_attention::FRAME_ATTENTION_TABLE])),
         (include_str!("kernels/p2p_collectives.cu").to_string(), declarations(&[COLLECTIVE_TABLE])),
     ];
-    for (source, kernels) in row_sources() {
-        let mut declared = declarations(&[ROW_TABLE]);
+    let of_rows = row_sources().into_iter().map(|(source, kernels)| (source, kernels, ROW_TABLE));
+    let of_heads = head_sources().into_iter().map(|(_, source, kernels)| (source, kernels, HEAD_TABLE));
+    for (source, kernels, table) in of_rows.chain(of_heads) {
+        let mut declared = declarations(&[table]);
         declared.retain(|(name, _)| kernels.contains(name));
         out.push((source, declared));
     }
@@ -279,8 +278,8 @@ fn every_declared_parameter_is_that_of_the_kernel() {
     }
     // One kernel per tile of a GEMM or a convolution, and all others once.
     let tiles = EPILOGUES.into_iter().flat_map(sm90::tile_candidates).count() + conv::tile_candidates().len();
-    let tables = [ELEMENTWISE_TABLE, ROW_TABLE, RELATIVE_ATTENTION_TABLE, COLLECTIVE_TABLE];
-    assert_eq!(kernels - tiles, tables.iter().map(|t| t.len()).sum::<usize>() + 2);
+    let tables = [ELEMENTWISE_TABLE, ROW_TABLE, HEAD_TABLE, COLLECTIVE_TABLE];
+    assert_eq!(kernels - tiles, tables.iter().map(|t| t.len()).sum::<usize>() + 1);
 }
 
 /// Applies a change to the declaration of a kernel and returns the differences.

@@ -15,7 +15,7 @@ use crate::{PixelDecoder, PredictionTarget, denoising_steps};
 
 /// Builds every logical program that a stream may run, in a fixed order. The fill levels are the
 /// numbers of latent frames already cached when a chunk begins: 0, one chunk, … up to a full window
-/// minus one chunk. `media` tells how a VAE's programs get their latents.
+/// minus one chunk. `media` states where a VAE's programs run.
 ///
 /// # Panics
 /// Never panics for a parsed [`VideoModel`], whose dimensions satisfy every rule used here.

@@ -212,8 +212,9 @@ pub trait MediaPipeline {
         opens_scene: bool,
     ) -> Result<Tensor, Diagnostic>;
 
-    /// Writes a chunk, which it decodes unless its call has, and returns its number of frames. `opens_scene` tells whether the
-    /// chunk is the first of its scene. The runtime calls it once per chunk, in order.
+    /// Writes a chunk, which it decodes unless its call has, and returns its number of frames.
+    /// `opens_scene` states whether the chunk is the first of its scene. The runtime calls it once per
+    /// chunk, in order.
     fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic>;
 
     /// Closes the output after the last chunk.

@@ -7,6 +7,7 @@
 
 mod device_timer;
 mod forward_trace;
+mod loaded_program;
 mod phases;
 mod rank;
 mod synthetic_weights;
@@ -28,6 +29,7 @@ use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
 use crate::codes::T0061;
 pub use device_timer::{SynchronisedTime, UnsynchronisedTimer};
 pub use forward_trace::{RankForward, TracedForward, machine_for, write_timeline};
+pub use loaded_program::LaunchTotal;
 pub use phases::{PhaseBenchConfig, PhaseBenchReport, PhaseTimes, time_phases};
 pub use rank::rank_main;
 pub use synthetic_weights::SyntheticWeights;

@@ -409,7 +409,7 @@ impl MeshEngine {
     }
 }
 
-/// Converts pixels to bytes. Fails if one is NaN or infinite, because its byte no longer tells.
+/// Converts pixels to bytes. Fails if one is NaN or infinite, because no later check can see that in bytes.
 fn pixel_bytes(name: &str, values: &[f32]) -> Result<Vec<u8>, EngineFault> {
     to_finite_rgb(values).map_err(|count| {
         let text = format!("{count} of {} {name} are not finite", values.len());

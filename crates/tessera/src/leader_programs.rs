@@ -1,6 +1,40 @@
 //! What the programs have in common that the leader runs outside the lockstep.
 
-use tessera_device::{Fault, Observer};
+use std::time::Duration;
+
+use tessera_base::Diagnostic;
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::{Fault, MeshRank, Observer};
+
+use crate::codes::T0016;
+use crate::host_memory::available_bytes;
+
+/// Opens a CPU backend without communicators for programs of the leader.
+///
+/// # Errors
+/// T0016 if its threads cannot start.
+pub(crate) fn open_cpu_backend(seat: MeshRank, cores: CoreUse) -> Result<CpuBackend, Diagnostic> {
+    let pool = match cores {
+        CoreUse::One => Pool::single_thread(),
+        CoreUse::All => {
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            let failed = |e| Diagnostic::error(&T0016, format!("threads of the leader cannot start: {e}"));
+            Pool::new(threads).map_err(failed)?
+        }
+    };
+    let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
+    available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
+    Ok(cpu)
+}
+
+/// The cores that a program of the leader uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CoreUse {
+    /// The calling thread alone.
+    One,
+    /// A thread per core: the stream waits for the program longer than for the cores that its ranks lack.
+    All,
+}
 
 /// Returns what a fault of a leader's program says, of whatever kind it is: the leader has no peers.
 pub(crate) fn fault_text(fault: Fault) -> String {

@@ -7,10 +7,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_cpu::{CpuBackend, Pool};
+use tessera_cpu::CpuBackend;
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
@@ -18,8 +18,7 @@ use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, TEXT_PHASE, VideoModel};
 use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::codes::T0016;
-use crate::host_memory::available_bytes;
-use crate::leader_programs::{NoObserver, fault_text};
+use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
 use crate::plan::{Plan, VIDEO_PHASES, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::PromptRows;
 use crate::record::MediaInterval;
@@ -63,12 +62,11 @@ impl MediaCodec {
         let (rank, sealed) = (Rank(0), &plan.sealed);
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
         let decodes_in_calls = is_phase_of_calls(sealed, "decode.first");
-        let pool = match plan.video.stream.decoder {
-            PixelDecoder::WanVae if !decodes_in_calls => start_threads()?,
-            PixelDecoder::WanVae | PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Pool::single_thread(),
+        let cores = match plan.video.stream.decoder {
+            PixelDecoder::WanVae if !decodes_in_calls => CoreUse::All,
+            PixelDecoder::WanVae | PixelDecoder::SpaceTimeDepth | PixelDecoder::None => CoreUse::One,
         };
-        let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
-        available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
+        let mut cpu = open_cpu_backend(seat, cores)?;
         let mut source: Box<dyn WeightSource> = match vae {
             Some(vae) => Box::new(vae),
             None => Box::new(NoWeights),
@@ -256,7 +254,7 @@ impl MediaCodec {
         self.cpu
             .output(output)
             .map(<[f32]>::to_vec)
-            .ok_or_else(|| failed(format!("the program output no {output}")))
+            .ok_or_else(|| failed(format!("the program outputs no {output}")))
     }
 }
 
@@ -269,14 +267,6 @@ fn find_output<'a>(outputs: &'a Tensors, name: &str) -> Result<&'a Tensor, Diagn
     outputs
         .get(name)
         .ok_or_else(|| Diagnostic::error(&T0016, format!("a chunk's call returned no tensor `{name}`")))
-}
-
-/// Starts a thread per core for the convolutions of a VAE, for which a stream waits longer than for the
-/// cores that its ranks lack meanwhile.
-fn start_threads() -> Result<Pool, Diagnostic> {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    Pool::new(threads)
-        .map_err(|e| Diagnostic::error(&T0016, format!("the threads of the VAE cannot start: {e}")))
 }
 
 fn f32_values(t: &Tensor) -> Vec<f32> {

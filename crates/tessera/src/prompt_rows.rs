@@ -3,10 +3,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
 
 use tessera_base::Diagnostic;
-use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, Scalar};
 use tessera_ir::{Program, Slots};
 use tessera_mesh::Rank;
@@ -15,8 +13,7 @@ use tessera_text::PADDING_ID;
 
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
-use crate::host_memory::available_bytes;
-use crate::leader_programs::{NoObserver, fault_text};
+use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
 use crate::plan::Plan;
 use crate::text_encoder::{PromptEncoder, Umt5Files};
 use crate::text_placement::TextPlace;
@@ -144,7 +141,12 @@ impl TextProgram {
         let own = Arc::clone(&self.plan);
         let mut backend: Box<dyn Backend> = match self.place.gpu {
             Some(gpu) => Box::new(open_leader_backend(own.seat, gpu)?),
-            None => Box::new(open_cpu(own.seat)?),
+            None => {
+                let mut cpu = open_cpu_backend(own.seat, CoreUse::All)?;
+                // The checkpoints of Wan hold bf16, and the largest encoder has 5.7 billion weights.
+                cpu.store_bf16_weights();
+                Box::new(cpu)
+            }
         };
         let program = backend.load(&own.program, &own.slots, &mut self.files)?;
         let mut loaded = LoadedText { backend, program };
@@ -193,17 +195,6 @@ impl LoadedText {
         let rows = self.backend.output(TEXT_ROWS).ok_or_else(|| text_error("it returned no rows".into()))?;
         Ok(rows.to_vec())
     }
-}
-
-fn open_cpu(seat: MeshRank) -> Result<CpuBackend, Diagnostic> {
-    // The ranks of this host wait for the rows of a prompt, so the program may use their cores.
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let pool = Pool::new(threads).map_err(|e| text_error(format!("its threads cannot start: {e}")))?;
-    let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
-    // The checkpoints of Wan hold bf16, and the largest encoder has 5.7 billion weights.
-    cpu.store_bf16_weights();
-    available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
-    Ok(cpu)
 }
 
 fn text_error(why: String) -> Diagnostic {

@@ -248,8 +248,9 @@ fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
 fn check_frames_file(record: &RunRecord, options: &StreamOptions) -> Result<(), Diagnostic> {
     let files = [CLIP_FILE, LATENTS_FILE].map(|name| options.out.join(name));
     let computes = record.start.device != RunDevice::Sim;
-    if !computes || options.outputs.no_clip || record.chunk_count() == 0 || files.iter().any(|f| f.is_file())
-    {
+    // A stream that the user wants without a clip has frames and needs no file of them.
+    let is_wanted = !options.outputs.no_clip || options.outputs.latents || record.frame_count() == 0;
+    if !computes || !is_wanted || record.chunk_count() == 0 || files.iter().any(|f| f.is_file()) {
         return Ok(());
     }
     Err(lost_output(&files[usize::from(record.frame_count() == 0)], "no such file"))

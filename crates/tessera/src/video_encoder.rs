@@ -5,16 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tessera_base::Diagnostic;
-use tessera_cpu::{CpuBackend, Pool};
+use tessera_cpu::CpuBackend;
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle};
 use tessera_mesh::Rank;
 
 use crate::codes::T0016;
-use crate::host_memory::available_bytes;
-use crate::leader_programs::{NoObserver, fault_text};
+use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
 use crate::plan::{Plan, VIDEO_PHASES};
 use crate::vae_weights::VaeWeights;
 
@@ -36,11 +34,7 @@ impl VideoEncoder {
     pub(crate) fn load(plan: &Plan, vae: Option<VaeWeights>) -> Result<VideoEncoder, Diagnostic> {
         let mut vae = vae.ok_or_else(|| encode_error("the model has no VAE".into()))?;
         let (rank, sealed) = (Rank(0), &plan.sealed);
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let pool = Pool::new(threads).map_err(|e| encode_error(format!("threads cannot start: {e}")))?;
-        let seat = MeshRank { mesh: *sealed.mesh(), rank };
-        let mut cpu = CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1));
-        available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
+        let mut cpu = open_cpu_backend(MeshRank { mesh: *sealed.mesh(), rank }, CoreUse::All)?;
         let mut load = |name: &str| {
             let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) else {
                 return Err(encode_error(format!("the plan has no program {name}")));

@@ -10,6 +10,7 @@ use tessera_base::Diagnostic;
 use tessera_models::VideoModel;
 
 use crate::codes::T0079;
+use crate::rgb::from_rgb;
 
 /// First bytes of a YUV4MPEG2 file.
 const Y4M_MAGIC: &str = "YUV4MPEG2";
@@ -129,7 +130,7 @@ impl VideoFile {
             },
         };
         self.read += 1;
-        Ok(Some(rgb.into_iter().map(|v| f32::from(v) / 127.5 - 1.0).collect()))
+        Ok(Some(from_rgb(&rgb).collect()))
     }
 }
 

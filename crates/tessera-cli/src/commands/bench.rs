@@ -1,5 +1,5 @@
-//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model, its text encoder, or
-//! single phases.
+//! `tessera bench`: measures the DiT of a video model, its text encoder, or single phases of a plan on this
+//! machine's GPUs.
 
 mod phases;
 mod text;
@@ -12,8 +12,9 @@ use tessera::gpus::GpuDiscovery;
 use tessera::terminal::print_stderr;
 use tessera::{DtypePolicy, Mapping, Strategy, Transport};
 use tessera_tools::bench::{
-    BenchConfig, BenchPoint, BenchRanks, ErrorRow, FORWARDS_PER_STEP, FRAMES_PER_STEP, MachineModel,
-    RankForward, TracedForward, build_points, machine_for, median_and_deciles, rank_main, write_timeline,
+    BenchConfig, BenchPoint, BenchRanks, ErrorRow, FORWARDS_PER_STEP, FRAMES_PER_STEP, LaunchTotal,
+    MachineModel, RankForward, TracedForward, build_points, machine_for, median_and_deciles, rank_main,
+    write_timeline,
 };
 
 use tessera_base::{DiagnosticFormat, render_all};
@@ -159,8 +160,7 @@ pub enum BenchDevice {
     Cuda,
 }
 
-/// Measures how fast this machine's GPUs run the DiT of a video model, its text encoder, or single phases
-/// of a plan.
+/// Measures the DiT of a video model, its text encoder, or single phases of a plan on this machine's GPUs.
 pub fn run(args: &Args) -> CliResult {
     match &args.command {
         BenchCommand::Dit(dit) => run_dit(dit),
@@ -315,6 +315,15 @@ fn to_gib(bytes: u64) -> f64 {
 
 fn format_ms(ns: f64) -> String {
     format!("{:.3}", ns / 1e6)
+}
+
+/// Formats the launches of a run by kind.
+fn launch_table(heading: &str, launches: &[LaunchTotal]) -> String {
+    let mut rows = vec![[heading, "count", "ms"].map(String::from)];
+    rows.extend(
+        launches.iter().map(|l| [l.launch.clone(), format!("{:.0}", l.count), format!("{:.3}", l.ms)]),
+    );
+    format_table(rows, [false, true, true])
 }
 
 /// Formats a share as a signed percentage, such as `+5.0 %`, and `None` as `-`.

@@ -327,11 +327,6 @@ impl MappingArgs {
         merge_pins(&parts).map_err(CliError::usage)
     }
 
-    /// Applies the options that no search chooses to a mapping.
-    pub fn apply_fixed_options(&self, mapping: &mut Mapping) {
-        self.set_fields(mapping, &[MappingUse::Fixed]);
-    }
-
     /// Applies the options with these uses to a mapping; a mesh is applied by whoever parses it.
     pub fn apply_options(&self, mapping: &mut Mapping, uses: &[MappingUse]) {
         self.set_fields(mapping, uses);

@@ -29,7 +29,6 @@ use site::LaunchSite;
 use super::CudaBackend;
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, CudaStream};
-use crate::frame_attention::FrameAttentionWork;
 use crate::fusion::launch_step::LaunchStep;
 use crate::kernel_choice::{AttentionRoute, choose_attention};
 use crate::kernels::KernelLaunch;
@@ -43,7 +42,6 @@ pub(super) enum StepWork {
     Gemm(GemmWork),
     Attention(Box<AttentionWork>),
     Conv(Box<ConvWork>),
-    FrameAttention(FrameAttentionWork),
     Transfers(Vec<Transfer>),
 }
 
@@ -62,10 +60,6 @@ impl CudaBackend {
             StepWork::Gemm(work) => self.enqueue_gemm(work, stream),
             StepWork::Attention(work) => self.enqueue_attention(&work, stream),
             StepWork::Conv(work) => self.enqueue_conv(&work, stream),
-            // SAFETY: the operands are values of the program, of the extents of their types.
-            StepWork::FrameAttention(work) => unsafe {
-                self.frame_attentions.launch_attention(&work, stream)
-            },
             StepWork::Transfers(all) => all.iter().try_for_each(|t| enqueue_transfer(*t, stream)),
         }
     }

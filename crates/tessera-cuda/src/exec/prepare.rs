@@ -155,9 +155,6 @@ impl CudaBackend {
                         own.prepare_kernel(&mut self.kernels.compiler, tile)?;
                     }
                 }
-                StepWork::FrameAttention(work) => {
-                    self.frame_attentions.prepare_kernel(&mut self.kernels.compiler, work.channels)?;
-                }
                 StepWork::Nothing | StepWork::Transfers(_) => {}
             }
         }

@@ -10,26 +10,6 @@ constexpr int QUERIES = 64, KEYS = 64, THREADS = 256, HALF = HEAD / 2;
 constexpr int PITCH = HEAD + 8;  // elements; an odd number of 16-byte chunks avoids bank conflicts
 static_assert(HEAD % 32 == 0 && HEAD <= 384, "unsupported head");
 
-__device__ __forceinline__ u32 shared_address(const void *p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-__device__ __forceinline__ void load_matrices(u32 (&x)[4], const bf16 *from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(from)) : "memory");
-}
-__device__ __forceinline__ void load_transposed(u32 (&x)[4], const bf16 *from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(from)) : "memory");
-}
-// d += a b for a [16, 16] and b [16, 8].
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
 // Copies 64 rows from `first` on asynchronously; rows past the end are zeros.
 __device__ __forceinline__ void copy_rows(bf16 *to, const bf16 *from, int first, int rows) {
     for (int i = threadIdx.x; i < 64 * HEAD / 8; i += THREADS) {
@@ -39,7 +19,7 @@ __device__ __forceinline__ void copy_rows(bf16 *to, const bf16 *from, int first,
                      "l"(from + (is_inside ? (i64)(first + row) * HEAD + chunk * 8 : 0)), "r"(is_inside ? 16 : 0)
                      : "memory");
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
 }
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -53,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) frame_attention(const b
     int first_query = blockIdx.x * QUERIES;
     copy_rows(queries, q, first_query, cells);
     copy_rows(keys, k, 0, cells);
-    // Scores are scaled to powers of two.
+    // exp2f takes an exponent to base 2.
     const float scale = 1.4426950408889634f * rsqrtf((float)HEAD);
     float o[HALF / 8][4], largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -80,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) frame_attention(const b
             for (int i = 0; i < KEYS / 16; i++) {
                 u32 b[4];
                 load_matrices(b, key_rows + i * 16 * PITCH + d);
-                multiply(s[2 * i], a, b[0], b[1]);
-                multiply(s[2 * i + 1], a, b[2], b[3]);
+                multiply_add(s[2 * i], a, b[0], b[1]);
+                multiply_add(s[2 * i + 1], a, b[2], b[3]);
             }
         }
         __syncthreads();
@@ -97,8 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) frame_attention(const b
                     x = first + i * 8 + lane % 4 * 2 + j < cells ? x * scale : -INFINITY;
                     top = fmaxf(top, x);
                 }
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            top = quad_reduce_max(top);
             float rescale = exp2f(largest[r] - top), part = 0.0f;
             largest[r] = top;
 #pragma unroll
@@ -119,16 +98,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) frame_attention(const b
             for (int d = 0; d < HALF; d += 16) {
                 u32 b[4];
                 load_transposed(b, value_rows + i * 16 * PITCH + d);
-                multiply(o[d / 8], a, b[0], b[1]);
-                multiply(o[d / 8 + 1], a, b[2], b[3]);
+                multiply_add(o[d / 8], a, b[0], b[1]);
+                multiply_add(o[d / 8 + 1], a, b[2], b[3]);
             }
         }
         __syncthreads();
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float total = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
-        total += __shfl_xor_sync(0xffffffffu, total, 2);
+        float total = quad_reduce_sum(sum[r]);
         int query = first_query + group * 16 + lane / 4 + 8 * r;
         if (query >= cells) continue;
 #pragma unroll

@@ -110,7 +110,7 @@ __device__ void normalise_cells(const T *x, const float *w, T *out, int channels
         *(Vec<T, N> *)(out + cell * channels + c) = y;
     }
 }
-// The name tells the dtype, the channels of a vector, and the threads per cell.
+// The name states the dtype, the channels of a vector, and the threads per cell.
 extern "C" __global__ void normalise_cells_bf16_8x16(const bf16 *x, const float *w, bf16 *out, int channels, float eps, int is_silu, i64 cells) {
     normalise_cells<bf16, 8, 16>(x, w, out, channels, eps, is_silu, cells);
 }

@@ -140,19 +140,22 @@ impl Tensor {
         }
     }
 
-    /// Returns the number of `f32` values that are NaN or infinite, and the index of the first; `None` if all
-    /// are finite.
+    /// Returns the number of values that are NaN or infinite, and the index of the first; `None` if all are
+    /// finite, as integers are.
     #[must_use]
     pub fn find_nonfinite(&self) -> Option<(usize, usize)> {
-        if self.spec.dtype != Dtype::F32 {
-            return None;
+        fn find<const N: usize>(values: &[[u8; N]], exponent: u16) -> Option<(usize, usize)> {
+            let is_finite = |v: &[u8; N]| u16::from_le_bytes([v[N - 2], v[N - 1]]) & exponent != exponent;
+            // A scan without an early end is vectorised; the usual result is that there is none.
+            let count = values.iter().filter(|v| !is_finite(v)).count();
+            (count > 0).then(|| (count, values.iter().position(|v| !is_finite(v)).unwrap_or(0)))
         }
-        const EXPONENT: u32 = 0x7f80_0000;
-        let is_finite = |bytes: &[u8; 4]| u32::from_le_bytes(*bytes) & EXPONENT != EXPONENT;
-        let values = self.data.as_chunks::<4>().0;
-        // A scan without an early end is vectorised; the usual result is that there is none.
-        let count = values.iter().filter(|v| !is_finite(v)).count();
-        (count > 0).then(|| (count, values.iter().position(|v| !is_finite(v)).unwrap_or(0)))
+        // The upper half of an f32 is a bf16, and holds the whole exponent.
+        match self.spec.dtype {
+            Dtype::F32 => find(self.data.as_chunks::<4>().0, 0x7f80),
+            Dtype::Bf16 => find(self.data.as_chunks::<2>().0, 0x7f80),
+            Dtype::I64 | Dtype::U8 => None,
+        }
     }
 
     /// Returns the name in the manifest.
@@ -282,6 +285,9 @@ mod tests {
         assert_eq!(tensor(&values).find_nonfinite(), None);
         (values[999], values[992]) = (f32::NAN, f32::NEG_INFINITY);
         assert_eq!(tensor(&values).find_nonfinite(), Some((2, 992)));
+        let halves = Tensor::new("x", Dtype::Bf16, &[3], vec![0x80, 0x3f, 0xc0, 0x7f, 0x80, 0xff]).unwrap();
+        assert_eq!(halves.find_nonfinite(), Some((2, 1)));
+        assert_eq!(Tensor::new("x", Dtype::U8, &[2], vec![0xff, 0xff]).unwrap().find_nonfinite(), None);
     }
 
     #[test]

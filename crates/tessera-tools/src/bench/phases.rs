@@ -3,21 +3,18 @@
 //! A phase is timed as a call runs it: its graph is replayed, and its inputs and outputs cross to and
 //! from the host. Buffers keep the values of the run before, as in a stream.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tessera::clock::monotonic_ns;
 use tessera::gpus::GpuDiscovery;
 use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
 use tessera_base::Diagnostics;
 use tessera_cuda::CudaBackend;
-use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, Scalar};
-use tessera_ir::{DType, Opcode, Program, op_workload};
+use tessera_device::{Backend, MeshRank, Scalar};
+use tessera_ir::{DType, Opcode};
 use tessera_mesh::Rank;
 
-use super::device_timer::UnsynchronisedTimer;
-use super::rank::{NoopObserver, fault_error};
+use super::loaded_program::{LaunchTotal, LoadedProgram, count_flops};
 use super::synthetic_weights::{SyntheticWeights, global_normals};
 use super::{COLLECTIVE_TIMEOUT, bench_error, set_picture_size};
 
@@ -66,9 +63,8 @@ pub struct PhaseTimes {
     pub runs_ms: Vec<f64>,
     /// Floating-point operations of a run.
     pub flops: u64,
-    /// Launches with the same ops and shapes: description, number, and milliseconds of all together,
-    /// the longest first; empty unless traced.
-    pub launches: Vec<(String, usize, f64)>,
+    /// Launches of a run by kind, the longest first; empty unless traced.
+    pub launches: Vec<LaunchTotal>,
 }
 
 /// Plans the model, loads the phases on the first GPU, and times them.
@@ -92,11 +88,11 @@ pub fn time_phases(config: &PhaseBenchConfig) -> Result<PhaseBenchReport, Diagno
     // All phases are loaded before any of them runs, so that temporaries are allocated once.
     let mut loaded = Vec::new();
     for name in &config.phases {
-        loaded.push(BenchPhase::load(&mut backend, &plan, name, &mut weights)?);
+        loaded.push(load_phase(&mut backend, &plan, name, &mut weights)?);
     }
     let mut phases = Vec::new();
-    for phase in &loaded {
-        phases.push(phase.time(&mut backend, config)?);
+    for (phase, name) in loaded.iter().zip(&config.phases) {
+        phases.push(time_phase(phase, name, &mut backend, config)?);
     }
     Ok(PhaseBenchReport {
         size: format!("{}x{}", model.video.stream.height, model.video.stream.width),
@@ -107,100 +103,54 @@ pub fn time_phases(config: &PhaseBenchConfig) -> Result<PhaseBenchReport, Diagno
     })
 }
 
-/// A loaded phase with the inputs of its runs.
-struct BenchPhase {
-    name: String,
-    program: Arc<Program>,
-    handle: ProgramHandle,
-    inputs: Vec<(String, Vec<f32>)>,
-    scalars: Vec<(String, Scalar)>,
+/// Loads a phase with placeholders for the data of its calls.
+fn load_phase(
+    backend: &mut CudaBackend,
+    plan: &Plan,
+    name: &str,
+    weights: &mut SyntheticWeights,
+) -> Result<LoadedProgram, Diagnostics> {
+    let mut loaded = LoadedProgram::load(backend, plan, name, weights)?;
+    let seat = MeshRank { mesh: *plan.sealed.mesh(), rank: Rank(0) };
+    let program = Arc::clone(&loaded.program);
+    for op in &program.ops {
+        let (Some(name), Some(v)) = (op.name.clone(), op.results.first()) else { continue };
+        let ty = program.type_of(*v);
+        match op.opcode {
+            // Ids of tokens are whole numbers below the vocabulary.
+            Opcode::Input if ty.shape.len() == 1 => {
+                loaded.inputs.insert(name, (0..ty.element_count()).map(|i| (i % 256) as f32).collect());
+            }
+            Opcode::Input => {
+                let values = global_normals(&format!("input {name}"), ty, &seat);
+                loaded.inputs.insert(name, values);
+            }
+            Opcode::Call => {
+                loaded.scalars.insert(name, placeholder_scalar(ty.dtype, &ty.shape));
+            }
+            _ => {}
+        }
+    }
+    Ok(loaded)
 }
 
-impl BenchPhase {
-    fn load(
-        backend: &mut CudaBackend,
-        plan: &Plan,
-        name: &str,
-        weights: &mut SyntheticWeights,
-    ) -> Result<BenchPhase, Diagnostics> {
-        let sealed = &plan.sealed;
-        let found = sealed.rank_program(name, Rank(0)).zip(sealed.rank_slots(name, Rank(0)));
-        let Some((program, slots)) = found else {
-            let known = sealed.phase_names().join(", ");
-            return Err(bench_error(format!("the plan has no phase `{name}`; it has {known}")));
-        };
-        let program = Arc::new((**program).clone());
-        let handle = backend.load(&program, slots, weights).map_err(|d| vec![d])?;
-        let seat = MeshRank { mesh: *sealed.mesh(), rank: Rank(0) };
-        let (mut inputs, mut scalars) = (Vec::new(), Vec::new());
-        for op in &program.ops {
-            let (Some(name), Some(v)) = (op.name.clone(), op.results.first()) else { continue };
-            let ty = program.type_of(*v);
-            match op.opcode {
-                // Ids of tokens are whole numbers below the vocabulary.
-                Opcode::Input if ty.shape.len() == 1 => {
-                    inputs.push((name, (0..ty.element_count()).map(|i| (i % 256) as f32).collect()));
-                }
-                Opcode::Input => {
-                    let values = global_normals(&format!("input {name}"), ty, &seat);
-                    inputs.push((name, values));
-                }
-                Opcode::Call => scalars.push((name, placeholder_scalar(ty.dtype, &ty.shape))),
-                _ => {}
-            }
-        }
-        Ok(BenchPhase { name: name.to_string(), program, handle, inputs, scalars })
+fn time_phase(
+    phase: &LoadedProgram,
+    name: &str,
+    backend: &mut CudaBackend,
+    config: &PhaseBenchConfig,
+) -> Result<PhaseTimes, Diagnostics> {
+    let (begun, warm) = (Instant::now(), Duration::from_secs_f64(config.warm_s));
+    // The first run captures the graph.
+    for _ in 0..2 {
+        phase.time_run(backend)?;
     }
-
-    fn call(&self) -> CallData<'_> {
-        CallData {
-            inputs: self.inputs.iter().map(|(n, x)| (n.as_str(), &x[..])).collect(),
-            scalars: self.scalars.iter().map(|(n, x)| (n.as_str(), x.clone())).collect(),
-        }
+    while begun.elapsed() < warm {
+        phase.time_run(backend)?;
     }
-
-    fn time(&self, backend: &mut CudaBackend, config: &PhaseBenchConfig) -> Result<PhaseTimes, Diagnostics> {
-        let call = self.call();
-        let mut run = || {
-            // A run ends when the GPU has finished it.
-            let time = UnsynchronisedTimer::start(monotonic_ns).synchronise(|| {
-                backend.run(self.handle, &call, &mut NoopObserver).map_err(|f| fault_error(&f))
-            })?;
-            Ok(time.elapsed_ns() as f64 / 1e6)
-        };
-        let (begun, warm) = (Instant::now(), Duration::from_secs_f64(config.warm_s));
-        // The first run captures the graph.
-        for _ in 0..2 {
-            run()?;
-        }
-        while begun.elapsed() < warm {
-            run()?;
-        }
-        let runs_ms = (0..config.runs).map(|_| run()).collect::<Result<_, Diagnostics>>()?;
-        let flops = self.program.ops.iter().map(|op| op_workload(&self.program, op).flops.0).sum();
-        let launches = if config.trace { self.trace(backend)? } else { Vec::new() };
-        Ok(PhaseTimes { phase: self.name.clone(), runs_ms, flops, launches })
-    }
-
-    /// Traces one run, and sums the launches with the same ops and shapes.
-    fn trace(&self, backend: &mut CudaBackend) -> Result<Vec<(String, usize, f64)>, Diagnostics> {
-        let mut sums: BTreeMap<String, (usize, f64)> = BTreeMap::new();
-        backend.trace_run(self.handle, &self.call(), &mut NoopObserver).map_err(|f| fault_error(&f))?;
-        let spans =
-            backend.trace_run(self.handle, &self.call(), &mut NoopObserver).map_err(|f| fault_error(&f))?;
-        for span in spans {
-            let ops: Vec<&str> = span.ops.iter().map(|i| self.program.ops[*i].opcode.name()).collect();
-            let operands = span.ops.first().map_or(&[][..], |i| &self.program.ops[*i].operands);
-            let shapes: Vec<String> =
-                operands.iter().map(|v| format!("{:?}", self.program.type_of(*v).shape)).collect();
-            let entry = sums.entry(format!("{} {}", ops.join(" + "), shapes.join(" "))).or_default();
-            entry.0 += 1;
-            entry.1 += (span.end_ns - span.begin_ns) / 1e6;
-        }
-        let mut all: Vec<_> = sums.into_iter().map(|(what, (count, ms))| (what, count, ms)).collect();
-        all.sort_by(|a, b| b.2.total_cmp(&a.2));
-        Ok(all)
-    }
+    let runs_ms = (0..config.runs).map(|_| phase.time_run(backend)).collect::<Result<_, Diagnostics>>()?;
+    let launches = phase.trace_launches(backend, usize::from(config.trace))?;
+    Ok(PhaseTimes { phase: name.to_string(), runs_ms, flops: count_flops(&phase.program), launches })
 }
 
 /// Returns a value that every phase accepts: index 0, or a number between 0 and 1.

@@ -77,9 +77,10 @@ pub fn run(args: &PhasesArgs) -> CliResult {
 fn report_json(report: &PhaseBenchReport) -> serde_json::Value {
     let phase = |p: &PhaseTimes| {
         let (median, low, high) = median_and_deciles(&p.runs_ms);
+        let launches: Vec<_> = p.launches.iter().map(|l| (&l.launch, l.count, l.ms)).collect();
         serde_json::json!({
             "phase": p.phase, "median_ms": median, "p10_ms": low, "p90_ms": high, "flops": p.flops,
-            "runs_ms": p.runs_ms, "launches": p.launches,
+            "runs_ms": p.runs_ms, "launches": launches,
         })
     };
     serde_json::json!({
@@ -106,9 +107,7 @@ fn report_text(report: &PhaseBenchReport) -> String {
     }));
     text += &format_table(rows, [false, true, true, true, true, true]);
     for p in report.phases.iter().filter(|p| !p.launches.is_empty()) {
-        let mut rows = vec![[format!("launches of {}", p.phase), "count".into(), "ms".into()]];
-        rows.extend(p.launches.iter().map(|(what, n, ms)| [what.clone(), n.to_string(), format!("{ms:.3}")]));
-        text += &format_table(rows, [false, true, true]);
+        text += &super::launch_table(&format!("launches of {}", p.phase), &p.launches);
     }
     text
 }

@@ -8,7 +8,7 @@ use tessera_tools::bench::{TextBenchConfig, TextTiming, median_and_deciles, time
 use super::BenchDevice;
 use crate::flags::mapping::DTYPES;
 use crate::flags::named_values;
-use crate::output::{CliResult, OutputFormat, format_table, write_stdout};
+use crate::output::{CliResult, OutputFormat, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -119,7 +119,7 @@ fn to_json(args: &TextArgs, timing: &TextTiming, rates: &Rates) -> serde_json::V
     let launches: Vec<serde_json::Value> = timing
         .launches
         .iter()
-        .map(|(name, us, count)| serde_json::json!({"launch": name, "us": us, "count": count}))
+        .map(|l| serde_json::json!({"launch": l.launch, "us": l.ms * 1e3, "count": l.count}))
         .collect();
     serde_json::json!({
         "bench": "text",
@@ -157,14 +157,7 @@ fn render_text(args: &TextArgs, timing: &TextTiming, rates: &Rates) -> String {
         timing.load.1,
     );
     if !timing.launches.is_empty() {
-        let mut table = vec![["launch", "count", "µs"].map(String::from)];
-        table.extend(
-            timing
-                .launches
-                .iter()
-                .map(|(name, us, count)| [name.clone(), format!("{count:.0}"), format!("{us:.1}")]),
-        );
-        text += &format_table(table, [false, true, true]);
+        text += &super::launch_table("launch", &timing.launches);
     }
     text
 }

@@ -129,7 +129,7 @@ fn search_for_video(
         }
         return print_report(&sheet, folder, format, None);
     };
-    planning.apply_fixed_options(&mut mapping);
+    planning.apply_options(&mut mapping, &[MappingUse::Fixed]);
     if let Some(folder) = folder {
         let plan: Plan = plan::plan_model(&model.video, &model.name, &dir.display().to_string(), &mapping)?;
         sheet.write_with_plan(&plan, folder)?;

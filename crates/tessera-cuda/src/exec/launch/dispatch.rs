@@ -176,7 +176,7 @@ fn build_compute(
         C::Unpatchify(v) => frames::build_patches(s, (v.x, out), v.patch, true),
         C::ScaleShift(v) => frames::build_scale_shift(s, v, out),
         C::Clamp(v) => frames::build_clamp(s, v, out),
-        C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => return frames::build_attention(s, v, out),
+        C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),

@@ -52,14 +52,14 @@ pub(super) fn build_row_square_sum(s: &LaunchSite<'_>, v: &views::RowSquareSum, 
         out: s.at(out)?,
         columns: 1 + i32::from(v.y.is_some()),
     };
-    Ok(KernelLaunch::rows(ROW_SQUARE_SUM, (ty.shape[0], last_extent(ty), ty.dtype), args))
+    Ok(KernelLaunch::for_rows(ROW_SQUARE_SUM, (ty.shape[0], last_extent(ty), ty.dtype), args))
 }
 
 pub(super) fn build_quantize(s: &LaunchSite<'_>, v: &views::Quantize, results: &[ValueId]) -> Built {
     let ty = s.p.type_of(v.x);
     let (out, scales) = (s.at(results[0])?, s.at(results[1])?);
     let args = Quantize { rows: ty.shape[0] as i32, x: s.at(v.x)?, out, scales };
-    Ok(KernelLaunch::rows(QUANTIZE, (ty.shape[0], last_extent(ty), ty.dtype), args))
+    Ok(KernelLaunch::for_rows(QUANTIZE, (ty.shape[0], last_extent(ty), ty.dtype), args))
 }
 
 pub(super) fn build_add(s: &LaunchSite<'_>, v: &views::Add, out: ValueId) -> Built {

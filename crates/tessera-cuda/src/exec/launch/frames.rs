@@ -9,16 +9,15 @@ use super::site::{LaunchSite, last_extent};
 use crate::conv::{ConvOperands, ConvSm90};
 use crate::conv_shape::ConvShape;
 use crate::driver::CudaResult;
-use crate::frame_attention::{self, FrameAttentionWork};
 use crate::kernel_params::Kernel;
 use crate::kernel_table::{
-    CLAMP_BF16, CLAMP_F32, CONV_BF16, CONV_F32, Clamp, NORMALISE_CELLS_BF16_1X32, NORMALISE_CELLS_BF16_8X16,
-    NORMALISE_CELLS_BF16_8X32, NORMALISE_CELLS_F32_1X32, NORMALISE_CELLS_F32_4X32, NormaliseCells,
-    PATCH_CELLS_2, PATCH_CELLS_4, PatchCells, PlainConv, REPEAT_CELLS_2, REPEAT_CELLS_4, REPEAT_CELLS_16,
-    RepeatCells, SCALE_SHIFT_BF16, SCALE_SHIFT_F32, SPLIT_CHANNELS_2, SPLIT_CHANNELS_4, SPLIT_CHANNELS_16,
-    ScaleShift, SplitChannels,
+    CLAMP_BF16, CLAMP_F32, CONV_BF16, CONV_F32, Clamp, FRAME_ATTENTION, FrameAttention,
+    NORMALISE_CELLS_BF16_1X32, NORMALISE_CELLS_BF16_8X16, NORMALISE_CELLS_BF16_8X32,
+    NORMALISE_CELLS_F32_1X32, NORMALISE_CELLS_F32_4X32, NormaliseCells, PATCH_CELLS_2, PATCH_CELLS_4,
+    PatchCells, PlainConv, REPEAT_CELLS_2, REPEAT_CELLS_4, REPEAT_CELLS_16, RepeatCells, SCALE_SHIFT_BF16,
+    SCALE_SHIFT_F32, SPLIT_CHANNELS_2, SPLIT_CHANNELS_4, SPLIT_CHANNELS_16, ScaleShift, SplitChannels,
 };
-use crate::kernels::KernelLaunch;
+use crate::kernels::{HeadBlocks, KernelLaunch};
 
 type Built = CudaResult<KernelLaunch>;
 
@@ -34,6 +33,12 @@ pub(in crate::exec) struct ConvWork {
 /// Cells of the result that one block of the plain kernel computes, and their channels, as in frames.cu.
 const PLAIN_CELLS: u64 = 64;
 const PLAIN_CHANNELS: u64 = 32;
+
+/// Queries of a block of the attention kernel, and keys that it reads at a time; the heads that it supports
+/// have a multiple of so many channels, up to as many as fit into registers. As in frame_attention.cu.
+const ATTENTION_ROWS: u64 = 64;
+const ATTENTION_CHANNEL_STEP: u64 = 32;
+const MAX_ATTENTION_CHANNELS: u64 = 384;
 
 /// Builds a convolution whose result, plus the residual if there is one, goes to `out`.
 pub(super) fn build_conv(
@@ -94,24 +99,24 @@ pub(super) fn build_norm(s: &LaunchSite<'_>, v: &views::RmsNorm, out: ValueId, i
     Ok(KernelLaunch::elements(kernel, cells * lanes, args))
 }
 
-/// Builds attention of the cells of a frame.
-pub(super) fn build_attention(
-    s: &LaunchSite<'_>,
-    v: &views::Attention,
-    out: ValueId,
-) -> CudaResult<StepWork> {
-    if !frame_attention::is_supported(s.p, v) {
-        return build_plain_attention(s, v, out).map(StepWork::Kernel);
+/// Builds attention of the cells of a frame. No library supports a head of so many channels.
+pub(super) fn build_attention(s: &LaunchSite<'_>, v: &views::Attention, out: ValueId) -> Built {
+    let (q, k) = (s.p.type_of(v.q), s.p.type_of(v.k));
+    let has_one_head = last_extent(q) == v.head_dim && q.shape == k.shape && v.bias.is_none();
+    let fits = v.head_dim.is_multiple_of(ATTENTION_CHANNEL_STEP) && v.head_dim <= MAX_ATTENTION_CHANNELS;
+    if q.dtype != DType::Bf16 || !has_one_head || !fits {
+        return build_plain_attention(s, v, out);
     }
-    let ty = s.p.type_of(v.q);
-    Ok(StepWork::FrameAttention(FrameAttentionWork {
-        cells: ty.element_count() / v.head_dim,
-        channels: v.head_dim,
-        q: s.at(v.q)?,
-        k: s.at(v.k)?,
-        v: s.at(v.v)?,
-        out: s.at(out)?,
-    }))
+    let cells = q.element_count() / v.head_dim;
+    let args =
+        FrameAttention { q: s.at(v.q)?, k: s.at(v.k)?, v: s.at(v.v)?, out: s.at(out)?, cells: cells as i32 };
+    let blocks = HeadBlocks {
+        count: cells.div_ceil(ATTENTION_ROWS),
+        threads: 256,
+        // Queries, keys and values, whose rows are 8 elements longer than a head.
+        shared_bytes: (3 * ATTENTION_ROWS * (v.head_dim + 8) * 2) as u32,
+    };
+    Ok(KernelLaunch::for_heads(FRAME_ATTENTION, v.head_dim, blocks, args))
 }
 
 pub(super) fn build_upsample(s: &LaunchSite<'_>, v: &views::UpsampleNearest, out: ValueId) -> Built {

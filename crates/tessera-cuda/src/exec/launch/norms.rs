@@ -107,7 +107,7 @@ pub(super) fn build_residual_norm(
         frame_rows: frame_rows as i32,
         eps,
     };
-    Ok(KernelLaunch::rows(RESIDUAL_NORM, (ty.shape[0], ty.shape[1], ty.dtype), args))
+    Ok(KernelLaunch::for_rows(RESIDUAL_NORM, (ty.shape[0], ty.shape[1], ty.dtype), args))
 }
 
 /// An RMS norm, a RoPE and a cache write, of which at least one is present.
@@ -180,5 +180,5 @@ pub(super) fn build_rms_rope(
             args.has_positions = i32::from(t.frame_stride != 0);
         }
     }
-    Ok(KernelLaunch::rows(RMS_ROPE, (ty.shape[0], ty.shape[1], ty.dtype), args))
+    Ok(KernelLaunch::for_rows(RMS_ROPE, (ty.shape[0], ty.shape[1], ty.dtype), args))
 }

@@ -102,7 +102,7 @@ fn relative_attention_launch(s: RelativeShape, operands: RelativeOperands) -> Cu
             threads: THREADS,
             shared_bytes: tiled_shared_bytes(s.head, s.buckets),
         };
-        return Ok(KernelLaunch::heads(RELATIVE_ATTENTION_TILED, s.head, blocks, args));
+        return Ok(KernelLaunch::for_heads(RELATIVE_ATTENTION_TILED, s.head, blocks, args));
     }
     // One warp per query and head, which keeps its query in shared memory.
     let warps = u64::from(THREADS / 32);
@@ -112,7 +112,7 @@ fn relative_attention_launch(s: RelativeShape, operands: RelativeOperands) -> Cu
         shared_bytes: (warps * s.head * 4) as u32,
     };
     let kernel = kernel_for_dtype(s.dtype, RELATIVE_ATTENTION_F32, RELATIVE_ATTENTION_BF16);
-    Ok(KernelLaunch::heads(kernel, 0, blocks, args))
+    Ok(KernelLaunch::for_heads(kernel, 0, blocks, args))
 }
 
 fn uses_tiled_kernel(dtype: DType, head: u64) -> bool {
