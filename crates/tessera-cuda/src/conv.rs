@@ -22,10 +22,12 @@ const SOURCE: &str = include_str!("kernels/conv_sm90.cu");
 kernel_signatures! {
     CONV_TABLE:
 
-    /// out = x ∗ w + bias + residual. Absent operands are null; without a history, its map is that of x.
+    /// out = x ∗ w + bias + residual. Absent operands are null. Without a history, its maps are those of x,
+    /// and without a halo, the maps of single rows are unused.
     Conv {
-        x_map: CUtensorMap, history_map: CUtensorMap, w_map: CUtensorMap, bias: DevicePtr<Bf16>,
-        residual: DevicePtr<Bf16>, out: DevicePtr<Bf16>, shape: ConvShape,
+        x_map: CUtensorMap, history_map: CUtensorMap, x_row_map: CUtensorMap, history_row_map: CUtensorMap,
+        halo_map: CUtensorMap, w_map: CUtensorMap, bias: DevicePtr<Bf16>, residual: DevicePtr<Bf16>,
+        out: DevicePtr<Bf16>, shape: ConvShape,
     } = CONV "conv_sm90";
 }
 
@@ -34,6 +36,7 @@ kernel_signatures! {
 pub(crate) struct ConvOperands {
     pub(crate) x: u64,
     pub(crate) history: u64,
+    pub(crate) halo: u64,
     pub(crate) w: u64,
     pub(crate) bias: u64,
     pub(crate) residual: u64,
@@ -58,10 +61,12 @@ const MAX_SHARED_BYTES: u64 = 232_448;
 const MAX_SINGLE_STORES: i32 = 24;
 /// Most stages of weights that a block loads ahead.
 const MAX_WEIGHT_STAGES: u64 = 8;
-/// Channels and cells of the tiles with which a warpgroup holds 192 accumulators per thread.
-const TALL_TILES: [(u64, u64, u64); 3] = [(192, 16, 16), (128, 16, 24), (96, 16, 32)];
-/// Tiles for small frames, of which taller ones would leave multiprocessors idle.
-const SHORT_TILES: [(u64, u64, u64); 2] = [(96, 16, 16), (64, 16, 16)];
+/// Channels, columns and rows of the tiles with which a warpgroup holds 192 accumulators per thread. The
+/// wide ones serve frames whose rows the others do not divide, such as half of a picture.
+const LARGE_TILES: [(u64, u64, u64); 5] =
+    [(192, 16, 16), (128, 16, 24), (96, 16, 32), (192, 32, 8), (96, 32, 16)];
+/// Tiles for small frames, of which large ones would leave multiprocessors idle.
+const SMALL_TILES: [(u64, u64, u64); 2] = [(96, 16, 16), (64, 16, 16)];
 /// The cost of a tile beside its multiply-adds, in multiply-adds of a cell and a channel per input
 /// channel and tap. An assumption, with which the tiles that were fastest on an H100 are chosen.
 const TILE_OVERHEAD: u64 = 6_000;
@@ -108,8 +113,8 @@ impl ConvSm90 {
             let waves = t.count_tiles(s).div_ceil(self.multiprocessors);
             waves * (t.out_channels * t.width * t.height + TILE_OVERHEAD)
         };
-        let candidates = TALL_TILES.into_iter().chain(SHORT_TILES).map(tile);
-        candidates.min_by_key(cost).unwrap_or_else(|| tile(TALL_TILES[0]))
+        let candidates = LARGE_TILES.into_iter().chain(SMALL_TILES).map(tile);
+        candidates.min_by_key(cost).unwrap_or_else(|| tile(LARGE_TILES[0]))
     }
 
     /// Compiles the kernel of a tile on first use; [`launch_conv`](ConvSm90::launch_conv) needs it.
@@ -147,14 +152,29 @@ impl ConvSm90 {
             &[row_bytes, row_bytes * s.count_taps()],
             [BOX_COLUMNS as u32, 1, tile.out_channels as u32],
         )?;
-        let x_map = tile.patch_map(s, operands.x, s.in_frames)?;
-        let history_map = match s.history {
-            0 => x_map,
-            frames => tile.patch_map(s, operands.history, frames)?,
+        let (patch, row) = (tile.patch_extents(), [tile.patch_extents()[0], 1]);
+        let maps_of = |extents: [u64; 2]| {
+            let x_map = map_cells(s, operands.x, [s.in_height, s.in_frames], extents)?;
+            let history_map = match s.history {
+                0 => x_map,
+                frames => map_cells(s, operands.history, [s.in_height, frames], extents)?,
+            };
+            CudaResult::Ok((x_map, history_map))
+        };
+        let (x_map, history_map) = maps_of(patch)?;
+        let (x_row_map, history_row_map, halo_map) = match s.halo_frames {
+            0 => (x_map, history_map, x_map),
+            frames => {
+                let (x_row_map, history_row_map) = maps_of(row)?;
+                (x_row_map, history_row_map, map_cells(s, operands.halo, [2, frames], row)?)
+            }
         };
         let args = Conv {
             x_map,
             history_map,
+            x_row_map,
+            history_row_map,
+            halo_map,
             w_map,
             bias: operands.bias.into(),
             residual: operands.residual.into(),
@@ -184,20 +204,6 @@ impl ConvTile {
         [self.width + border, self.height + border]
     }
 
-    /// Describes the frames at an address in boxes of one patch.
-    fn patch_map(self, s: &ConvShape, address: u64, frames: i32) -> CudaResult<CUtensorMap> {
-        let [channels, width, height] = [s.in_channels, s.in_width, s.in_height].map(|n| n as u64);
-        let step = s.row_step as u32;
-        let [columns, rows] = self.patch_extents().map(|n| n as u32 * step);
-        encode_strided_tensor_map(
-            address,
-            [channels, width, height, frames as u64],
-            &[2 * channels, 2 * channels * width, 2 * channels * width * height],
-            [BOX_COLUMNS as u32, columns, rows, 1],
-            [1, step, step, 1],
-        )
-    }
-
     /// Returns the kernel's macros and its shared memory in bytes.
     pub(crate) fn compile_defines(self) -> ([(&'static str, String); 7], u32) {
         let [columns, rows] = self.patch_extents();
@@ -224,11 +230,31 @@ impl ConvTile {
     }
 }
 
+/// Describes the frames at an address, of so many rows each, in boxes of columns and rows that the kernel
+/// reads at the step of the convolution.
+fn map_cells(
+    s: &ConvShape,
+    address: u64,
+    [height, frames]: [i32; 2],
+    [columns, rows]: [u64; 2],
+) -> CudaResult<CUtensorMap> {
+    let [channels, width, height] = [s.in_channels, s.in_width, height].map(|n| n as u64);
+    let step = s.row_step as u32;
+    let row_step = if rows == 1 { 1 } else { step };
+    encode_strided_tensor_map(
+        address,
+        [channels, width, height, frames as u64],
+        &[2 * channels, 2 * channels * width, 2 * channels * width * height],
+        [BOX_COLUMNS as u32, columns as u32 * step, rows as u32 * row_step, 1],
+        [1, step, row_step, 1],
+    )
+}
+
 /// Returns every tile that the kernel is compiled for, apart from few output channels.
 #[cfg(test)]
 pub(crate) fn tile_candidates() -> Vec<ConvTile> {
     let few = [(8, 16, 32), (24, 16, 16)];
-    let all = TALL_TILES.into_iter().chain(SHORT_TILES).chain(few);
+    let all = LARGE_TILES.into_iter().chain(SMALL_TILES).chain(few);
     let variants = all.flat_map(|(out_channels, width, height)| {
         [(true, true), (true, false), (false, true), (false, false)].map(|(shares_patch, has_residual)| {
             ConvTile { out_channels, width, height, shares_patch, has_residual }
@@ -262,6 +288,7 @@ mod tests {
             pad: kernel[1] / 2,
             past: kernel[0] - 1,
             history: 0,
+            halo_frames: 0,
         }
     }
 
@@ -276,7 +303,10 @@ mod tests {
         };
         assert_eq!(tile(&conv_shape([4, 480, 832, 96], 96, [3, 3, 3])), (96, 16, 32));
         assert_eq!(tile(&conv_shape([4, 240, 416, 192], 192, [3, 3, 3])), (192, 16, 16));
-        // One wave of short tiles instead of one of tall tiles.
+        // Half of the rows: 15 and 7.5 tiles high.
+        assert_eq!(tile(&conv_shape([4, 240, 832, 96], 96, [3, 3, 3])), (96, 32, 16));
+        assert_eq!(tile(&conv_shape([4, 120, 416, 192], 192, [3, 3, 3])), (192, 32, 8));
+        // One wave of small tiles instead of one of large tiles.
         assert_eq!(tile(&conv_shape([1, 60, 104, 384], 384, [3, 3, 3])), (96, 16, 16));
         assert_eq!(tile(&conv_shape([4, 480, 832, 3], 96, [3, 3, 3])), (8, 16, 32));
         assert_eq!(tile(&conv_shape([1, 60, 104, 16], 16, [1, 1, 1])), (16, 16, 16));
@@ -284,9 +314,9 @@ mod tests {
 
     #[test]
     fn every_tile_fits_shared_memory() {
-        let tall = |t: &ConvTile| TALL_TILES.contains(&(t.out_channels, t.width, t.height));
+        let is_large = |t: &ConvTile| LARGE_TILES.contains(&(t.out_channels, t.width, t.height));
         let tiles = tile_candidates();
-        assert_eq!(tiles.iter().filter(|t| tall(t)).count(), 4 * TALL_TILES.len(), "{tiles:?}");
+        assert_eq!(tiles.iter().filter(|t| is_large(t)).count(), 4 * LARGE_TILES.len(), "{tiles:?}");
     }
 
     #[test]

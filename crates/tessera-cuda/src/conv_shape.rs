@@ -25,6 +25,7 @@ pub(crate) struct ConvShape {
     pub(crate) pad: i32,
     pub(crate) past: i32,
     pub(crate) history: i32,
+    pub(crate) halo_frames: i32,
 }
 
 impl KernelParam for ConvShape {
@@ -56,6 +57,7 @@ impl ConvShape {
             pad: v.pad_before as i32,
             past: v.history.map_or(v.pad_frames as i32, |_| history),
             history,
+            halo_frames: v.halo.map_or(0, |h| extent(h, 0)),
         }
     }
 

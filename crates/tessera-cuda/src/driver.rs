@@ -229,6 +229,18 @@ impl CudaStream {
         Ok(unsafe { result::memset_d8_async(at, 0, bytes, self.0) }?)
     }
 
+    /// Fills `rows` runs of `bytes` bytes with zeros; `at` is (address, pitch in bytes).
+    ///
+    /// # Safety
+    /// As for [`zero_async`](CudaStream::zero_async), for each of the runs.
+    pub(crate) unsafe fn zero_rows(&self, at: (u64, usize), bytes: usize, rows: usize) -> CudaResult<()> {
+        if bytes == 0 || rows == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller guarantees the runs.
+        Ok(unsafe { sys::cuMemsetD2D8Async(at.0, at.1, 0, bytes, rows, self.0) }.result()?)
+    }
+
     /// Launches a kernel with `block` threads per block and `shared` bytes of shared memory.
     /// `params` holds the address of each argument; the driver copies the arguments during the call.
     ///

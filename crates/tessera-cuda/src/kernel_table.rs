@@ -96,8 +96,8 @@ kernel_signatures! {
 
     /// Convolves frames of any shape. Absent operands are null.
     PlainConv {
-        x: DevicePtr<Element>, history: DevicePtr<Element>, w: DevicePtr<Element>, bias: DevicePtr<Element>,
-        residual: DevicePtr<Element>, out: DevicePtr<Element>, shape: ConvShape,
+        x: DevicePtr<Element>, history: DevicePtr<Element>, halo: DevicePtr<Element>, w: DevicePtr<Element>,
+        bias: DevicePtr<Element>, residual: DevicePtr<Element>, out: DevicePtr<Element>, shape: ConvShape,
     } = CONV_F32 "conv_f32", CONV_BF16 "conv_bf16";
 
     /// Normalises the channels of each cell, and applies SiLU if `is_silu`.

@@ -1,5 +1,5 @@
 //! `bench dit`: benchmarks the DiT alone on GPUs, with one process per GPU and random weights. `bench
-//! phases` times single phases of a plan on one GPU.
+//! phases` times single phases of a plan.
 //!
 //! A step is the work of one chunk: five denoising forwards over three frames of context, which
 //! produce twelve frames of video. The coordinator starts a process for each rank, starts each step
@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cost::estimate_error::{MeasuredStep, median_steps};
+use tessera_mesh::Rank;
+use tessera_verify::SealedPlan;
 
 use tessera::gpus::GpuDiscovery;
 use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
@@ -30,7 +32,7 @@ use crate::codes::T0061;
 pub use device_timer::{SynchronisedTime, UnsynchronisedTimer};
 pub use forward_trace::{RankForward, TracedForward, machine_for, write_timeline};
 pub use loaded_program::LaunchTotal;
-pub use phases::{PhaseBenchConfig, PhaseBenchReport, PhaseTimes, time_phases};
+pub use phases::{PhaseBenchConfig, PhaseBenchReport, PhaseTimes, run_phase_rank, time_phases};
 pub use rank::rank_main;
 pub use synthetic_weights::SyntheticWeights;
 pub use tessera_cost::MachineModel;
@@ -146,49 +148,9 @@ impl BenchRanks {
         cuda::check_gpus(&GpuDiscovery::discover(), world as usize)?;
         let config_json = serde_json::to_string(config)
             .map_err(|e| bench_error(format!("configuration of a rank: {e}")))?;
-        let program =
-            std::env::current_exe().map_err(|e| bench_error(format!("path of this program: {e}")))?;
-        let mut ranks = Vec::new();
-        for rank in 0..world {
-            let mut child = Command::new(&program)
-                .args(["bench-rank", &rank.to_string(), &config_json])
-                .envs(cuda::missing_env())
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()
-                .map_err(|e| bench_error(format!("rank {rank} cannot be started: {e}")))?;
-            let (stdin, stdout) = match (child.stdin.take(), child.stdout.take()) {
-                (Some(stdin), Some(stdout)) => (stdin, stdout),
-                _ => return Err(bench_error(format!("rank {rank} has no pipes"))),
-            };
-            let (sender, stdout_lines) = channel();
-            std::thread::spawn(move || {
-                for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                    if sender.send(line).is_err() {
-                        return;
-                    }
-                }
-            });
-            ranks.push(BenchProcess { child, stdin, stdout_lines, rank });
-        }
-        let mut bench = BenchRanks { processes: ranks, reports: Vec::new() };
-        if world > 1 {
-            // Rank 0 creates the communicator ids through which the ranks find one another.
-            let ids = bench.processes[0].read_reply()?;
-            for r in &mut bench.processes[1..] {
-                r.send_line(&ids)?;
-            }
-        }
-        bench.reports = bench
-            .processes
-            .iter_mut()
-            .map(|r| {
-                let line = r.read_reply()?;
-                serde_json::from_str(&line).map_err(|e| {
-                    bench_error(format!("rank {} sent an unreadable report {line:?}: {e}", r.rank))
-                })
-            })
-            .collect::<Result<_, _>>()?;
+        let arguments = |rank: u32| vec!["bench-rank".to_string(), rank.to_string(), config_json.clone()];
+        let mut bench = BenchRanks { processes: start_processes(world, arguments)?, reports: Vec::new() };
+        bench.reports = read_reports(&mut bench.processes)?;
         Ok(bench)
     }
 
@@ -263,13 +225,90 @@ impl BenchRanks {
     }
 }
 
-impl Drop for BenchRanks {
-    fn drop(&mut self) {
-        for r in &mut self.processes {
-            // Killing a process that has already exited does nothing.
-            let _ = r.child.kill();
-            let _ = r.child.wait();
+/// Starts this program once per rank, with the arguments of that rank, and passes the communicator ids of
+/// rank 0 to the others.
+fn start_processes(
+    world: u32,
+    arguments: impl Fn(u32) -> Vec<String>,
+) -> Result<Vec<BenchProcess>, Diagnostics> {
+    let program = std::env::current_exe().map_err(|e| bench_error(format!("path of this program: {e}")))?;
+    let mut ranks = Vec::new();
+    for rank in 0..world {
+        let mut child = Command::new(&program)
+            .args(arguments(rank))
+            .envs(cuda::missing_env())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| bench_error(format!("rank {rank} cannot be started: {e}")))?;
+        let (stdin, stdout) = match (child.stdin.take(), child.stdout.take()) {
+            (Some(stdin), Some(stdout)) => (stdin, stdout),
+            _ => return Err(bench_error(format!("rank {rank} has no pipes"))),
+        };
+        let (sender, stdout_lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        ranks.push(BenchProcess { child, stdin, stdout_lines, rank });
+    }
+    if world > 1 {
+        // Rank 0 creates the communicator ids through which the ranks find one another.
+        let ids = ranks[0].read_reply()?;
+        for r in &mut ranks[1..] {
+            r.send_line(&ids)?;
         }
+    }
+    Ok(ranks)
+}
+
+/// Reads one line of JSON from each rank.
+fn read_reports<R: serde::de::DeserializeOwned>(ranks: &mut [BenchProcess]) -> Result<Vec<R>, Diagnostics> {
+    let read_report = |r: &mut BenchProcess| {
+        let line = r.read_reply()?;
+        serde_json::from_str(&line)
+            .map_err(|e| bench_error(format!("rank {} sent an unreadable report {line:?}: {e}", r.rank)))
+    };
+    ranks.iter_mut().map(read_report).collect()
+}
+
+/// Returns the ids of the plan's communicators: rank 0 creates and prints them, and the coordinator
+/// forwards them to the other ranks.
+fn share_communicator_ids(
+    gpus: &GpuDiscovery,
+    plan: &SealedPlan,
+    rank: Rank,
+) -> Result<Vec<String>, Diagnostics> {
+    match (plan.mesh().iter().count(), rank.0) {
+        (1, _) => Ok(Vec::new()),
+        (_, 0) => {
+            let ids = cuda::create_communicator_ids(gpus, plan).map_err(|d| vec![d])?;
+            print_line(&ids.join(" "));
+            Ok(ids)
+        }
+        _ => {
+            let mut line = String::new();
+            std::io::stdin()
+                .read_line(&mut line)
+                .map_err(|e| bench_error(format!("no communicator ids received: {e}")))?;
+            Ok(line.split_whitespace().map(str::to_string).collect())
+        }
+    }
+}
+
+fn print_line(line: &str) {
+    // A parent that is gone reads no result, and this process may end too.
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
+impl Drop for BenchProcess {
+    fn drop(&mut self) {
+        // Killing a process that has already exited does nothing.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

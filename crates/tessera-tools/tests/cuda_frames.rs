@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use tessera_cpu::{CpuBackend, Pool};
 use tessera_cuda::{CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip};
 use tessera_device::{Backend, CallData, MeshRank, Observer};
 use tessera_filetests::dedicated_slots;
-use tessera_ir::parse_all;
+use tessera_ir::{Program, parse_all};
 use tessera_mesh::Rank;
 use tessera_tools::bench::SyntheticWeights;
 
@@ -95,6 +96,10 @@ impl Case {
         p + "}\n"
     }
 
+    fn inputs(&self) -> Inputs {
+        BTreeMap::from([("x", self.input())])
+    }
+
     fn input(&self) -> Vec<f32> {
         let mut x = vec![0.0; self.size.iter().product()];
         fill_normals(DrawKey { seed: 7, chunk: 0, draw: 0 }, 0, &mut x);
@@ -102,27 +107,31 @@ impl Case {
     }
 }
 
+/// The inputs of a call, by name.
+type Inputs = BTreeMap<&'static str, Vec<f32>>;
+
 /// Runs a program twice, so that the second run reads a history, and returns the output of the second.
-fn run_twice(backend: &mut dyn Backend, text: &str, x: &[f32]) -> Vec<f32> {
+fn run_twice(backend: &mut dyn Backend, text: &str, inputs: &Inputs) -> Vec<f32> {
     let program = Arc::new(parse_all(text, "frames").unwrap().remove(0));
     let loaded =
         backend.load(&program, &dedicated_slots(&program), &mut SyntheticWeights::default()).unwrap();
-    let call = CallData { inputs: BTreeMap::from([("x", x)]), ..CallData::default() };
+    let inputs = inputs.iter().map(|(name, x)| (*name, x.as_slice())).collect();
+    let call = CallData { inputs, ..CallData::default() };
     for _ in 0..2 {
         backend.run(loaded, &call, &mut NoopObserver).unwrap();
     }
     backend.output("y").unwrap().to_vec()
 }
 
-fn run_on_cpu(text: &str, x: &[f32]) -> Vec<f32> {
+fn run_on_cpu(text: &str, x: &Inputs) -> Vec<f32> {
     let program = parse_all(text, "frames").unwrap().remove(0);
-    let seat = MeshRank { mesh: program.mesh, rank: Rank(0) };
+    let seat = MeshRank { mesh: program.mesh, rank: first_rank(&program) };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let pool = Pool::new(threads).unwrap();
     run_twice(&mut CpuBackend::new(seat, pool, Vec::new(), Duration::from_secs(1)), text, x)
 }
 
-fn run_on_gpu(found: &GpuDiscovery, text: &str, x: &[f32]) -> Vec<f32> {
+fn run_on_gpu(found: &GpuDiscovery, text: &str, x: &Inputs) -> Vec<f32> {
     let program = parse_all(text, "frames").unwrap().remove(0);
     let options = CudaOptions {
         device_index: 0,
@@ -132,8 +141,14 @@ fn run_on_gpu(found: &GpuDiscovery, text: &str, x: &[f32]) -> Vec<f32> {
         host_id: 0,
         masked_features: masked_features().unwrap(),
     };
-    let seat = MeshRank { mesh: program.mesh, rank: Rank(0) };
+    let seat = MeshRank { mesh: program.mesh, rank: first_rank(&program) };
     run_twice(&mut CudaBackend::open(&found.libraries, seat, Vec::new(), options).unwrap(), text, x)
+}
+
+/// Returns the rank that runs a program, whose role names at most a place on the axis tp.
+fn first_rank(program: &Program) -> Rank {
+    let place = program.role.rsplit_once("@tp").map(|(_, at)| at.parse().unwrap());
+    Rank(place.unwrap_or(0))
 }
 
 /// Returns ‖found − wanted‖ / ‖wanted‖.
@@ -180,7 +195,7 @@ fn every_program_is_well_formed() {
 fn convolutions_in_bf16_match_f32() {
     let Some(found) = find_gpu() else { return };
     for case in CASES {
-        let x = case.input();
+        let x = case.inputs();
         let wanted = run_on_cpu(&case.program("f32"), &x);
         let (half, single) =
             (run_on_gpu(&found, &case.program("bf16"), &x), run_on_gpu(&found, &case.program("f32"), &x));
@@ -199,13 +214,122 @@ fn a_cell_has_the_same_bits_in_a_frame_of_any_height() {
     let frame = |case: Case| case.size[1] * case.size[2] * case.size[3];
     let x = whole.input();
     let top: Vec<f32> = x.chunks(frame(whole)).flat_map(|f| &f[..frame(part)]).copied().collect();
-    let all = run_on_gpu(&found, &whole.program("bf16"), &x);
-    let some = run_on_gpu(&found, &part.program("bf16"), &top);
+    let all = run_on_gpu(&found, &whole.program("bf16"), &BTreeMap::from([("x", x)]));
+    let some = run_on_gpu(&found, &part.program("bf16"), &BTreeMap::from([("x", top)]));
     // The last row of the part has zeros below it.
     let inner = frame(part) - 45 * 96;
     for (whole_frame, part_frame) in all.chunks(frame(whole)).zip(some.chunks(frame(part))) {
         let differing = whole_frame[..inner].iter().zip(&part_frame[..inner]).filter(|(a, b)| a != b).count();
         assert_eq!(differing, 0);
+    }
+}
+
+/// Writes a convolution of frames with a history: of whole pictures, or of one of two shards of their rows.
+fn shard_program(case: Case, shard: Option<u32>, dtype: &str) -> String {
+    let ([t, h, w, c], [kt, kh, kw], o, step) = (case.size, case.kernel, case.out, case.step);
+    let past = kt - 1;
+    let (head, rows) = match shard {
+        None => (String::new(), String::new()),
+        Some(at) => (format!(" role(r@tp{at}) mesh(tp=2)"), " {tp: shard(1)}".to_string()),
+    };
+    let mut inputs = vec![("x", format!("f32[{t}, {h}, {w}, {c}]{rows}"))];
+    if past > 0 {
+        inputs.push(("history", format!("f32[{past}, {h}, {w}, {c}]{rows}")));
+    }
+    if shard.is_some() {
+        inputs.push(("halo", format!("f32[{}, 2, {w}, {c}] {{tp: shard(1)}}", past + t)));
+    }
+    let mut p = format!("program @p{head} {{\n");
+    let mut line = |text: String| writeln!(p, "{text}").unwrap();
+    // A cast to the dtype that a value already has is no op.
+    let is_cast = dtype != "f32";
+    let value = |name: &str| if is_cast { format!("%{name}.cast") } else { format!("%{name}") };
+    for (name, ty) in &inputs {
+        line(format!("%{name} = input : {ty}"));
+        if is_cast {
+            line(format!("%{name}.cast = ttile.cast %{name} {{to = \"{dtype}\"}}"));
+        }
+    }
+    line(format!("%w = weight \"w\" : {dtype}[{o}, {}]", kt * kh * kw * c));
+    line(format!("%b = weight \"b\" : {dtype}[{o}]"));
+    let keyed: String = inputs[1..].iter().map(|(name, _)| format!(", {name}={}", value(name))).collect();
+    let pad = if step == 1 { "pad_after = 1, pad_before = 1" } else { "pad_after = 1" };
+    line(format!(
+        "%y = ttile.conv3d {}, %w, bias=%b{keyed} {{kernel = [{kt}, {kh}, {kw}], {pad}, stride = [1, {step}, {step}]}}",
+        value("x")
+    ));
+    if is_cast {
+        line("%y.f32 = ttile.cast %y {to = \"f32\"}".into());
+    }
+    line(format!("output \"y\", %{}", if is_cast { "y.f32" } else { "y" }));
+    p += "}\n";
+    if shard.is_none() { p.replace("ttile", "toperator") } else { p }
+}
+
+/// The shards of a picture with their halo, whose result must have the bits of the whole picture.
+const SHARDED_CASES: [Case; 5] = [
+    Case { size: [2, 22, 45, 96], out: 96, kernel: CUBE, step: 1 },
+    Case { size: [1, 14, 33, 384], out: 384, kernel: CUBE, step: 1 },
+    Case { size: [2, 40, 33, 192], out: 96, kernel: [1, 3, 3], step: 1 },
+    Case { size: [2, 18, 32, 96], out: 96, kernel: [1, 3, 3], step: 2 },
+    // Channels that TMA cannot load, which the plain kernel convolves.
+    Case { size: [2, 10, 9, 12], out: 12, kernel: CUBE, step: 1 },
+];
+
+/// The frames of a picture, with some before them.
+struct Picture {
+    cells: Vec<f32>,
+    height: usize,
+    /// Elements of a row.
+    row: usize,
+}
+
+impl Picture {
+    /// Returns some rows of some frames; a row outside of the picture is zeros.
+    fn rows(&self, frames: Range<usize>, rows: &[isize]) -> Vec<f32> {
+        let line = |f: usize, r: isize| match usize::try_from(r).ok().filter(|r| *r < self.height) {
+            Some(r) => self.cells[(f * self.height + r) * self.row..][..self.row].to_vec(),
+            None => vec![0.0; self.row],
+        };
+        frames.flat_map(|f| rows.iter().flat_map(move |r| line(f, *r))).collect()
+    }
+
+    /// Returns the inputs of a rank that holds these rows, given the frames of the history.
+    fn inputs(&self, past: usize, rows: Range<usize>) -> Inputs {
+        let frames = self.cells.len() / self.height / self.row;
+        let own: Vec<isize> = rows.clone().map(|r| r as isize).collect();
+        let beside = [rows.start as isize - 1, rows.end as isize];
+        let history = (past > 0).then(|| ("history", self.rows(0..past, &own)));
+        let halo = (rows.len() < self.height).then(|| ("halo", self.rows(0..frames, &beside)));
+        [Some(("x", self.rows(past..frames, &own))), history, halo].into_iter().flatten().collect()
+    }
+}
+
+#[test]
+fn shards_with_a_halo_have_the_bits_of_the_whole_picture() {
+    let found = find_gpu();
+    for part in SHARDED_CASES {
+        let [t, h, w, c] = part.size;
+        let (past, out_row, out_rows) = (part.kernel[0] - 1, w / part.step * part.out, h / part.step);
+        let whole = Case { size: [t, 2 * h, w, c], ..part };
+        let with_past = Case { size: [past + t, 2 * h, w, c], ..part };
+        let picture = Picture { cells: with_past.input(), height: 2 * h, row: w * c };
+        for dtype in ["f32", "bf16"] {
+            let texts = [None, Some(0), Some(1)]
+                .map(|shard| shard_program(if shard.is_none() { whole } else { part }, shard, dtype));
+            for text in &texts {
+                parse_all(text, "frames").unwrap_or_else(|d| panic!("{d:#?}\n{text}"));
+            }
+            let Some(found) = &found else { continue };
+            let all = run_on_gpu(found, &texts[0], &picture.inputs(past, 0..2 * h));
+            for at in 0..2 {
+                let got = run_on_gpu(found, &texts[at + 1], &picture.inputs(past, at * h..(at + 1) * h));
+                let part_of = |frame: &[f32]| frame[at * out_rows * out_row..][..out_rows * out_row].to_vec();
+                let wanted: Vec<f32> = all.chunks(2 * out_rows * out_row).flat_map(part_of).collect();
+                let differing = got.iter().zip(&wanted).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                assert_eq!((got.len(), differing), (wanted.len(), 0), "{part:?} {dtype} shard {at}");
+            }
+        }
     }
 }
 
@@ -225,7 +349,7 @@ fn attention_within_a_frame_in_bf16_matches_f32() {
     let Some(found) = find_gpu() else { return };
     for [h, w, c] in [[9, 17, 384], [5, 13, 96], [20, 31, 32], [4, 4, 40]] {
         let case = Case { size: [1, h, w, c], out: c, kernel: CUBE, step: 1 };
-        let x = case.input();
+        let x = case.inputs();
         let wanted = run_on_cpu(&attention_program([h, w, c], false), &x);
         let error = relative_error(&run_on_gpu(&found, &attention_program([h, w, c], true), &x), &wanted);
         println!("{h} x {w} x {c}: {error:.1e} in bf16");

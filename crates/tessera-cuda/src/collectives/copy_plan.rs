@@ -82,7 +82,7 @@ pub(crate) enum NcclCall {
     SendRecv,
 }
 
-/// A rectangle of rows in an operand and its place in a result. All fields but `rows` are in bytes.
+/// A rectangle of rows in an operand and its place in a result, in bytes but for `rows` and `is_zero`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct CopyRect {
     /// Offset of the first row in the sender's operand.
@@ -97,13 +97,25 @@ pub(crate) struct CopyRect {
     pub(crate) row_bytes: usize,
     /// Number of rows; 0 for an empty rectangle.
     pub(crate) rows: usize,
+    /// Whether the rows of the result become zeros and the operand is not read. Only for the part that a
+    /// member has of its own.
+    pub(crate) is_zero: bool,
 }
 
 impl CopyRect {
     /// Creates a rectangle of `bytes` contiguous bytes on both sides.
     pub(crate) fn contiguous_run(from_offset: usize, to_offset: usize, bytes: usize) -> CopyRect {
         let rows = usize::from(bytes > 0);
-        CopyRect { from_offset, from_pitch: bytes, to_offset, to_pitch: bytes, row_bytes: bytes, rows }
+        let (pitch, is_zero) = (bytes, false);
+        CopyRect {
+            from_offset,
+            from_pitch: pitch,
+            to_offset,
+            to_pitch: pitch,
+            row_bytes: bytes,
+            rows,
+            is_zero,
+        }
     }
 
     /// Creates the rectangle of a part along `dim` of a row-major matrix, which becomes contiguous in the
@@ -126,6 +138,7 @@ impl CopyRect {
             to_pitch: row_bytes,
             row_bytes,
             rows: if part.is_empty() { 0 } else { rows },
+            is_zero: false,
         }
     }
 
@@ -203,6 +216,7 @@ impl CollectiveKind {
                     to_pitch: got.len(),
                     row_bytes: got.len(),
                     rows: held.len(),
+                    is_zero: false,
                 }
             } else {
                 CopyRect {
@@ -212,6 +226,7 @@ impl CollectiveKind {
                     to_pitch: columns,
                     row_bytes: held.len(),
                     rows: got.len(),
+                    is_zero: false,
                 }
             };
             debug_assert!(rows >= held.len().min(got.len()));
@@ -222,9 +237,47 @@ impl CollectiveKind {
                 to_pitch: rect.to_pitch * element,
                 row_bytes: rect.row_bytes * element,
                 rows: if rect.row_bytes == 0 { 0 } else { rect.rows },
+                is_zero: false,
             }
         };
         let members = 0..concat.len();
+        CollectiveKind::Copy {
+            sends: members.clone().map(|m| rect(me, m)).collect(),
+            receives: members.map(|m| rect(m, me)).collect(),
+            nccl_call: NcclCall::SendRecv,
+        }
+    }
+
+    /// Halo exchange of frames that are sharded by picture rows: member m holds `rows[m]` rows of each of
+    /// `frames` frames, and a row has `row_bytes` bytes. The result has two rows per frame, the last one of
+    /// the member before and the first one of the member after. The first and the last member get zeros.
+    pub(crate) fn halo_exchange(
+        me: usize,
+        rows: &[usize],
+        frames: usize,
+        row_bytes: usize,
+    ) -> CollectiveKind {
+        let last = rows.len().saturating_sub(1);
+        let rect = |from: usize, to: usize| {
+            let copied = |from_row: usize, to_row: usize, count: usize| CopyRect {
+                from_offset: from_row * row_bytes,
+                from_pitch: rows[from] * row_bytes,
+                to_offset: to_row * row_bytes,
+                to_pitch: 2 * row_bytes,
+                row_bytes: count * row_bytes,
+                rows: frames,
+                is_zero: from == to,
+            };
+            match (from, to) {
+                (0, 0) if last == 0 => copied(0, 0, 2),
+                (0, 0) => copied(0, 0, 1),
+                _ if from == to && from == last => copied(0, 1, 1),
+                _ if to == from + 1 => copied(rows[from] - 1, 0, 1),
+                _ if from == to + 1 => copied(0, 1, 1),
+                _ => CopyRect::default(),
+            }
+        };
+        let members = 0..rows.len();
         CollectiveKind::Copy {
             sends: members.clone().map(|m| rect(me, m)).collect(),
             receives: members.map(|m| rect(m, me)).collect(),
@@ -282,8 +335,9 @@ impl GroupCollective {
     /// start-up cost.
     pub(crate) fn suits_copy_engines(&self) -> bool {
         let worth = |r: &CopyRect| {
-            r.total_bytes() == 0
-                || (r.row_bytes >= MIN_COPY_ENGINE_ROW_BYTES && r.total_bytes() >= MIN_COPY_ENGINE_BYTES)
+            let is_large =
+                r.row_bytes >= MIN_COPY_ENGINE_ROW_BYTES && r.total_bytes() >= MIN_COPY_ENGINE_BYTES;
+            r.total_bytes() == 0 || (is_large && !r.is_zero)
         };
         matches!(&self.kind, CollectiveKind::Copy { sends, .. } if sends.iter().all(worth))
     }
@@ -333,15 +387,18 @@ mod tests {
 
     /// Returns the members' results, in bytes, after every member performs its copies.
     fn simulate_copies(kinds: &[CollectiveKind], operands: &[Vec<u8>], lens: &[usize]) -> Vec<Vec<u8>> {
-        let mut out: Vec<Vec<u8>> = lens.iter().map(|l| vec![0; *l]).collect();
+        let mut out: Vec<Vec<u8>> = lens.iter().map(|l| vec![255; *l]).collect();
         for (i, kind) in kinds.iter().enumerate() {
             let CollectiveKind::Copy { sends: to, .. } = kind else { panic!("{kind:?}") };
             for (j, r) in to.iter().enumerate() {
                 let CollectiveKind::Copy { receives: from, .. } = &kinds[j] else { panic!("{kind:?}") };
                 assert_eq!(*r, from[i], "{i} to {j}: sender and receiver disagree");
-                assert!(r.end_offsets().0 <= operands[i].len() && r.end_offsets().1 <= out[j].len());
+                assert!(r.is_zero || r.end_offsets().0 <= operands[i].len());
+                assert!(r.end_offsets().1 <= out[j].len());
                 for row in 0..r.rows {
-                    let piece = &operands[i][r.from_offset + row * r.from_pitch..][..r.row_bytes];
+                    let zeros = vec![0; r.row_bytes];
+                    let from = r.from_offset + row * r.from_pitch;
+                    let piece = if r.is_zero { &zeros } else { &operands[i][from..][..r.row_bytes] };
                     out[j][r.to_offset + row * r.to_pitch..][..r.row_bytes].copy_from_slice(piece);
                 }
             }
@@ -410,6 +467,34 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn a_halo_exchange_delivers_the_rows_beside_a_shard() {
+        // Two frames of 5 rows of 3 bytes over members with 2, 1 and 2 rows.
+        let (rows, row, frames) = ([2, 1, 2], 3, 2);
+        let x = test_matrix(frames * 5, row);
+        let line = |frame: usize, at: usize| x[(frame * 5 + at) * row..][..row].to_vec();
+        let starts = [0, 2, 3];
+        let shard = |m: usize| {
+            let lines = (0..frames).flat_map(|f| (0..rows[m]).map(move |r| (f, r)));
+            lines.flat_map(|(f, r)| line(f, starts[m] + r)).collect::<Vec<u8>>()
+        };
+        let operands: Vec<Vec<u8>> = (0..3).map(shard).collect();
+        let kinds: Vec<CollectiveKind> =
+            (0..3).map(|m| CollectiveKind::halo_exchange(m, &rows, frames, row)).collect();
+        let zeros = || vec![0; row];
+        let halo = |above: [Vec<u8>; 2], below: [Vec<u8>; 2]| {
+            above.into_iter().zip(below).flat_map(|(a, b)| [a, b]).flatten().collect::<Vec<u8>>()
+        };
+        let want = vec![
+            halo([zeros(), zeros()], [line(0, 2), line(1, 2)]),
+            halo([line(0, 1), line(1, 1)], [line(0, 3), line(1, 3)]),
+            halo([line(0, 2), line(1, 2)], [zeros(), zeros()]),
+        ];
+        assert_eq!(simulate_copies(&kinds, &operands, &[frames * 2 * row; 3]), want);
+        let alone = [CollectiveKind::halo_exchange(0, &[5], frames, row)];
+        assert_eq!(simulate_copies(&alone, &[x], &[frames * 2 * row]), [vec![0; frames * 2 * row]]);
     }
 
     #[test]

@@ -289,7 +289,9 @@ impl KernelRect {
         if rect.total_bytes() == 0 {
             return Ok(KernelRect { width: 16, ..KernelRect::default() });
         }
-        let (from, to) = (from + rect.from_offset as u64, to + rect.to_offset as u64);
+        // Address 0 stands for zeros.
+        let from = if rect.is_zero { 0 } else { from + rect.from_offset as u64 };
+        let to = to + rect.to_offset as u64;
         let (mut row_bytes, mut rows) = (rect.row_bytes as u64, rect.rows as u64);
         if rect.contiguous_sides() == (true, true) {
             (row_bytes, rows) = (row_bytes * rows, 1);
@@ -364,8 +366,8 @@ mod tests {
     #[test]
     fn accesses_are_as_wide_as_alignment_allows() {
         let of = |from_offset: usize, from_pitch: usize, row_bytes: usize, rows: usize| {
-            let rect =
-                CopyRect { from_offset, from_pitch, to_offset: 0, to_pitch: row_bytes, row_bytes, rows };
+            let (to_offset, to_pitch, is_zero) = (0, row_bytes, false);
+            let rect = CopyRect { from_offset, from_pitch, to_offset, to_pitch, row_bytes, rows, is_zero };
             KernelRect::from_copy(&rect, 256, 512).map(|p| (p.width, p.per_row, p.rows)).unwrap()
         };
         // Contiguous rows merge into one row.

@@ -133,7 +133,9 @@ fn enqueue_transfer(transfer: Transfer, stream: &CudaStream) -> CudaResult<()> {
                 let (to, from) = ((to, to_pitch as usize), (from, from_pitch as usize));
                 stream.copy_rows(to, from, bytes as usize, rows as usize)
             }
-            Transfer::Zero { at, bytes } => stream.zero_async(at, bytes as usize),
+            Transfer::ZeroRows { at: (at, pitch), bytes, rows } => {
+                stream.zero_rows((at, pitch as usize), bytes as usize, rows as usize)
+            }
         }
     }
 }

@@ -7,6 +7,9 @@ struct ConvShape {
     int pad;      // rows above a frame, and columns before it
     int past;     // frames before the first that the first result reads
     int history;  // frames of the history; 0 if the frames before the first are zeros
+    // Frames of the halo, which are those of the history and of x: each has the row above and the row
+    // below. 0 if these rows are zeros.
+    int halo_frames;
 };
 
 __device__ __forceinline__ int div_up(int a, int b) {

@@ -5,6 +5,9 @@
 // before, w is [out channels, taps, channels] with the taps of a frame last, all bf16; channels are
 // a multiple of 8. Cells outside of a frame are zeros, which TMA fills in.
 //
+// A frame may be some rows of a picture. Then the halo [frames, 2, width, channels] has the row above
+// and the row below each frame, and patches that cross them are loaded row by row.
+//
 // A block computes TILE_WIDTH × TILE_HEIGHT cells times OUT_TILE output channels. Cells are the M
 // dimension of wgmma: an 8 × 8 square of cells is one instruction's 64 rows. With SHARED_TAPS the
 // 9 taps of a frame read one patch of cells with a border of one, each from its own first cell.
@@ -67,9 +70,27 @@ __device__ __forceinline__ void load_w(void *to, const TensorMap *map, u64 *bar,
                  : "memory");
 }
 
+// The frames that a convolution reads, as boxes of patches and as boxes of single rows.
+struct CellMaps {
+    const TensorMap *x, *history, *x_row, *history_row, *halo;
+};
+
+// Loads the patch that begins at a column, a row and a frame, all of which may lie outside.
+__device__ __forceinline__ void load_cells(unsigned char *to, const CellMaps &maps, const ConvShape &s, u64 *bar, int channel, int column, int row, int frame) {
+    bool is_past = frame < 0 && s.history;
+    int own_frame = is_past ? frame + s.history : frame;
+    bool is_inside = row >= 0 && row + (PATCH_HEIGHT - 1) * s.row_step < s.in_height;
+    if (s.halo_frames == 0 || is_inside) return load_patch(to, is_past ? maps.history : maps.x, bar, channel, column, row, own_frame);
+    const TensorMap *own = is_past ? maps.history_row : maps.x_row;
+    for (int i = 0; i < PATCH_HEIGHT; i++, row += s.row_step, to += PATCH_WIDTH * 128) {
+        bool is_beside = row == -1 || row == s.in_height;
+        load_patch(to, is_beside ? maps.halo : own, bar, channel, column, is_beside ? row > 0 : row, is_beside ? frame + s.history : own_frame);
+    }
+}
+
 // Loads what `compute_tiles` reads, in the same order.
-__device__ __forceinline__ void load_tiles(const ConvShape &s, const TensorMap *x_map, const TensorMap *history_map, const TensorMap *w_map,
-                                           unsigned char *patches, unsigned char *w_tiles, Barriers &bars, int tiles) {
+__device__ __forceinline__ void load_tiles(const ConvShape &s, const CellMaps &maps, const TensorMap *w_map, unsigned char *patches, unsigned char *w_tiles,
+                                           Barriers &bars, int tiles) {
     Ring<PATCH_STAGES> patch = {0, 0};
     Ring<STAGES> w = {0, 0};
     int frame_taps = s.kernel_rows * s.kernel_columns;
@@ -77,7 +98,6 @@ __device__ __forceinline__ void load_tiles(const ConvShape &s, const TensorMap *
         Tile t = locate_tile(s, tile);
         for (int kernel_frame = 0; kernel_frame < s.kernel_frames; kernel_frame++) {
             int frame = t.frame * s.frame_step + kernel_frame - s.past;
-            bool is_past = frame < 0 && s.history;
             for (int channel = 0; channel < s.in_channels; channel += CHANNEL_STEP) {
                 for (int tap = 0; tap < frame_taps; tap++) {
                     if (tap % TAPS == 0) {
@@ -85,8 +105,8 @@ __device__ __forceinline__ void load_tiles(const ConvShape &s, const TensorMap *
                         u64 *full = &bars.patch_full[patch.stage];
                         mbarrier_wait(&bars.patch_empty[patch.stage], patch.phase ^ 1);
                         mbarrier_expect_tx(full, PATCH_BYTES);
-                        load_patch(patches + patch.stage * PATCH_PITCH, is_past ? history_map : x_map, full, channel,
-                                   t.column * s.column_step + column - s.pad, t.row * s.row_step + row - s.pad, is_past ? frame + s.history : frame);
+                        load_cells(patches + patch.stage * PATCH_PITCH, maps, s, full, channel, t.column * s.column_step + column - s.pad,
+                                   t.row * s.row_step + row - s.pad, frame);
                         patch.advance();
                     }
                     u64 *full = &bars.w_full[w.stage];
@@ -242,7 +262,8 @@ __device__ __forceinline__ void compute_tiles(const ConvShape &s, const bf16 *bi
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    conv_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap history_map, const __grid_constant__ TensorMap w_map,
+    conv_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap history_map, const __grid_constant__ TensorMap x_row_map,
+              const __grid_constant__ TensorMap history_row_map, const __grid_constant__ TensorMap halo_map, const __grid_constant__ TensorMap w_map,
               const bf16 *bias, const bf16 *residual, bf16 *out, const __grid_constant__ ConvShape shape) {
     // The swizzle requires an alignment of 1024 bytes.
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -260,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (group == GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS));
-        if (threadIdx.x == GROUPS * 128) load_tiles(shape, &x_map, &history_map, &w_map, patches, w_tiles, bars, tiles);
+        CellMaps maps = {&x_map, &history_map, &x_row_map, &history_row_map, &halo_map};
+        if (threadIdx.x == GROUPS * 128) load_tiles(shape, maps, &w_map, patches, w_tiles, bars, tiles);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGS));
         compute_tiles(shape, bias, residual, out, patches, w_tiles, bars, tiles, group);

@@ -18,13 +18,14 @@ __device__ __forceinline__ void advance_tap(CellPlace &tap, const ConvShape &s) 
     tap.row = 0, tap.frame++;
 }
 // Returns the cell that a tap reads for a cell of the result; null outside of the frames.
-template <typename T> __device__ __forceinline__ const T *find_cell(const T *x, const T *history, const ConvShape &s, CellPlace at, CellPlace tap) {
+template <typename T> __device__ __forceinline__ const T *find_cell(const T *x, const T *history, const T *halo, const ConvShape &s, CellPlace at, CellPlace tap) {
     int column = at.column + tap.column, row = at.row + tap.row, frame = at.frame + tap.frame;
-    if (column < 0 || column >= s.in_width || row < 0 || row >= s.in_height || frame >= s.in_frames || frame < -s.history) return nullptr;
+    if (column < 0 || column >= s.in_width || row < -1 || row > s.in_height || frame >= s.in_frames || frame < -s.history) return nullptr;
+    if (row < 0 || row == s.in_height) return halo ? halo + (((i64)(frame + s.history) * 2 + (row > 0)) * s.in_width + column) * s.in_channels : nullptr;
     const T *frames = frame < 0 ? history : x;
     return frames + (((i64)(frame < 0 ? frame + s.history : frame) * s.in_height + row) * s.in_width + column) * s.in_channels;
 }
-template <typename T> __device__ void conv_cells(const T *x, const T *history, const T *w, const T *bias, const T *residual, T *out, const ConvShape &s) {
+template <typename T> __device__ void conv_cells(const T *x, const T *history, const T *halo, const T *w, const T *bias, const T *residual, T *out, const ConvShape &s) {
     __shared__ float tile[CONV_STEP][CONV_CHANNELS + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, taps = s.kernel_frames * s.kernel_rows * s.kernel_columns;
     int channel_tiles = div_up(s.channels, CONV_CHANNELS), first_channel = blockIdx.x % channel_tiles * CONV_CHANNELS, channel = first_channel + lane;
@@ -57,7 +58,7 @@ template <typename T> __device__ void conv_cells(const T *x, const T *history, c
                 const float (*weights)[CONV_CHANNELS + 1] = tile + tap * count;
 #pragma unroll
                 for (int j = 0; j < CELLS_PER_WARP; j++) {
-                    const T *cell = find_cell(x, history, s, places[j], place);
+                    const T *cell = find_cell(x, history, halo, s, places[j], place);
                     if (!cell) continue;
                     for (int c = 0; c < count; c++) sum[j] = fmaf(to_f32(cell[step + c]), weights[c][lane], sum[j]);
                 }
@@ -76,11 +77,11 @@ template <typename T> __device__ void conv_cells(const T *x, const T *history, c
         from_f32(y, out[i * s.channels + channel]);
     }
 }
-extern "C" __global__ void conv_f32(const float *x, const float *history, const float *w, const float *bias, const float *residual, float *out, const ConvShape shape) {
-    conv_cells(x, history, w, bias, residual, out, shape);
+extern "C" __global__ void conv_f32(const float *x, const float *history, const float *halo, const float *w, const float *bias, const float *residual, float *out, const ConvShape shape) {
+    conv_cells(x, history, halo, w, bias, residual, out, shape);
 }
-extern "C" __global__ void conv_bf16(const bf16 *x, const bf16 *history, const bf16 *w, const bf16 *bias, const bf16 *residual, bf16 *out, const ConvShape shape) {
-    conv_cells(x, history, w, bias, residual, out, shape);
+extern "C" __global__ void conv_bf16(const bf16 *x, const bf16 *history, const bf16 *halo, const bf16 *w, const bf16 *bias, const bf16 *residual, bf16 *out, const ConvShape shape) {
+    conv_cells(x, history, halo, w, bias, residual, out, shape);
 }
 
 // Normalises the channels of each cell, and applies SiLU to the rounded norm if `is_silu`. `LANES`

@@ -61,8 +61,8 @@ struct Head {
     u32 op, fingerprint;
 };
 
-// Rows of equal length to copy from one place to another. Lengths are in units of `width` bytes,
-// pitches in bytes.
+// Rows of equal length to copy from one place to another, or to fill with zeros if `from` is 0. Lengths
+// are in units of `width` bytes, pitches in bytes.
 struct Rect {
     u64 from, to, from_pitch, to_pitch;
     u32 per_row, rows, width;
@@ -238,6 +238,10 @@ __device__ void copy_elements(const Rect& r, u32 thread, u32 threads) {
     constexpr u32 DEPTH = 8;
     const u32 total = r.per_row * r.rows;
     u32 i = thread;
+    if (r.from == 0) {
+        for (; i < total; i += threads) *reinterpret_cast<V*>(r.to + offsets_at(r, i, sizeof(V)).to) = V{};
+        return;
+    }
     for (; i + (DEPTH - 1) * threads < total; i += DEPTH * threads) {
         V v[DEPTH];
         u64 to[DEPTH];

@@ -1,5 +1,7 @@
 //! The collectives that the example compares with a computation on the host.
 
+use std::ops::Range;
+
 use tessera_ir::DType;
 use tessera_mesh::Reduction;
 
@@ -99,6 +101,31 @@ pub(crate) fn build_cases(me: usize, members: usize, way: GroupTransport) -> Vec
                 let operand = take_range(&whole, shape, concat_dim, &concat[me]);
                 out.push(case(name, kind, operand, take_range(&whole, shape, 1 - concat_dim, &split[me])));
             }
+        }
+        // Rows of 3, of 24 and of 832 · 96 elements.
+        for (frames, extent, row) in [(1, 13, 3), (3, 20, 24), (4, 30, 79_872)] {
+            let parts = split_extent(extent, members, extent.is_multiple_of(members));
+            if parts.iter().any(Range::is_empty) {
+                continue;
+            }
+            let whole = test_data(94, 0, frames * extent * row, dtype, false);
+            let line = |frame: usize, at: Option<usize>| match at.filter(|at| *at < extent) {
+                Some(at) => whole[(frame * extent + at) * row..][..row].to_vec(),
+                None => vec![0.0; row],
+            };
+            let own = &parts[me];
+            let lines = (0..frames).flat_map(|f| own.clone().map(move |at| (f, Some(at))));
+            let operand = lines.flat_map(|(f, at)| line(f, at)).collect();
+            let beside = [own.start.checked_sub(1), Some(own.end)];
+            let want = (0..frames).flat_map(|f| beside.map(|at| line(f, at))).flatten().collect();
+            let rows: Vec<usize> = parts.iter().map(Range::len).collect();
+            let kind = CollectiveKind::halo_exchange(me, &rows, frames, row * element);
+            out.push(case(
+                format!("halo_exchange {name} of {frames} x {extent} x {row}"),
+                kind,
+                operand,
+                want,
+            ));
         }
         for elements in [1, 999, 100_000] {
             let root = members - 1;

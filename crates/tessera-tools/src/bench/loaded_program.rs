@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use tessera::Plan;
 use tessera::clock::monotonic_ns;
 use tessera_base::Diagnostics;
@@ -16,7 +17,7 @@ use super::device_timer::UnsynchronisedTimer;
 use super::rank::{NoopObserver, fault_error};
 use super::synthetic_weights::SyntheticWeights;
 
-/// A program of rank 0, loaded with random weights.
+/// A program of a rank, loaded with random weights.
 pub(super) struct LoadedProgram {
     pub(super) program: Arc<Program>,
     handle: ProgramHandle,
@@ -25,7 +26,7 @@ pub(super) struct LoadedProgram {
 }
 
 /// Launches of one kind in a traced run.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LaunchTotal {
     /// The ops of a launch, and the types of the first one's operands.
     pub launch: String,
@@ -40,11 +41,11 @@ impl LoadedProgram {
     pub(super) fn load(
         backend: &mut CudaBackend,
         plan: &Plan,
-        phase: &str,
+        (phase, rank): (&str, Rank),
         weights: &mut SyntheticWeights,
     ) -> Result<LoadedProgram, Diagnostics> {
         let sealed = &plan.sealed;
-        let found = sealed.rank_program(phase, Rank(0)).zip(sealed.rank_slots(phase, Rank(0)));
+        let found = sealed.rank_program(phase, rank).zip(sealed.rank_slots(phase, rank));
         let Some((program, slots)) = found else {
             let known = sealed.phase_names().join(", ");
             return Err(bench_error(format!("the plan has no phase `{phase}`; it has {known}")));

@@ -1,11 +1,13 @@
-//! `bench phases`: times single phases of a plan on one GPU, with random weights and inputs.
+//! `bench phases`: times single phases of a plan on the GPUs of this host, with random weights and inputs.
 //!
 //! A phase is timed as a call runs it: its graph is replayed, and its inputs and outputs cross to and
-//! from the host. Buffers keep the values of the run before, as in a stream.
+//! from the host. Buffers keep the values of the run before, as in a stream. With several ranks, each has
+//! a process of its own, and a run takes as long as on the slowest one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use tessera::gpus::GpuDiscovery;
 use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
 use tessera_base::Diagnostics;
@@ -16,7 +18,10 @@ use tessera_mesh::Rank;
 
 use super::loaded_program::{LaunchTotal, LoadedProgram, count_flops};
 use super::synthetic_weights::{SyntheticWeights, global_normals};
-use super::{COLLECTIVE_TIMEOUT, bench_error, set_picture_size};
+use super::{
+    COLLECTIVE_TIMEOUT, bench_error, print_line, read_reports, set_picture_size, share_communicator_ids,
+    start_processes,
+};
 
 /// What to time.
 #[derive(Debug, Clone)]
@@ -27,11 +32,12 @@ pub struct PhaseBenchConfig {
     pub overrides: Overrides,
     /// Height and width of the picture in pixels; `None` for the model's own.
     pub size: Option<(u64, u64)>,
-    /// The mapping, whose mesh has one rank.
+    /// The mapping; its mesh gives the number of GPUs.
     pub mapping: Mapping,
     /// Names of the phases.
     pub phases: Vec<String>,
-    /// Seconds for which each phase runs before it is timed.
+    /// Seconds for which each phase runs before it is timed. Several ranks run it as often as it is timed
+    /// instead, because all must run it equally often.
     pub warm_s: f64,
     /// Number of timed runs.
     pub runs: usize,
@@ -40,7 +46,7 @@ pub struct PhaseBenchConfig {
 }
 
 /// The times of all phases, and the memory of the device.
-#[derive(Debug)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PhaseBenchReport {
     /// Picture height and width, such as `480x832`.
     pub size: String,
@@ -48,55 +54,87 @@ pub struct PhaseBenchReport {
     pub plan: String,
     /// The phases in the requested order.
     pub phases: Vec<PhaseTimes>,
-    /// Bytes of weights, buffers and temporaries of the loaded phases.
+    /// Bytes of weights, buffers and temporaries of the loaded phases on one rank.
     pub planned: [u64; 3],
     /// Bytes that the driver attributes to this process, with its context and libraries.
     pub measured: u64,
 }
 
 /// The times of one phase.
-#[derive(Debug)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PhaseTimes {
     /// Name of the phase.
     pub phase: String,
-    /// Milliseconds of each run.
+    /// Milliseconds of each run, on the slowest rank.
     pub runs_ms: Vec<f64>,
-    /// Floating-point operations of a run.
+    /// Floating-point operations of a run on one rank.
     pub flops: u64,
-    /// Launches of a run by kind, the longest first; empty unless traced.
+    /// Launches of a run by kind on rank 0, the longest first; empty unless traced.
     pub launches: Vec<LaunchTotal>,
 }
 
-/// Plans the model, loads the phases on the first GPU, and times them.
+/// Plans the model, loads the phases on the GPUs of this host, and times them. `arguments` are those with
+/// which this program runs [`run_phase_rank`] for a rank.
 ///
 /// # Errors
 /// T0061 for a phase that the plan lacks or that fails, and diagnostics of model, plan or GPU.
-pub fn time_phases(config: &PhaseBenchConfig) -> Result<PhaseBenchReport, Diagnostics> {
+pub fn time_phases(
+    config: &PhaseBenchConfig,
+    arguments: impl Fn(u32) -> Vec<String>,
+) -> Result<PhaseBenchReport, Diagnostics> {
+    let world = config.mapping.world_mesh().map_err(|d| vec![*d])?.iter().count() as u32;
+    if world == 1 {
+        return time_on_rank(config, Rank(0));
+    }
+    // Missing libraries or GPUs are reported once here rather than by every process.
+    cuda::check_gpus(&GpuDiscovery::discover(), world as usize)?;
+    let mut ranks = start_processes(world, arguments)?;
+    let mut reports: Vec<PhaseBenchReport> = read_reports(&mut ranks)?;
+    let mut slowest = reports.remove(0);
+    for report in reports {
+        for (phase, other) in slowest.phases.iter_mut().zip(report.phases) {
+            phase.runs_ms.iter_mut().zip(other.runs_ms).for_each(|(ms, other)| *ms = ms.max(other));
+        }
+    }
+    Ok(slowest)
+}
+
+/// Runs one of several ranks, and prints its report as a line of JSON.
+///
+/// # Errors
+/// As [`time_phases`].
+pub fn run_phase_rank(config: &PhaseBenchConfig, rank: u32) -> Result<(), Diagnostics> {
+    let report = time_on_rank(config, Rank(rank))?;
+    let text = serde_json::to_string(&report).map_err(|e| bench_error(format!("report of a rank: {e}")))?;
+    print_line(&text);
+    Ok(())
+}
+
+fn time_on_rank(config: &PhaseBenchConfig, rank: Rank) -> Result<PhaseBenchReport, Diagnostics> {
     let mut model = Model::open(&config.model, &config.overrides)?;
     if let Some(size) = config.size {
         set_picture_size(&mut model, size)?;
     }
     let plan = plan::plan_model(&model.video, &model.name, "", &config.mapping)?;
-    if plan.sealed.mesh().iter().count() != 1 {
-        return Err(bench_error("phases are timed on one GPU; give a mapping with one rank"));
-    }
+    let (sealed, world) = (&plan.sealed, plan.sealed.mesh().iter().count());
     let gpus = GpuDiscovery::discover();
-    cuda::check_gpus(&gpus, 1)?;
+    cuda::check_gpus(&gpus, world)?;
+    let ids = share_communicator_ids(&gpus, sealed, rank)?;
     let mut backend =
-        cuda::open_cuda(&gpus, &plan.sealed, Rank(0), 0, &[], COLLECTIVE_TIMEOUT).map_err(|d| vec![d])?;
+        cuda::open_cuda(&gpus, sealed, rank, rank.0, &ids, COLLECTIVE_TIMEOUT).map_err(|d| vec![d])?;
     let mut weights = SyntheticWeights::default();
     // All phases are loaded before any of them runs, so that temporaries are allocated once.
     let mut loaded = Vec::new();
     for name in &config.phases {
-        loaded.push(load_phase(&mut backend, &plan, name, &mut weights)?);
+        loaded.push(load_phase(&mut backend, &plan, (name, rank), &mut weights)?);
     }
     let mut phases = Vec::new();
     for (phase, name) in loaded.iter().zip(&config.phases) {
-        phases.push(time_phase(phase, name, &mut backend, config)?);
+        phases.push(time_phase(phase, name, &mut backend, (config, world))?);
     }
     Ok(PhaseBenchReport {
         size: format!("{}x{}", model.video.stream.height, model.video.stream.width),
-        plan: plan.sealed.digest_hex(),
+        plan: sealed.digest_hex(),
         phases,
         planned: backend.memory_bytes(),
         measured: backend.process_memory().unwrap_or(0),
@@ -107,11 +145,11 @@ pub fn time_phases(config: &PhaseBenchConfig) -> Result<PhaseBenchReport, Diagno
 fn load_phase(
     backend: &mut CudaBackend,
     plan: &Plan,
-    name: &str,
+    (name, rank): (&str, Rank),
     weights: &mut SyntheticWeights,
 ) -> Result<LoadedProgram, Diagnostics> {
-    let mut loaded = LoadedProgram::load(backend, plan, name, weights)?;
-    let seat = MeshRank { mesh: *plan.sealed.mesh(), rank: Rank(0) };
+    let mut loaded = LoadedProgram::load(backend, plan, (name, rank), weights)?;
+    let seat = MeshRank { mesh: *plan.sealed.mesh(), rank };
     let program = Arc::clone(&loaded.program);
     for op in &program.ops {
         let (Some(name), Some(v)) = (op.name.clone(), op.results.first()) else { continue };
@@ -138,14 +176,14 @@ fn time_phase(
     phase: &LoadedProgram,
     name: &str,
     backend: &mut CudaBackend,
-    config: &PhaseBenchConfig,
+    (config, world): (&PhaseBenchConfig, usize),
 ) -> Result<PhaseTimes, Diagnostics> {
     let (begun, warm) = (Instant::now(), Duration::from_secs_f64(config.warm_s));
     // The first run captures the graph.
-    for _ in 0..2 {
+    for _ in 0..if world == 1 { 2 } else { 2 + config.runs } {
         phase.time_run(backend)?;
     }
-    while begun.elapsed() < warm {
+    while world == 1 && begun.elapsed() < warm {
         phase.time_run(backend)?;
     }
     let runs_ms = (0..config.runs).map(|_| phase.time_run(backend)).collect::<Result<_, Diagnostics>>()?;

@@ -2,7 +2,6 @@
 //! picture size.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -22,7 +21,7 @@ use super::device_timer::UnsynchronisedTimer;
 use super::synthetic_weights::{SyntheticWeights, global_normals};
 use super::{
     BenchConfig, BenchPoint, COLLECTIVE_TIMEOUT, FORWARDS_PER_STEP, RankReport, TracedSpan, bench_error,
-    build_points,
+    build_points, print_line, share_communicator_ids,
 };
 
 /// Runs one rank, which executes the commands on its standard input until it closes.
@@ -39,23 +38,8 @@ pub fn rank_main(rank: u32, config_json: &str) -> Result<(), Diagnostics> {
     let gpus = GpuDiscovery::discover();
     let world = first.plan.sealed.mesh().iter().count();
     cuda::check_gpus(&gpus, world)?;
-    // Rank 0 creates the communicator ids, and the coordinator forwards them to the other ranks.
     // The ids depend only on the mapping, not on the size.
-    let ids: Vec<String> = match (world, rank.0) {
-        (1, _) => Vec::new(),
-        (_, 0) => {
-            let ids = cuda::create_communicator_ids(&gpus, &first.plan.sealed).map_err(|d| vec![d])?;
-            print_line(&ids.join(" "));
-            ids
-        }
-        _ => {
-            let mut line = String::new();
-            std::io::stdin()
-                .read_line(&mut line)
-                .map_err(|e| bench_error(format!("no communicator ids received: {e}")))?;
-            line.split_whitespace().map(str::to_string).collect()
-        }
-    };
+    let ids = share_communicator_ids(&gpus, &first.plan.sealed, rank)?;
     let mut dit = BenchForwards::load_all(&gpus, &points, (rank, config.case), &ids)?;
     if config.case {
         dit.write_case_outputs(&config.model)?;
@@ -104,11 +88,6 @@ pub fn rank_main(rank: u32, config_json: &str) -> Result<(), Diagnostics> {
         }
     }
     Ok(())
-}
-
-fn print_line(line: &str) {
-    // A parent that is gone reads no result, and this process may end too.
-    let _ = writeln!(std::io::stdout(), "{line}");
 }
 
 /// The backend of one rank and, for each picture size, the denoising forward to time.

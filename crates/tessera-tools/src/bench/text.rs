@@ -67,7 +67,7 @@ pub fn time_text_encoder(config: &TextBenchConfig) -> Result<TextTiming, Diagnos
     let mut backend =
         cuda::open_cuda(&gpus, &plan.sealed, Rank(0), 0, &[], COLLECTIVE_TIMEOUT).map_err(|d| vec![d])?;
     let mut weights = SyntheticWeights::default();
-    let mut text = LoadedProgram::load(&mut backend, &plan, TEXT_DEVICE_PHASE, &mut weights)?;
+    let mut text = LoadedProgram::load(&mut backend, &plan, (TEXT_DEVICE_PHASE, Rank(0)), &mut weights)?;
     let load_s = monotonic_ns().saturating_sub(begun) as f64 / 1e9;
     text.inputs.insert(TEXT_IDS.to_string(), text_ids(&text.program, rows, length));
     text.scalars.insert(TEXT_LENGTH.to_string(), Scalar::I64(length as i64));

@@ -1,22 +1,25 @@
-//! `tessera bench phases`: measures single phases of a plan on one GPU.
+//! `tessera bench phases`: measures single phases of a plan on the GPUs of this host.
 
 use std::path::PathBuf;
 
 use tessera::{DtypePolicy, Mapping};
-use tessera_tools::bench::{PhaseBenchConfig, PhaseBenchReport, PhaseTimes, median_and_deciles, time_phases};
+use tessera_tools::bench::{
+    PhaseBenchConfig, PhaseBenchReport, PhaseTimes, median_and_deciles, run_phase_rank, time_phases,
+};
 
 use super::{parse_size, to_gib};
-use crate::flags::mapping::{MappingArgs, MappingUse};
+use crate::flags::mapping::{MappingArgs, MappingUse, parse_mesh};
 use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
   tessera bench phases decode.first,decode.rest,encode --preset krea-realtime --media mesh
   tessera bench phases decode.rest --preset self-forcing --media mesh --size 320x576 --trace
+  tessera bench phases decode.rest --preset krea-realtime --mesh tp=2      two GPUs share each picture by rows
 
 Weights and inputs are random. A phase is timed as a call runs it, with its inputs and outputs on the host.";
 
-/// Measure single phases of a plan on one GPU, for example those of a VAE
+/// Measure single phases of a plan on GPUs, for example those of a VAE
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct PhasesArgs {
@@ -36,7 +39,7 @@ pub struct PhasesArgs {
     #[arg(long, value_name = "N", default_value_t = 30)]
     pub runs: usize,
 
-    /// Warm-up of each phase before measuring, in seconds
+    /// Warm-up of each phase before measuring, in seconds; several GPUs warm up for --runs runs instead
     #[arg(long, value_name = "S", default_value_t = 2.0)]
     pub warm: f64,
 
@@ -47,6 +50,10 @@ pub struct PhasesArgs {
     #[command(flatten)]
     pub mapping: MappingArgs,
 
+    /// Run this rank of several, which the command itself starts
+    #[arg(long, value_name = "RANK", hide = true)]
+    pub rank: Option<u32>,
+
     /// Format of the measurements and of diagnostics
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
@@ -56,6 +63,9 @@ pub struct PhasesArgs {
 pub fn run(args: &PhasesArgs) -> CliResult {
     let mut mapping = Mapping { dtype: DtypePolicy::Bf16, ..Mapping::default() };
     args.mapping.apply_options(&mut mapping, &MappingUse::ALL);
+    if let Some(mesh) = &args.mapping.mesh {
+        mapping.mesh = parse_mesh(mesh).map_err(CliError::usage)?;
+    }
     let config = PhaseBenchConfig {
         model: args.model.clone(),
         overrides: args.mapping.parse_overrides().map_err(CliError::usage)?,
@@ -66,7 +76,12 @@ pub fn run(args: &PhasesArgs) -> CliResult {
         runs: args.runs.max(1),
         trace: args.trace,
     };
-    let report = time_phases(&config)?;
+    if let Some(rank) = args.rank {
+        run_phase_rank(&config, rank)?;
+        return Ok(0);
+    }
+    let arguments = |rank: u32| std::env::args().skip(1).chain([format!("--rank={rank}")]).collect();
+    let report = time_phases(&config, arguments)?;
     write_stdout(&match args.format {
         OutputFormat::Json => format!("{}\n", report_json(&report)),
         OutputFormat::Text => report_text(&report),

@@ -24,9 +24,11 @@ pub(in crate::exec) enum Transfer {
         bytes: u64,
         rows: u64,
     },
-    Zero {
-        at: u64,
+    /// Fills `rows` rows of `bytes` bytes with zeros; `at` is an address with its pitch.
+    ZeroRows {
+        at: (u64, u64),
         bytes: u64,
+        rows: u64,
     },
 }
 
@@ -73,29 +75,36 @@ pub(super) fn build_take_shard(
     copy_range(s, (v.x, out), dim, range)
 }
 
-/// Copies a value and appends zeros up to the size of the result.
+/// Copies a value and appends zeros to one dim, up to the size of the result.
 pub(super) fn build_pad(s: &LaunchSite<'_>, v: &views::Pad, out: ValueId) -> CudaResult<StepWork> {
-    let [bytes, padded] = [v.x, out].map(|v| s.p.type_of(v).byte_size().0);
-    let to = s.at(out)?;
-    Ok(StepWork::Transfers(vec![
-        Transfer::Copy { to, from: s.at(v.x)?, bytes },
-        Transfer::Zero { at: to + bytes, bytes: padded - bytes },
-    ]))
+    let (blocks, [bytes, padded]) = blocks_of(s, v.dim, [v.x, out]);
+    let to: u64 = s.at(out)?;
+    let copy = Transfer::CopyRows { to: (to, padded), from: (s.at(v.x)?, bytes), bytes, rows: blocks };
+    let zero = Transfer::ZeroRows { at: (to + bytes, padded), bytes: padded - bytes, rows: blocks };
+    Ok(StepWork::Transfers(vec![copy, zero]))
 }
 
 /// Copies the rows of padded parts without their padding.
 pub(super) fn build_compact(s: &LaunchSite<'_>, v: &views::Compact, out: ValueId) -> CudaResult<StepWork> {
     let ty = s.p.type_of(v.x);
+    let dim = v.dim as usize;
+    let (blocks, [padded, bytes]) = blocks_of(s, dim, [v.x, out]);
     let (x, out): (u64, u64) = (s.at(v.x)?, s.at(out)?);
-    let row = ty.shape.last().copied().unwrap_or(1) * ty.dtype.element_bytes();
+    let row = ty.shape[dim + 1..].iter().product::<u64>() * ty.dtype.element_bytes();
     let units = v.extent / v.unit;
     let each = units.div_ceil(v.parts) * v.unit;
-    let copy_part = |at: u64| {
+    let parts = (0..v.parts).map(|at| {
         let (start, len) = tessera_mesh::split_units(units, v.parts as u32, at as u32);
-        let to = out + start * v.unit * row;
-        Transfer::Copy { to, from: x + at * each * row, bytes: len * v.unit * row }
-    };
-    Ok(StepWork::Transfers((0..v.parts).map(copy_part).collect()))
+        let (to, from) = (out + start * v.unit * row, x + at * each * row);
+        Transfer::CopyRows { to: (to, bytes), from: (from, padded), bytes: len * v.unit * row, rows: blocks }
+    });
+    Ok(StepWork::Transfers(parts.collect()))
+}
+
+/// Returns how many blocks of two values lie before a dim, and the bytes of a block of each.
+fn blocks_of(s: &LaunchSite<'_>, dim: usize, values: [ValueId; 2]) -> (u64, [u64; 2]) {
+    let blocks = s.p.type_of(values[0]).shape[..dim].iter().product::<u64>();
+    (blocks, values.map(|v| s.p.type_of(v).byte_size().0 / blocks.max(1)))
 }
 
 /// Copies the part of a value that a range of one dim covers.

@@ -159,15 +159,10 @@ fn build_compute(
         C::Matmul(v) => return gemms::build_gemm(s, v, None, out),
         C::TakeRows(v) => return copies::build_take_rows(s, v, out),
         C::TakeShard(v) => return copies::build_take_shard(s, v, out),
-        C::Pad(v) if v.dim > 0 => return cuda_failure("padding of a dim behind the first"),
-        C::Compact(v) if v.dim > 0 => return cuda_failure("compaction of a dim behind the first"),
         C::Pad(v) => return copies::build_pad(s, v, out),
         C::Compact(v) => return copies::build_compact(s, v, out),
         C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {
             return copy_whole(s, v.x, s.at(out)?);
-        }
-        C::Conv3d(v) if v.halo.is_some() => {
-            return cuda_failure("a convolution of frames that are sharded by rows: use --media replicas");
         }
         C::Conv3d(v) => return frames::build_conv(s, v, out, None),
         C::UpsampleNearest(v) => frames::build_upsample(s, v, out),

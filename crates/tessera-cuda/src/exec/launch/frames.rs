@@ -52,6 +52,7 @@ pub(super) fn build_conv(
     let operands = ConvOperands {
         x: s.at(v.x)?,
         history: s.at_optional(v.history)?,
+        halo: s.at_optional(v.halo)?,
         w: s.at(v.w)?,
         bias: s.at_optional(v.bias)?,
         residual: s.at_optional(residual)?,
@@ -60,6 +61,7 @@ pub(super) fn build_conv(
     let args = PlainConv {
         x: operands.x.into(),
         history: operands.history.into(),
+        halo: operands.halo.into(),
         w: operands.w.into(),
         bias: operands.bias.into(),
         residual: operands.residual.into(),
