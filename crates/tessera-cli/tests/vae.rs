@@ -93,6 +93,54 @@ fn ranks_that_decode_give_the_frames_of_the_leader() {
     }
 }
 
+/// Replaces a model folder's VAE by the fixture of a tiny decoder.
+fn use_tiny_decoder(model: &Path) {
+    fs::remove_dir_all(model.join("vae")).unwrap();
+    let fixture = repo_root().join("fixtures/tiny-decoder/taew2_1.pth");
+    fs::copy(fixture, model.join("taew2_1.pth")).unwrap();
+    let stream = fs::read_to_string(model.join("stream.toml")).unwrap();
+    fs::write(model.join("stream.toml"), stream.replace("kind = \"wan_vae\"", "kind = \"tiny\"")).unwrap();
+}
+
+#[test]
+fn a_tiny_decoder_of_the_folder_or_of_a_flag_gives_the_same_frames_on_every_mesh() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model_folder(dir.path(), "mode = \"resident\"");
+    let file = repo_root().join("fixtures/tiny-decoder/taew2_1.safetensors");
+    let mut clips = Vec::new();
+    for (name, options) in [
+        ("leader", &["--mesh", "tp=1", "--decoder", file.to_str().unwrap()][..]),
+        ("three", &["--mesh", "tp=3", "--media", "mesh"]),
+    ] {
+        if name == "three" {
+            use_tiny_decoder(&model);
+        }
+        let out = dir.path().join(name);
+        let (code, text) = stream(&model, &out, &[options, &["--png", "--cut-at", "2"]].concat());
+        assert_eq!(code, Some(0), "{name}: {text}");
+        assert_eq!(json_field(&text, "frames"), "42", "{text}");
+        let record = to_text(&fs::read(out.join("record.jsonl")).unwrap());
+        assert_eq!(record.contains("\"name\":\"decode.open\""), name == "three", "{name} decodes elsewhere");
+        clips.push(fs::read(out.join("clip.png")).unwrap());
+    }
+    assert!(clips[0] == clips[1], "the frames depend on who decodes");
+}
+
+#[test]
+fn inspect_says_what_a_tiny_decoder_s_file_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = repo_root().join("fixtures/tiny-decoder/taew2_1.pth");
+    let (status, text) = run_for_text(&["models", "inspect", file.to_str().unwrap()]);
+    for word in ["a tiny decoder of latents", "PyTorch", "T0080", "latents of 4 channels", "--decoder"] {
+        assert!(text.contains(word), "no `{word}` in {text}");
+    }
+    assert_eq!(status, Some(1), "a decoder alone cannot stream");
+    let model = model_folder(dir.path(), "mode = \"resident\"");
+    use_tiny_decoder(&model);
+    let (status, text) = run_for_text(&["models", "inspect", model.to_str().unwrap()]);
+    assert!(status == Some(0) && text.contains("tiny decoder") && text.contains("taew2_1.pth"), "{text}");
+}
+
 #[test]
 fn ranks_cannot_decode_for_a_model_without_a_vae() {
     let demo = repo_root().join("models/demo");

@@ -13,7 +13,7 @@ mod norm;
 mod pixels;
 mod rope;
 
-pub use crate::simd::silu;
+pub use crate::simd::{relu, silu, soft_clamp};
 pub use attention::*;
 pub use bmm::*;
 pub use conv::*;
@@ -111,6 +111,7 @@ mod tests {
         keep(rows * d, &mut |o| add(&pool, o, &x, &y));
         keep(rows * d, &mut |o| bias_act(&pool, o, &x, &m[..d], Some(Activation::GeluTanh)));
         keep(rows * d, &mut |o| map_elements(&pool, o, &x, silu));
+        keep(rows * d, &mut |o| map_elements(&pool, o, &x, |x| soft_clamp(x, 0.7)));
         let key = DrawKey { seed: 9, chunk: 1, draw: 2 };
         keep(rows * d, &mut |o| renoise(&pool, o, &x, 0.3, key, 7));
         keep(rows * d, &mut |o| to_x0(&pool, o, &x, &y, 0.7));

@@ -7,8 +7,8 @@
 mod math;
 mod tile;
 
-pub use math::silu;
 pub(crate) use math::{exp, gelu_tanh, sum_lanes};
+pub use math::{relu, silu, soft_clamp};
 pub(crate) use tile::{
     AccumulatorTile, BLOCK, LhsOperand, OutputTile, PANEL, RhsPanel, TILE_ROWS, multiply_tile, pack_panel,
 };

@@ -135,7 +135,7 @@ kernel_signatures! {
     } = SCALE_SHIFT_F32 "scale_shift_f32", SCALE_SHIFT_BF16 "scale_shift_bf16";
 
     /// Limits each element.
-    Clamp { x: DevicePtr<Element>, out: DevicePtr<Element>, limit: f32, n: i64 } =
+    Clamp { x: DevicePtr<Element>, out: DevicePtr<Element>, limit: f32, is_soft: i32, n: i64 } =
         CLAMP_F32 "clamp_f32", CLAMP_BF16 "clamp_bf16";
 
     /// Never ends.

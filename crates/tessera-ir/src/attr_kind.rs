@@ -94,7 +94,7 @@ attr_kinds! {
     /// The transport of a collective.
     TransportName: Transport, "p2p or nccl", |a| parse_choice(a, &Transport::ALL, Transport::name);
     /// The transformation of a weight at load.
-    LoadName: WeightLoad, "patch, conv, e4m3 or e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
+    LoadName: WeightLoad, "patch, conv, conv.past, e4m3 or e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
 }
 
 /// `N` integers ≥ 1, such as a token grid.
@@ -235,6 +235,9 @@ pub enum WeightLoad {
     Patch,
     /// Reorders a convolution [m, c, kt, kh, kw] or [m, c, kh, kw] into rows of (kt, kh, kw, c).
     Conv,
+    /// Reorders a convolution [m, 2·c, kh, kw] over the channels of a frame and then those of the frame
+    /// before it into rows of (frame, kh, kw, c), the frame before first.
+    ConvPast,
     /// The first result of `quantize` on the rows of the whole tensor.
     E4m3,
     /// The second result of `quantize`: one scale per row.
@@ -242,8 +245,8 @@ pub enum WeightLoad {
 }
 
 impl WeightLoad {
-    const ALL: [WeightLoad; 4] =
-        [WeightLoad::Patch, WeightLoad::Conv, WeightLoad::E4m3, WeightLoad::E4m3Scale];
+    const ALL: [WeightLoad; 5] =
+        [WeightLoad::Patch, WeightLoad::Conv, WeightLoad::ConvPast, WeightLoad::E4m3, WeightLoad::E4m3Scale];
 
     /// Returns the name in the text form.
     #[must_use]
@@ -251,6 +254,7 @@ impl WeightLoad {
         match self {
             WeightLoad::Patch => "patch",
             WeightLoad::Conv => "conv",
+            WeightLoad::ConvPast => "conv.past",
             WeightLoad::E4m3 => "e4m3",
             WeightLoad::E4m3Scale => "e4m3.scale",
         }

@@ -215,7 +215,7 @@ Source SourceOp {
     Call "call" () [] {} -> 1, true, [None, Zero, Stated, Whole, Own],
         "A scalar of the call, or one number per latent frame. It may be used in arithmetic, RoPE offsets, random keys and cache rows, but never determines a shape, a group, a branch or the choice of an op.";
     Weight "weight" () [] {load: Opt<LoadName>, part: Opt<Name>, unit: Or<Count, 1>} -> 1, true, [None, Zero, Stated, Whole, Own],
-        "A shard of a named model tensor. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C), and `\"conv\"` a convolution [m, c, kt, kh, kw] or [m, c, kh, kw] into rows of (kt, kh, kw, c); `\"e4m3\"` and `\"e4m3.scale\"` load the two results of `quantize` on the rows of the whole tensor. In a logical program, `part` (col, row, whole) and `unit` specify how a strategy may shard the weight.";
+        "A shard of a named model tensor. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C), and `\"conv\"` a convolution [m, c, kt, kh, kw] or [m, c, kh, kw] into rows of (kt, kh, kw, c), and `\"conv.past\"` a convolution [m, 2·c, kh, kw] over the channels of a frame and then those of the frame before it into rows of (frame, kh, kw, c), the frame before first; `\"e4m3\"` and `\"e4m3.scale\"` load the two results of `quantize` on the rows of the whole tensor. In a logical program, `part` (col, row, whole) and `unit` specify how a strategy may shard the weight.";
     CacheRead "cache.read" () [] {row: Or<Index, 0>, rows: Opt<Count>} -> 1, true, [None, Zero, Buffer, Aligned(0), Own],
         "Views rows `row..row + rows` of a buffer without a copy. No later op may write the buffer before the last use of the view.";
 }
@@ -236,6 +236,8 @@ Compute ComputeOp {
         "x · y, element by element.";
     Silu "silu" (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
         "x · sigmoid(x).";
+    Relu "relu" (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(1), FirstOperand, Aligned(1), ByRow],
+        "The larger of x and 0, element by element; NaN stays NaN.";
     Cast "cast" (x: Operand) [] {to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],
         "Converts x to the dtype `to` (f32, f64, bf16 or f16), rounding to nearest, ties to even.";
     Quantize "quantize" (x: Operand) [] {} -> 2, false, [Elementwise, PerOperand(3), Fixed(F32), Aligned(1), Own],
@@ -290,6 +292,8 @@ Compute ComputeOp {
         "x · scale + shift per channel, with scale [c] and shift [c] for x [..., c]; with `inverse = true`, (x − shift) / scale.";
     Clamp "clamp" (x: Operand) [] {limit: Positive} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Aligned(1), ByRow],
         "Each element of x, limited to −limit..=limit; NaN stays NaN.";
+    SoftClamp "soft_clamp" (x: Operand) [] {limit: Positive} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
+        "limit · tanh(x / limit), element by element.";
     Embed "embed" (ids: Operand, table: Operand) [] {} -> 1, false, [Copy, Zero, Fixed(F32), Whole, ByRow],
         "Row ids[i] of table [rows, d] for each i of ids [n], as [n, d] in f32. The table may be stored in bf16. The ids are whole numbers in f32, which is exact below 2^24.";
     TakeRows "take_rows" (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],

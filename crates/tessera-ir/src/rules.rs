@@ -134,7 +134,9 @@ impl RuleContext<'_> {
             V::BiasAct(_) => one(self.bias_act_type()?),
             V::Add(_) => one(self.add_type()?),
             V::Mul(_) => one(self.same_type(0, 1)?),
-            V::Silu(_) | V::Clamp(_) | V::Renoise(_) => one(self.operands[0].clone()),
+            V::Silu(_) | V::Relu(_) | V::Clamp(_) | V::SoftClamp(_) | V::Renoise(_) => {
+                one(self.operands[0].clone())
+            }
             V::Cast(v) => one(self.cast_type(v)?),
             V::Quantize(_) => self.quantize_types(),
             V::ToX0(_) => one(self.same_type(0, 1)?),

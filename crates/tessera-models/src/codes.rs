@@ -45,6 +45,13 @@ shortcuts between levels. The VAE of Wan2.2 has 48 channels, patches of 2 × 2 p
 its latents mean nothing to a generator of Wan2.1. The message shows the key that differs.\n\n\
 Use the VAE that was published with the generator.";
 
+    T0415: "tensors do not describe a tiny decoder of these latents",
+    "The tiny decoder of Wan2.1 (TAEHV, published as taew2_1) is described by its own tensors: decoder.1 gives the channels of the \
+latents, decoder.7, 13 and 19 the frames that each stage makes of one, decoder.22 the colours. The message names the tensor \
+that is missing or has another shape. Decoders of the same family exist for other models: that of Wan2.2 decodes 48 channels \
+and that of HunyuanVideo 1.5 decodes 32, both with patches of 2 × 2 pixels.\n\n\
+Use taew2_1.pth or taew2_1.safetensors.";
+
     T0420: "prompt is empty",
     "A prompt needs at least one word; an empty one would condition the model on padding alone. For the demo \
 model try `a red circle moves right`.";

@@ -9,7 +9,9 @@ use tessera_ir::{DType, Opcode, Program, Type, ValueId};
 
 use crate::graph_builder::GraphBuilder;
 use crate::umt5::encode_text_phases;
-use crate::vae::{MediaPhases, decode_programs, encode_anchor_program, encode_video_programs};
+use crate::vae::{
+    MediaPhases, decode_programs, encode_anchor_program, encode_video_programs, tiny_decode_programs,
+};
 use crate::video_model::{ContextRegime, VideoModel};
 use crate::{PixelDecoder, PredictionTarget, denoising_steps};
 
@@ -48,8 +50,11 @@ pub fn build_phases(m: &VideoModel, media: MediaPhases) -> Vec<Program> {
             out.push(decode_phase(m));
             out.extend(needs_anchor.then(|| encode_phase(m)));
         }
-        PixelDecoder::WanVae => {
-            out.extend(decode_programs(m, &m.stream.vae, media));
+        PixelDecoder::WanVae | PixelDecoder::Tiny => {
+            out.extend(match m.stream.decoder {
+                PixelDecoder::Tiny => tiny_decode_programs(m, &m.stream.tiny, media),
+                _ => decode_programs(m, &m.stream.vae, media),
+            });
             out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae, media)));
             if m.stream.takes_video {
                 out.extend(encode_video_programs(m, &m.stream.vae));
@@ -119,7 +124,7 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
 /// Returns the phases of a call that turn its latents into pixels and into the anchor of the next call.
 /// When the scene opens, the anchor is latent 0 itself.
 fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<String> {
-    if media == MediaPhases::BesideCalls || m.stream.decoder != PixelDecoder::WanVae {
+    if media == MediaPhases::BesideCalls || !m.stream.decoder.is_causal() {
         return Vec::new();
     }
     let needs_anchor = m.context_regime() == ContextRegime::Recompute && !opens_scene;

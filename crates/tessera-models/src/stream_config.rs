@@ -8,7 +8,7 @@ use crate::WanConfig;
 use crate::codes::{T0411, T0412};
 use crate::presets::{Preset, parse_over_preset};
 use crate::schedule::{SigmaStep, compute_sigma_steps};
-use crate::vae::VaeConfig;
+use crate::vae::{TinyDecoderConfig, VaeConfig};
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
 
 /// The quantity that the model predicts.
@@ -40,6 +40,9 @@ pub enum PixelDecoder {
     SpaceTimeDepth,
     /// The causal VAE of the Wan family, from the model's own weights.
     WanVae,
+    /// A tiny decoder of the same latents, from a file of its own. It has no encoder: what encodes pixels is
+    /// the causal VAE.
+    Tiny,
     /// No decoder: a stream writes latents only.
     None,
 }
@@ -56,6 +59,32 @@ impl TextEncoder {
             TextEncoder::Umt5 => "umt5",
             TextEncoder::File => "file",
             TextEncoder::None => "none",
+        }
+    }
+}
+
+impl PixelDecoder {
+    const ALL: [PixelDecoder; 4] =
+        [PixelDecoder::SpaceTimeDepth, PixelDecoder::WanVae, PixelDecoder::Tiny, PixelDecoder::None];
+
+    /// Returns the name in `stream.toml`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            PixelDecoder::SpaceTimeDepth => "space_time_depth",
+            PixelDecoder::WanVae => "wan_vae",
+            PixelDecoder::Tiny => "tiny",
+            PixelDecoder::None => "none",
+        }
+    }
+
+    /// Returns whether frames are decoded in order, with a history: the first latent of a scene is then one
+    /// pixel frame, and ranks can decode in calls.
+    #[must_use]
+    pub fn is_causal(self) -> bool {
+        match self {
+            PixelDecoder::WanVae | PixelDecoder::Tiny => true,
+            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => false,
         }
     }
 }
@@ -118,7 +147,13 @@ pub struct StreamConfig {
     pub text_file: String,
     /// Component that turns latents into pixels, if the stream writes any.
     pub decoder: PixelDecoder,
-    /// Dimensions of the VAE, which only [`PixelDecoder::WanVae`] uses.
+    /// File of the tiny decoder, relative to the model's folder, or empty for the one beside the checkpoint.
+    /// Only [`PixelDecoder::Tiny`] reads it.
+    pub decoder_file: String,
+    /// Dimensions of the tiny decoder, which only [`PixelDecoder::Tiny`] uses.
+    pub tiny: TinyDecoderConfig,
+    /// Dimensions of the VAE, which [`PixelDecoder::WanVae`] uses, and [`PixelDecoder::Tiny`] for what it
+    /// encodes.
     pub vae: VaeConfig,
 }
 
@@ -176,15 +211,17 @@ impl StreamConfig {
             takes_video: input.read_flag("video", false),
             text: words.read_named("encoder", &TextEncoder::ALL, TextEncoder::name, TextEncoder::None),
             text_file: words.read_text("file", Some(TEXT_FILE)),
-            decoder: match decoder.read_choice("kind", &["space_time_depth", "wan_vae", "none"], "none") {
-                "space_time_depth" => PixelDecoder::SpaceTimeDepth,
-                "wan_vae" => PixelDecoder::WanVae,
-                _ => PixelDecoder::None,
-            },
+            decoder: decoder.read_named("kind", &PixelDecoder::ALL, PixelDecoder::name, PixelDecoder::None),
+            decoder_file: String::new(),
+            tiny: TinyDecoderConfig::default(),
             vae: VaeConfig::default(),
         };
         let mut vae_problems = Vec::new();
-        if config.decoder == PixelDecoder::WanVae {
+        if config.decoder == PixelDecoder::Tiny {
+            config.decoder_file = decoder.read_text("file", Some(""));
+            config.tiny = TinyDecoderConfig::read(decoder.read_table("tiny"), &mut vae_problems);
+        }
+        if config.decoder.is_causal() {
             let stated = VaeConfig::read(decoder.read_table("vae"), &mut vae_problems);
             match vae.map_or(Ok(stated), |(file, text)| VaeConfig::parse(file, text)) {
                 Ok(vae) => config.vae = vae,
@@ -225,10 +262,17 @@ impl StreamConfig {
             TextEncoder::File => format!("file = {}\n", quote_toml(&self.text_file)),
             _ => String::new(),
         };
-        let (decoder, vae) = match self.decoder {
-            PixelDecoder::SpaceTimeDepth => ("space_time_depth", String::new()),
-            PixelDecoder::WanVae => ("wan_vae", self.vae.to_toml()),
-            PixelDecoder::None => ("none", String::new()),
+        let decoder = self.decoder.name();
+        let dimensions = match self.decoder {
+            PixelDecoder::WanVae => self.vae.to_toml(),
+            PixelDecoder::Tiny => {
+                let file = match self.decoder_file.as_str() {
+                    "" => String::new(),
+                    file => format!("file = {}\n", quote_toml(file)),
+                };
+                file + &self.tiny.to_toml() + &self.vae.to_toml()
+            }
+            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => String::new(),
         };
         // A stream without these settings renders as before they existed, and so keeps its digest.
         let input = if self.takes_video { "[input]\nvideo = true\n\n" } else { "" };
@@ -236,7 +280,7 @@ impl StreamConfig {
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{vae}",
+prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{dimensions}",
             self.width,
             self.height,
             self.fps,
@@ -331,12 +375,16 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
                 model.channels
             ));
         }
-        if self.decoder == PixelDecoder::WanVae {
+        if self.decoder == PixelDecoder::Tiny {
+            found.extend(self.tiny.describe_problem(self.stride));
+        }
+        if self.uses_vae() {
             found.extend(self.vae.describe_problem(self.stride, model.channels));
         }
-        if self.takes_video && self.decoder != PixelDecoder::WanVae {
+        if self.takes_video && !self.decoder.is_causal() {
             found.push(
-                "input.video needs the encoder of a causal VAE: decoder.kind is not wan_vae".to_string(),
+                "input.video needs the encoder of a causal VAE: decoder.kind is neither wan_vae nor tiny"
+                    .to_string(),
             );
         }
         if self.takes_video && self.given_noise {
@@ -431,6 +479,17 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
             .then(|| format!("one forward of a chunk is {total} operations, more than 2^60"))
     }
 
+    /// Returns whether a program of the causal VAE runs. A stream with a tiny decoder encodes with it: the anchor
+    /// in the recompute regime, and an input video.
+    #[must_use]
+    pub fn uses_vae(&self) -> bool {
+        match self.decoder {
+            PixelDecoder::WanVae => true,
+            PixelDecoder::Tiny => self.recompute || self.takes_video,
+            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => false,
+        }
+    }
+
     /// Returns the token grid of a chunk: frames, rows, columns.
     #[must_use]
     pub fn token_grid(&self, model: &WanConfig) -> [u64; 3] {
@@ -460,7 +519,7 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
     #[must_use]
     pub fn first_chunk_frames(&self) -> u64 {
         match self.decoder {
-            PixelDecoder::WanVae => 1 + (self.chunk_frames - 1) * self.stride[0],
+            PixelDecoder::WanVae | PixelDecoder::Tiny => 1 + (self.chunk_frames - 1) * self.stride[0],
             PixelDecoder::SpaceTimeDepth | PixelDecoder::None => self.frames_per_chunk(),
         }
     }

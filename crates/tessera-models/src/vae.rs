@@ -1,9 +1,11 @@
-//! The causal VAE of the Wan family: its config, the programs that the leader runs, and the names of its
-//! tensors.
+//! The causal VAE of the Wan family, and the tiny decoder of its latents: their dimensions, the programs that
+//! the leader or the ranks run, and the names of their tensors.
 
 mod encode_graph;
 mod graph;
 mod names;
+mod tiny;
+mod tiny_graph;
 
 use tessera_base::config::{ConfigReader, parse_json};
 use tessera_base::{Diagnostic, Diagnostics};
@@ -14,6 +16,8 @@ pub(crate) use encode_graph::{encode_anchor_program, encode_video_programs};
 pub use graph::MediaPhases;
 pub(crate) use graph::decode_programs;
 pub use names::expected_vae_weights;
+pub use tiny::{TinyDecoderConfig, expected_tiny_weights};
+pub(crate) use tiny_graph::tiny_decode_programs;
 
 /// Dimensions of a VAE. Source: `[decoder.vae]` of `stream.toml`, or a diffusers `vae/config.json`.
 #[derive(Debug, Clone, PartialEq)]

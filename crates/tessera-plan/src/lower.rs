@@ -100,7 +100,7 @@ fn check_media(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagnostic> 
     Some(
         Diagnostic::error(&T0609, message)
             .with_label("mapping", media)
-            .with_hint("use media = \"leader\", or a model whose decoder is a wan_vae"),
+            .with_hint("use media = \"leader\", or a model whose decoder is wan_vae or tiny"),
     )
 }
 

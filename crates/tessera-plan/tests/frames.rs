@@ -21,13 +21,16 @@ const PHASES: [&str; 6] = ["fill", "decode.open", "decode.rest", "decode.first",
 /// The levels of the published VAE.
 const FOUR_LEVELS: &str = "dim_mult = [1, 2, 2, 2]\ntemporal_downsample = [false, true, true]\n";
 
+/// A tiny decoder beside the published levels.
+const TINY: &str = "kind = \"tiny\"\n[decoder.tiny]\nwidths = [3, 2, 2, 3]\n";
+
 /// Returns the phases of pixels of a model with a tiny VAE and `rows` rows of latents, and one that fills the
 /// buffer of latents.
 fn pixel_phases(rows: u64) -> LogicalModel {
-    phases_of(FOUR_LEVELS, [4, 8, 8], rows)
+    phases_of("kind = \"wan_vae\"\n", FOUR_LEVELS, [4, 8, 8], rows)
 }
 
-fn phases_of(levels: &str, stride: [u64; 3], rows: u64) -> LogicalModel {
+fn phases_of(decoder: &str, levels: &str, stride: [u64; 3], rows: u64) -> LogicalModel {
     let config = r#"{"dim":60,"ffn_dim":16,"num_heads":5,"num_layers":1,"in_dim":4,"out_dim":4,"text_len":2,
         "text_dim":2,"freq_dim":4}"#;
     let vae = format!(
@@ -36,7 +39,7 @@ latents_mean = [-0.4, -0.1, 0.2, 0.5]\nlatents_std = [1.5, 1.75, 2.0, 2.25]\n"
     );
     let stream = format!(
         "[video]\nwidth = {}\nheight = {}\n[latent]\nstride = {stride:?}\n[cache]\nmode = \"recompute\"\n\
-[decoder]\nkind = \"wan_vae\"\n[decoder.vae]\n{vae}",
+[decoder]\n{decoder}[decoder.vae]\n{vae}",
         stride[2] * 4,
         stride[1] * rows
     );
@@ -71,7 +74,8 @@ fn fill_phase(m: &VideoModel) -> Program {
 #[test]
 #[allow(clippy::disallowed_methods, reason = "the developer asks for a new file")]
 fn the_kept_text_is_what_is_planned() {
-    let l = phases_of("dim_mult = [1, 1]\ntemporal_downsample = [true]\n", [2, 2, 2], 6);
+    let l =
+        phases_of("kind = \"wan_vae\"\n", "dim_mult = [1, 1]\ntemporal_downsample = [true]\n", [2, 2, 2], 6);
     let bundle = lower(&l, &mut mapping(5, Strategy::Ulysses)).unwrap();
     let mut text = String::from(
         "// test: check\n// phases chunk: decode.first encode\n// note: The planner emits these programs for six \
@@ -94,9 +98,18 @@ fn mapping(tp: u32, strategy: Strategy) -> Mapping {
 
 #[test]
 fn shards_of_rows_give_the_pixels_and_the_anchor_of_one_rank() {
+    compare_shards(&pixel_phases(6));
+}
+
+#[test]
+fn shards_of_rows_give_the_pixels_of_one_rank_from_a_tiny_decoder() {
+    compare_shards(&phases_of(TINY, FOUR_LEVELS, [4, 8, 8], 6));
+}
+
+/// Compares the outputs of all phases on one rank and on several, bit by bit.
+fn compare_shards(l: &LogicalModel) {
     // Six rows over four ranks are 2, 2, 1 and 1, and over five 2 and four times 1.
-    let l = pixel_phases(6);
-    let one = run_phases(&l, &mapping(1, Strategy::Ulysses), &PHASES);
+    let one = run_phases(l, &mapping(1, Strategy::Ulysses), &PHASES);
     assert!(
         one[3][0]["pixels.first"].data().iter().any(|x| x.abs() > 1e-3 && x.abs() < 1.0),
         "all pixels are clamped"
@@ -104,7 +117,7 @@ fn shards_of_rows_give_the_pixels_and_the_anchor_of_one_rank() {
     for (tp, strategy) in
         [(2, Strategy::Ulysses), (3, Strategy::Megatron), (4, Strategy::Ulysses), (5, Strategy::Ulysses)]
     {
-        let shared = run_phases(&l, &mapping(tp, strategy), &PHASES);
+        let shared = run_phases(l, &mapping(tp, strategy), &PHASES);
         for ((phase, one), ranks) in PHASES.iter().zip(&one).zip(&shared) {
             for (rank, outputs) in ranks.iter().enumerate() {
                 assert_eq!(outputs, &one[0], "@{phase} of rank {rank} of {tp}");
@@ -115,8 +128,13 @@ fn shards_of_rows_give_the_pixels_and_the_anchor_of_one_rank() {
 
 #[test]
 fn every_kernel_of_several_rows_exchanges_a_halo_and_none_exchanges_its_history_again() {
-    let l = pixel_phases(6);
-    let bundle = lower(&l, &mut mapping(3, Strategy::Ulysses)).unwrap();
+    for l in [pixel_phases(6), phases_of(TINY, FOUR_LEVELS, [4, 8, 8], 6)] {
+        check_exchanges(&l);
+    }
+}
+
+fn check_exchanges(l: &LogicalModel) {
+    let bundle = lower(l, &mut mapping(3, Strategy::Ulysses)).unwrap();
     for name in &PHASES[1..] {
         let p = &bundle.find_phase(name).unwrap().programs[0];
         let exchanged: Vec<u64> = p

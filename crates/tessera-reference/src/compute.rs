@@ -76,6 +76,7 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::Add(v) => zip_elements(cx.tensor(v.x)?, cx.tensor(v.y)?, |a, b| a + b),
         V::Mul(v) => zip_elements(cx.tensor(v.x)?, cx.tensor(v.y)?, |a, b| a * b),
         V::Silu(v) => Ok(map_elements(cx.tensor(v.x)?, silu)),
+        V::Relu(v) => Ok(map_elements(cx.tensor(v.x)?, |x| if x < 0.0 { 0.0 } else { x })),
         V::Cast(v) => {
             let round = rounding_to(v.to).ok_or_else(|| format!("no rounding for {}", v.to))?;
             Ok(map_elements(cx.tensor(v.x)?, |x| round.round_nearest(x)))
@@ -115,6 +116,7 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::Unpatchify(v) => image::unpatchify(cx, v),
         V::ScaleShift(v) => image::scale_shift(cx, v),
         V::Clamp(v) => Ok(map_elements(cx.tensor(v.x)?, |x| x.clamp(-v.limit, v.limit))),
+        V::SoftClamp(v) => Ok(map_elements(cx.tensor(v.x)?, |x| v.limit * (x / v.limit).tanh())),
         V::Embed(v) => rows::embed(cx, v),
         V::TakeRows(v) => rows::take_rows(cx, v),
         V::TakeShard(v) => rows::take_own_shard(cx, v),
@@ -146,6 +148,23 @@ pub(crate) fn flatten_convolution(w: &Tensor) -> TensorResult {
     Ok(Tensor::from_fn(&[*m, taps * c], |i| {
         let (row, tap, channel) = (i / (taps * c), i / c % taps, i % c);
         w.data()[(row * c + channel) * taps + tap]
+    }))
+}
+
+/// Reshapes a convolution [m, 2·c, kh, kw], whose channels are those of a frame and then those of the frame
+/// before it, to rows of (frame, kh, kw, c) with the frame before first, as [m, 2·kh·kw·c].
+pub(crate) fn flatten_past_convolution(w: &Tensor) -> TensorResult {
+    let [m, channels, kh, kw] = w.shape()[..] else {
+        return Err(format!("expected a convolution within frames, got shape {:?}", w.shape()));
+    };
+    if channels % 2 != 0 {
+        return Err(format!("{channels} channels of two frames"));
+    }
+    let (c, cells) = (channels / 2, kh * kw);
+    Ok(Tensor::from_fn(&[m, channels * cells], |i| {
+        let (row, rest) = (i / (channels * cells), i % (channels * cells));
+        let (frame, cell, channel) = (rest / (cells * c), rest / c % cells, rest % c);
+        w.data()[(row * channels + (1 - frame) * c + channel) * cells + cell]
     }))
 }
 

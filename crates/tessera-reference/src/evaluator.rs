@@ -144,6 +144,9 @@ impl Evaluator {
             None => self.shard_tensor(global, ty, coord),
             Some(WeightLoad::Patch) => self.shard_tensor(&compute::flatten_patches(global)?, ty, coord),
             Some(WeightLoad::Conv) => self.shard_tensor(&compute::flatten_convolution(global)?, ty, coord),
+            Some(WeightLoad::ConvPast) => {
+                self.shard_tensor(&compute::flatten_past_convolution(global)?, ty, coord)
+            }
             Some(WeightLoad::E4m3) => self.shard_tensor(&compute::quantize_rows(global)?.0, ty, coord),
             Some(WeightLoad::E4m3Scale) => self.shard_tensor(&compute::quantize_rows(global)?.1, ty, coord),
         }

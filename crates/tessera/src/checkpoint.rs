@@ -5,6 +5,7 @@
 
 mod generator;
 mod recognise;
+pub(crate) mod tiny_decoder;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,6 +28,8 @@ pub enum Part {
     Generator,
     /// The autoencoder between latents and pixels.
     Vae,
+    /// A small decoder of the same latents, which a stream may use instead of that of the VAE.
+    TinyDecoder,
     /// The model that turns tokens of a prompt into rows.
     TextEncoder,
     /// The files that turn a prompt into tokens.
@@ -35,7 +38,10 @@ pub enum Part {
 
 impl Part {
     /// Every part, in the order of reports.
-    pub const ALL: [Part; 4] = [Part::Generator, Part::Vae, Part::TextEncoder, Part::Tokenizer];
+    pub const ALL: [Part; 5] =
+        [Part::Generator, Part::Vae, Part::TinyDecoder, Part::TextEncoder, Part::Tokenizer];
+    /// The parts of every published model; a tiny decoder takes the place of another part.
+    pub const PUBLISHED: [Part; 4] = [Part::Generator, Part::Vae, Part::TextEncoder, Part::Tokenizer];
 
     /// Returns the name in reports.
     #[must_use]
@@ -43,6 +49,7 @@ impl Part {
         match self {
             Part::Generator => "generator",
             Part::Vae => "VAE",
+            Part::TinyDecoder => "tiny decoder",
             Part::TextEncoder => "text encoder",
             Part::Tokenizer => "tokenizer",
         }
@@ -56,6 +63,7 @@ impl Part {
                 "diffusion_pytorch_model*.safetensors, transformer/, or one .pt or .safetensors"
             }
             Part::Vae => "Wan2.1_VAE.pth or vae/diffusion_pytorch_model.safetensors",
+            Part::TinyDecoder => "taew2_1.pth or taew2_1.safetensors",
             Part::TextEncoder => "models_t5_umt5-xxl-enc-bf16.pth or text_encoder/model*.safetensors",
             Part::Tokenizer => "google/umt5-xxl/ or tokenizer/ with tokenizer.json or spiece.model",
         }
@@ -128,6 +136,18 @@ impl CheckpointFolder {
         recognise::recognise(path)
     }
 
+    /// Returns the same checkpoint with a tiny decoder from this file, relative to the checkpoint's folder. An
+    /// empty path changes nothing.
+    #[must_use]
+    pub fn with_decoder(mut self, file: &str) -> CheckpointFolder {
+        if !file.is_empty() {
+            let folder = if self.path.is_dir() { Some(self.path.as_path()) } else { self.path.parent() };
+            let source = folder.unwrap_or(Path::new("")).join(file);
+            self.parts.insert(Part::TinyDecoder, PartFiles { source });
+        }
+        self
+    }
+
     /// Returns the files of a part, if it was found.
     #[must_use]
     pub fn part(&self, part: Part) -> Option<&PartFiles> {
@@ -153,6 +173,9 @@ impl CheckpointFolder {
     /// As [`CheckpointFolder::open_part`], except for what the expected tensors decide.
     pub fn open_files(&self, part: Part) -> Result<WeightFiles, Diagnostics> {
         let found = self.require(part).map_err(|d| vec![d])?;
+        if part == Part::TinyDecoder {
+            return tiny_decoder::open_decoder(&found.source);
+        }
         let files = WeightFiles::open(&found.source)?;
         if part == Part::Vae {
             refuse_newer_vae(&found.source, &files).map_err(|d| vec![d])?;
@@ -244,6 +267,10 @@ impl CheckpointFolder {
             .with_label(at, format!("{}; expected {}", self.form.description(), part.usual_files()))
             .with_hint(match part {
                 Part::Generator => "name the folder or file that holds the generator",
+                Part::TinyDecoder => {
+                    "download taew2_1.pth from the repository taehv and put it beside the checkpoint, or name it with \
+                     `--decoder FILE`"
+                }
                 _ => {
                     "download it from Wan2.1-T2V-1.3B or its diffusers form (both sizes share it), and put that \
                      folder, or a link to it, beside the checkpoint"

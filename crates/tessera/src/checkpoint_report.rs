@@ -6,10 +6,10 @@ use std::path::Path;
 
 use serde::Serialize;
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_models::{PixelDecoder, Preset, TextEncoder, WanConfig, expected_weights};
+use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, WanConfig, expected_weights};
 use tessera_weights::WeightFiles;
 
-use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected, list_files};
+use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected, list_files, tiny_decoder};
 use crate::codes::T0016;
 use crate::model::{Model, Overrides};
 
@@ -90,6 +90,9 @@ impl CheckpointReport {
     /// # Errors
     /// T0010 if the path does not exist. Everything else is part of the report.
     pub fn inspect(path: &Path) -> Result<CheckpointReport, Diagnostic> {
+        if let Some(report) = describe_tiny_decoder(path) {
+            return Ok(report);
+        }
         let checkpoint = CheckpointFolder::recognise(path)?;
         let mut problems = Vec::new();
         let wan = checkpoint.read_wan_config().map_err(|ds| problems.extend(ds)).ok();
@@ -103,18 +106,9 @@ impl CheckpointReport {
         } else {
             None
         };
-        let mut needed = vec![Part::Generator];
-        match model.as_ref().map(|m| (&m.video.stream.text, m.video.stream.decoder)) {
-            Some((text, decoder)) if checkpoint.form == Form::Tessera => {
-                if *text != TextEncoder::Words {
-                    needed.extend([Part::TextEncoder, Part::Tokenizer]);
-                }
-                if decoder != PixelDecoder::SpaceTimeDepth {
-                    needed.push(Part::Vae);
-                }
-            }
-            _ => needed = Part::ALL.to_vec(),
-        }
+        let stream = model.as_ref().map(|m| &m.video.stream);
+        let needed = list_needed_parts(checkpoint.form, stream);
+        let checkpoint = checkpoint.with_decoder(stream.map_or("", |s| &s.decoder_file));
         if model.as_ref().is_some_and(|m| m.video.stream.text == TextEncoder::None) {
             problems.push(
                 Diagnostic::error(
@@ -171,6 +165,53 @@ impl CheckpointReport {
     }
 }
 
+/// Lists the parts that a stream with these settings reads. A model folder of Tessera needs no more than they say.
+fn list_needed_parts(form: Form, stream: Option<&StreamConfig>) -> Vec<Part> {
+    let mut needed = vec![Part::Generator];
+    match stream {
+        Some(stream) if form == Form::Tessera => {
+            if stream.text != TextEncoder::Words {
+                needed.extend([Part::TextEncoder, Part::Tokenizer]);
+            }
+            if stream.decoder != PixelDecoder::SpaceTimeDepth {
+                needed.push(Part::Vae);
+            }
+        }
+        _ => needed = Part::PUBLISHED.to_vec(),
+    }
+    if let Some(stream) = stream.filter(|s| s.decoder == PixelDecoder::Tiny) {
+        needed.retain(|part| *part != Part::Vae || stream.uses_vae());
+        needed.push(Part::TinyDecoder);
+    }
+    needed
+}
+
+/// Describes a file that holds a tiny decoder and no generator. A stream needs a generator beside it.
+fn describe_tiny_decoder(path: &Path) -> Option<CheckpointReport> {
+    let files = WeightFiles::open_file(path).ok().filter(|_| path.is_file())?;
+    if !tiny_decoder::is_tiny_decoder(&files) {
+        return None;
+    }
+    let at = path.display().to_string();
+    let mut part = PartReport::new(Part::TinyDecoder, path);
+    part.fill(&files);
+    Some(CheckpointReport {
+        path: at.clone(),
+        form: "a tiny decoder of latents (TAEHV), without a generator",
+        generator: None,
+        parts: vec![part],
+        missing: vec![Part::Generator.name()],
+        incomplete: Vec::new(),
+        settings: None,
+        presets: Vec::new(),
+        next_command: None,
+        problems: match tiny_decoder::read_config(path, tiny_decoder::latent_channels(&files)) {
+            Ok(_) => vec![tiny_decoder::no_model_error(&at, &files)],
+            Err(ds) => ds,
+        },
+    })
+}
+
 /// Lists the presets of a generator's size. The names of the last folders and of the file move the one
 /// that they name to the front.
 #[must_use]
@@ -207,17 +248,7 @@ fn describe_part(
     wan: Option<&WanConfig>,
 ) -> Result<PartReport, Diagnostics> {
     let source = &checkpoint.require(part).map_err(|d| vec![d])?.source;
-    let mut report = PartReport {
-        part: part.name(),
-        source: source.display().to_string(),
-        form: "files",
-        files: 0,
-        bytes: 0,
-        tensors: 0,
-        dtypes: BTreeMap::new(),
-        prefix: String::new(),
-        naming: None,
-    };
+    let mut report = PartReport::new(part, source);
     match part {
         Part::Tokenizer => {
             let files = list_files(source);
@@ -233,12 +264,27 @@ fn describe_part(
                 opened.files.resolve(&list_expected(wan))?;
             }
         }
-        Part::Vae | Part::TextEncoder => report.fill(&checkpoint.open_files(part)?),
+        Part::Vae | Part::TinyDecoder | Part::TextEncoder => report.fill(&checkpoint.open_files(part)?),
     }
     Ok(report)
 }
 
 impl PartReport {
+    /// Creates a report on a part of which nothing was read yet.
+    fn new(part: Part, source: &Path) -> PartReport {
+        PartReport {
+            part: part.name(),
+            source: source.display().to_string(),
+            form: "files",
+            files: 0,
+            bytes: 0,
+            tensors: 0,
+            dtypes: BTreeMap::new(),
+            prefix: String::new(),
+            naming: None,
+        }
+    }
+
     fn fill(&mut self, files: &WeightFiles) {
         let names = files.list_files();
         self.form =

@@ -179,4 +179,17 @@ stream, because Tessera neither scales nor drops frames. The first chunk of a sc
 all other latents take a group of frames each.\n\n\
 The message names what differs and the nearest size. `--video-strength` must admit at least one denoising step: the stream \
 begins at the first step whose noise level is at most the strength. The guide `video-to-video` shows how to convert a video.";
+
+    T0080: "checkpoint is a tiny decoder",
+    "The file holds a tiny decoder (TAEHV): it turns latents into pixels and generates none. It takes the place of the decoder of \
+the VAE, whose pixels it approximates with a small part of the work.\n\n\
+Name a generator, and decode with this file: `--decoder FILE`, or `[decoder] kind = \"tiny\"` and `file` in stream.toml.";
+
+    T0081: "tiny decoder belongs to another model",
+    "Tiny decoders of several models have tensors of equal names and shapes, and the latents that they decode differ: another \
+model's decoder shows wrong colours and shapes, and no error. The files are told apart by the names under which they are \
+published: taew2_1 is that of Wan2.1 and of the models distilled from it; taehv is that of HunyuanVideo and taecvx that of \
+CogVideoX. lighttaew2_1 decodes latents of Wan2.1 before the mean and the standard deviation are removed, which a generator never \
+makes.\n\n\
+Use taew2_1.pth. If the file is a decoder that you trained for Wan2.1 yourself, give it another name.";
 }

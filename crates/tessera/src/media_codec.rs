@@ -63,8 +63,10 @@ impl MediaCodec {
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
         let decodes_in_calls = is_phase_of_calls(sealed, "decode.first");
         let cores = match plan.video.stream.decoder {
-            PixelDecoder::WanVae if !decodes_in_calls => CoreUse::All,
-            PixelDecoder::WanVae | PixelDecoder::SpaceTimeDepth | PixelDecoder::None => CoreUse::One,
+            PixelDecoder::WanVae | PixelDecoder::Tiny if !decodes_in_calls => CoreUse::All,
+            PixelDecoder::WanVae | PixelDecoder::Tiny | PixelDecoder::SpaceTimeDepth | PixelDecoder::None => {
+                CoreUse::One
+            }
         };
         let mut cpu = open_cpu_backend(seat, cores)?;
         let mut source: Box<dyn WeightSource> = match vae {
@@ -147,10 +149,10 @@ impl MediaCodec {
                     pixels.extend(self.run_program("decode", "latents", frame, "pixels")?);
                 }
             }
-            PixelDecoder::WanVae if !rest.is_empty() => {
+            PixelDecoder::WanVae | PixelDecoder::Tiny if !rest.is_empty() => {
                 pixels.extend(self.run_program("decode.rest", "latents", rest, "pixels")?);
             }
-            PixelDecoder::WanVae | PixelDecoder::None => {}
+            PixelDecoder::WanVae | PixelDecoder::Tiny | PixelDecoder::None => {}
         }
         self.apply_delay(begun, |m| m.rest_ns);
         self.end_interval(name, whole);
@@ -180,7 +182,7 @@ impl MediaCodec {
             // The lossless encoder reads as many frames as a latent holds, so its one frame is repeated.
             let copies = match self.decoder_kind() {
                 PixelDecoder::SpaceTimeDepth => self.video.stream.stride[0] as usize,
-                PixelDecoder::WanVae | PixelDecoder::None => 1,
+                PixelDecoder::WanVae | PixelDecoder::Tiny | PixelDecoder::None => 1,
             };
             let encoded = self.run_program("encode", "pixels", &anchor.repeat(copies), "latents")?;
             context[..encoded.len()].copy_from_slice(&encoded);
@@ -219,11 +221,13 @@ impl MediaCodec {
         let frame = &latents[..self.frame_len().min(latents.len())];
         let pixels = match self.decoder_kind() {
             PixelDecoder::SpaceTimeDepth => self.run_program("decode", "latents", frame, "pixels")?,
-            PixelDecoder::WanVae if opens_scene => {
+            PixelDecoder::WanVae | PixelDecoder::Tiny if opens_scene => {
                 self.cpu.reset_buffers();
                 self.run_program("decode.open", "latents", frame, "pixels")?
             }
-            PixelDecoder::WanVae => self.run_program("decode.first", "latents", frame, "pixels")?,
+            PixelDecoder::WanVae | PixelDecoder::Tiny => {
+                self.run_program("decode.first", "latents", frame, "pixels")?
+            }
             PixelDecoder::None => Vec::new(),
         };
         self.apply_delay(begun, |m| m.first_ns);

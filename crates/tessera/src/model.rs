@@ -13,7 +13,7 @@ use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, Umt5Config
 use tessera_plan::{Mapping, MediaPlacement};
 use tessera_weights::{Lora, WeightFiles, WeightSet};
 
-use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected};
+use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected, tiny_decoder};
 use crate::codes::{T0010, T0041, T0076};
 use crate::files::read_text_file;
 use crate::plan::{Plan, folder_name, plan_model};
@@ -51,6 +51,8 @@ pub struct Overrides {
     pub takes_video: Option<bool>,
     /// File with encoded prompts, instead of the model's own text encoder.
     pub text_embeddings: Option<PathBuf>,
+    /// File of a tiny decoder, instead of the model's own decoder.
+    pub decoder_file: Option<PathBuf>,
 }
 
 impl Model {
@@ -90,6 +92,18 @@ impl Model {
             video.stream.text = TextEncoder::File;
             video.stream.text_file = path.display().to_string();
         }
+        if let Some(file) = &overrides.decoder_file {
+            let path = std::path::absolute(file).unwrap_or_else(|_| file.clone());
+            video.stream.decoder = PixelDecoder::Tiny;
+            video.stream.decoder_file = path.display().to_string();
+        }
+        if video.stream.decoder == PixelDecoder::Tiny {
+            // Without the file, the model is planned for the published decoder, and a stream is refused.
+            let checkpoint = checkpoint.clone().with_decoder(&video.stream.decoder_file);
+            if let Some(found) = checkpoint.part(Part::TinyDecoder) {
+                video.stream.tiny = tiny_decoder::read_config(&found.source, video.wan.channels)?;
+            }
+        }
         if video.stream.text == TextEncoder::Umt5 {
             // Planning needs no files: a checkpoint without the encoder is planned for the one that Wan has,
             // and a stream is refused when it opens it.
@@ -127,8 +141,8 @@ impl Model {
     #[must_use]
     pub fn media_on_gpus(&self, mesh: &Mesh) -> MediaPlacement {
         match (self.video.stream.decoder, mesh.axis_size(Axis::Tp)) {
-            (PixelDecoder::WanVae, 1) => MediaPlacement::Mesh,
-            (PixelDecoder::WanVae, _) => MediaPlacement::Replicas,
+            (PixelDecoder::WanVae | PixelDecoder::Tiny, 1) => MediaPlacement::Mesh,
+            (PixelDecoder::WanVae | PixelDecoder::Tiny, _) => MediaPlacement::Replicas,
             (PixelDecoder::SpaceTimeDepth | PixelDecoder::None, _) => MediaPlacement::Leader,
         }
     }
@@ -241,14 +255,11 @@ impl Model {
         Ok(blake3::Hash::from(digest).to_hex().to_string())
     }
 
-    /// Opens the weights of the VAE; `None` if the model has none.
+    /// Opens the weights of the VAE or of the tiny decoder; `None` if the model has neither.
     pub(crate) fn open_vae_weights(&self) -> Result<Option<VaeWeights>, Diagnostics> {
-        match self.video.stream.decoder {
-            PixelDecoder::WanVae => {
-                VaeWeights::open(&self.dir, &self.video.stream.vae, self.weights.base).map(Some)
-            }
-            PixelDecoder::SpaceTimeDepth | PixelDecoder::None => Ok(None),
-        }
+        let VideoModel { wan, stream, .. } = &self.video;
+        let open = || VaeWeights::open(&self.dir, wan, stream, self.weights.base);
+        stream.decoder.is_causal().then(open).transpose()
     }
 
     /// Opens the weights of one file under the file's own tensor names; the set may be partial.

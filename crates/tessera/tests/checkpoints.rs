@@ -11,7 +11,7 @@ use tessera::checkpoint::{CheckpointFolder, Form, Part, Preset};
 use tessera::checkpoint_report::{CheckpointReport, suggest_presets};
 use tessera::{Model, Overrides};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_models::{ExpectedWeight, WanConfig, expected_weights};
+use tessera_models::{ExpectedWeight, PixelDecoder, StreamConfig, WanConfig, expected_weights};
 use tessera_weights::ExpectedTensor;
 
 /// A generator with one block, of the smallest width that can be derived from tensors.
@@ -148,7 +148,7 @@ fn every_form_of_one_generator_gives_the_same_weights_and_dimensions() {
     }
     assert!(digests.iter().all(|d| *d == digests[0]));
     for name in ["original", "pipeline", "pipeline/transformer"] {
-        assert!(Part::ALL.iter().all(|part| recognise(&at(name)).part(*part).is_some()), "{name}");
+        assert!(Part::PUBLISHED.iter().all(|part| recognise(&at(name)).part(*part).is_some()), "{name}");
     }
 }
 
@@ -306,4 +306,39 @@ fn a_report_on_the_demo_model_needs_nothing_more() {
     assert!(report.problems.is_empty() && report.missing.is_empty(), "{report:#?}");
     assert!(report.next_command.unwrap().starts_with("tessera stream "));
     assert_eq!(CheckpointReport::inspect(Path::new("/nowhere/at/all")).unwrap_err().code.id, "T0010");
+}
+
+#[test]
+fn a_tiny_decoder_beside_a_checkpoint_is_a_part_and_no_second_generator() {
+    let dir = TempDir::new().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let decoder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tiny-decoder/taew2_1.pth");
+    write_generator(&at("self_forcing_dmd.safetensors"), |w| Some(w.name.clone()));
+    fs::copy(&decoder, at("taew2_1.pth")).unwrap();
+    let found = recognise(dir.path());
+    assert!(found.candidates.len() == 1 && found.part(Part::TinyDecoder).is_some(), "{found:#?}");
+    // As the model itself it is refused, under whichever name.
+    fs::copy(&decoder, at("other.pth")).unwrap();
+    let d = single(Model::open(&at("other.pth"), &with_preset(Preset::SelfForcing)));
+    assert!(d.code.id == "T0080" && d.labels[0].message.contains("4 channels"), "{d:#?}");
+    // The generator of the preset has 16 channels of latents, which this decoder does not read.
+    let overrides = Overrides { decoder_file: Some(decoder), ..with_preset(Preset::SelfForcing) };
+    let d = single(Model::open(&at("self_forcing_dmd.safetensors"), &overrides));
+    assert!(
+        d.code.id == "T0415" && d.labels[0].message.contains("4 channels; the generator has 16"),
+        "{d:#?}"
+    );
+}
+
+#[test]
+fn the_settings_of_a_tiny_decoder_survive_the_text_of_a_plan() {
+    let wan = wan();
+    let text = "preset = \"self-forcing\"\n[video]\nwidth = 160\nheight = 96\n[decoder]\nkind = \"tiny\"\n\
+                file = \"a \\\"b\\\".pth\"\n[decoder.tiny]\nwidths = [8, 6, 4, 2]\nframes = [2, 1, 2]\n";
+    let stream = StreamConfig::parse("s", text, &wan).unwrap();
+    assert_eq!((stream.decoder, stream.first_chunk_frames()), (PixelDecoder::Tiny, 9));
+    assert_eq!(StreamConfig::parse("t", &stream.to_toml(), &wan).unwrap(), stream);
+    // Four frames of a latent are not the eight of three doublings.
+    let ds = StreamConfig::parse("s", &text.replace("[2, 1, 2]", "[2, 2, 2]"), &wan).unwrap_err();
+    assert!(ds[0].code.id == "T0411" && ds[0].message.contains("stride of [8, 8, 8]"), "{ds:#?}");
 }

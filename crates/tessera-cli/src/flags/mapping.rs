@@ -99,7 +99,7 @@ mapping_flags! {
     [Fixed]
     /// Which ranks decode a chunk to pixels and encode the anchor of the next one [default: leader]
     ///
-    /// Only the ranks' decoder of a model with a Wan VAE is a program of the plan.
+    /// Only the ranks' decoder of a model with a Wan VAE or a tiny decoder is a program of the plan.
     #[arg(long, value_parser = named_values(MEDIA))]
     media: MediaPlacement,
 
@@ -145,6 +145,14 @@ mapping_flags! {
     /// text_dim columns.
     #[arg(long, value_name = "FILE")]
     text_embeddings: PathBuf,
+
+    [OfModel]
+    /// Decode with the tiny decoder (TAEHV) of this file, such as taew2_1.pth, instead of the model's
+    /// own decoder
+    ///
+    /// The recompute regime and an input video also need the VAE, which encodes pixels.
+    #[arg(long, value_name = "FILE")]
+    decoder: PathBuf,
 
     [OfModel]
     /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
@@ -345,6 +353,7 @@ impl MappingArgs {
             given_noise: self.noise_source,
             takes_video: self.video_input,
             text_embeddings: self.text_embeddings.clone(),
+            decoder_file: self.decoder.clone(),
         })
     }
 

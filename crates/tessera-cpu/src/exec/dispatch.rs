@@ -13,8 +13,8 @@ use crate::kernels::{
     ConvSpec, DistanceBias, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache,
     RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time,
     gate_residual, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify, relative_attention,
-    renoise, rms_norm, rms_scale, rope, row_square_sum, scale_shift, silu, softmax, space_time_to_depth,
-    time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
+    relu, renoise, rms_norm, rms_scale, rope, row_square_sum, scale_shift, silu, soft_clamp, softmax,
+    space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
 };
 
 impl CpuBackend {
@@ -144,6 +144,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::Add(v) => bind_values(v, [v.x, v.y], |r, _, [x, y]| add(r.pool, r.out, x, y)),
         C::Mul(v) => bind_values(v, [v.x, v.y], |r, _, [x, y]| multiply(r.pool, r.out, x, y)),
         C::Silu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, silu)),
+        C::Relu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, relu)),
         C::Cast(_) | C::Quantize(_) => return Err("another dtype (this backend computes in f32)"),
         C::LayerNorm(v) => bind_values(v, [v.x, v.w, v.b], |r, v, [x, w, b]| {
             layer_norm(r.pool, r.out, x, w, b, v.eps as f32);
@@ -199,6 +200,9 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::Clamp(v) => bind_values(v, [v.x], |r, v, [x]| {
             let limit = v.limit as f32;
             map_elements(r.pool, r.out, x, |x| x.clamp(-limit, limit));
+        }),
+        C::SoftClamp(v) => bind_values(v, [v.x], |r, v, [x]| {
+            map_elements(r.pool, r.out, x, |x| soft_clamp(x, v.limit as f32));
         }),
         C::Embed(v) => bind_op(v, |r, v| r.run_embed(v)),
         C::TakeRows(v) => bind_values(v, [v.x], |r, v, [x]| {

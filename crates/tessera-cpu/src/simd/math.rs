@@ -41,6 +41,27 @@ pub(crate) fn gelu_tanh(x: f32) -> f32 {
     x / (1.0 + exp(-u))
 }
 
+/// Returns the larger of x and 0; NaN stays NaN.
+#[inline(always)]
+pub fn relu(x: f32) -> f32 {
+    if x < 0.0 { 0.0 } else { x }
+}
+
+/// Returns limit · tanh(x / limit), by tanh(u) = 1 − 2 / (e²ᵘ + 1). That difference would lose the digits of a
+/// small u, of which the Taylor series has all. No library function: its last bit would differ between hosts.
+#[inline(always)]
+pub fn soft_clamp(x: f32, limit: f32) -> f32 {
+    const SERIES_BELOW: f32 = 0.25 * 0.25;
+    let u = x / limit;
+    let s = u * u;
+    let p = s.mul_add(62.0 / 2835.0, -17.0 / 315.0);
+    let p = s.mul_add(p, 2.0 / 15.0);
+    let p = s.mul_add(p, -1.0 / 3.0);
+    let series = (s * p).mul_add(u, u);
+    let whole = 1.0 - 2.0 / (exp(2.0 * u) + 1.0);
+    limit * if s < SERIES_BELOW { series } else { whole }
+}
+
 /// Sums `f(x)` over a row: 32 running sums, element i in sum i mod 32, then a binary tree.
 #[inline(always)]
 pub(crate) fn sum_lanes(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
@@ -86,6 +107,18 @@ mod tests {
         assert_eq!(exp(-1e4), 0.0);
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert!(exp(1e4).is_finite() && exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn a_soft_clamp_agrees_with_double_precision() {
+        let mut worst = 0.0f64;
+        for i in -200_000..=200_000 {
+            let x = i as f32 * 1e-4;
+            worst = worst.max(ulps(soft_clamp(x, 3.0), 3.0 * (f64::from(x) / 3.0).tanh()));
+        }
+        assert!(worst <= 8.0, "{worst}");
+        assert_eq!([-1e6, 0.0, 1e6].map(|x| soft_clamp(x, 3.0)), [-3.0, 0.0, 3.0]);
+        assert!(soft_clamp(f32::NAN, 3.0).is_nan());
     }
 
     #[test]

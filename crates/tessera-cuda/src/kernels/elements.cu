@@ -15,10 +15,15 @@ extern "C" __global__ void cast_bf16_f32(const bf16 *x, float *out, i64 n) {
     cast_element(x, out, n);
 }
 
-// `act` selects the function of each element: 0 is the identity, 1 is SiLU, 2 is GELU. A new number
+// `act` selects the function of each element: 0 is the identity, 1 is SiLU, 2 is GELU, 3 is ReLU. A new number
 // is the argument of PointwiseFunction where the op is dispatched.
 __device__ __forceinline__ float activate(float x, int act) {
-    return act == 1 ? silu(x) : (act == 2 ? gelu_tanh(x) : x);
+    switch (act) {
+    case 1: return silu(x);
+    case 2: return gelu_tanh(x);
+    case 3: return x < 0.0f ? 0.0f : x;
+    default: return x;
+    }
 }
 template <typename T> __device__ void bias_act_element(const T *x, const T *b, T *out, int columns, int act, i64 n) {
     ELEMENT_INDEX(n);

@@ -193,15 +193,17 @@ extern "C" __global__ void scale_shift_bf16(const bf16 *x, const float *scale, c
     scale_shift_element(x, scale, shift, out, channels, inverse, n);
 }
 
-// A NaN stays NaN.
-template <typename T> __device__ void clamp_element(const T *x, T *out, float limit, i64 n) {
+// Limits each element to ±limit, by tanh if `is_soft`. A NaN stays NaN.
+template <typename T> __device__ void clamp_element(const T *x, T *out, float limit, int is_soft, i64 n) {
     ELEMENT_INDEX(n);
     float v = to_f32(x[i]);
-    from_f32(v > limit ? limit : (v < -limit ? -limit : v), out[i]);
+    if (is_soft) v = limit * tanhf(v / limit);
+    else v = v > limit ? limit : (v < -limit ? -limit : v);
+    from_f32(v, out[i]);
 }
-extern "C" __global__ void clamp_f32(const float *x, float *out, float limit, i64 n) {
-    clamp_element(x, out, limit, n);
+extern "C" __global__ void clamp_f32(const float *x, float *out, float limit, int is_soft, i64 n) {
+    clamp_element(x, out, limit, is_soft, n);
 }
-extern "C" __global__ void clamp_bf16(const bf16 *x, bf16 *out, float limit, i64 n) {
-    clamp_element(x, out, limit, n);
+extern "C" __global__ void clamp_bf16(const bf16 *x, bf16 *out, float limit, int is_soft, i64 n) {
+    clamp_element(x, out, limit, is_soft, n);
 }

@@ -101,7 +101,7 @@ impl RuleContext<'_> {
         let (load, dtype, dims) = match load {
             Some(load @ WeightLoad::E4m3) => (load, DType::E4m3, 2),
             Some(load @ WeightLoad::E4m3Scale) => (load, DType::F32, 1),
-            Some(WeightLoad::Patch | WeightLoad::Conv) | None => return Ok(()),
+            Some(WeightLoad::Patch | WeightLoad::Conv | WeightLoad::ConvPast) | None => return Ok(()),
         };
         if declared.dtype == dtype && declared.shape.len() == dims {
             return Ok(());

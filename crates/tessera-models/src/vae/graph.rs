@@ -38,26 +38,27 @@ pub enum MediaPhases {
 /// The first latent of a chunk has a program of its own because the next chunk's anchor waits for it
 /// alone.
 pub(crate) fn decode_programs(m: &VideoModel, vae: &VaeConfig, media: MediaPhases) -> Vec<Program> {
+    let build = |(name, first, frames)| decode_program(VaeBuilder::new(m, vae, name, media), first, frames);
+    list_pieces(m).into_iter().map(build).collect()
+}
+
+/// Lists the programs that decode a chunk, each with its first latent frame and their number.
+pub(super) fn list_pieces(m: &VideoModel) -> Vec<(&'static str, u64, u64)> {
     let rest = m.stream.chunk_frames - 1;
     let mut pieces = vec![("decode.open", 0, 1), ("decode.first", 0, 1)];
     if rest > 0 {
         pieces.push(("decode.rest", 1, rest));
     }
-    let build = |(name, first, frames)| decode_program(VaeBuilder::new(m, vae, name, media), first, frames);
-    pieces.into_iter().map(build).collect()
+    pieces
 }
 
 /// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent
 /// of a scene passes the doubling of frames unchanged, and the history of these convolutions begins with
 /// the second.
 fn decode_program(mut v: VaeBuilder<'_>, first: u64, frames: u64) -> Program {
-    let (m, vae) = (v.graph.model, v.vae);
+    let vae = v.vae;
     let opens_scene = v.graph.builder.program().name == "decode.open";
-    let [_, h, w] = m.stream.token_grid(&m.wan).map(|x| x as i64);
-    let x = v.emit_latents(first, frames);
-    let patch = m.wan.patch.map(|x| x as i64).to_vec();
-    v.graph.builder.set_attr("grid", vec![frames as i64, h, w]).set_attr("patch", patch);
-    let z = v.graph.emit_op(Opcode::Unpatchify, &[x]);
+    let z = v.emit_latent_grid(first, frames);
     let z = v.emit_latent_scale(z, LatentScale::Denormalise);
     let z = v.emit_conv("conv2", z, vae.z_dim, Kernel::Point);
     let top = vae.widths().last().copied().unwrap_or(vae.base_dim);
@@ -82,22 +83,8 @@ fn decode_program(mut v: VaeBuilder<'_>, first: u64, frames: u64) -> Program {
             block += 1;
         }
     }
-    let x = v.emit_head("decoder", x, 3);
-    v.graph.builder.set_attr("limit", 1.0);
-    let pixels = v.graph.emit_op(Opcode::Clamp, &[x]);
-    match v.media {
-        MediaPhases::BesideCalls => v.finish("pixels", pixels),
-        MediaPhases::InCalls if first > 0 => v.finish("pixels.rest", pixels),
-        MediaPhases::InCalls => {
-            if m.context_regime() == ContextRegime::Recompute && !opens_scene {
-                let last = v.frame_shape(pixels)[0] - 1;
-                let frame = v.emit_rows(pixels, last, 1);
-                let picture = v.picture_type();
-                v.graph.write_buffer(ANCHOR_FRAME, picture, frame, None);
-            }
-            v.finish("pixels.first", pixels)
-        }
-    }
+    let pixels = v.emit_head("decoder", x, 3);
+    v.finish_pixels(pixels, first)
 }
 
 impl MediaPhases {
@@ -139,6 +126,8 @@ pub(super) enum Kernel {
     Time3,
     /// 3×3 within a frame.
     Space3,
+    /// 3×3 over a frame and the frame before it, whose weights are channels of one convolution in the file.
+    Space3Past,
     /// 3×3 within a frame at every second row and column, with zeros behind the last row and column.
     HalfSpace,
     /// 3 frames, causal, at every second frame. The last frame before is the only one of its history.
@@ -150,8 +139,21 @@ impl Kernel {
     fn history(self) -> u64 {
         match self {
             Kernel::Point | Kernel::Space3 | Kernel::HalfSpace => 0,
-            Kernel::HalfTime => 1,
+            Kernel::HalfTime | Kernel::Space3Past => 1,
             Kernel::Space3Time3 | Kernel::Time3 => HISTORY,
+        }
+    }
+
+    /// Returns how the weights in the file become those of the convolution.
+    fn weight_load(self) -> &'static str {
+        match self {
+            Kernel::Space3Past => "conv.past",
+            Kernel::Point
+            | Kernel::Space3Time3
+            | Kernel::Time3
+            | Kernel::Space3
+            | Kernel::HalfSpace
+            | Kernel::HalfTime => "conv",
         }
     }
 
@@ -161,6 +163,7 @@ impl Kernel {
             Kernel::Space3Time3 => [3, 3, 3],
             Kernel::Time3 | Kernel::HalfTime => [3, 1, 1],
             Kernel::Space3 | Kernel::HalfSpace => [1, 3, 3],
+            Kernel::Space3Past => [2, 3, 3],
         }
     }
 }
@@ -196,6 +199,37 @@ impl<'a> VaeBuilder<'a> {
         Type::new(DType::F32, [1, s.height, s.width, 3])
     }
 
+    /// Limits the pixels of a decoder to −1..=1 and ends its program, which began with this latent frame. In
+    /// a call, the frame of the anchor stays in a buffer.
+    pub(super) fn finish_pixels(mut self, x: ValueId, first: u64) -> Program {
+        self.graph.builder.set_attr("limit", 1.0);
+        let pixels = self.graph.emit_op(Opcode::Clamp, &[x]);
+        match self.media {
+            MediaPhases::BesideCalls => self.finish("pixels", pixels),
+            MediaPhases::InCalls if first > 0 => self.finish("pixels.rest", pixels),
+            MediaPhases::InCalls => {
+                let opens_scene = self.graph.builder.program().name == "decode.open";
+                if self.graph.model.context_regime() == ContextRegime::Recompute && !opens_scene {
+                    let last = self.frame_shape(pixels)[0] - 1;
+                    let frame = self.emit_rows(pixels, last, 1);
+                    let picture = self.picture_type();
+                    self.graph.write_buffer(ANCHOR_FRAME, picture, frame, None);
+                }
+                self.finish("pixels.first", pixels)
+            }
+        }
+    }
+
+    /// Emits latent frames [t, h, w, c] as the generator makes them.
+    pub(super) fn emit_latent_grid(&mut self, first: u64, frames: u64) -> ValueId {
+        let m = self.graph.model;
+        let [_, h, w] = m.stream.token_grid(&m.wan).map(|x| x as i64);
+        let x = self.emit_latents(first, frames);
+        let patch = m.wan.patch.map(|x| x as i64).to_vec();
+        self.graph.builder.set_attr("grid", vec![frames as i64, h, w]).set_attr("patch", patch);
+        self.graph.emit_op(Opcode::Unpatchify, &[x])
+    }
+
     /// Emits the tokens of latent frames: the program's input, or a part of the chunk's latents.
     fn emit_latents(&mut self, first: u64, frames: u64) -> ValueId {
         let frame_tokens = self.graph.model.frame_tokens();
@@ -213,7 +247,7 @@ impl<'a> VaeBuilder<'a> {
         }
     }
 
-    fn frame_shape(&self, x: ValueId) -> [u64; 4] {
+    pub(super) fn frame_shape(&self, x: ValueId) -> [u64; 4] {
         match self.graph.builder.type_of(x).shape[..] {
             [t, h, w, c] => [t, h, w, c],
             // The builder has recorded why an op has no such result, and `finish` reports it.
@@ -241,8 +275,19 @@ impl<'a> VaeBuilder<'a> {
         self.emit_conv_sum(name, x, out, kernel, None)
     }
 
+    /// Emits a convolution whose layer has no bias.
+    pub(super) fn emit_conv_without_bias(
+        &mut self,
+        name: &str,
+        x: ValueId,
+        out: u64,
+        kernel: Kernel,
+    ) -> ValueId {
+        self.emit_conv_layer(name, x, (out, false), kernel, None)
+    }
+
     /// Emits a convolution, and its sum with a residual if there is one.
-    fn emit_conv_sum(
+    pub(super) fn emit_conv_sum(
         &mut self,
         name: &str,
         x: ValueId,
@@ -250,27 +295,41 @@ impl<'a> VaeBuilder<'a> {
         kernel: Kernel,
         residual: Option<ValueId>,
     ) -> ValueId {
+        self.emit_conv_layer(name, x, (out, true), kernel, residual)
+    }
+
+    fn emit_conv_layer(
+        &mut self,
+        name: &str,
+        x: ValueId,
+        (out, has_bias): (u64, bool),
+        kernel: Kernel,
+        residual: Option<ValueId>,
+    ) -> ValueId {
         let [kt, kh, kw] = kernel.extents();
         let c = self.frame_shape(x)[3];
-        self.graph.builder.set_attr("load", "conv");
+        self.graph.builder.set_attr("load", kernel.weight_load());
         let w = self.graph.emit_weight(
             &format!("vae.{name}.weight"),
             &[out, (kt * kh * kw) as u64 * c],
             "whole",
             1,
         );
-        let bias = self.graph.emit_weight(&format!("vae.{name}.bias"), &[out], "whole", 1);
+        let bias = has_bias.then(|| self.graph.emit_weight(&format!("vae.{name}.bias"), &[out], "whole", 1));
         let frames = kernel.history();
         let history = (frames > 0 && self.past == Past::Buffers).then(|| self.read_history(name, x, frames));
         let b = &mut self.graph.builder;
-        b.set_attr("kernel", vec![kt, kh, kw]).add_keyed("bias", bias);
+        b.set_attr("kernel", vec![kt, kh, kw]);
+        if let Some(bias) = bias {
+            b.add_keyed("bias", bias);
+        }
         match history {
             Some(history) => drop(b.add_keyed("history", history)),
             None if frames > 0 => drop(b.set_attr("pad_frames", frames)),
             None => {}
         }
         match kernel {
-            Kernel::Space3Time3 | Kernel::Space3 => {
+            Kernel::Space3Time3 | Kernel::Space3 | Kernel::Space3Past => {
                 b.set_attr("pad_before", 1u64).set_attr("pad_after", 1u64);
             }
             Kernel::HalfSpace => {

@@ -62,7 +62,7 @@ fn random_weights(l: &LogicalModel) -> BTreeMap<String, Tensor> {
             let in_file = match op.weight_load() {
                 Some(WeightLoad::Patch) => vec![shape[0], shape[1] / 4, 1, 2, 2],
                 // A convolution of all taps as one of so many more channels has the same rows.
-                Some(WeightLoad::Conv) => vec![shape[0], shape[1], 1, 1],
+                Some(WeightLoad::Conv | WeightLoad::ConvPast) => vec![shape[0], shape[1], 1, 1],
                 _ => shape.clone(),
             };
             let seed = out.len() as u64;

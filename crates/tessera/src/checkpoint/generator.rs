@@ -7,7 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_models::{Preset, WanConfig, expected_weights};
 use tessera_weights::{ExpectedTensor, WeightFiles};
 
-use super::{CheckpointFolder, Form, PartFiles};
+use super::{CheckpointFolder, Form, PartFiles, tiny_decoder};
 use crate::codes::{T0010, T0072, T0073, T0075};
 use crate::files::read_text_file;
 
@@ -58,6 +58,9 @@ impl GeneratorFiles {
         let files = WeightFiles::open(&part.source)?;
         let at = part.source.display().to_string();
         refuse_adapter(&at, &files).map_err(|d| vec![d])?;
+        if tiny_decoder::is_tiny_decoder(&files) {
+            return Err(vec![tiny_decoder::no_model_error(&at, &files)]);
+        }
         let prefix = find_prefix(&files);
         let files = files.select(&prefix, &[SHARDING_WRAPPER]);
         let is_diffusers = files.iter_tensors().any(|t| t.name.starts_with("condition_embedder."));

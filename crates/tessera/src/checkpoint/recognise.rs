@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tessera_base::Diagnostic;
 
-use super::{CheckpointFolder, Form, Part, PartFiles};
+use super::{CheckpointFolder, Form, Part, PartFiles, tiny_decoder};
 use crate::codes::T0010;
 
 /// File names of a VAE in one file.
@@ -70,6 +70,7 @@ pub(super) fn recognise(path: &Path) -> Result<CheckpointFolder, Diagnostic> {
     let bases = list_bases(dir, found.form);
     for (part, find) in [
         (Part::Vae, find_vae as fn(&Path) -> Option<PartFiles>),
+        (Part::TinyDecoder, find_tiny_decoder),
         (Part::TextEncoder, find_text_encoder),
         (Part::Tokenizer, find_tokenizer),
     ] {
@@ -133,8 +134,8 @@ fn find_usual_weights(dir: &Path) -> Option<PathBuf> {
 
 /// Lists the files of a folder that could be a generator.
 fn list_checkpoints(dir: &Path) -> Vec<PathBuf> {
-    let is_other_part =
-        |name: &str| name == WORDS_FILE || VAE_FILES.contains(&name) || TEXT_ENCODER_FILES.contains(&name);
+    let other_parts = [&VAE_FILES[..], &TEXT_ENCODER_FILES, &tiny_decoder::FILES, &[WORDS_FILE]];
+    let is_other_part = |name: &str| other_parts.iter().any(|files| files.contains(&name));
     list_files(dir)
         .into_iter()
         .filter(|p| has_extension(p, &WEIGHT_EXTENSIONS))
@@ -178,6 +179,10 @@ fn list_bases(dir: &Path, form: Form) -> Vec<PathBuf> {
 
 fn find_vae(base: &Path) -> Option<PartFiles> {
     find_one_file(base, &VAE_FILES).or_else(|| find_in_folder(&base.join("vae")))
+}
+
+fn find_tiny_decoder(base: &Path) -> Option<PartFiles> {
+    find_one_file(base, &tiny_decoder::FILES)
 }
 
 fn find_text_encoder(base: &Path) -> Option<PartFiles> {

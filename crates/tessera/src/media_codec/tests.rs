@@ -1,7 +1,10 @@
 //! Compares the VAE's programs with diffusers, and the ways to decode a stream with each other.
 
+mod tiny;
+
 use std::path::{Path, PathBuf};
 
+use tessera_base::Diagnostics;
 use tessera_models::{VaeConfig, WordEncoder};
 use tessera_plan::Mapping;
 use tessera_weights::{WeightFiles, WeightSet};
@@ -26,19 +29,23 @@ impl VaeCase {
     fn open(dir: &Path, regime: &str) -> VaeCase {
         let config = std::fs::read_to_string(dir.join("vae/config.json")).unwrap();
         let vae = VaeConfig::parse("vae/config.json", &config).unwrap();
+        let decoder = format!("[input]\nvideo = true\n[decoder]\nkind = \"wan_vae\"\n{}", vae_table(&vae));
+        VaeCase::with_decoder(dir, regime, &decoder)
+    }
+
+    /// Opens a folder whose decoder these settings describe.
+    fn with_decoder(dir: &Path, regime: &str, decoder: &str) -> VaeCase {
         let expected =
             WeightFiles::open_file(&dir.join("expected.safetensors")).unwrap().resolve_as_is().unwrap();
         let shape = expected.tensor_shape("latents").unwrap().to_vec();
         let wan = format!(
             r#"{{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1,"in_dim":{0},"out_dim":{0},"text_len":2,"text_dim":1}}"#,
-            vae.z_dim
+            shape[0]
         );
         let stream = format!(
-            "[video]\nwidth = {}\nheight = {}\n[cache]\nmode = \"{regime}\"\n[text]\nencoder = \"words\"\n\
-             [input]\nvideo = true\n[decoder]\nkind = \"wan_vae\"\n{}",
+            "[video]\nwidth = {}\nheight = {}\n[cache]\nmode = \"{regime}\"\n[text]\nencoder = \"words\"\n{decoder}",
             shape[3] * 8,
             shape[2] * 8,
-            vae_table(&vae),
         );
         let video = VideoModel::parse(("config.json", &wan), ("stream.toml", &stream)).unwrap();
         let plan = plan_model(&video, "vae", "", &Mapping::default()).unwrap_or_else(|ds| panic!("{ds:#?}"));
@@ -48,16 +55,20 @@ impl VaeCase {
 
     fn load_codec(&self) -> MediaCodec {
         let words = WordEncoder::new("a\n", vec![1.0], 1, 2).unwrap();
-        let vae = VaeWeights::open(&self.dir, &self.plan.video.stream.vae, WeightsBase::Files)
-            .unwrap_or_else(|ds| panic!("{ds:#?}"));
+        let vae = self.open_weights().unwrap_or_else(|ds| panic!("{ds:#?}"));
         let text = PromptRows::load(&self.plan, PromptEncoder::Words(words)).unwrap();
         let mut codec = MediaCodec::load(&self.plan, text, Some(vae), None).unwrap();
         codec.poison_temporaries();
         codec
     }
 
+    fn open_weights(&self) -> Result<VaeWeights, Diagnostics> {
+        let video = &self.plan.video;
+        VaeWeights::open(&self.dir, &video.wan, &video.stream, WeightsBase::Files)
+    }
+
     fn load_encoder(&self) -> VideoEncoder {
-        let vae = VaeWeights::open(&self.dir, &self.plan.video.stream.vae, WeightsBase::Files).unwrap();
+        let vae = self.open_weights().unwrap();
         VideoEncoder::load(&self.plan, Some(vae)).unwrap()
     }
 
@@ -131,11 +142,26 @@ fn fixture() -> PathBuf {
 fn compare_with_diffusers(dir: &Path, regime: &str) -> [f64; 2] {
     let case = VaeCase::open(dir, regime);
     let mut codec = case.load_codec();
+    let pixels = compare_pixels(&case, &mut codec);
+    let mut anchor_error = 0.0;
+    if regime == "recompute" {
+        let (planes, picture) = (case.tensor("picture"), case.grid[0] * case.grid[1] * 64);
+        let pixels: Vec<f32> =
+            (0..picture).flat_map(|i| [0, 1, 2].map(|c| planes[c * picture + i])).collect();
+        let encoded = codec.run_program("encode", "pixels", &pixels, "latents").unwrap();
+        anchor_error = relative_error(&encoded, &case.to_tokens(&case.tensor("anchor"), 1, 0..1));
+    }
+    [pixels, anchor_error]
+}
+
+/// Decodes all chunks, with the anchors of the recompute regime between them, and returns the difference of the
+/// frames that the file holds.
+fn compare_pixels(case: &VaeCase, codec: &mut MediaCodec) -> f64 {
     let chunks = case.expected.tensor_shape("latents").unwrap()[1] / case.plan.video.stream.chunk_frames;
     let mut pixels = Vec::new();
     for chunk in 0..chunks as u32 {
         let latents = case.chunk_latents(chunk as usize);
-        if regime == "recompute" {
+        if case.plan.video.stream.recompute {
             codec.build_context(chunk, &latents, chunk == 0).unwrap();
         }
         let decoded = codec.decode_pixels(chunk, &latents, chunk == 0).unwrap();
@@ -153,15 +179,7 @@ fn compare_with_diffusers(dir: &Path, regime: &str) -> [f64; 2] {
             })
         })
         .collect();
-    let mut anchor_error = 0.0;
-    if regime == "recompute" {
-        let planes = case.tensor("picture");
-        let pixels: Vec<f32> =
-            (0..picture).flat_map(|i| [0, 1, 2].map(|c| planes[c * picture + i])).collect();
-        let encoded = codec.run_program("encode", "pixels", &pixels, "latents").unwrap();
-        anchor_error = relative_error(&encoded, &case.to_tokens(&case.tensor("anchor"), 1, 0..1));
-    }
-    [relative_error(&found, &expected), anchor_error]
+    relative_error(&found, &expected)
 }
 
 #[test]

@@ -394,7 +394,7 @@ impl SimMedia {
         let encode_ns = program_ns(plan, "encode", prices)?;
         let others = plan.video.stream.chunk_frames.saturating_sub(1);
         let (first_ns, rest_ns) = match plan.video.stream.decoder {
-            PixelDecoder::WanVae => {
+            PixelDecoder::WanVae | PixelDecoder::Tiny => {
                 (program_ns(plan, "decode.first", prices)?, program_ns(plan, "decode.rest", prices)?)
             }
             PixelDecoder::SpaceTimeDepth | PixelDecoder::None => {

@@ -32,6 +32,10 @@ type Built = CudaResult<KernelLaunch>;
 /// A function of one element, by its number in `activate` of elements.cu.
 pub(super) struct PointwiseFunction(pub(super) i32);
 
+impl PointwiseFunction {
+    pub(super) const RELU: PointwiseFunction = PointwiseFunction(3);
+}
+
 impl From<Option<Activation>> for PointwiseFunction {
     fn from(act: Option<Activation>) -> PointwiseFunction {
         PointwiseFunction(match act {

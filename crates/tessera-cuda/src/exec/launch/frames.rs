@@ -196,10 +196,17 @@ pub(super) fn build_scale_shift(s: &LaunchSite<'_>, v: &views::ScaleShift, out: 
     Ok(KernelLaunch::elements(kernel_for_dtype(ty.dtype, SCALE_SHIFT_F32, SCALE_SHIFT_BF16), n, args))
 }
 
-pub(super) fn build_clamp(s: &LaunchSite<'_>, v: &views::Clamp, out: ValueId) -> Built {
+/// Builds the limitation of each element to ±`limit`, by tanh if `is_soft`.
+pub(super) fn build_clamp(
+    s: &LaunchSite<'_>,
+    (x, out): (ValueId, ValueId),
+    limit: f64,
+    is_soft: bool,
+) -> Built {
     let ty = s.p.type_of(out);
     let n = ty.element_count();
-    let args = Clamp { x: s.at(v.x)?, out: s.at(out)?, limit: v.limit as f32, n: n as i64 };
+    let is_soft = i32::from(is_soft);
+    let args = Clamp { x: s.at(x)?, out: s.at(out)?, limit: limit as f32, is_soft, n: n as i64 };
     Ok(KernelLaunch::elements(kernel_for_dtype(ty.dtype, CLAMP_F32, CLAMP_BF16), n, args))
 }
 
