@@ -421,12 +421,11 @@ impl Engine for MeshEngine {
         for (name, values) in phase.inputs.iter().zip(&tensors) {
             data.inputs.insert(name, values);
         }
-        let flight = self.flight_record.as_ref();
         let mut guard = CollectiveGuard::begin_phase(
             &mut phase.sequence,
             &mut self.position,
             self.guards,
-            flight,
+            self.flight_record.as_ref(),
             progress,
         );
         let (start, before) = (Instant::now(), self.backend.compensated_sums());
