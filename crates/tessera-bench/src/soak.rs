@@ -53,7 +53,7 @@ const CLOSING_POLL_INTERVAL: Duration = Duration::from_millis(3);
 /// Default of `--limit-kib`: an allocator that keeps one page more for 60 chunks is noise.
 const LIMIT_KIB: f64 = 64.0;
 /// Maximum share of the period (the time from commit to commit) that digests may take.
-const LIMIT_DIGEST_SHARE: f64 = 0.01;
+const LIMIT_DIGEST_SHARE: f64 = 0.03;
 
 /// Maximum requests and chunks that wait: the queue depths of a plan, unless a mapping states others.
 const QUEUE_DEPTH: f64 = 2.0;

@@ -67,11 +67,12 @@ fn assert_executed_drills_are_those_of_the_back_map(lines: &str) {
 #[test]
 fn a_drill_without_its_check_turns_red() {
     let effective = ["effective-backend", "group-order", "program-set", "unarmed-check"];
-    let o =
-        run_drill(&[&["--self-test", "wrong-group", "stale-result", "member-dies"], &effective[..]].concat());
+    let caches = ["caches-lost", "history-cleared", "swapped-halo"];
+    let others = ["--self-test", "wrong-group", "stale-result", "member-dies"];
+    let o = run_drill(&[&others[..], &effective[..], &caches[..]].concat());
     let said = to_text(&o.stdout);
     assert_eq!(o.status.code(), Some(0), "{said}{}", to_text(&o.stderr));
-    assert_eq!(said.matches("turned red").count(), 7, "{said}");
+    assert_eq!(said.matches("turned red").count(), 10, "{said}");
     assert!(said.contains("every drill fails without its check"), "{said}");
 }
 

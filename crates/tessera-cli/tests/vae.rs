@@ -141,6 +141,51 @@ fn inspect_says_what_a_tiny_decoder_s_file_is() {
     assert!(status == Some(0) && text.contains("tiny decoder") && text.contains("taew2_1.pth"), "{text}");
 }
 
+/// Six rows of latents over four ranks: ranks 1 and 2 have a neighbour on both sides.
+#[test]
+fn a_fault_in_the_history_or_the_halo_of_a_rank_ends_the_stream_and_names_the_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    for (cache, faults) in [
+        (
+            "mode = \"resident\"",
+            &[
+                (
+                    "history-cleared@2:4",
+                    "T0772",
+                    &["call 4, chunk 2", "`vae.", "dim 1 [", "changed after call 3"][..],
+                ),
+                ("swapped-halo@1:3", "T0773", &["call 3, chunk 1", "decode.first", "they are swapped"]),
+                ("caches-lost@3:4", "T0712", &["continues epoch 0", "after 2 chunks", "hold 0 chunks"]),
+                ("flipped-cache@0:3#5", "T0772", &["1 of "]),
+                ("flipped-cache@2:5#6", "T0772", &["1 of "]),
+            ][..],
+        ),
+        (
+            "mode = \"recompute\"",
+            &[
+                ("history-cleared@1:3", "T0772", &["call 3, chunk 1", "`vae."]),
+                ("swapped-halo@2:2", "T0773", &["call 2, chunk 0", "decode.open", "they are swapped"]),
+                ("caches-lost@0:3", "T0712", &["after 1 chunks"]),
+            ],
+        ),
+    ] {
+        let model = model_folder(&dir.path().join(cache.replace(' ', "")), cache);
+        for (fault, code, words) in faults {
+            let out = model.with_extension(fault.replace(['@', ':', '#'], "-"));
+            let mesh = ["--mesh", "tp=4", "--media", "mesh", "--arm-fault", fault];
+            let (status, text) = stream(&model, &out, &mesh);
+            let rank = &fault.split_once('@').unwrap().1[..1];
+            assert_eq!(status, Some(14), "{fault}: {text}");
+            assert!(text.contains(&format!(r#""code":"{code}","rank":{rank}"#)), "{fault}: {text}");
+            for word in *words {
+                assert!(text.contains(word), "{fault}: no `{word}` in {text}");
+            }
+            let record = to_text(&fs::read(out.join("record.jsonl")).unwrap());
+            assert!(record.contains(r#"["cache checks","resets, contents, halos"]"#), "{record}");
+        }
+    }
+}
+
 #[test]
 fn ranks_cannot_decode_for_a_model_without_a_vae() {
     let demo = repo_root().join("models/demo");

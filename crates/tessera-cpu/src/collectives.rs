@@ -215,34 +215,6 @@ vectorized! {
     }
 }
 
-/// Returns the first and the last row of each frame of `x`, which has `rows` rows of `row` elements per
-/// frame.
-#[must_use]
-pub fn edge_rows(x: &[f32], (rows, row): (usize, usize)) -> Vec<f32> {
-    let frames = x.chunks_exact((rows * row).max(1));
-    frames.flat_map(|frame| [&frame[..row], &frame[(rows - 1) * row..]]).flatten().copied().collect()
-}
-
-/// Writes the halo of member `me`: for each frame the last row of the member before and the first row of the
-/// member after, or zeros. Each view holds the [`edge_rows`] of a member.
-///
-/// # Panics
-/// Panics if a view has another length than `out`.
-pub fn halo_rows(out: &mut [f32], views: &[&[f32]], me: usize, row: usize) {
-    let beside = [(me.checked_sub(1), 1), (me.checked_add(1), 0)].map(|(member, edge)| {
-        let view = member.and_then(|member| views.get(member));
-        assert!(view.is_none_or(|v| v.len() == out.len()), "members exchange equal rows");
-        (view, edge)
-    });
-    for (i, to) in out.chunks_exact_mut(row.max(1)).enumerate() {
-        let (view, edge) = beside[i % 2];
-        match view {
-            Some(view) => to.copy_from_slice(&view[(i / 2 * 2 + edge) * row..][..row]),
-            None => to.fill(0.0),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -259,23 +231,6 @@ mod tests {
             }
         };
         (0..members).map(|m| (0..elements).map(|e| term(m, e)).collect()).collect()
-    }
-
-    #[test]
-    fn a_halo_holds_the_rows_beside_a_shard() {
-        // Two frames over three members with 2, 1 and 2 rows of one element: rows 1 to 5 and 11 to 15.
-        let shards: [(&[f32], usize); 3] =
-            [(&[1.0, 2.0, 11.0, 12.0], 2), (&[3.0, 13.0], 1), (&[4.0, 5.0, 14.0, 15.0], 2)];
-        let edges: Vec<Vec<f32>> = shards.iter().map(|(x, rows)| edge_rows(x, (*rows, 1))).collect();
-        let views: Vec<&[f32]> = edges.iter().map(Vec::as_slice).collect();
-        let halo = |me| {
-            let mut out = vec![f32::NAN; 4];
-            halo_rows(&mut out, &views, me, 1);
-            out
-        };
-        assert_eq!(halo(0), [0.0, 3.0, 0.0, 13.0]);
-        assert_eq!(halo(1), [2.0, 4.0, 12.0, 14.0]);
-        assert_eq!(halo(2), [3.0, 0.0, 13.0, 0.0]);
     }
 
     #[test]

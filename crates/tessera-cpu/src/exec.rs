@@ -21,10 +21,11 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher,
+    AbortFn, AuditResult, Backend, CacheChecks, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher,
     JoinedCommunicator, LoadedProgram, MemoryUse, MeshRank, Observer, ProgramHandle, T0801, WeightSource,
 };
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Slots, ValueId, WeightLoad};
+use xxhash_rust::xxh3::xxh3_64;
 
 use dispatch::Kernel;
 use memory::{BackendMemory, ValueLocation};
@@ -69,6 +70,10 @@ pub struct CpuBackend {
     budget: MemoryBudget,
     /// Whether runs check every access to temporaries.
     is_poisoned: bool,
+    /// How often all buffers were zeroed.
+    reset_count: u64,
+    /// Whether the rows of every halo arrive swapped, as a drill has asked for.
+    swaps_halos: bool,
 }
 
 /// A rank's end of a communicator.
@@ -146,6 +151,8 @@ impl CpuBackend {
             peak_bytes: 0,
             budget: MemoryBudget::default(),
             is_poisoned: false,
+            reset_count: 0,
+            swaps_halos: false,
         }
     }
 
@@ -252,6 +259,20 @@ impl Backend for CpuBackend {
         Some(hash.finish(name, slice))
     }
 
+    fn cache_checks(&self) -> CacheChecks {
+        CacheChecks { contents: true, halos: true }
+    }
+
+    fn digest_buffer(&self, name: &str) -> Option<u64> {
+        let buffer = &self.memory.buffers[*self.buffer_index.get(name)?];
+        Some(xxh3_64(bytemuck::cast_slice(buffer)))
+    }
+
+    fn swap_halos(&mut self) -> bool {
+        self.swaps_halos = true;
+        true
+    }
+
     fn run(
         &mut self,
         program: ProgramHandle,
@@ -284,9 +305,14 @@ impl Backend for CpuBackend {
     }
 
     fn reset_buffers(&mut self) {
+        self.reset_count += 1;
         for b in &mut self.memory.buffers {
             b.fill(0.0);
         }
+    }
+
+    fn reset_count(&self) -> u64 {
+        self.reset_count
     }
 
     fn memory_bytes(&self) -> [u64; 3] {

@@ -14,6 +14,7 @@
 pub mod arena;
 pub mod collectives;
 mod exec;
+pub mod halo;
 mod host_memory;
 pub mod kernels;
 mod pool;

@@ -122,6 +122,8 @@ pub struct CudaBackend {
     hang_injected: bool,
     /// Whether every run begins with slots full of NaN.
     is_poisoned: bool,
+    /// How often all buffers were zeroed.
+    reset_count: u64,
     /// Program that ran last, and the results so far that reused a slot.
     last_program: Option<usize>,
     slot_reuses: u64,
@@ -280,6 +282,7 @@ impl CudaBackend {
             one_time_counts: OneTimeCounts::default(),
             hang_injected: false,
             is_poisoned: false,
+            reset_count: 0,
             last_program: None,
             slot_reuses: 0,
             has_unfinished_run: false,

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
+mod cache_checks;
 mod call_data;
 mod codes;
 mod communicator;
@@ -16,6 +17,7 @@ mod fingerprint;
 mod memory_use;
 mod timing_model;
 
+pub use cache_checks::CacheChecks;
 pub use call_data::{CallData, Scalar, check_input};
 pub use codes::{CODES, T0801, T0802, T0803, T0804, T0805};
 pub use communicator::{
@@ -136,7 +138,8 @@ pub enum Fault {
     /// Another rank or the host ended the run; the text gives the cause as far as this rank knows
     /// it.
     Aborted(String),
-    /// The observer rejected a collective before it was issued; the text comes from the observer.
+    /// The observer rejected a collective before it was issued, or the halo that it received; the text
+    /// comes from the observer.
     Refused(String),
     /// An op accessed memory that held no valid value for it (T0803); only a poisoned backend finds
     /// this. The text names the op and the slot.
@@ -179,6 +182,15 @@ pub trait Observer: Send {
     fn on_waiting(&mut self, _op: usize) {}
     /// Called when a collective is complete on this rank, with the index of the issuing op.
     fn on_completed(&mut self, _op: usize) {}
+    /// Called when a halo that this rank holds differs from the rows that its neighbours sent, with the
+    /// index of the issuing op and a text that says which rows differ.
+    ///
+    /// # Errors
+    /// The reason why the program must end, as for [`Observer::on_issuing`]. An observer that goes on
+    /// computes with the wrong rows.
+    fn on_other_halo(&mut self, _op: usize, what: &str) -> Result<(), String> {
+        Err(what.to_string())
+    }
     /// Reports the number of ops completed so far.
     fn on_progress(&mut self, ops: u32);
 }
@@ -260,6 +272,19 @@ pub trait Backend {
         None
     }
 
+    /// Returns which checks of stored state the backend offers. A rank announces them, so that a record
+    /// shows which it runs without.
+    fn cache_checks(&self) -> CacheChecks {
+        CacheChecks::default()
+    }
+
+    /// Returns a digest of a buffer's present contents, made where the buffer is stored, or `None` if
+    /// there is no such buffer or if the backend does not offer it ([`CacheChecks::contents`]). A rank
+    /// compares it with its own digests of the same run alone.
+    fn digest_buffer(&self, _name: &str) -> Option<u64> {
+        None
+    }
+
     /// Returns the fingerprint of a buffer's contents; `slice` describes the shard.
     fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint>;
 
@@ -295,6 +320,16 @@ pub trait Backend {
 
     /// Zeroes every named buffer that keeps state between runs; weights stay.
     fn reset_buffers(&mut self);
+
+    /// Returns how often every buffer was zeroed, for whatever reason. There is no default: a backend
+    /// that forgot it would hide that a rank lost its caches.
+    fn reset_count(&self) -> u64;
+
+    /// Makes the rows above and below a shard arrive swapped in every later halo exchange. Returns
+    /// `false` if the backend exchanges no halos. For drills only.
+    fn swap_halos(&mut self) -> bool {
+        false
+    }
 
     /// Returns the bytes allocated for weights, buffers and temporaries.
     fn memory_bytes(&self) -> [u64; 3];

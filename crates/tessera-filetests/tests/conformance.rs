@@ -160,6 +160,10 @@ impl Backend for FaultyBackend {
         self.inner.reset_buffers();
     }
 
+    fn reset_count(&self) -> u64 {
+        self.inner.reset_count()
+    }
+
     fn memory_bytes(&self) -> [u64; 3] {
         self.inner.memory_bytes()
     }

@@ -64,6 +64,8 @@ phase that uses the KV caches, it also states the cache row and the position. Th
 computed another value from its own state, so leader and rank no longer agree on the contents \
 of the caches. The message shows the field with both values. The rank refused the chunk before \
 any collective.\n\n\
+A rank also compares what its memory holds: the epoch in which its caches were last emptied and the number of chunks since. \
+If they were emptied without a cut, a RESET or a RELOAD, an envelope that continues the scene is refused before it computes.\n\n\
 Look for a reset of the caches on one rank alone, for a message that was handled twice, or for \
 a process that was restarted during the run.";
 
@@ -306,6 +308,25 @@ The rank has hashed all its weights again, and none changed: a rank with a chang
 such values to every member, so the failure names a rank only if no other rank reported the same. Either a value left the \
 range of its dtype inside the model, which a wider `--dtype` avoids, or a kernel or the memory of a device computed a wrong \
 value. Run the same prompt and seed again on the CPU, or on another mesh: if the same chunk fails, the model or its dtype is the cause, otherwise a device is.";
+
+    T0772: "a cache of a rank changed between two calls",
+    "A cache is memory that keeps its contents from call to call: keys and values, and the last frames and rows that the \
+convolutions of a VAE read again. At the end of a call each rank digests the caches that the call wrote, and before the next \
+call computes anything it digests all of them again. A digest differs although no call ran and no reset was announced, so the \
+rank stopped before it computed with the changed cache. The chunks before this call are intact.\n\n\
+The message names the call and its chunk, each changed cache with the part that the rank holds, and both digests. Something wrote \
+into the memory of the named rank: a kernel or a library that writes out of bounds, code that clears or fills a cache outside of a \
+call, or faulty memory. Start the stream again: a cache cannot be repaired, and a new run or a cut begins with empty ones. If it \
+happens again on the same host, test its memory, and run without it.";
+
+    T0773: "a halo holds other rows than the neighbours sent",
+    "Ranks that share a picture by rows exchange the rows at the edges of their shards; what a rank receives is its halo. \
+Each rank sends a digest with its edge rows, made from its shard and bound to its position, and the receiver digests the halo as \
+it is in its own memory. They differ, so the rank stopped before a convolution read the halo: the seam of the picture would be \
+wrong, and no shape or count would show it.\n\n\
+The message names the program, the op and the side. If it says that the rows are swapped, or belong to another rank, the copy of \
+rows or the order of the ranks in the group is wrong on this rank: compare the `groups` of all ranks in `tessera record startup`. \
+Otherwise bytes changed on the way: a damaged link or memory of this rank or of the neighbour that the message names.";
 
     T0775: "a kernel computes other numbers on one rank",
     "Before the first call every rank runs each kernel of its programs on the same fixed inputs and reports a digest of the \

@@ -104,6 +104,12 @@ faults! {
     OutputFolderRemoved "output-folder-removed",
     /// A rank's device, or its engine thread on a CPU, spins without end inside a phase.
     StuckKernel "stuck-kernel",
+    /// The frames and rows that a rank's VAE has kept are zeroed between two calls.
+    HistoryCleared "history-cleared",
+    /// All caches of a rank are emptied between two calls of a scene, and the runtime does not know it.
+    CachesLost "caches-lost",
+    /// The rows above and below a rank's shard of the picture arrive swapped.
+    SwappedHalo "swapped-halo",
     /// One bit of an input is flipped.
     PerturbedInput "perturbed-input",
     /// One element of a weight is changed in memory.
@@ -149,8 +155,8 @@ faults! {
 }
 
 impl DrillFault {
-    /// The faults that only a campaign of drawn faults arms, and no drill: the place of the flipped
-    /// bit decides whether a check can find it.
+    /// The faults that only a campaign of drawn faults arms, and no drill: each run flips a bit at
+    /// another place.
     pub const DRAWN: &[DrillFault] = &[DrillFault::FlippedWeight, DrillFault::FlippedCache];
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tessera_base::{Code, Diagnostic};
 
 pub use crate::codes::T0737;
-use crate::codes::{T0745, T0747, T0751, T0754, T0771, T0785};
+use crate::codes::{T0712, T0745, T0747, T0751, T0754, T0771, T0772, T0773, T0785};
 use crate::kv_cache::{CacheState, Transition};
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
@@ -81,13 +81,14 @@ impl EngineFault {
     pub fn failure_class(&self) -> FailureClass {
         match self.kind {
             EngineFaultKind::Stalled => FailureClass::Stall,
-            _ if [&T0737, &T0747, &T0751, &T0754, &T0785].iter().any(|c| c.id == self.code) => {
-                FailureClass::Drift
-            }
+            _ if DRIFT_CODES.iter().any(|c| c.id == self.code) => FailureClass::Drift,
             _ => FailureClass::Engine,
         }
     }
 }
+
+/// The codes of engine faults with which a rank departs from the others or from its own past.
+const DRIFT_CODES: [&Code; 8] = [&T0712, &T0737, &T0747, &T0751, &T0754, &T0772, &T0773, &T0785];
 
 /// How many programs an engine has loaded, has run in the warm-up, and has first compiled, captured
 /// or run afterwards.
@@ -123,6 +124,26 @@ pub struct RehashResult {
     pub digest_at_load: Digest,
     /// Digest of the same bytes now; if it differs, the run ends with T0754.
     pub digest_now: Digest,
+}
+
+/// A difference between the caches that the last call left and those that the next one finds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CacheFault {
+    /// The caches were emptied, and the call continues their scene (T0712).
+    Lost(String),
+    /// Caches have other contents (T0772).
+    Changed(String),
+}
+
+impl CacheFault {
+    /// Returns the code that the fault raises.
+    #[must_use]
+    pub fn code(&self) -> &'static Code {
+        match self {
+            CacheFault::Lost(_) => &T0712,
+            CacheFault::Changed(_) => &T0772,
+        }
+    }
 }
 
 /// Executes verified programs on one rank. An engine is created on one thread and never moves to
@@ -182,6 +203,14 @@ pub trait Engine {
     /// Hashes all weights again at once, and returns a part that changed. There is no default: an
     /// engine around another one that forgot it would hide every change.
     fn audit_weights(&mut self) -> Option<RehashResult>;
+
+    /// Compares the caches with those that the last call left, and with the scene that `call` continues.
+    /// The runtime calls it before a call clears or computes anything. There is no default, as for
+    /// [`Engine::audit_weights`].
+    fn audit_caches(&mut self, call: &ReadyCall) -> Vec<CacheFault>;
+
+    /// Remembers the caches as `call`, which ends now, leaves them for the next one.
+    fn remember_caches(&mut self, _call: &ReadyCall) {}
 
     /// Replaces the weights with those at `source`. The runtime calls it between calls, on every
     /// rank. A reload cannot be undone.
@@ -293,6 +322,9 @@ pub fn run_call(
     let mut observed = CallObservation::default();
     let mut report = CallReport::default();
     engine.begin_call(call);
+    let begun = engine.cpu_ns();
+    run.check_caches(&engine.audit_caches(call))?;
+    observed.digest_ns = engine.cpu_ns().saturating_sub(begun);
     run.begin_call(engine)?;
     if let Some(reload) = &call.reload {
         let loaded = engine.reload_weights(&reload.source)?;
@@ -342,7 +374,8 @@ pub fn run_call(
         run.check_part(&part)?;
         observed.weights = part.digest_now;
     }
-    observed.digest_ns = engine.cpu_ns().saturating_sub(begun);
+    engine.remember_caches(call);
+    observed.digest_ns += engine.cpu_ns().saturating_sub(begun);
     report.observed = observed;
     Ok(report)
 }
@@ -372,6 +405,13 @@ impl CallRun<'_> {
     fn check_cache(&self, result: Result<(), Diagnostic>) -> Result<(), EngineFault> {
         let Err(d) = result else { return Ok(()) };
         self.trip_unless(false, &T0747, || format!("{} ({})", d.message, d.code.id))
+    }
+
+    fn check_caches(&self, faults: &[CacheFault]) -> Result<(), EngineFault> {
+        faults.iter().try_for_each(|fault| {
+            let (CacheFault::Lost(text) | CacheFault::Changed(text)) = fault;
+            self.trip_unless(false, fault.code(), || text.clone())
+        })
     }
 
     fn expected_generator_calls(&self) -> u32 {

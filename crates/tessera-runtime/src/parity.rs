@@ -77,6 +77,7 @@ pub static KEYS: &[ParityKeySpec] = &[
     at_init("LoRAs", "File, strength and digest of every LoRA in order: a LoRA that one rank adds alone gives it other weights"),
     at_init("backend", "Another backend orders sums and collectives differently"),
     at_init("build", "Version and digest of the file that holds the code: fields and ops have one meaning per build"),
+    ParityKeySpec { key: "cache checks", class: ParityClass::AtInitIfReported, why: "Which faults of its caches a rank can find between calls and in halos, and which checks its backend does not offer", code: &T0740 },
     at_init("captured programs", "The graph of each program, as the backend captures it: a program captured on one rank alone replays operations that its peers do not run"),
     ParityKeySpec { key: "communicator:", class: ParityClass::AtInitIfReported, why: "The memory or the NCCL id that the members of a communicator share: members that hold different ones never meet", code: &T0757 },
     at_init("drill", "Every rank announces an armed fault"),

@@ -26,7 +26,9 @@ use tessera_runtime::driver::{
     MeshLeaderParts, RankExit, StopHandle, StreamRequest, WorkerParts, exit_process, join_launch,
     launch_ranks, run_leader, run_mesh_leader, run_worker,
 };
-use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, MediaPipeline, PhaseReport, ProgramCount};
+use tessera_runtime::engine::{
+    AbortHandle, CacheFault, Engine, EngineFault, MediaPipeline, PhaseReport, ProgramCount, ReadyCall,
+};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{Heartbeat, Init, Message, PhaseCall, Tensor, Tensors, WIRE_VERSION, encode};
 use tessera_runtime::worker::{self, Worker};
@@ -252,6 +254,10 @@ impl Engine for AbortIgnoringEngine {
 
     fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {
         self.engine.audit_weights()
+    }
+
+    fn audit_caches(&mut self, call: &ReadyCall) -> Vec<CacheFault> {
+        self.engine.audit_caches(call)
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -14,7 +14,8 @@ use support::{
 };
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult, run_call,
+    AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult,
+    run_call,
 };
 use tessera_runtime::kv_cache::{CacheRegime, CacheState};
 use tessera_runtime::leader::{self, Leader};
@@ -135,6 +136,12 @@ fn cases() -> Vec<TripwireCase> {
             })),
         ),
         rank2("T0712", Box::new(|e| e.header.chunk = 0)),
+        case("T0712", Worker, Some(2), |n| {
+            n.rank(2).engine.cache_fault = Some((4, CacheFault::Lost("emptied".into())));
+        }),
+        case("T0772", Worker, Some(2), |n| {
+            n.rank(2).engine.cache_fault = Some((4, CacheFault::Changed("another digest".into())));
+        }),
         rank2("T0722", Box::new(change_phases(|p| p.insert(0, PhaseCall::new("rebasement", vec![]))))),
         rank2("T0723", Box::new(change_phases(|p| p[0].args.clear()))),
         rank2("T0730", Box::new(|e| e.header.call_id = 9)),
@@ -272,7 +279,7 @@ fn each_tripwire_fires_at_its_site_and_not_when_it_is_disabled() {
     fired.extend([
         "T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757", "T0775",
     ]);
-    fired.extend(["T0765", "T0770", "T0771", "T0785"]);
+    fired.extend(["T0765", "T0770", "T0771", "T0773", "T0785"]);
     for t in TRIPWIRES {
         assert!(fired.contains(t.code.id), "{} has no test", t.code.id);
     }
@@ -309,6 +316,10 @@ impl Engine for GivenLatents {
 
     fn audit_weights(&mut self) -> Option<RehashResult> {
         self.changed.clone()
+    }
+
+    fn audit_caches(&mut self, _: &ReadyCall) -> Vec<CacheFault> {
+        Vec::new()
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -13,7 +13,7 @@ use tessera_report::flight::{
     CollectiveProgress, FlightCollective, FlightEntry, FlightPhase, PlanMatch, write_ranks,
 };
 use tessera_runtime::engine::ReadyCall;
-use tessera_runtime::tripwire::{T0751, T0785};
+use tessera_runtime::tripwire::{T0751, T0773, T0785};
 use tessera_verify::collective_lines;
 
 use crate::clock::monotonic_ns;
@@ -116,6 +116,11 @@ impl CallPosition {
     pub(crate) fn from_call(call: &ReadyCall) -> CallPosition {
         CallPosition { call: call.call_id, chunk: call.chunk, epoch: call.cache_epoch, phases_begun: 0 }
     }
+
+    /// Returns the cache epoch in which the call runs.
+    pub(crate) fn epoch(self) -> u32 {
+        self.epoch
+    }
 }
 
 /// The checks of a guard that are enabled.
@@ -125,6 +130,8 @@ pub(crate) struct ArmedGuards {
     pub(crate) collectives: bool,
     /// Whether a capture outside the plan is refused (T0785).
     pub(crate) captures: bool,
+    /// Whether a halo with other rows than the neighbours sent is refused (T0773).
+    pub(crate) halos: bool,
 }
 
 /// Compares the collectives of one run of a phase with the sealed plan before they are issued, and
@@ -133,8 +140,8 @@ pub(crate) struct CollectiveGuard<'a> {
     sequence: &'a mut CollectiveSequence,
     position: CallPosition,
     armed: ArmedGuards,
-    /// Whether the guard refused what the backend was about to capture.
-    refused_capture: bool,
+    /// Code of the guard's refusal, unless it refused a collective (T0751).
+    refusal: Option<&'static Code>,
     flight: Option<&'a Arc<FlightRecord>>,
     progress: &'a (dyn Fn(u32) + Sync),
     trace_hash: blake3::Hasher,
@@ -171,7 +178,7 @@ impl<'a> CollectiveGuard<'a> {
             position: *position,
             sequence,
             armed,
-            refused_capture: false,
+            refusal: None,
             flight,
             progress,
             trace_hash: hash,
@@ -200,9 +207,10 @@ impl<'a> CollectiveGuard<'a> {
         Ok(*self.trace_hash.finalize().as_bytes())
     }
 
-    /// Returns the code of the guard's refusal: T0785 for a capture, T0751 for a collective.
+    /// Returns the code of the guard's refusal: T0785 for a capture, T0773 for a halo, T0751 for a
+    /// collective.
     pub(crate) fn refusal_code(&self) -> &'static Code {
-        if self.refused_capture { &T0785 } else { &T0751 }
+        self.refusal.unwrap_or(&T0751)
     }
 
     fn check_all_issued(&self, ended: &str) -> Result<(), String> {
@@ -315,7 +323,7 @@ impl Observer for CollectiveGuard<'_> {
         if !self.armed.captures || graph.map(key) == sequence.graph.as_ref().map(key) {
             return Ok(());
         }
-        self.refused_capture = true;
+        self.refusal = Some(&T0785);
         let describe =
             |g: Option<&CapturedGraph>, eager: &str| g.map_or(eager.to_string(), ToString::to_string);
         Err(format!(
@@ -341,6 +349,22 @@ impl Observer for CollectiveGuard<'_> {
         self.update_entry(op, CollectiveProgress::Done);
     }
 
+    fn on_other_halo(&mut self, op: usize, what: &str) -> Result<(), String> {
+        if !self.armed.halos {
+            return Ok(());
+        }
+        self.refusal = Some(&T0773);
+        let CallPosition { call, chunk, .. } = self.position;
+        let own = self.sequence.program.get(&op);
+        let text = own.map_or("a halo exchange", |own| own.text.as_str());
+        let ranks = own.map_or("", |own| own.entry.ranks.as_str());
+        let phase = &self.sequence.phase;
+        Err(format!(
+            "call {call}, chunk {chunk}, @{phase} op {op}: {what}; members are ranks {ranks} in order, and the exchange is \
+             `{text}`. No convolution read the halo"
+        ))
+    }
+
     fn on_progress(&mut self, ops: u32) {
         (self.progress)(ops);
     }
@@ -362,7 +386,7 @@ mod tests {
     const OTHER: &str = "ttile.collective.all_reduce %z {axis = \"tp\", reduction = \"sum\"}";
     const GATHER: &str = "ttile.collective.broadcast %x {axis = \"pp\", root = 0}";
 
-    const ALL_ARMED: ArmedGuards = ArmedGuards { collectives: true, captures: true };
+    const ALL_ARMED: ArmedGuards = ArmedGuards { collectives: true, captures: true, halos: true };
 
     fn program(ops: &[&str]) -> Program {
         let lines: Vec<String> = ops.iter().enumerate().map(|(i, op)| format!("  %v{i} = {op}\n")).collect();
@@ -440,7 +464,7 @@ mod tests {
         let mut guard = CollectiveGuard::begin_phase(
             &mut sequence,
             &mut at,
-            ArmedGuards { collectives: armed, captures: armed },
+            ArmedGuards { collectives: armed, captures: armed, halos: armed },
             None,
             &progress,
         );

@@ -1,6 +1,8 @@
 //! The engine of one rank: runs the sealed programs on a backend and checks every collective
 //! against the sealed trace.
 
+mod injections;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -13,16 +15,17 @@ use tessera_device::{
 use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, EngineFaultKind, PhaseReport, ProgramCount, ReadyCall, RehashResult,
-    ReloadedWeights, T0737,
+    AbortHandle, CacheFault, Engine, EngineFault, EngineFaultKind, PhaseReport, ProgramCount, ReadyCall,
+    RehashResult, ReloadedWeights, T0737,
 };
 use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
-use tessera_runtime::tripwire::{T0751, T0785};
+use tessera_runtime::tripwire::{T0751, T0773, T0785};
 use tessera_runtime::wire::{Dtype, PhaseCall, RankMemory, ScalarArg, ShardFingerprint, Tensor, Tensors};
 use tessera_runtime::{Digest, Failure, FailureClass, T0770, T0771};
 use tessera_verify::SealedPlan;
 
+use crate::cache_audit::CacheAudit;
 use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
 use crate::kernel_probe::shorten_digest;
@@ -98,6 +101,8 @@ struct LoadedPhase {
     mesh_facts: ProgramInfo,
     /// Names and shapes of the program's outputs, in order.
     outputs: Vec<(String, Vec<u64>)>,
+    /// Names of the buffers that the program writes.
+    written_buffers: BTreeSet<String>,
 }
 
 /// The backend of an engine, and whether it is dropped with the engine.
@@ -136,7 +141,7 @@ impl DerefMut for EngineBackend {
 }
 
 /// The checks that an engine makes, and not the worker that drives it.
-pub(crate) const ENGINE_CHECKS: [&Code; 4] = [&T0737, &T0751, &T0770, &T0785];
+pub(crate) const ENGINE_CHECKS: [&Code; 5] = [&T0737, &T0751, &T0770, &T0773, &T0785];
 
 /// Runs the programs of a sealed plan for one rank.
 pub struct MeshEngine {
@@ -146,7 +151,8 @@ pub struct MeshEngine {
     outputs: Vec<Tensor>,
     flight_record: Option<Arc<FlightRecord>>,
     delay: Option<ForwardDelay>,
-    /// Whether the engine rejects a collective or a capture outside the plan before it is launched.
+    /// Whether the engine rejects a collective or a capture outside the plan before it is launched, and
+    /// a halo with wrong rows before it is read.
     guards: ArmedGuards,
     /// Whether every element of the loaded weights was found to be finite.
     weights_are_checked: bool,
@@ -158,9 +164,8 @@ pub struct MeshEngine {
     /// Number of objects that the backend had compiled, captured or allocated when the warm-up ended.
     made_at_warmup: u64,
     weight_fingerprints: WeightFingerprints,
-    /// The slice of every buffer that this rank holds, such as `dim 0 [24..48) of 96`, by buffer
-    /// name.
-    buffer_slices: BTreeMap<String, String>,
+    /// What the caches held after the last call.
+    caches: CacheAudit,
     /// Time spent in phases since the last rehash of weights, in nanoseconds.
     phases_ns: u64,
     /// CPU time of this thread when the output was returned, in nanoseconds; digests are computed
@@ -209,6 +214,7 @@ impl MeshEngine {
             c if *c == T0737 => self.weight_fingerprints.is_reload_guard_armed(),
             c if *c == T0751 => self.guards.collectives,
             c if *c == T0770 => self.weights_are_checked,
+            c if *c == T0773 => self.guards.halos,
             _ => self.guards.captures,
         };
         ENGINE_CHECKS.into_iter().filter(|code| !makes(code)).collect()
@@ -264,6 +270,8 @@ impl MeshEngine {
                     Some((o.name.clone()?, program.type_of(*o.operands.first()?).shape.clone()))
                 });
             let outputs = outputs.collect();
+            let written = program.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite);
+            let written = written.filter_map(|o| program.buffers.get(o.buffer?.0 as usize));
             let phase = LoadedPhase {
                 loaded,
                 sequence,
@@ -272,6 +280,7 @@ impl MeshEngine {
                 trace: own.trace_digest,
                 mesh_facts: whole.get(name)?.clone(),
                 outputs,
+                written_buffers: written.map(|b| b.name.clone()).collect(),
             };
             phases.insert(name.to_string(), phase);
         }
@@ -288,12 +297,12 @@ impl MeshEngine {
             warmed_up: false,
             made_at_warmup: 0,
             weight_fingerprints: shards,
-            buffer_slices: buffers,
+            caches: CacheAudit::new(buffers),
             phases_ns: 0,
             output_at_ns: 0,
             flight_record: None,
             delay: None,
-            guards: ArmedGuards { collectives: true, captures: true },
+            guards: ArmedGuards { collectives: true, captures: true, halos: true },
             weights_are_checked: false,
             position: CallPosition::default(),
         })
@@ -310,15 +319,9 @@ impl MeshEngine {
     }
 
     /// Arms or disarms the rejection of collectives (T0751) and of captured graphs (T0785) that the
-    /// plan does not contain. The default is armed.
-    pub fn arm_guards(&mut self, collectives: bool, captures: bool) {
-        self.guards = ArmedGuards { collectives, captures };
-    }
-
-    /// Makes the backend capture every program into a graph that no plan declares (a fault for
-    /// drills).
-    pub(crate) fn inject_undeclared_graph(&mut self) {
-        self.backend.rename_graphs("undeclared");
+    /// plan does not contain, and of wrong halos (T0773). The default is armed.
+    pub(crate) fn arm_guards(&mut self, guards: ArmedGuards) {
+        self.guards = guards;
     }
 
     /// Returns the backend, which states what it has loaded, joined and chosen.
@@ -338,57 +341,6 @@ impl MeshEngine {
         self.weight_fingerprints.arm_reload_guard(armed);
     }
 
-    /// Overwrites one element of a weight in memory without updating its fingerprint. Only drills
-    /// use this fault. Returns `false` if the element does not exist.
-    pub fn mutate_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
-        self.backend.write_weight(name, index, value)
-    }
-
-    /// Flips one bit of one element of a weight in memory; `draw` selects weight, element and bit.
-    /// Returns the name of the weight, or `None` if the backend reads no single elements. Only
-    /// the campaign of faults uses this fault.
-    pub(crate) fn flip_weight_bit(&mut self, draw: [u32; 3]) -> Option<String> {
-        // Tables that kernels derive from constants have fingerprints and no elements.
-        let names = self.backend.fingerprints().into_iter().map(|print| print.tensor);
-        let names: BTreeSet<String> =
-            names.filter(|name| self.backend.read_weight(name, 0).is_some()).collect();
-        let name = names.iter().nth(draw[0] as usize % names.len().max(1))?;
-        // The number of elements is the first index that the backend cannot read.
-        let (mut elements, mut beyond) = (0, u64::from(u32::MAX));
-        while elements < beyond {
-            let middle = elements.midpoint(beyond);
-            match self.backend.read_weight(name, middle) {
-                Some(_) => elements = middle + 1,
-                None => beyond = middle,
-            }
-        }
-        let index = u64::from(draw[1]) % elements.max(1);
-        let value = self.backend.read_weight(name, index)?;
-        let flipped = f32::from_bits(value.to_bits() ^ (1 << (draw[2] % 32)));
-        self.backend.write_weight(name, index, flipped).then(|| name.clone())
-    }
-
-    /// Flips one bit of one element of a cache in memory; `draw` selects cache, element and bit.
-    /// Returns the name of the cache, or `None` if this rank holds none. Only the campaign of
-    /// faults uses this fault.
-    pub(crate) fn flip_cache_bit(&mut self, draw: [u32; 3]) -> Option<String> {
-        let name = self.buffer_slices.keys().nth(draw[0] as usize % self.buffer_slices.len().max(1))?;
-        let mut values = self.backend.read_buffer(name)?;
-        let index = draw[1] as usize % values.len().max(1);
-        let value = values.get_mut(index)?;
-        *value = f32::from_bits(value.to_bits() ^ (1 << (draw[2] % 32)));
-        self.backend.write_buffer(name, &values).then(|| name.clone())
-    }
-
-    /// Makes every later run begin with work that never ends (a fault for drills). Returns if the
-    /// backend executes its own work; a backend that works on the calling thread hangs here, from
-    /// now on.
-    pub(crate) fn inject_hang(&mut self) {
-        while !self.backend.inject_hang() {
-            std::hint::spin_loop();
-        }
-    }
-
     /// Returns a digest of each buffer, by name and slice. Every buffer is read, so the flight
     /// record takes these digests only every few chunks, at the same chunks on all ranks. Equal
     /// slices have equal digests on all ranks; a shard of a cache is compared with the same shard
@@ -396,7 +348,8 @@ impl MeshEngine {
     #[must_use]
     pub fn cache_fingerprints(&self) -> Vec<ShardFingerprint> {
         let fingerprints = self
-            .buffer_slices
+            .caches
+            .slices()
             .iter()
             .filter_map(|(name, slice)| self.backend.fingerprint_buffer(name, slice));
         fingerprints.map(to_shard_fingerprint).collect()
@@ -468,17 +421,17 @@ impl Engine for MeshEngine {
         for (name, values) in phase.inputs.iter().zip(&tensors) {
             data.inputs.insert(name, values);
         }
-        let flight = self.flight_record.as_ref();
         let mut guard = CollectiveGuard::begin_phase(
             &mut phase.sequence,
             &mut self.position,
             self.guards,
-            flight,
+            self.flight_record.as_ref(),
             progress,
         );
         let (start, before) = (Instant::now(), self.backend.compensated_sums());
         let run = self.backend.run(phase.loaded, &data, &mut guard);
         run.map_err(|f| to_engine_fault(f, guard.refusal_code()))?;
+        self.caches.note_written(&phase.written_buffers);
         if self.executed.insert(call.program.clone()) {
             let new = if self.warmed_up {
                 &mut self.program_count.new_since_warmup
@@ -520,6 +473,7 @@ impl Engine for MeshEngine {
 
     fn reset(&mut self) {
         self.backend.reset_buffers();
+        self.caches.note_reset(&*self.backend, self.position.epoch());
     }
 
     fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
@@ -563,11 +517,21 @@ impl Engine for MeshEngine {
         self.weight_fingerprints.audit(&mut *self.backend)
     }
 
+    fn audit_caches(&mut self, call: &ReadyCall) -> Vec<CacheFault> {
+        self.caches.find_faults(&*self.backend, call)
+    }
+
+    fn remember_caches(&mut self, call: &ReadyCall) {
+        self.caches.end_call(&*self.backend, call);
+    }
+
     fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
-        self.weight_fingerprints.reload(&mut *self.backend, source).map_err(|d| {
+        let reloaded = self.weight_fingerprints.reload(&mut *self.backend, source).map_err(|d| {
             let Failure { code, text, .. } = Failure::from_diagnostic(FailureClass::Engine, None, &d);
             EngineFault { kind: EngineFaultKind::Failed, code, text }
-        })
+        })?;
+        self.caches.note_reset(&*self.backend, self.position.epoch());
+        Ok(reloaded)
     }
 
     fn cpu_ns(&self) -> u64 {

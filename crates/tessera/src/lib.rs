@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
+mod cache_audit;
 pub mod check;
 pub mod checkpoint;
 pub mod checkpoint_report;

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use tessera_base::{Code, Diagnostic};
-use tessera_device::{Communicator, JoinedCommunicator, LoadedProgram};
+use tessera_device::{CacheChecks, Communicator, JoinedCommunicator, LoadedProgram};
 use tessera_ir::Op;
 use tessera_mesh::{Mesh, Rank};
 use tessera_runtime::{Digest, Parity, Tripwires};
@@ -31,6 +31,8 @@ pub(crate) struct ExecutorState {
     /// Parity keys with the values of the backend.
     backend_values: Vec<(String, String)>,
     unarmed_checks: Vec<&'static Code>,
+    /// The checks of caches that the backend offers; `None` if the rank has no backend.
+    cache_checks: Option<CacheChecks>,
 }
 
 impl ExecutorState {
@@ -43,6 +45,7 @@ impl ExecutorState {
             joined: None,
             backend_values: vec![("backend".to_string(), backend.to_string())],
             unarmed_checks: ENGINE_CHECKS.into_iter().filter(|code| !tripwires.is_armed(code)).collect(),
+            cache_checks: None,
         }
     }
 
@@ -54,6 +57,7 @@ impl ExecutorState {
             joined: Some((rank, backend.joined_communicators())),
             backend_values: backend.effective_values(),
             unarmed_checks: engine.unarmed_checks(),
+            cache_checks: Some(backend.cache_checks()),
         }
     }
 }
@@ -122,6 +126,10 @@ pub(crate) fn rank_parity(
         .with_known_key("cpu model", cpu_model())
         .with_known_key("host", read_line_or_unknown("/proc/sys/kernel/hostname"))
         .with_known_key("kernel version", read_line_or_unknown("/proc/sys/kernel/osrelease"));
+    let parity = state
+        .cache_checks
+        .iter()
+        .fold(parity, |p, checks| p.with_known_key("cache checks", checks.to_string()));
     let parity = files.tokenizer.iter().fold(parity, |p, text| p.with_known_key("tokenizer", text.as_str()));
     let shared = state.joined.iter().flat_map(|(rank, joined)| shared_ids(plan.sealed.mesh(), *rank, joined));
     let values = state.backend_values.iter().cloned().chain(shared);
@@ -247,6 +255,7 @@ mod tests {
     use tessera_runtime::parity::compare_tables;
 
     use super::*;
+    use crate::collective_guard::ArmedGuards;
     use crate::communicators::{EndpointSources, JoinOrder, attach_endpoints, create_arenas_of_ranks};
     use crate::{Mapping, Model, Overrides, plan};
 
@@ -362,10 +371,15 @@ mod tests {
         assert!(
             !routes.is_empty() && routes.iter().all(|(k, c)| k.starts_with("route: matmul") && *c == "T0740")
         );
-        for (collectives, captures, reload) in [(false, true, true), (true, false, true), (true, true, false)]
-        {
+        let armed = ArmedGuards { collectives: true, captures: true, halos: true };
+        for (guards, reload) in [
+            (ArmedGuards { collectives: false, ..armed }, true),
+            (ArmedGuards { captures: false, ..armed }, true),
+            (ArmedGuards { halos: false, ..armed }, true),
+            (armed, false),
+        ] {
             let off = load_changed(&|_| {}, &|_| true, &|engine| {
-                engine.arm_guards(collectives, captures);
+                engine.arm_guards(guards);
                 engine.arm_reload_guard(reload);
             });
             assert_eq!(off, [key("engine checks off")]);

@@ -246,8 +246,12 @@ pub fn compare_run(
         }
         FaultKind::FlippedCache if reports.record_cause().is_null() => {
             result.outcome = if reports.is_complete(golden) { "no effect" } else { "undetected" }.to_string();
+            result.defects.push((Defect::Undetected, result.outcome.clone()));
         }
-        FaultKind::FlippedCache => result.outcome = "found".to_string(),
+        FaultKind::FlippedCache => {
+            check_causes(fault, &reports, &mut result);
+            result.outcome = "found".to_string();
+        }
         _ => check_causes(fault, &reports, &mut result),
     }
     if fault.kind == FaultKind::FlippedWeight {
@@ -284,6 +288,7 @@ fn check_causes(fault: &DrawnFault, reports: &Reports, result: &mut FaultResult)
         // A difference between two ranks may show before the hashes; it has no majority.
         FaultKind::FlippedWeight if reports.record_cause()["code"] == "T0744" => ("T0744", None),
         FaultKind::FlippedWeight => ("T0754", Some(rank)),
+        FaultKind::FlippedCache => ("T0772", Some(rank)),
         _ => return check_cut(reports, result),
     };
     let starting = matches!(fault.moment, Moment::StartUp(_));

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tessera_runtime::driver::EngineFactory;
-use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
+use tessera_runtime::engine::{
+    AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall,
+};
 use tessera_runtime::wire::{PhaseCall, Tensors};
 use tessera_runtime::{Digest, Parity};
 
@@ -125,6 +127,10 @@ impl Engine for ScriptedEngine {
 
     fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {
         None
+    }
+
+    fn audit_caches(&mut self, _: &ReadyCall) -> Vec<CacheFault> {
+        Vec::new()
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -3,13 +3,16 @@
 
 use std::time::Instant;
 
-use tessera_device::{CallData, CommRoute, Fault, MeshRank, as_matrix, collective_signature, shard_ranges};
+use tessera_device::{
+    CallData, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
+};
 use tessera_ir::{CollectiveOp, Op, OpByKind, OpView, Program, Type};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::memory::ValueLocation;
 use super::{CpuBackend, PreparedProgram};
 use crate::collectives;
+use crate::halo::{self, ExpectedHalo};
 use crate::transport::{CommFault, Ticket};
 
 impl CpuBackend {
@@ -36,7 +39,9 @@ impl CpuBackend {
             _ => &[],
         };
         let edges = match &prepared.views[issue] {
-            OpView::HaloExchange(v) => Some(collectives::edge_rows(data, frame_rows(p.type_of(v.x)))),
+            OpView::HaloExchange(v) => {
+                Some(halo::edge_rows(data, end.transport.member_index(), frame_rows(p.type_of(v.x))))
+            }
             _ => None,
         };
         let data = edges.as_deref().unwrap_or(data);
@@ -46,13 +51,14 @@ impl CpuBackend {
     }
 
     /// Writes the result of the collective that op number `issue` issued into the slot of
-    /// `result_op`'s result.
+    /// `result_op`'s result, and checks a halo against the digests of its senders.
     pub(super) fn complete_collective(
         &mut self,
         prepared: &PreparedProgram,
         issue: usize,
         result_op: &Op,
         (at, ticket): (usize, Ticket),
+        observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
         let (p, op) = (&*prepared.program, &prepared.program.ops[issue]);
         let deadline = Instant::now() + self.collective_timeout;
@@ -64,15 +70,26 @@ impl CpuBackend {
         };
         let end = &mut self.endpoints[at];
         let me = end.transport.member_index();
-        let mut compensated = 0;
+        let mut report = CollectiveReport::default();
         let collected = end.transport.collect(ticket, deadline, &mut |views| {
             if let (Some(r), OpByKind::Collective(collective)) = (result, prepared.views[issue].by_kind()) {
                 let cx = ResultContext { program: p, op, out_ty: p.type_of(*r), placement: &seat, me };
-                compensated = cx.write_result(collective, memory, views);
+                report = cx.write_result(collective, memory, views);
             }
         });
-        self.compensated_sums += compensated;
-        collected.map_err(|e| to_fault(p, op, end.route, &e))
+        self.compensated_sums += report.compensated_sums;
+        collected.map_err(|e| to_fault(p, op, end.route, &e))?;
+        let (Some(expected), OpView::HaloExchange(v)) = (report.halo, &prepared.views[issue]) else {
+            return Ok(());
+        };
+        let (_, row) = frame_rows(p.type_of(v.x));
+        if self.swaps_halos {
+            halo::swap_sides(memory, row);
+        }
+        match expected.find_difference(memory, row) {
+            Some(what) => observer.on_other_halo(issue, &what).map_err(Fault::Refused),
+            None => Ok(()),
+        }
     }
 
     fn find_endpoint(&self, op: &Op) -> Result<usize, Fault> {
@@ -80,6 +97,14 @@ impl CpuBackend {
             .and_then(|route| self.endpoints.iter().position(|e| e.route == route))
             .ok_or_else(|| Fault::Failed(format!("no communicator for {} {:?}", op.opcode.name(), op.attrs)))
     }
+}
+
+/// What the computation of a collective's result found.
+#[derive(Debug, Default)]
+struct CollectiveReport {
+    compensated_sums: u64,
+    /// What the result of a halo exchange must be.
+    halo: Option<ExpectedHalo>,
 }
 
 /// A collective whose result is computed.
@@ -93,14 +118,21 @@ struct ResultContext<'a> {
 }
 
 impl ResultContext<'_> {
-    /// Computes a collective's result from the members' contributions. Returns the number of
-    /// compensated sums.
-    fn write_result(&self, collective: CollectiveOp<'_>, out: &mut [f32], contributions: &[&[f32]]) -> u64 {
+    /// Computes a collective's result from the members' contributions.
+    fn write_result(
+        &self,
+        collective: CollectiveOp<'_>,
+        out: &mut [f32],
+        contributions: &[&[f32]],
+    ) -> CollectiveReport {
         use CollectiveOp as V;
         let (p, out_ty, views) = (self.program, self.out_ty, contributions);
         let parts = views.len() as u32;
+        let mut report = CollectiveReport::default();
         match (collective, self.op.mesh_axis().or_else(|| self.sharded_axis())) {
-            (V::AllReduce(v), _) => return collectives::all_reduce(out, views, v.reduction),
+            (V::AllReduce(v), _) => {
+                report.compensated_sums = collectives::all_reduce(out, views, v.reduction);
+            }
             (V::AllGather(v), Some(axis)) => {
                 let (dim, parts) = shard_ranges(p.type_of(v.x), axis, parts);
                 collectives::all_gather(out, views, as_matrix(&out_ty.shape, dim), dim.min(1), &parts);
@@ -119,7 +151,7 @@ impl ResultContext<'_> {
             }
             (V::HaloExchange(v), _) => {
                 let (_, row) = frame_rows(p.type_of(v.x));
-                collectives::halo_rows(out, views, self.me, row);
+                report.halo = Some(halo::halo_rows(out, views, self.me, row));
             }
             (V::Broadcast(v), _) => collectives::copy_from_member(out, views, v.root as usize),
             // Member 0 of a transfer is the sender.
@@ -127,7 +159,7 @@ impl ResultContext<'_> {
             // The rules reject a gather, scatter or exchange of a value that no axis shards.
             (V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_), None) => {}
         }
-        0
+        report
     }
 
     /// Returns the axis that shards the operand or the result. An op over the world names no axis; the

@@ -66,7 +66,7 @@ impl CpuBackend {
                 if op.issue {
                     pending.insert(op.results[0], ticket);
                 } else {
-                    self.complete_collective(prepared, i, op, ticket)?;
+                    self.complete_collective(prepared, i, op, ticket, observer)?;
                     observer.on_completed(i);
                 }
                 Ok(())
@@ -77,7 +77,7 @@ impl CpuBackend {
                 let ticket = pending.remove(&v.ticket).ok_or_else(missing)?;
                 let issue = *prepared.issue_ops.get(&v.ticket).ok_or_else(missing)?;
                 observer.on_waiting(issue);
-                self.complete_collective(prepared, issue, op, ticket)?;
+                self.complete_collective(prepared, issue, op, ticket, observer)?;
                 observer.on_completed(issue);
                 Ok(())
             }

@@ -159,12 +159,17 @@ impl Backend for CudaBackend {
     }
 
     fn reset_buffers(&mut self) {
+        self.reset_count += 1;
         if self.context.make_current().is_ok() {
             for b in &self.buffers {
                 // An unreadable device fails the next run.
                 let _ = b.memory.zero_fill();
             }
         }
+    }
+
+    fn reset_count(&self) -> u64 {
+        self.reset_count
     }
 
     fn memory_bytes(&self) -> [u64; 3] {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::director::{DenoiseStep, StreamSpec};
-use crate::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
+use crate::engine::{AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall};
 use crate::kv_cache::{CacheRegime, CacheSpec};
 use crate::leader::LeaderConfig;
 use crate::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
@@ -171,6 +171,10 @@ impl Engine for HashEngine {
 
     fn audit_weights(&mut self) -> Option<crate::engine::RehashResult> {
         None
+    }
+
+    fn audit_caches(&mut self, _: &ReadyCall) -> Vec<CacheFault> {
+        Vec::new()
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tessera_runtime::director::{DenoiseStep, StreamSpec};
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, RehashResult, ReloadedWeights,
+    AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult,
+    ReloadedWeights,
 };
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 use tessera_runtime::leader::LeaderConfig;
@@ -224,6 +225,8 @@ pub struct FakeEngine {
     ran: std::collections::BTreeSet<String>,
     warm: bool,
     changed: bool,
+    /// The call before which the engine finds changed caches, and the finding.
+    pub cache_fault: Option<(u64, CacheFault)>,
     state: Vec<u8>,
     aborted: Arc<AtomicBool>,
 }
@@ -257,6 +260,7 @@ impl FakeEngine {
             ran: std::collections::BTreeSet::new(),
             warm: false,
             changed: false,
+            cache_fault: None,
             state: Vec::new(),
             aborted: Arc::new(AtomicBool::new(false)),
         }
@@ -359,6 +363,11 @@ impl Engine for FakeEngine {
 
     fn audit_weights(&mut self) -> Option<RehashResult> {
         None
+    }
+
+    fn audit_caches(&mut self, call: &ReadyCall) -> Vec<CacheFault> {
+        let due = self.cache_fault.take_if(|(call_id, _)| *call_id == call.call_id);
+        due.into_iter().map(|(_, fault)| fault).collect()
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -14,7 +14,7 @@ use tessera::record::RECORD_FILE;
 use tessera::stream;
 use tessera::stream_options::{RunDevice, StreamEvent, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
-use tessera::{Mapping, Model, Overrides, Strategy, Topology};
+use tessera::{Mapping, MediaPlacement, Model, Overrides, Strategy, Topology};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::overlap::{OVERLAP_GATE, OverlapStats};
 use tessera_report::record::RunRecord;
@@ -70,7 +70,25 @@ pub struct DrillRunner {
     run_count: u32,
 }
 
-type PlanKey = (DrillModel, &'static str, Topology, Strategy, bool, u32);
+/// The choices that determine the plan of a drill.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PlanKey {
+    model: DrillModel,
+    mesh: &'static str,
+    topology: Topology,
+    strategy: Strategy,
+    recompute: bool,
+    media: MediaPlacement,
+    /// Depth of both queues, and number of outstanding calls.
+    depth: u32,
+}
+
+impl PlanKey {
+    fn of_drill(drill: &Drill) -> PlanKey {
+        let Drill { model, mesh, topology, strategy, recompute, media, .. } = *drill;
+        PlanKey { model, mesh, topology, strategy, recompute, media, depth: 2 }
+    }
+}
 
 impl DrillRunner {
     /// Creates the minimal model in the setup's folder, unless the setup names another model.
@@ -149,8 +167,7 @@ impl DrillRunner {
     ) -> Result<DrillOutcome, Diagnostics> {
         let options = self.stream_options(drill, disabled);
         let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
-        let (model, plan) =
-            self.cached_plan((drill.model, drill.mesh, drill.topology, drill.strategy, drill.recompute, 2))?;
+        let (model, plan) = self.cached_plan(PlanKey::of_drill(drill))?;
         let watch = DrillWatchdog::new(&options.out, limit + KILL_GRACE, start_timeout(options.device));
         let started_ns = monotonic_ns();
         let (mut pids, mut exited_ns) = (Vec::new(), None);
@@ -313,8 +330,8 @@ impl DrillRunner {
                 ..self.stream_options(drill, &Tripwires::default())
             };
             let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
-            let (model, plan) =
-                self.cached_plan((drill.model, "tp=1", Topology::Pp0, Strategy::Ulysses, false, depth))?;
+            let key = PlanKey { mesh: "tp=1", topology: Topology::Pp0, depth, ..PlanKey::of_drill(drill) };
+            let (model, plan) = self.cached_plan(key)?;
             let watch = DrillWatchdog::new(&options.out, limit, start_timeout(options.device));
             let report = stream::run(plan, model, &options, rank, &watch.interrupt, &mut |_| {})?;
             watch.stop();
@@ -370,7 +387,7 @@ impl DrillRunner {
         let at = match self.plans.iter().position(|(k, ..)| *k == key) {
             Some(at) => at,
             None => {
-                let (model, plan) = build_plan(&self.model_dir(key.0)?, key)?;
+                let (model, plan) = build_plan(&self.model_dir(key.model)?, key)?;
                 self.plans.push((key, model, plan));
                 self.plans.len() - 1
             }
@@ -380,15 +397,14 @@ impl DrillRunner {
     }
 }
 
-fn build_plan(
-    dir: &Path,
-    (_, mesh, topology, strategy, recompute, depth): PlanKey,
-) -> Result<(Model, Plan), Diagnostics> {
+fn build_plan(dir: &Path, key: PlanKey) -> Result<(Model, Plan), Diagnostics> {
+    let PlanKey { model: _, mesh, topology, strategy, recompute, media, depth } = key;
     let overrides = Overrides { recompute: Some(recompute), ..Overrides::default() };
     let map = Mapping {
         mesh: mesh.parse().map_err(|d: Box<Diagnostic>| vec![*d])?,
         topology,
         strategy,
+        media,
         d_in: depth,
         d_out: depth,
         max_outstanding: depth,
@@ -448,10 +464,16 @@ pub fn run_launcher(case: &Path, rank: Vec<String>) -> Result<(), Diagnostics> {
         read_file(case, MAX_TEXT_BYTES).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
     let case: LauncherConfig =
         serde_json::from_slice(&read).map_err(|e| vec![drill_error(format!("{}: {e}", case.display()))])?;
-    let (model, plan) = build_plan(
-        &case.model,
-        (DrillModel::Generator, TWO_RANKS, Topology::Mesh, Strategy::Ulysses, false, 2),
-    )?;
+    let key = PlanKey {
+        model: DrillModel::Generator,
+        mesh: TWO_RANKS,
+        topology: Topology::Mesh,
+        strategy: Strategy::Ulysses,
+        recompute: false,
+        media: MediaPlacement::Leader,
+        depth: 2,
+    };
+    let (model, plan) = build_plan(&case.model, key)?;
     let options = StreamOptions {
         chunks: CHUNKS,
         prompt: minimal_model::PROMPT.to_string(),

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use tessera_runtime::CheckSite;
 use tessera_runtime::drill::{ArmedFault, DrillFault};
 
-use tessera::{Strategy, Topology};
+use tessera::{MediaPlacement, Strategy, Topology};
 
 /// The expected failure of a drill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,6 +76,8 @@ pub struct Drill {
     pub strategy: Strategy,
     /// Whether the context is recomputed before each chunk.
     pub recompute: bool,
+    /// Where the pixels are computed.
+    pub media: MediaPlacement,
     /// The chunk before which the scene is cut.
     pub cut_before: Option<u32>,
     /// The expected failure; `None` for a measurement.
@@ -125,6 +127,7 @@ const fn stream_drill(
         topology: Topology::Mesh,
         strategy: Strategy::Ulysses,
         recompute: false,
+        media: MediaPlacement::Leader,
         cut_before: None,
         expected: Some(FailureSignature { code, rank: Some(1), site: place }),
         limit_ms: LIMIT_MS,
@@ -157,6 +160,11 @@ impl Drill {
 
     const fn with_media(self) -> Drill {
         Drill { model: DrillModel::WithMedia, ..self }
+    }
+
+    /// Shares the pictures of the model with media among the ranks, by rows.
+    const fn with_shared_pictures(self) -> Drill {
+        Drill { model: DrillModel::WithMedia, media: MediaPlacement::Mesh, ..self }
     }
 
     const fn with_scene_cut(self, chunk: u32) -> Drill {
@@ -199,6 +207,7 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::AdHocBroadcast, "a rank issues an unplanned broadcast", "T0751", Worker, GROUPS).armed_at(1, 1),
         stream_drill(DrillFault::WrongGroup, "a rank issues a collective over another group", "T0751", Worker, GROUPS).armed_at(1, 1),
         stream_drill(DrillFault::WrongShape, "a rank issues a collective with another shape", "T0751", Worker, GROUPS).armed_at(1, 1),
+        stream_drill(DrillFault::SwappedHalo, "the halo rows above and below a shard arrive swapped", "T0773", Worker, GROUPS).with_shared_pictures(),
         // A pipeline has a communicator for each direction, and an order needs two.
         Drill { mesh: "pp=2", ..stream_drill(DrillFault::GroupOrder, "a rank creates its groups in another order", "T0757", Init, GROUPS) },
         stream_drill(DrillFault::RelayRefuses, "an envelope is corrupted before it reaches the mesh leader", "T0755", MeshLeader, GROUPS).with_topology(Pp1),
@@ -209,6 +218,8 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::StaleResult, "a result names an expired epoch", "T0736", Leader, OVERLAP).with_scene_cut(2),
         stream_drill(DrillFault::ResetOnOne, "the caches of one rank are reset in the middle of a scene", "T0747", Worker, KV),
         stream_drill(DrillFault::StartSkew, "a rank receives another start frame", "T0712", Worker, KV),
+        stream_drill(DrillFault::CachesLost, "the caches of one rank are emptied unannounced within a scene", "T0712", Worker, KV),
+        stream_drill(DrillFault::HistoryCleared, "the VAE history of one rank is reset between two chunks", "T0772", Worker, KV).with_shared_pictures(),
         Drill { recompute: true, ..stream_drill(DrillFault::RecomputeWithoutContext, "the context message has no context tensor", "T0735", Worker, KV) },
         stream_drill(DrillFault::LateAfterReset, "a result from before the cut arrives again after the cut", "T0736", Leader, KV).armed_at(1, 3).with_scene_cut(2),
         stream_drill(DrillFault::LeaderDies, "the leader is killed after the envelope is received", "T0742", Worker, SHUTDOWN).armed_at(0, 4),

@@ -6,13 +6,17 @@ use std::time::Duration;
 use rustix::process::{Signal, getpid, kill_process};
 use tessera_runtime::drill::{DrillFault, inject_call_fault};
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult, ReloadedWeights,
+    AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult,
+    ReloadedWeights,
 };
 use tessera_runtime::program_index::ProgramIndex;
 use tessera_runtime::wire::{CallAction, PhaseCall, ShardFingerprint, Tensor, Tensors};
 
 use super::injector::FaultInjector;
 use crate::engine::MeshEngine;
+
+/// Beginning of the names of the caches in which a VAE keeps frames, rows and the anchor.
+const VAE_CACHES: &str = "vae.";
 
 /// A weights folder that does not exist.
 const MISSING_WEIGHTS: &str = "/nonexistent/weights";
@@ -75,6 +79,26 @@ impl DrillEngine {
         let _ = names.iter().any(|name| self.inner.mutate_weight(name, 0, 0.125));
     }
 
+    /// Changes the caches or the halos, if that is the fault.
+    fn change_caches(&mut self) {
+        if !self.in_armed_call {
+            return;
+        }
+        let changed = if self.injector.has_fault(DrillFault::HistoryCleared) {
+            self.inner.clear_caches(VAE_CACHES)
+        } else if self.injector.has_fault(DrillFault::CachesLost) {
+            self.inner.lose_caches();
+            true
+        } else if self.injector.has_fault(DrillFault::SwappedHalo) {
+            self.inner.swap_halos()
+        } else {
+            false
+        };
+        if changed {
+            self.injector.mark_fired();
+        }
+    }
+
     /// Flips the drawn bit, if that is the fault.
     fn flip_bit(&mut self) {
         let draw = self.injector.draw_place();
@@ -109,6 +133,7 @@ impl Engine for DrillEngine {
             self.mutate_weight();
         }
         self.flip_bit();
+        self.change_caches();
         if self.fires_now(DrillFault::UndeclaredCapture) {
             self.inner.inject_undeclared_graph();
         }
@@ -195,6 +220,14 @@ impl Engine for DrillEngine {
 
     fn audit_weights(&mut self) -> Option<RehashResult> {
         self.inner.audit_weights()
+    }
+
+    fn audit_caches(&mut self, call: &ReadyCall) -> Vec<CacheFault> {
+        self.inner.audit_caches(call)
+    }
+
+    fn remember_caches(&mut self, call: &ReadyCall) {
+        self.inner.remember_caches(call);
     }
 
     fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {

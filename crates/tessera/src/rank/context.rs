@@ -18,13 +18,14 @@ use tessera_runtime::engine::{Engine, T0737};
 use tessera_runtime::flight::{FlightEvent, FlightSink};
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
 use tessera_runtime::program_index::ProgramIndex;
-use tessera_runtime::tripwire::{T0751, T0757, T0785};
+use tessera_runtime::tripwire::{T0751, T0757, T0773, T0785};
 use tessera_runtime::wire::Progress;
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, T0770, Tripwires};
 
 use crate::clock::monotonic_ns;
 use crate::codes::T0017;
+use crate::collective_guard::ArmedGuards;
 use crate::communicators::{self, EndpointSources, JoinOrder};
 use crate::cuda::GpuRankConfig;
 use crate::engine::{EngineBackend, MeshEngine, build_program_index, mesh_phases};
@@ -260,7 +261,11 @@ impl RankContext {
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
             let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);
-            engine.arm_guards(is_guarded && tripwires.is_armed(&T0751), tripwires.is_armed(&T0785));
+            engine.arm_guards(ArmedGuards {
+                collectives: is_guarded && tripwires.is_armed(&T0751),
+                captures: tripwires.is_armed(&T0785),
+                halos: tripwires.is_armed(&T0773),
+            });
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
             let state = ExecutorState::from_engine(&plan.sealed, rank, &engine);
             let parity = rank_parity(&plan, &files, &delays, &state, peers);

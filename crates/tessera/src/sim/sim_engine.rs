@@ -7,7 +7,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use tessera_runtime::Digest;
-use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
+use tessera_runtime::engine::{
+    AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall,
+};
 use tessera_runtime::program_index::ProgramIndex;
 use tessera_runtime::sim::HashEngine;
 use tessera_runtime::wire::{PhaseCall, Tensors};
@@ -85,6 +87,10 @@ impl Engine for SimEngine {
 
     fn audit_weights(&mut self) -> Option<tessera_runtime::engine::RehashResult> {
         None
+    }
+
+    fn audit_caches(&mut self, _: &ReadyCall) -> Vec<CacheFault> {
+        Vec::new()
     }
 
     fn abort_handle(&self) -> AbortHandle {
