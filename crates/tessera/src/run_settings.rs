@@ -82,6 +82,7 @@ pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
             regime: if s.recompute { CacheRegime::Recompute } else { CacheRegime::Resident },
             chunk_frames: s.chunk_frames as u32,
             window_frames: s.window_frames as u32,
+            sink_frames: s.sink_frames as u32,
             table_frames: wan.rope_frames as u32,
             tokens_per_frame: plan.video.frame_tokens() as u32,
         },
