@@ -87,10 +87,10 @@ impl Preset {
                 (RESIDENT, "steps = [1000.0, 750.0, 500.0, 250.0]\nshift = 5.0\nwarp = true")
             }
             Preset::LongLive => {
-                (RESIDENT_SINK_RECACHE, "steps = [1000.0, 750.0, 500.0, 250.0]\nshift = 5.0\nwarp = true")
+                (RESIDENT_LONGLIVE, "steps = [1000.0, 750.0, 500.0, 250.0]\nshift = 5.0\nwarp = true")
             }
             Preset::StreamDiffusionV2 => {
-                (RESIDENT_SINK, "steps = [700.0, 500.0, 400.0, 200.0]\nshift = 8.0\nwarp = false")
+                (RESIDENT_STREAM_DIFFUSION, "steps = [700.0, 500.0, 400.0, 200.0]\nshift = 8.0\nwarp = false")
             }
             Preset::KreaRealtime => {
                 (RECOMPUTE, "steps = [1000.0, 750.0, 500.0, 250.0, 0.0]\nshift = 5.0\nwarp = true")
@@ -114,8 +114,8 @@ impl Preset {
 }
 
 const RESIDENT: &str = "mode = \"resident\"\nbias = 1.0";
-const RESIDENT_SINK: &str = "mode = \"resident\"\nsink = 3\nbias = 1.0";
-const RESIDENT_SINK_RECACHE: &str = "mode = \"resident\"\nsink = 3\nrecache = true\nbias = 1.0";
+const RESIDENT_STREAM_DIFFUSION: &str = "mode = \"resident\"\nsink = 3\npositions = 50\nbias = 1.0";
+const RESIDENT_LONGLIVE: &str = "mode = \"resident\"\nsink = 3\nrecache = true\nbias = 1.0";
 const RECOMPUTE: &str = "mode = \"recompute\"\nbias = 0.3";
 
 /// The text encoder and the decoder of every preset.
@@ -180,11 +180,11 @@ mod tests {
         for preset in Preset::ALL {
             let s = StreamConfig::parse(preset.name(), &preset.to_toml(), &wan()).unwrap();
             let expected = match preset {
-                Preset::LongLive => (3, true),
-                Preset::StreamDiffusionV2 => (3, false),
-                Preset::SelfForcing | Preset::KreaRealtime | Preset::KreaRealtimeScope => (0, false),
+                Preset::LongLive => (3, 0, true),
+                Preset::StreamDiffusionV2 => (3, 50, false),
+                Preset::SelfForcing | Preset::KreaRealtime | Preset::KreaRealtimeScope => (0, 0, false),
             };
-            assert_eq!((s.sink_frames, s.recache), expected, "{}", preset.name());
+            assert_eq!((s.sink_frames, s.positions, s.recache), expected, "{}", preset.name());
         }
         let without = "preset = \"longlive\"\n[cache]\nsink = 0\nrecache = false\n";
         let s = StreamConfig::parse("s", without, &wan()).unwrap();

@@ -95,6 +95,9 @@ pub struct StreamConfig {
     pub window_frames: u64,
     /// First latent frames of a scene that stay in the window while the others slide through it.
     pub sink_frames: u64,
+    /// RoPE positions after which those of the sliding frames move back behind the sink; 0 for all positions
+    /// of the model's table.
+    pub positions: u64,
     /// Whether a new prompt computes the keys and values of the cached frames again, except those of
     /// the sink.
     pub recache: bool,
@@ -169,6 +172,7 @@ impl StreamConfig {
             chunk_frames: latent.read_count("chunk_frames", Some(3)),
             window_frames: cache.read_count("window_frames", Some(6)),
             sink_frames: cache.read_count_or_zero("sink", 0),
+            positions: cache.read_count_or_zero("positions", 0),
             recache: cache.read_flag("recache", false),
             recompute: cache.read_choice("mode", &["resident", "recompute"], "resident") == "recompute",
             bias: cache.read_number("bias", Some(1.0)),
@@ -242,12 +246,16 @@ impl StreamConfig {
             0 => String::new(),
             frames => format!("sink = {frames}\n"),
         };
+        let positions = match self.positions {
+            0 => String::new(),
+            frames => format!("positions = {frames}\n"),
+        };
         let recache = if self.recache { "recache = true\n" } else { "" };
         let input = if self.takes_video { "[input]\nvideo = true\n\n" } else { "" };
         let noise = if self.given_noise { "[noise]\nsource = \"call\"\n\n" } else { "" };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
-[cache]\nmode = \"{regime}\"\nwindow_frames = {}\n{sink}{recache}bias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
+[cache]\nmode = \"{regime}\"\nwindow_frames = {}\n{sink}{positions}{recache}bias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
 prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{vae}",
             self.width,
             self.height,
@@ -297,7 +305,7 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
                 refuse(format!("the model's config states {key} {trained}, and {name} is {frames}"));
             }
         }
-        self.describe_bad_cache().into_iter().for_each(&mut refuse);
+        self.describe_bad_cache(model).into_iter().for_each(&mut refuse);
         let chunks = self.window_frames.checked_div(self.chunk_frames).unwrap_or(0);
         if chunks > CHUNKS_MAX {
             refuse(format!(
@@ -341,8 +349,8 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
         ds
     }
 
-    /// Describes what is wrong with the sink and the recache.
-    fn describe_bad_cache(&self) -> Vec<String> {
+    /// Describes what is wrong with the sink, the positions and the recache.
+    fn describe_bad_cache(&self, model: &WanConfig) -> Vec<String> {
         let mut found = Vec::new();
         let (sink, window, chunk) = (self.sink_frames, self.window_frames, self.chunk_frames);
         if sink > 0 && self.recompute {
@@ -353,6 +361,16 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
         } else if !sink.is_multiple_of(chunk) {
             found.push(format!("cache.sink {sink} is not a multiple of a chunk of {chunk}"));
         }
+        if self.positions > 0 && self.recompute {
+            found
+                .push("cache.positions needs the resident cache: recompute starts at position 0".to_string());
+        } else if self.positions > 0 && !(window..=model.rope_frames).contains(&self.positions) {
+            found.push(format!(
+                "cache.positions {} must be at least the window of {window} frames and at most the {} of the \
+                 model's RoPE table",
+                self.positions, model.rope_frames
+            ));
+        }
         if self.recache && self.recompute {
             found.push("cache.recache needs the resident cache: recompute applies every prompt".to_string());
         } else if self.recache && sink.saturating_add(chunk) >= window {
@@ -362,6 +380,12 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
             ));
         }
         found
+    }
+
+    /// Returns the number of RoPE positions before a rebase.
+    #[must_use]
+    pub fn position_count(&self, model: &WanConfig) -> u64 {
+        if self.positions > 0 { self.positions } else { model.rope_frames }
     }
 
     /// Returns the number of chunks of the window that are not the sink: they slide.
@@ -655,6 +679,9 @@ mod tests {
             ("window_frames = 12\nsink = 4", "sink 4 is not a multiple of a chunk of 3"),
             ("mode = \"recompute\"\nsink = 3", "needs the resident cache"),
             ("mode = \"recompute\"\nrecache = true", "needs the resident cache"),
+            ("mode = \"recompute\"\npositions = 50", "needs the resident cache"),
+            ("window_frames = 12\npositions = 11", "at least the window of 12"),
+            ("window_frames = 12\npositions = 1025", "at most the 1024"),
             ("window_frames = 6\nsink = 3\nrecache = true", "has no effect"),
             ("window_frames = 3\nrecache = true", "has no effect"),
         ] {
@@ -662,11 +689,12 @@ mod tests {
             assert_eq!((ds.len(), ds[0].code.id), (1, "T0411"), "{cache}: {ds:#?}");
             assert!(ds[0].message.contains(says), "{cache}: {}", ds[0].message);
         }
-        let s = parse("window_frames = 12\nsink = 3\nrecache = true").unwrap();
-        assert_eq!((s.sink_frames, s.recache, s.ring_chunks()), (3, true, 3));
+        let s = parse("window_frames = 12\nsink = 3\npositions = 50\nrecache = true").unwrap();
+        assert_eq!((s.sink_frames, s.recache, s.ring_chunks(), s.position_count(&wan)), (3, true, 3, 50));
         assert_eq!(StreamConfig::parse("t", &s.to_toml(), &wan).unwrap(), s);
         let plain = parse("window_frames = 12").unwrap().to_toml();
-        assert!(!plain.contains("sink") && !plain.contains("recache"), "{plain}");
+        assert!(["sink", "positions", "recache"].iter().all(|key| !plain.contains(key)), "{plain}");
+        assert_eq!(parse("window_frames = 12").unwrap().position_count(&wan), 1024);
         assert_eq!(parse("sink = -1").unwrap_err()[0].code.id, "T0004");
     }
 

@@ -83,7 +83,7 @@ pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
             chunk_frames: s.chunk_frames as u32,
             window_frames: s.window_frames as u32,
             sink_frames: s.sink_frames as u32,
-            table_frames: wan.rope_frames as u32,
+            table_frames: s.position_count(wan) as u32,
             tokens_per_frame: plan.video.frame_tokens() as u32,
         },
         bias: s.bias as f32,

@@ -541,7 +541,7 @@ impl MitigationPricer<'_> {
         if !video.stream.recompute {
             let mut model = self.query.model.clone();
             let stream = &mut model.video.stream;
-            (stream.recompute, stream.sink_frames, stream.recache) = (true, 0, false);
+            (stream.recompute, stream.sink_frames, stream.positions, stream.recache) = (true, 0, 0, false);
             let lean =
                 MitigationPricer { query: VideoQuery { model: &model, ..self.query.clone() }, ..*self };
             let how = "recompute the context before each chunk: --cache recompute".to_string();
