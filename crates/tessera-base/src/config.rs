@@ -106,6 +106,13 @@ impl<'a> ConfigReader<'a> {
         })
     }
 
+    /// Reads an integer from 0 to 2^32 − 1; returns 1 after reporting a problem.
+    pub fn read_count_or_zero(&mut self, key: &'static str, default: u64) -> u64 {
+        self.read_as(key, Some(default), 1, "an integer from 0 to 2^32 - 1", |v| {
+            v.as_u64().filter(|n| *n < 1 << 32)
+        })
+    }
+
     /// Reads a finite number; returns 1.0 after reporting a problem.
     pub fn read_number(&mut self, key: &'static str, default: Option<f64>) -> f64 {
         self.read_as(key, default, 1.0, "a number", |v| v.as_f64().filter(|x| x.is_finite()))

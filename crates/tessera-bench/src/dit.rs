@@ -98,6 +98,7 @@ struct BenchRank {
     steps: Vec<SigmaStep>,
     chunk_frames: u64,
     window_frames: u64,
+    sink_frames: u64,
     frame_tokens: u64,
     text: Vec<f32>,
     /// Standard normals, one per latent value of a chunk; `warm_up` writes them to `x` and
@@ -138,6 +139,7 @@ impl BenchRank {
             steps: denoising_steps(&video.stream),
             chunk_frames: video.stream.chunk_frames,
             window_frames: video.stream.window_frames,
+            sink_frames: video.stream.sink_frames,
             frame_tokens: video.frame_tokens(),
             text: random_normals(video.wan.text_len * video.wan.text_dim, 0),
             noise: random_normals(video.chunk_tokens() * video.wan.token_width(), 1),
@@ -169,8 +171,9 @@ impl BenchRank {
     /// the clean forward.
     fn run_chunk(&mut self, chunk: u32) -> anyhow::Result<Vec<f64>> {
         let fill = self.window_frames - self.chunk_frames;
-        // Chunks overwrite the rows of the KV cache in round-robin order.
-        let row = u64::from(chunk) * self.chunk_frames % self.window_frames;
+        // Chunks overwrite the rows of the KV cache behind the sink in round-robin order.
+        let ring = self.window_frames - self.sink_frames;
+        let row = self.sink_frames + u64::from(chunk) * self.chunk_frames % ring;
         let mut times = Vec::new();
         for step in self.steps.clone() {
             let scalars = [

@@ -73,6 +73,39 @@ fn three_fresh_processes_give_the_stored_hash_and_another_sum_order_does_not() {
     assert_ne!(tree, stored[0].1, "another order of sums is another result");
 }
 
+/// The stream passes the end of the window, changes its prompt in the sink, in a filling window and in a
+/// full one whose positions move back, and cuts.
+#[test]
+fn a_sink_and_its_recaches_have_the_same_bits_on_every_mesh() {
+    let dir = tempfile::tempdir().unwrap();
+    let window = "window_frames = 12\nsink = 3\npositions = 15\n";
+    let settings = |name: &str, cache: &str| {
+        let text = fs::read_to_string(repo_root().join("fixtures/wan-odd/stream.toml")).unwrap();
+        let file = dir.path().join(name);
+        fs::write(&file, text.replace("window_frames = 6\n", cache)).unwrap();
+        file.to_str().unwrap().to_string()
+    };
+    let kept = settings("kept.toml", &format!("{window}recache = true\n"));
+    let stale = settings("stale.toml", window);
+    let mut n = 0;
+    let mut golden = |file: &str, more: &[&str]| {
+        n += 1;
+        let out = dir.path().join(n.to_string());
+        let prompts =
+            ["--prompt", "a red square", "--at", "1:square", "--at", "3:moves left", "--at", "7:red"];
+        let fixed = ["fixtures/wan-odd", "--stream", file, "--chunks", "10", "--cut-at", "8"];
+        let json = stream_json(&out, &[&fixed, &prompts[..], more].concat());
+        let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+        assert_eq!(record.matches("positions move by -").count(), 2, "{record}");
+        json_field(&json, "golden")
+    };
+    let one = golden(&kept, &[]);
+    for more in [&["--mesh", "tp=2"][..], &["--mesh", "pp=2"], &["--mesh", "tp=5", "--topology", "pp1"]] {
+        assert_eq!(golden(&kept, more), one, "{more:?}");
+    }
+    assert_ne!(golden(&stale, &[]), one, "a new prompt changes the keys and values of earlier chunks");
+}
+
 #[test]
 fn without_gpus_a_benchmark_reports_one_error_before_any_process_starts() {
     let dir = tempfile::tempdir().unwrap();

@@ -13,7 +13,7 @@ use crate::vae::{
     MediaPhases, decode_programs, encode_anchor_program, encode_video_programs, tiny_decode_programs,
 };
 use crate::video_model::{ContextRegime, VideoModel};
-use crate::{PixelDecoder, PredictionTarget, denoising_steps};
+use crate::{PixelDecoder, PredictionTarget};
 
 /// Builds every logical program that a stream may run, in a fixed order. The fill levels are the
 /// numbers of latent frames already cached when a chunk begins: 0, one chunk, … up to a full window
@@ -37,6 +37,8 @@ pub fn build_phases(m: &VideoModel, media: MediaPhases) -> Vec<Program> {
             out.extend(fills.iter().map(|f| denoise_phase(m, *f)));
             out.extend(fills.iter().map(|f| refresh_phase(m, RefreshKind::Clean(*f))));
             out.push(rebase_phase(m));
+            let recalled = if m.stream.recache { m.stream.ring_chunks() } else { 0 };
+            out.extend((1..=recalled).map(|back| recall_phase(m, back)));
         }
         ContextRegime::Recompute => {
             out.push(refresh_phase(m, RefreshKind::Recompute));
@@ -66,87 +68,6 @@ pub fn build_phases(m: &VideoModel, media: MediaPhases) -> Vec<Program> {
         out.extend(encode_text_phases(encoder, m.wan.text_len));
     }
     out
-}
-
-/// Lists every call that a stream may make: its name and its phases in order. Any other request is
-/// rejected at admission.
-#[must_use]
-pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String>)> {
-    let chunk = m.stream.chunk_frames;
-    let last = m.stream.window_frames - chunk;
-    let mut out = Vec::new();
-    for fill in (0..=last).step_by(chunk as usize) {
-        for (text, video) in
-            [true, false].into_iter().flat_map(|text| video_starts(m).into_iter().map(move |v| (text, v)))
-        {
-            for rebase in [false, true] {
-                let resident = m.context_regime() == ContextRegime::Resident;
-                // A scene starts with its prompt, and only a full resident window can exceed the
-                // RoPE table.
-                if (fill == 0 && !text) || (rebase && !(resident && fill == last && fill > 0)) {
-                    continue;
-                }
-                let mut phases: Vec<String> = Vec::new();
-                if text {
-                    phases.push("text".into());
-                }
-                if rebase {
-                    phases.push("rebase".into());
-                }
-                if !resident && fill > 0 {
-                    phases.push("recompute".into());
-                }
-                phases.extend(video.map(|_| "video".to_string()));
-                for step in video.unwrap_or(0)..m.stream.steps.len() {
-                    let is_given = m.stream.given_noise && step == 0;
-                    let noise = if is_given { "noise" } else { "renoise" };
-                    phases.extend([noise.into(), format!("denoise.fill{fill}")]);
-                }
-                if resident {
-                    phases.push(format!("clean.fill{fill}"));
-                }
-                phases.push("emit".into());
-                phases.extend(media_phases(m, media, fill == 0));
-                let name = format!(
-                    "chunk.fill{fill}{}{}{}{}",
-                    video.map_or(String::new(), |step| format!(".video{step}")),
-                    if m.stream.given_noise { ".noise" } else { "" },
-                    if text { ".text" } else { "" },
-                    if rebase { ".rebase" } else { "" }
-                );
-                out.push((name, phases));
-            }
-        }
-    }
-    out
-}
-
-/// Returns the phases of a call that turn its latents into pixels and into the anchor of the next call.
-/// When the scene opens, the anchor is latent 0 itself.
-fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<String> {
-    if media == MediaPhases::BesideCalls || !m.stream.decoder.is_causal() {
-        return Vec::new();
-    }
-    let needs_anchor = m.context_regime() == ContextRegime::Recompute && !opens_scene;
-    // The anchor leaves before the other latents are decoded: it is encoded from the first one.
-    [
-        Some(if opens_scene { "decode.open" } else { "decode.first" }),
-        needs_anchor.then_some("encode"),
-        (m.stream.chunk_frames > 1).then_some("decode.rest"),
-    ]
-    .into_iter()
-    .flatten()
-    .map(String::from)
-    .collect()
-}
-
-/// Lists the ways in which a chunk may begin: with noise, or with an input video at a step. A step of pure
-/// noise leaves nothing of a video, and a first step with less noise needs one.
-fn video_starts(m: &VideoModel) -> Vec<Option<usize>> {
-    let sigmas: Vec<f32> = denoising_steps(&m.stream).into_iter().map(|s| s.sigma).collect();
-    let drawn = sigmas.first().is_none_or(|sigma| *sigma >= 1.0).then_some(None);
-    let given = (0..sigmas.len()).filter(|step| m.stream.takes_video && sigmas[*step] < 1.0).map(Some);
-    drawn.into_iter().chain(given).collect()
 }
 
 impl GraphBuilder<'_> {
@@ -486,33 +407,65 @@ fn refresh_phase(m: &VideoModel, kind: RefreshKind) -> Program {
     g.finish()
 }
 
-/// Rotates every cached key back by a number of frames, so that positions stay within the RoPE
-/// table.
+/// Rotates every cached key that slides back by a number of frames, so that positions stay within the
+/// RoPE table. The keys of the sink keep the positions of the first frames.
 fn rebase_phase(m: &VideoModel) -> Program {
     let mut g = GraphBuilder::new(m, "rebase");
     let shift = g.emit_scalar("shift", Type::scalar(DType::I64));
     let hd = m.wan.head_dim();
     let grid = m.stream.token_grid(&m.wan).map(|x| x as i64).to_vec();
+    let sink = m.stream.sink_frames * m.frame_tokens();
     for i in 0..m.wan.layers {
         g.set_location(&format!("block.{i}"));
         let cache = g.self_cache_type();
-        let k = g.read_buffer(&format!("kv.{i}.k"), cache.shape[0], cache.clone());
+        if sink > 0 {
+            g.builder.set_attr("row", sink);
+        }
+        let k = g.read_buffer(&format!("kv.{i}.k"), cache.shape[0] - sink, cache.clone());
         g.builder
             .set_attr("head_dim", hd)
             .set_attr("grid", grid.clone())
             .set_attr("frame_stride", 0i64)
             .add_keyed("start", shift);
         let k = g.emit_op(Opcode::Rope, &[k]);
+        if sink > 0 {
+            g.builder.set_attr("first_row", sink);
+        }
         g.write_buffer(&format!("kv.{i}.k"), cache, k, None);
     }
     g.finish()
 }
 
-/// Outputs the chunk's latents to the host.
+/// Returns the buffer with the latents of a recent chunk: number 0 is the oldest that the ring holds.
+fn recent_buffer(i: u64) -> String {
+    format!("recent{i}")
+}
+
+/// Takes the latents of the chunk that lies `back` chunks back, so that a clean forward can write its keys
+/// and values again.
+fn recall_phase(m: &VideoModel, back: u64) -> Program {
+    let mut g = GraphBuilder::new(m, &format!("recall.back{back}"));
+    let tokens = g.token_type();
+    let buffer = recent_buffer(m.stream.ring_chunks() - back);
+    let x = g.read_buffer(&buffer, tokens.shape[0], tokens.clone());
+    g.write_buffer("latent", tokens, x, None);
+    g.finish()
+}
+
+/// Outputs the chunk's latents to the host. For a recache they also become the newest of the recent
+/// latents, of which the oldest is dropped.
 fn emit_phase(m: &VideoModel) -> Program {
     let mut g = GraphBuilder::new(m, "emit");
     let tokens = g.token_type();
-    let x = g.read_buffer("latent", tokens.shape[0], tokens);
+    let kept = if m.stream.recache { m.stream.ring_chunks() } else { 0 };
+    for i in 1..kept {
+        let newer = g.read_buffer(&recent_buffer(i), tokens.shape[0], tokens.clone());
+        g.write_buffer(&recent_buffer(i - 1), tokens.clone(), newer, None);
+    }
+    let x = g.read_buffer("latent", tokens.shape[0], tokens.clone());
+    if kept > 0 {
+        g.write_buffer(&recent_buffer(kept - 1), tokens, x, None);
+    }
     g.builder.set_attr("at", "first");
     g.builder.add_output("latents", x);
     g.finish()
@@ -558,6 +511,7 @@ fn video_op(g: &mut GraphBuilder, opcode: Opcode, x: ValueId) -> ValueId {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calls::list_calls;
     use crate::expected_weights;
     use std::collections::BTreeSet;
 
@@ -633,6 +587,48 @@ mod tests {
             let calls: BTreeSet<&String> = with.iter().map(|(name, _)| name).collect();
             assert!(calls.len() == with.len() && without.iter().all(|(name, _)| calls.contains(name)));
         }
+    }
+
+    #[test]
+    fn a_recache_is_programs_and_calls_of_its_own() {
+        let window = "[cache]\nwindow_frames = 12\nsink = 3\n";
+        let (kept, recached) = (tiny(window), tiny(&format!("{window}recache = true\n")));
+        let names = |m: &VideoModel| {
+            build_phases(m, MediaPhases::BesideCalls).into_iter().map(|p| p.name).collect::<BTreeSet<_>>()
+        };
+        let more: Vec<String> = names(&recached).difference(&names(&kept)).cloned().collect();
+        assert_eq!(more, ["recall.back1", "recall.back2", "recall.back3"]);
+        let calls = |m: &VideoModel| list_calls(m, MediaPhases::BesideCalls);
+        let with_text: Vec<String> =
+            calls(&recached).into_iter().map(|(name, _)| name).filter(|n| n.contains("text")).collect();
+        assert_eq!(
+            with_text,
+            [
+                "chunk.fill0.text",
+                "chunk.fill3.text",
+                "chunk.fill6.text.recache1",
+                "chunk.fill9.text.recache2",
+                "chunk.fill9.text.recache3",
+                "chunk.fill9.text.recache3.rebase"
+            ]
+        );
+        let find = |name: &str| calls(&recached).into_iter().find(|(n, _)| n == name).unwrap().1;
+        assert_eq!(
+            find("chunk.fill9.text.recache3.rebase")[..8],
+            [
+                "text",
+                "recall.back3",
+                "clean.fill3",
+                "recall.back2",
+                "clean.fill6",
+                "recall.back1",
+                "clean.fill9",
+                "rebase"
+            ]
+        );
+        let without_text =
+            |m: &VideoModel| calls(m).into_iter().filter(|(n, _)| !n.contains("text")).collect::<Vec<_>>();
+        assert_eq!(without_text(&recached), without_text(&kept));
     }
 
     #[test]

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
+mod calls;
 mod codes;
 mod graph;
 mod graph_builder;
@@ -24,8 +25,9 @@ mod weight_names;
 mod word_encoder;
 pub mod zoo;
 
+pub use calls::list_calls;
 pub use codes::CODES;
-pub use graph::{build_phases, list_calls};
+pub use graph::build_phases;
 pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
 pub use presets::Preset;
 pub use schedule::SigmaStep;

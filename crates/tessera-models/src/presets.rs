@@ -53,12 +53,13 @@ impl Preset {
         match self {
             Preset::SelfForcing => "Self-Forcing 1.3B: chunks of 3 latent frames, a resident window of 21",
             Preset::LongLive => {
-                "LongLive 1.3B: chunks of 3, a resident window of 12; the sink, the first 3 frames that the \
-                 original keeps forever, is not kept, so long streams drift more"
+                "LongLive 1.3B: chunks of 3, a resident window of 12, of which the first 3 frames stay; a new \
+                 prompt recomputes the keys and values of the others"
             }
             Preset::StreamDiffusionV2 => {
-                "StreamDiffusionV2 1.3B: chunks of 1, a resident window of 6; needs an input video (--video), \
-                 because its first step is not pure noise"
+                "StreamDiffusionV2 1.3B: chunks of 1, a resident window of 6, of which the first 3 frames stay \
+                 and are not replaced when the scene changes; needs an input video (--video), because its first \
+                 step is not pure noise"
             }
             Preset::KreaRealtime => {
                 "Krea Realtime 14B as its own server runs it: chunks of 3, context recomputed, warped steps"
@@ -85,9 +86,11 @@ impl Preset {
             Preset::SelfForcing => {
                 (RESIDENT, "steps = [1000.0, 750.0, 500.0, 250.0]\nshift = 5.0\nwarp = true")
             }
-            Preset::LongLive => (RESIDENT, "steps = [1000.0, 750.0, 500.0, 250.0]\nshift = 5.0\nwarp = true"),
+            Preset::LongLive => {
+                (RESIDENT_LONGLIVE, "steps = [1000.0, 750.0, 500.0, 250.0]\nshift = 5.0\nwarp = true")
+            }
             Preset::StreamDiffusionV2 => {
-                (RESIDENT, "steps = [700.0, 500.0, 400.0, 200.0]\nshift = 8.0\nwarp = false")
+                (RESIDENT_STREAM_DIFFUSION, "steps = [700.0, 500.0, 400.0, 200.0]\nshift = 8.0\nwarp = false")
             }
             Preset::KreaRealtime => {
                 (RECOMPUTE, "steps = [1000.0, 750.0, 500.0, 250.0, 0.0]\nshift = 5.0\nwarp = true")
@@ -111,6 +114,8 @@ impl Preset {
 }
 
 const RESIDENT: &str = "mode = \"resident\"\nbias = 1.0";
+const RESIDENT_STREAM_DIFFUSION: &str = "mode = \"resident\"\nsink = 3\npositions = 50\nbias = 1.0";
+const RESIDENT_LONGLIVE: &str = "mode = \"resident\"\nsink = 3\nrecache = true\nbias = 1.0";
 const RECOMPUTE: &str = "mode = \"recompute\"\nbias = 0.3";
 
 /// The text encoder and the decoder of every preset.
@@ -168,6 +173,22 @@ mod tests {
                 _ => assert_eq!((parsed.as_ref().unwrap().width, parsed.unwrap().height), (832, 480)),
             }
         }
+    }
+
+    #[test]
+    fn presets_keep_the_sinks_of_their_models() {
+        for preset in Preset::ALL {
+            let s = StreamConfig::parse(preset.name(), &preset.to_toml(), &wan()).unwrap();
+            let expected = match preset {
+                Preset::LongLive => (3, 0, true),
+                Preset::StreamDiffusionV2 => (3, 50, false),
+                Preset::SelfForcing | Preset::KreaRealtime | Preset::KreaRealtimeScope => (0, 0, false),
+            };
+            assert_eq!((s.sink_frames, s.positions, s.recache), expected, "{}", preset.name());
+        }
+        let without = "preset = \"longlive\"\n[cache]\nsink = 0\nrecache = false\n";
+        let s = StreamConfig::parse("s", without, &wan()).unwrap();
+        assert_eq!((s.sink_frames, s.recache, s.window_frames), (0, false, 12));
     }
 
     #[test]

@@ -122,6 +122,14 @@ pub struct StreamConfig {
     pub chunk_frames: u64,
     /// Latent frames that the KV cache can hold.
     pub window_frames: u64,
+    /// First latent frames of a scene that stay in the window while the others slide through it.
+    pub sink_frames: u64,
+    /// RoPE positions after which those of the sliding frames move back behind the sink; 0 for all positions
+    /// of the model's table.
+    pub positions: u64,
+    /// Whether a new prompt computes the keys and values of the cached frames again, except those of
+    /// the sink.
+    pub recache: bool,
     /// Whether the context is recomputed before each chunk (else it is resident).
     pub recompute: bool,
     /// Weight of past frames' keys in the recompute regime; 1 has no effect.
@@ -198,6 +206,9 @@ impl StreamConfig {
             },
             chunk_frames: latent.read_count("chunk_frames", Some(3)),
             window_frames: cache.read_count("window_frames", Some(6)),
+            sink_frames: cache.read_count_or_zero("sink", 0),
+            positions: cache.read_count_or_zero("positions", 0),
+            recache: cache.read_flag("recache", false),
             recompute: cache.read_choice("mode", &["resident", "recompute"], "resident") == "recompute",
             bias: cache.read_number("bias", Some(1.0)),
             steps: schedule.read_numbers("steps", &[1000.0, 750.0, 500.0, 250.0]),
@@ -275,11 +286,20 @@ impl StreamConfig {
             PixelDecoder::SpaceTimeDepth | PixelDecoder::None => String::new(),
         };
         // A stream without these settings renders as before they existed, and so keeps its digest.
+        let sink = match self.sink_frames {
+            0 => String::new(),
+            frames => format!("sink = {frames}\n"),
+        };
+        let positions = match self.positions {
+            0 => String::new(),
+            frames => format!("positions = {frames}\n"),
+        };
+        let recache = if self.recache { "recache = true\n" } else { "" };
         let input = if self.takes_video { "[input]\nvideo = true\n\n" } else { "" };
         let noise = if self.given_noise { "[noise]\nsource = \"call\"\n\n" } else { "" };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
-[cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
+[cache]\nmode = \"{regime}\"\nwindow_frames = {}\n{sink}{positions}{recache}bias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
 prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{dimensions}",
             self.width,
             self.height,
@@ -321,6 +341,15 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
                 self.chunk_frames, self.chunk_frames, self.window_frames
             ));
         }
+        for (key, trained, name, frames) in [
+            ("local_attn_size", model.trained_window, "cache.window_frames", self.window_frames),
+            ("sink_size", model.trained_sink, "cache.sink", self.sink_frames),
+        ] {
+            if let Some(trained) = trained.filter(|n| *n != frames) {
+                refuse(format!("the model's config states {key} {trained}, and {name} is {frames}"));
+            }
+        }
+        self.describe_bad_cache(model).into_iter().for_each(&mut refuse);
         let chunks = self.window_frames.checked_div(self.chunk_frames).unwrap_or(0);
         if chunks > CHUNKS_MAX {
             refuse(format!(
@@ -362,6 +391,51 @@ prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{te
             ds.extend(self.find_useless_noise(file));
         }
         ds
+    }
+
+    /// Describes what is wrong with the sink, the positions and the recache.
+    fn describe_bad_cache(&self, model: &WanConfig) -> Vec<String> {
+        let mut found = Vec::new();
+        let (sink, window, chunk) = (self.sink_frames, self.window_frames, self.chunk_frames);
+        if sink > 0 && self.recompute {
+            found.push(format!("cache.sink {sink} needs the resident cache: recompute keeps no frames"));
+        }
+        if sink >= window {
+            found.push(format!("cache.sink {sink} is not smaller than the window of {window} frames"));
+        } else if !sink.is_multiple_of(chunk) {
+            found.push(format!("cache.sink {sink} is not a multiple of a chunk of {chunk}"));
+        }
+        if self.positions > 0 && self.recompute {
+            found
+                .push("cache.positions needs the resident cache: recompute starts at position 0".to_string());
+        } else if self.positions > 0 && !(window..=model.rope_frames).contains(&self.positions) {
+            found.push(format!(
+                "cache.positions {} must be at least the window of {window} frames and at most the {} of the \
+                 model's RoPE table",
+                self.positions, model.rope_frames
+            ));
+        }
+        if self.recache && self.recompute {
+            found.push("cache.recache needs the resident cache: recompute applies every prompt".to_string());
+        } else if self.recache && sink.saturating_add(chunk) >= window {
+            found.push(format!(
+                "cache.recache has no effect: a window of {window} frames holds the sink of {sink} and the new \
+                 chunk of {chunk} alone"
+            ));
+        }
+        found
+    }
+
+    /// Returns the number of RoPE positions before a rebase.
+    #[must_use]
+    pub fn position_count(&self, model: &WanConfig) -> u64 {
+        if self.positions > 0 { self.positions } else { model.rope_frames }
+    }
+
+    /// Returns the number of chunks of the window that are not the sink: they slide.
+    #[must_use]
+    pub fn ring_chunks(&self) -> u64 {
+        (self.window_frames - self.sink_frames) / self.chunk_frames
     }
 
     /// Describes what is wrong with the decoder, and with an input video.
@@ -649,6 +723,38 @@ mod tests {
     fn a_size_is_rounded_to_the_nearest_that_exists() {
         let sizes = [850, 856, 857, 5, 16, 848].map(|n| nearest_multiple(n, 16));
         assert_eq!(sizes, [848, 848, 864, 16, 16, 848]);
+    }
+
+    #[test]
+    fn a_sink_is_whole_chunks_below_the_window_of_a_resident_cache() {
+        let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
+        let parse = |cache: &str| {
+            let text = format!("[video]\nwidth = 16\nheight = 16\n[cache]\n{cache}");
+            StreamConfig::parse("s", &text, &wan)
+        };
+        for (cache, says) in [
+            ("window_frames = 12\nsink = 12", "sink 12 is not smaller than the window of 12"),
+            ("window_frames = 12\nsink = 15", "sink 15 is not smaller than the window of 12"),
+            ("window_frames = 12\nsink = 4", "sink 4 is not a multiple of a chunk of 3"),
+            ("mode = \"recompute\"\nsink = 3", "needs the resident cache"),
+            ("mode = \"recompute\"\nrecache = true", "needs the resident cache"),
+            ("mode = \"recompute\"\npositions = 50", "needs the resident cache"),
+            ("window_frames = 12\npositions = 11", "at least the window of 12"),
+            ("window_frames = 12\npositions = 1025", "at most the 1024"),
+            ("window_frames = 6\nsink = 3\nrecache = true", "has no effect"),
+            ("window_frames = 3\nrecache = true", "has no effect"),
+        ] {
+            let ds = parse(cache).unwrap_err();
+            assert_eq!((ds.len(), ds[0].code.id), (1, "T0411"), "{cache}: {ds:#?}");
+            assert!(ds[0].message.contains(says), "{cache}: {}", ds[0].message);
+        }
+        let s = parse("window_frames = 12\nsink = 3\npositions = 50\nrecache = true").unwrap();
+        assert_eq!((s.sink_frames, s.recache, s.ring_chunks(), s.position_count(&wan)), (3, true, 3, 50));
+        assert_eq!(StreamConfig::parse("t", &s.to_toml(), &wan).unwrap(), s);
+        let plain = parse("window_frames = 12").unwrap().to_toml();
+        assert!(["sink", "positions", "recache"].iter().all(|key| !plain.contains(key)), "{plain}");
+        assert_eq!(parse("window_frames = 12").unwrap().position_count(&wan), 1024);
+        assert_eq!(parse("sink = -1").unwrap_err()[0].code.id, "T0004");
     }
 
     #[test]

@@ -33,6 +33,10 @@ pub struct WanConfig {
     /// Positions in the RoPE table of each axis: the limit of the cache window in frames, and of the
     /// rows and columns of tokens.
     pub rope_frames: u64,
+    /// Frames of the cache window with which the model was trained, if its config states them.
+    pub trained_window: Option<u64>,
+    /// Frames of the sink with which the model was trained, if its config states them.
+    pub trained_sink: Option<u64>,
 }
 
 /// Maximum elements of one tensor, which the programs' types allow. A larger size is treated as a
@@ -91,10 +95,12 @@ impl WanConfig {
     /// Renders the dimensions as `config.json` in the original format, with keys in a fixed order.
     #[must_use]
     pub fn to_json(&self) -> String {
+        let stated =
+            |key: &str, frames: Option<u64>| frames.map_or(String::new(), |n| format!(",\"{key}\":{n}"));
         format!(
             "{{\"_class_name\":\"WanModel\",\"model_type\":\"t2v\",\"dim\":{},\"eps\":{:e},\"ffn_dim\":{},\
 \"freq_dim\":{},\"in_dim\":{},\"num_heads\":{},\"num_layers\":{},\"out_dim\":{},\"patch_size\":[1,{},{}],\
-\"rope_max_seq_len\":{},\"text_dim\":{},\"text_len\":{}}}\n",
+\"rope_max_seq_len\":{},\"text_dim\":{},\"text_len\":{}{}{}}}\n",
             self.dim,
             self.eps,
             self.ffn_dim,
@@ -108,6 +114,8 @@ impl WanConfig {
             self.rope_frames,
             self.text_dim,
             self.text_len,
+            stated("local_attn_size", self.trained_window),
+            stated("sink_size", self.trained_sink),
         )
     }
 
@@ -126,6 +134,8 @@ impl WanConfig {
             patch: read_patch(f),
             eps: f.read_number("eps", Some(1e-6)),
             rope_frames: f.read_count("rope_max_seq_len", Some(1024)),
+            trained_window: read_trained_frames(f, "local_attn_size"),
+            trained_sink: read_trained_frames(f, "sink_size"),
         };
         check_same_channels(f, channels, out);
         config
@@ -147,6 +157,8 @@ impl WanConfig {
             patch: read_patch(f),
             eps: f.read_number("eps", Some(1e-6)),
             rope_frames: f.read_count("rope_max_seq_len", Some(1024)),
+            trained_window: None,
+            trained_sink: None,
         };
         check_same_channels(f, channels, out);
         config
@@ -219,8 +231,6 @@ const ORIGINAL_VARIANTS: &[VariantKey] = &[
     QK_NORM,
     CROSS_ATTN_NORM,
     ("window_size", AcceptedValues::Values(&["[-1,-1]"])),
-    ("local_attn_size", AcceptedValues::Values(&["-1"])),
-    ("sink_size", AcceptedValues::Values(&["0"])),
     ("num_frame_per_block", AcceptedValues::Count),
 ];
 
@@ -255,6 +265,20 @@ fn check_variants(f: &mut ConfigReader, file: &str, keys: &[VariantKey]) {
             );
         }
     }
+}
+
+/// Reads a number of latent frames. The published code writes −1 for a window of all frames and 0 for no
+/// sink, which are also its defaults, so neither states anything.
+fn read_trained_frames(f: &mut ConfigReader, key: &'static str) -> Option<u64> {
+    let found = f.take_value(key).filter(|v| !v.is_null())?;
+    let frames = found.as_i64().and_then(|n| u32::try_from(n.max(0)).ok().filter(|_| n >= -1));
+    if frames.is_none() {
+        f.diagnostics.push(
+            Diagnostic::error(&T0410, format!("`{key}` is {found}: it must be a number of latent frames"))
+                .with_hint("accepted: an integer from -1"),
+        );
+    }
+    frames.filter(|n| *n > 0).map(u64::from)
 }
 
 fn read_patch(f: &mut ConfigReader) -> [u64; 2] {
@@ -316,6 +340,23 @@ mod tests {
     }
 
     #[test]
+    fn a_stated_window_and_sink_round_trip_and_bind_the_stream() {
+        let text = |keys: &str| ORIGINAL.replace("\"t2v\"", &format!("\"t2v\",{keys}"));
+        let none = WanConfig::parse("a", &text(r#""local_attn_size":-1,"sink_size":0"#)).unwrap();
+        assert_eq!(none, WanConfig::parse("a", ORIGINAL).unwrap());
+        let wan = WanConfig::parse("a", &text(r#""local_attn_size":12,"sink_size":3"#)).unwrap();
+        assert_eq!((wan.trained_window, wan.trained_sink), (Some(12), Some(3)));
+        assert_eq!(WanConfig::parse("b", &wan.to_json()).unwrap(), wan);
+        let parse_cache = |cache: &str| {
+            let text = format!("[video]\nwidth = 832\nheight = 480\n[cache]\n{cache}");
+            crate::StreamConfig::parse("s", &text, &wan).map_err(|ds| ds[0].message.clone())
+        };
+        parse_cache("window_frames = 12\nsink = 3").unwrap();
+        assert!(parse_cache("window_frames = 12").unwrap_err().contains("sink_size 3"));
+        assert!(parse_cache("window_frames = 21\nsink = 3").unwrap_err().contains("local_attn_size 12"));
+    }
+
+    #[test]
     fn huge_dimensions_are_refused() {
         let with = |extra: &str| {
             let text = format!("{{\"num_heads\":4,\"num_layers\":1,\"ffn_dim\":8,\"dim\":48{extra}}}");
@@ -344,7 +385,8 @@ mod tests {
         };
         for fine in [
             r#""qk_norm":true,"cross_attn_norm":true,"window_size":[-1, -1]"#,
-            r#""local_attn_size":-1,"sink_size":0,"num_frame_per_block":3,"qk_norm":"rms_norm_across_heads""#,
+            r#""local_attn_size":-1,"sink_size":0,"num_frame_per_block":3"#,
+            r#""local_attn_size":21,"sink_size":3,"qk_norm":"rms_norm_across_heads""#,
         ] {
             original(fine).unwrap();
         }
@@ -352,8 +394,8 @@ mod tests {
             ("qk_norm", "false"),
             ("cross_attn_norm", "false"),
             ("window_size", "[4,4]"),
-            ("local_attn_size", "21"),
-            ("sink_size", "3"),
+            ("local_attn_size", "1.5"),
+            ("sink_size", "-2"),
             ("num_frame_per_block", "1.5"),
         ] {
             let ds = original(&format!("\"{key}\":{value}")).unwrap_err();

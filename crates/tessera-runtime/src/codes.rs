@@ -43,10 +43,11 @@ a fixed order: hello, envelope, context, commit. This message was sent by the wr
 before a message that must precede it. The peer is another program or another build, or it lost its state; the run ends.";
 
     T0710: "illegal transition of the cache state",
-    "The caches go through reset, prompt, evict, rebase, recompute, append and advance in \
-an order that one table defines (docs/manual/kv.md). A transition was requested that the table \
-does not allow from the current stage: an append into a full ring without an evict, a recompute \
-with resident caches, an advance without an append.\n\n\
+    "The caches go through reset, prompt, evict, recall, recache, rebase, recompute, append and \
+advance in an order that one table defines (docs/manual/kv.md). A transition was requested that the \
+table does not allow from the current stage: an append into a full window without an evict, a recompute \
+with resident caches, an advance without an append, an append while some cached chunks have the keys \
+and values of an old prompt and others those of a new one.\n\n\
 On a worker this means that the states of leader and worker differ: look for the causes that \
 `tessera explain T0712` lists. On the leader it is a bug. The state is unchanged, and the call \
 is refused before any collective.";
@@ -54,7 +55,8 @@ is refused before any collective.";
     T0711: "impossible cache geometry",
     "The cache window must be a whole number of chunks, at least one, and fit the rotary \
 position table. With `--cache recompute` it is exactly two chunks: the context and the chunk \
-itself. Change `window_frames` or `chunk_frames` in the model's stream.toml.";
+itself. A sink is a whole number of chunks too, smaller than the window, and only in the resident regime. \
+Change `window_frames`, `sink` or `chunk_frames` in the model's stream.toml.";
 
     T0712: "an envelope does not match the cache state of this rank",
     "An envelope is the leader's message that starts a call on every rank. It states the \

@@ -182,6 +182,10 @@ impl Director {
         if text {
             draft.push_phase("text", &[]);
         }
+        if text && !opens_scene {
+            // Before a rebase: the chunk that this call evicts may have no position after it.
+            draft.push_recache(self.spec.cache.chunk_frames);
+        }
         draft.push_rebase();
         let recompute =
             self.spec.cache.regime == CacheRegime::Recompute && draft.cache.stage() == CacheStage::Holding;
@@ -281,6 +285,22 @@ impl CallDraft<'_> {
         if let Some(frames) = self.cache.pending_rebase() {
             // A rebase rotates keys back, so the shift is negative.
             self.push_phase("rebase", &[("shift", ScalarArg::I64(-i64::from(frames)))]);
+        }
+    }
+
+    /// Adds the phases that write the chunks of the ring again under the new prompt, oldest first, if
+    /// the plan has them.
+    fn push_recache(&mut self, chunk_frames: u32) {
+        let chunks = if self.programs.recaches() { self.cache.chunks_to_recache() } else { 0 };
+        for back in (1..=chunks).rev() {
+            let place = self.cache.recache_place();
+            self.push_phase(&format!("recall.back{back}"), &[]);
+            let args = [
+                ("t", frame_timesteps(0.0, chunk_frames)),
+                ("start", ScalarArg::I64(i64::from(place.start))),
+                ("row", ScalarArg::I64(place.row as i64)),
+            ];
+            self.push_phase(&format!("clean.fill{}", place.fill), &args);
         }
     }
 
@@ -392,8 +412,14 @@ mod tests {
     }
 
     fn spec(regime: CacheRegime, window_frames: u32) -> StreamSpec {
-        let cache =
-            CacheSpec { regime, chunk_frames: 3, window_frames, table_frames: 1024, tokens_per_frame: 10 };
+        let cache = CacheSpec {
+            regime,
+            chunk_frames: 3,
+            window_frames,
+            sink_frames: 0,
+            table_frames: 1024,
+            tokens_per_frame: 10,
+        };
         let steps =
             vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }, DenoiseStep { timestep: 500.0, sigma: 0.5 }];
         StreamSpec { cache, bias: 0.3, steps }
@@ -486,6 +512,45 @@ mod tests {
             }
         }
         assert_eq!(rebased, [(341, Some(-1017)), (680, Some(-1017))]);
+    }
+
+    #[test]
+    fn a_new_prompt_recaches_the_ring_and_leaves_the_sink() {
+        let drawn = program_index();
+        let more = ["recall.back1", "recall.back2", "clean.fill9", "denoise.fill9"].map(String::from);
+        let names = drawn.warmup_phases().into_iter().map(|p| p.program).chain(more);
+        let clean = drawn.get("clean.fill6").cloned().unwrap_or_default();
+        let infos = names.map(|n| {
+            let info = if n.starts_with("clean") {
+                clean.clone()
+            } else {
+                drawn.get(&n).cloned().unwrap_or_default()
+            };
+            (n, info)
+        });
+        let index = ProgramIndex::new(infos.collect::<Vec<_>>());
+        let mut stream = spec(CacheRegime::Resident, 12);
+        (stream.cache.sink_frames, stream.cache.table_frames) = (6, 24);
+        let mut d = Director::new(stream).expect("legal");
+        let again = ChunkRequest { prompt_change: true, ..NEXT };
+        assert!(!programs(&d.plan_chunk(&FIRST, &index).expect("planned")).contains(&"recall.back1"));
+        let in_sink = d.plan_chunk(&again, &index).expect("planned");
+        assert_eq!(programs(&in_sink)[..2], ["text", "renoise"], "the sink alone is cached");
+        for _ in 2..7 {
+            d.plan_chunk(&NEXT, &index).expect("planned");
+        }
+        let plan = d.plan_chunk(&again, &index).expect("planned");
+        let recached = ["text", "recall.back2", "clean.fill6", "recall.back1", "clean.fill9", "renoise"];
+        assert_eq!(programs(&plan)[..6], recached);
+        let meta = plan.meta.expect("a chunk");
+        let place = |at: usize| (meta.phases[at].int_arg("start"), meta.phases[at].int_arg("row"));
+        assert_eq!((place(2), place(4)), ((Some(15), Some(60)), (Some(18), Some(90))));
+        assert_eq!((meta.start_frame, meta.expected_generator_calls), (21, 5));
+        // The positions end: the ring is written at its old positions and then moves behind the sink.
+        let plan = d.plan_chunk(&again, &index).expect("planned");
+        assert_eq!(programs(&plan)[3..7], ["recall.back1", "clean.fill9", "rebase", "renoise"]);
+        let meta = plan.meta.expect("a chunk");
+        assert_eq!((meta.phases[5].int_arg("shift"), meta.start_frame), (Some(-15), 9));
     }
 
     #[test]

@@ -205,6 +205,12 @@ fn check_infer(
             refuse(format!("{field} is {value}, phases lists {n} of kind {kind:?}"));
         }
     }
+    let (recalls, due) = (count(PhaseKind::Recall), due_recalls(m, after, local.programs));
+    if recalls != due {
+        refuse(format!(
+            "phases lists {recalls} of kind Recall, {due} chunks are cached under another prompt"
+        ));
+    }
     let videos = count(PhaseKind::Video);
     if videos > 1 {
         refuse(format!("phases lists {videos} of kind Video, a chunk begins with one"));
@@ -267,6 +273,14 @@ fn find_wrong_end(m: &CallMeta, media: &[PhaseCall]) -> Option<String> {
 fn opens_scene(m: &CallMeta, before: &CacheState) -> bool {
     let mut cache = before.clone();
     cache.begin_call(m.reset_kv).is_ok() && cache.stage() == CacheStage::Empty
+}
+
+/// Returns the chunks that the call must write again because it brings a new prompt, given the cache state
+/// before the call.
+fn due_recalls(m: &CallMeta, before: &CacheState, programs: &ProgramIndex) -> usize {
+    let mut cache = before.clone();
+    let is_due = m.reset_cross && programs.recaches() && cache.begin_call(m.reset_kv).is_ok();
+    if is_due { cache.chunks_to_recache() as usize } else { 0 }
 }
 
 /// Applies the call's transitions to `cache`, and checks the start frame before the first denoise

@@ -1,10 +1,12 @@
 //! The state machine of the KV caches, which leader and workers execute identically.
 //!
-//! There are two regimes. *Resident*: a ring of latent frames survives from chunk to chunk. Chunk
-//! rows are written at the ring's head, the oldest chunk is evicted when the ring is full, and
-//! rotary positions are absolute until the position table ends; then a rebase rotates every cached
-//! key back. *Recompute*: nothing survives between chunks; a forward over context frames fills the
-//! cache before each chunk except the first of an epoch.
+//! There are two regimes. *Resident*: a window of latent frames survives from chunk to chunk. Its
+//! first rows are the sink, which keeps the first frames of the scene; the others are a ring. Chunk
+//! rows are written at the ring's head, the oldest chunk of the ring is evicted when the window is
+//! full, and rotary positions are absolute until the position table ends; then a rebase rotates every
+//! key of the ring back. A new prompt may bring a recache: the ring's chunks are written again, oldest
+//! first, from their latents. *Recompute*: nothing survives between chunks; a forward over context
+//! frames fills the cache before each chunk except the first of an epoch.
 //!
 //! Cache contents are never sent: equal digests of this small state, and equal inputs, imply equal
 //! caches.
@@ -22,7 +24,7 @@ use crate::wire::PhaseCall;
 /// How the caches are filled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CacheRegime {
-    /// A ring that survives from chunk to chunk.
+    /// A window that survives from chunk to chunk.
     Resident,
     /// A forward over context frames fills the cache before each chunk.
     Recompute,
@@ -37,6 +39,8 @@ pub struct CacheSpec {
     pub chunk_frames: u32,
     /// Capacity of the cache in latent frames, including the current chunk.
     pub window_frames: u32,
+    /// First frames of a scene that stay cached until the next scene; 0 without a sink.
+    pub sink_frames: u32,
     /// Number of RoPE positions, one per latent frame. A chunk that would exceed them needs a
     /// rebase first.
     pub table_frames: u32,
@@ -51,8 +55,12 @@ pub enum CacheStage {
     Empty,
     /// Between chunks, with room for another chunk.
     Holding,
-    /// Between chunks with a full ring: an evict must precede the next append.
+    /// Between chunks with a full window: an evict must precede the next append.
     Full,
+    /// The latents of a chunk of the ring are recalled, and its rows are not written again yet.
+    Recalled,
+    /// Some chunks of the ring are written again under the new prompt, and others are not.
+    Recaching,
     /// The context frames are written, the chunk is not.
     Context,
     /// The chunk's rows are being written, once per forward.
@@ -68,9 +76,13 @@ pub enum Transition {
     Prompt,
     /// Drops the oldest chunk. Each rank derives it from the fill level; it is never sent.
     Evict,
-    /// Moves all cached positions back by this number of frames, so that the oldest cached frame is
-    /// at position 0.
+    /// Moves the positions of the ring back by this number of frames, so that its oldest frame
+    /// follows the sink, or is at position 0 without one.
     Rebase(u32),
+    /// Takes the latents of the oldest chunk of the ring that was not written again yet.
+    Recall,
+    /// Writes the rows of the recalled chunk again.
+    Recache,
     /// Fills the cache from context frames.
     Recompute,
     /// Writes the chunk's rows; later forwards of the call overwrite them.
@@ -80,10 +92,11 @@ pub enum Transition {
 }
 
 /// Every legal transition: the regime, the stage before, the transition's name, and the stage after.
-/// An advance that fills the ring leads to [`CacheStage::Full`] instead. All others are refused.
+/// An advance that fills the window leads to [`CacheStage::Full`] instead, and the recache of the
+/// newest chunk to [`CacheStage::Holding`]. All others are refused.
 const TRANSITIONS: &[(CacheRegime, CacheStage, &str, CacheStage)] = {
     use CacheRegime::{Recompute, Resident};
-    use CacheStage::{Context, Empty, Full, Holding, Open};
+    use CacheStage::{Context, Empty, Full, Holding, Open, Recaching, Recalled};
     &[
         (Resident, Empty, "reset", Empty),
         (Resident, Empty, "prompt", Empty),
@@ -94,6 +107,9 @@ const TRANSITIONS: &[(CacheRegime, CacheStage, &str, CacheStage)] = {
         (Resident, Holding, "prompt", Holding),
         (Resident, Holding, "rebase", Holding),
         (Resident, Holding, "append", Open),
+        (Resident, Holding, "recall", Recalled),
+        (Resident, Recalled, "recache", Recaching),
+        (Resident, Recaching, "recall", Recalled),
         (Resident, Full, "reset", Empty),
         (Resident, Full, "prompt", Full),
         (Resident, Full, "evict", Holding),
@@ -117,6 +133,8 @@ impl Transition {
             Transition::Prompt => "prompt",
             Transition::Evict => "evict",
             Transition::Rebase(_) => "rebase",
+            Transition::Recall => "recall",
+            Transition::Recache => "recache",
             Transition::Recompute => "recompute",
             Transition::Append => "append",
             Transition::Advance => "advance",
@@ -134,23 +152,41 @@ pub struct CacheState {
     prompt_epoch: u32,
     /// Index of the next chunk in the output; it continues across epochs.
     chunk: u32,
+    /// Index of the first chunk of this epoch.
+    first_chunk: u32,
     /// Rotary position of the next appended frame (resident).
     position: u32,
-    /// Ring frame at which the next chunk is written (resident).
+    /// Cache frame at which the next chunk is written (resident).
     head: u32,
     /// Frames that are cached for a forward over the next chunk.
     fill: u32,
     /// Frames by which positions were moved back in this epoch.
     rebased: u64,
+    /// Chunks of the ring that a recache in progress has written again.
+    recached: u32,
+}
+
+/// Where a forward writes the rows of a chunk, and what it attends to.
+pub(crate) struct ForwardPlace {
+    /// Rotary position of the first frame.
+    pub(crate) start: u32,
+    /// First row.
+    pub(crate) row: u64,
+    /// Cached frames before the chunk to which it attends.
+    pub(crate) fill: u32,
 }
 
 impl CacheState {
     /// Creates an empty cache of epoch 0, or returns T0711 for invalid sizes.
     pub fn new(spec: CacheSpec) -> Result<CacheState, Diagnostic> {
-        let CacheSpec { regime, chunk_frames: c, window_frames: w, table_frames: t, tokens_per_frame } = spec;
+        let CacheSpec {
+            regime, chunk_frames: c, window_frames: w, table_frames: t, tokens_per_frame, ..
+        } = spec;
+        let sink = spec.sink_frames;
         let refuse = |what: &str| {
             Err(Diagnostic::error(&T0711, what)
                 .with_label("window", format!("{w} frames"))
+                .with_label("sink", format!("{sink} frames"))
                 .with_label("chunk", format!("{c} frames of {tokens_per_frame} tokens"))
                 .with_label("position table", format!("{t} frames")))
         };
@@ -163,16 +199,24 @@ impl CacheState {
         if regime == CacheRegime::Recompute && u64::from(w) != 2 * u64::from(c) {
             return refuse("the window of the recompute regime is not two chunks");
         }
+        if regime == CacheRegime::Recompute && sink > 0 {
+            return refuse("the recompute regime keeps no frames, and therefore no sink");
+        }
+        if sink >= w || !sink.is_multiple_of(c) {
+            return refuse("the sink is not a whole number of chunks below the window");
+        }
         Ok(CacheState {
             spec,
             stage: CacheStage::Empty,
             epoch: 0,
             prompt_epoch: 0,
             chunk: 0,
+            first_chunk: 0,
             position: 0,
             head: 0,
             fill: 0,
             rebased: 0,
+            recached: 0,
         })
     }
 
@@ -189,18 +233,34 @@ impl CacheState {
             Transition::Reset => {
                 self.epoch = self.next_number(self.epoch, "epoch")?;
                 (self.position, self.head, self.fill, self.rebased) = (0, 0, 0, 0);
+                self.first_chunk = self.chunk;
             }
             Transition::Prompt => self.prompt_epoch = self.next_number(self.prompt_epoch, "prompt epoch")?,
             Transition::Evict => self.fill -= c,
             Transition::Rebase(frames) => {
-                if frames == 0 || frames != self.oldest_position() {
+                if frames == 0 || frames != self.rebase_shift() {
                     return Err(self
-                        .transition_error("a rebase does not move the oldest cached frame to position 0")
+                        .transition_error("a rebase does not move the next chunk to the end of the window")
                         .with_label("rebase", format!("{frames} frames"))
-                        .with_label("oldest cached frame", format!("position {}", self.oldest_position())));
+                        .with_label("this rank", format!("{} frames", self.rebase_shift())));
                 }
                 self.position -= frames;
                 self.rebased += u64::from(frames);
+            }
+            Transition::Recall => {
+                if self.ring_chunks() == 0 {
+                    return Err(self.transition_error("the ring holds no chunk to recall"));
+                }
+            }
+            Transition::Recache => {
+                self.recached += 1;
+                if self.recached == self.ring_chunks() {
+                    // The oldest chunk is now in the ring's first rows, which the next chunk takes if the
+                    // window is full.
+                    self.head = self.spec.sink_frames + self.recached * c % self.ring_frames();
+                    self.recached = 0;
+                    to = CacheStage::Holding;
+                }
             }
             Transition::Recompute => self.fill = c,
             Transition::Append => {
@@ -215,7 +275,10 @@ impl CacheState {
                 match self.spec.regime {
                     CacheRegime::Resident => {
                         self.position += c;
-                        self.head = (self.head + c) % self.spec.window_frames;
+                        self.head += c;
+                        if self.head == self.spec.window_frames {
+                            self.head = self.spec.sink_frames;
+                        }
                         self.fill += c;
                         if self.fill == self.spec.window_frames {
                             to = CacheStage::Full;
@@ -230,7 +293,7 @@ impl CacheState {
     }
 
     /// Applies the transitions before the first phase of a chunk: a reset if `reset` is set, then
-    /// an evict if the ring is full.
+    /// an evict if the window is full.
     pub fn begin_call(&mut self, reset: bool) -> Result<(), Diagnostic> {
         if reset {
             self.apply_transition(Transition::Reset)?;
@@ -268,15 +331,27 @@ impl CacheState {
                 self.check_scalar(phase, "row", 0)?;
                 self.apply_transition(Transition::Recompute)
             }
-            PhaseKind::Denoise | PhaseKind::Clean => {
-                self.check_scalar(phase, "start", u64::from(self.start_frame()))?;
-                self.check_scalar(phase, "row", self.start_row())?;
-                if let Some((_, fill)) = phase.program.split_once(".fill")
-                    && fill.split('.').next() != Some(self.fill.to_string().as_str())
-                {
-                    return Err(self.mismatch_error(phase, "fill level", fill, &self.fill.to_string()));
+            PhaseKind::Recall => {
+                let back = self.chunks_to_recache().to_string();
+                match phase.program.split_once(".back") {
+                    Some((_, sent)) if sent != back => {
+                        Err(self.mismatch_error(phase, "recalled chunk", sent, &back))
+                    }
+                    _ => self.apply_transition(Transition::Recall),
                 }
-                self.apply_transition(Transition::Append)
+            }
+            PhaseKind::Denoise | PhaseKind::Clean => {
+                let recalled = kind == PhaseKind::Clean && self.stage == CacheStage::Recalled;
+                let place = if recalled { self.recache_place() } else { self.append_place() };
+                self.check_scalar(phase, "start", u64::from(place.start))?;
+                self.check_scalar(phase, "row", place.row)?;
+                let fill = place.fill.to_string();
+                if let Some((_, sent)) = phase.program.split_once(".fill")
+                    && sent.split('.').next() != Some(fill.as_str())
+                {
+                    return Err(self.mismatch_error(phase, "fill level", sent, &fill));
+                }
+                self.apply_transition(if recalled { Transition::Recache } else { Transition::Append })
             }
         }
     }
@@ -286,7 +361,7 @@ impl CacheState {
     #[must_use]
     pub fn pending_rebase(&self) -> Option<u32> {
         let end = u64::from(self.start_frame()) + u64::from(self.spec.chunk_frames);
-        (end > u64::from(self.spec.table_frames)).then(|| self.oldest_position())
+        (end > u64::from(self.spec.table_frames)).then(|| self.rebase_shift())
     }
 
     /// Returns the rotary position of the next chunk's first frame.
@@ -308,6 +383,14 @@ impl CacheState {
         u64::from(frame) * u64::from(self.spec.tokens_per_frame)
     }
 
+    /// Returns the number of chunks that a recache still has to write again, oldest first. A recache
+    /// begins with every chunk that the ring held after the last call: one that this call evicts is
+    /// context of the others.
+    #[must_use]
+    pub fn chunks_to_recache(&self) -> u32 {
+        self.ring_chunks() - self.recached
+    }
+
     /// Returns the chunks whose keys and values are cached between calls, oldest first, each with
     /// its range of cache rows. Rows index the time dim, so the ranges are equal for every shard.
     /// The list is empty in the recompute regime.
@@ -316,16 +399,19 @@ impl CacheState {
         if self.spec.regime == CacheRegime::Recompute {
             return Vec::new();
         }
-        let (frames, rows) = (self.spec.chunk_frames, u64::from(self.spec.tokens_per_frame));
+        let CacheSpec { chunk_frames: c, window_frames, sink_frames: sink, .. } = self.spec;
         // A due evict is not applied yet.
-        let fill = if self.stage == CacheStage::Full { self.spec.window_frames } else { self.fill };
-        (1..=fill / frames)
-            .rev()
-            .map(|back| {
-                let frame = (self.head + self.spec.window_frames - back * frames) % self.spec.window_frames;
-                (self.chunk - back, u64::from(frame) * rows..u64::from(frame + frames) * rows)
-            })
-            .collect()
+        let fill = if self.stage == CacheStage::Full { window_frames } else { self.fill };
+        let at_frame = |chunk: u32, frame: u32| {
+            let rows = u64::from(self.spec.tokens_per_frame);
+            (chunk, u64::from(frame) * rows..u64::from(frame + c) * rows)
+        };
+        let of_sink = (0..fill.min(sink) / c).map(|i| at_frame(self.first_chunk + i, i * c));
+        let of_ring = (1..=fill.saturating_sub(sink) / c).rev().map(|back| {
+            let frame = sink + (self.head - sink + self.ring_frames() - back * c) % self.ring_frames();
+            at_frame(self.chunk - back, frame)
+        });
+        of_sink.chain(of_ring).collect()
     }
 
     /// Returns the latent frames that are cached between calls; a due evict is not applied yet. It
@@ -393,9 +479,42 @@ impl CacheState {
         )
     }
 
-    /// Returns the position of the oldest cached frame.
-    fn oldest_position(&self) -> u32 {
+    /// Returns the frames by which a rebase moves the ring: the next chunk is then at the position
+    /// that it had when the window was first full. Without a sink, this is the position of the oldest
+    /// cached frame.
+    fn rebase_shift(&self) -> u32 {
         self.position.saturating_sub(self.fill)
+    }
+
+    /// Returns the frames of the window that are not the sink.
+    fn ring_frames(&self) -> u32 {
+        self.spec.window_frames - self.spec.sink_frames
+    }
+
+    /// Returns the chunks of the ring after the last call, before an evict of this one.
+    fn ring_chunks(&self) -> u32 {
+        let c = self.spec.chunk_frames;
+        let after_sink = (self.chunk - self.first_chunk).saturating_sub(self.spec.sink_frames / c);
+        match self.spec.regime {
+            CacheRegime::Resident => after_sink.min(self.ring_frames() / c),
+            CacheRegime::Recompute => 0,
+        }
+    }
+
+    fn append_place(&self) -> ForwardPlace {
+        ForwardPlace { start: self.start_frame(), row: self.start_row(), fill: self.fill }
+    }
+
+    /// Returns the place of the oldest chunk that is not recached: the ring is written from its first
+    /// row on, so that each chunk attends to the rows before it.
+    pub(crate) fn recache_place(&self) -> ForwardPlace {
+        let c = self.spec.chunk_frames;
+        let fill = self.spec.sink_frames + self.recached * c;
+        ForwardPlace {
+            start: self.position.saturating_sub(self.chunks_to_recache() * c),
+            row: u64::from(fill) * u64::from(self.spec.tokens_per_frame),
+            fill,
+        }
     }
 
     fn next_number(&self, number: u32, what: &str) -> Result<u32, Diagnostic> {
@@ -434,9 +553,25 @@ mod tests {
             regime,
             chunk_frames: chunk,
             window_frames: window,
+            sink_frames: 0,
             table_frames: table,
             tokens_per_frame: 10,
         }
+    }
+
+    fn spec_with_sink(chunk: u32, window: u32, sink: u32, table: u32) -> CacheSpec {
+        CacheSpec { sink_frames: sink, ..spec(CacheRegime::Resident, chunk, window, table) }
+    }
+
+    /// Generates a chunk of two forwards, after a rebase if one is due.
+    fn generate_chunk(cache: &mut CacheState) {
+        cache.begin_call(false).expect("legal");
+        if let Some(frames) = cache.pending_rebase() {
+            cache.apply_transition(Transition::Rebase(frames)).expect("legal");
+        }
+        cache.apply_transition(Transition::Append).expect("legal");
+        cache.apply_transition(Transition::Append).expect("the clean phase rewrites the same rows");
+        cache.apply_transition(Transition::Advance).expect("legal");
     }
 
     // proves: K-01, K-13
@@ -444,34 +579,39 @@ mod tests {
     fn every_sequence_up_to_six_keeps_two_ranks_equal_and_inside_their_bounds() {
         // A window of 2 and a table of 3 reach eviction and rebase within six transitions after two
         // chunks.
-        for (regime, warm) in [
-            (CacheRegime::Resident, 0),
-            (CacheRegime::Resident, 2),
-            (CacheRegime::Resident, 3),
-            (CacheRegime::Recompute, 0),
+        // With a sink of 1, a window of 3 is such a ring behind it.
+        let (resident, recompute) = (CacheRegime::Resident, CacheRegime::Recompute);
+        for (cache, warm) in [
+            (spec(resident, 1, 2, 3), 0),
+            (spec(resident, 1, 2, 3), 2),
+            (spec(resident, 1, 2, 3), 3),
+            (spec_with_sink(1, 3, 1, 4), 3),
+            (spec_with_sink(1, 3, 1, 4), 5),
+            (spec(recompute, 1, 2, 3), 0),
         ] {
-            let mut start = CacheState::new(spec(regime, 1, 2, 3)).expect("legal");
+            let regime = cache.regime;
+            let mut start = CacheState::new(cache).expect("legal");
             for _ in 0..warm {
-                start.begin_call(false).expect("legal");
-                start.apply_transition(Transition::Append).expect("legal");
-                start.apply_transition(Transition::Advance).expect("legal");
+                generate_chunk(&mut start);
             }
             let all = [
                 Transition::Reset,
                 Transition::Prompt,
                 Transition::Evict,
                 Transition::Rebase(1),
+                Transition::Recall,
+                Transition::Recache,
                 Transition::Recompute,
                 Transition::Append,
                 Transition::Advance,
             ];
             let mut legal = 0;
-            for n in 0..7u32.pow(6) {
+            for n in 0..9u32.pow(6) {
                 let (mut a, mut b) = (start.clone(), start.clone());
                 let mut rest = n;
                 for _ in 0..6 {
-                    let t = all[(rest % 7) as usize];
-                    rest /= 7;
+                    let t = all[(rest % 9) as usize];
+                    rest /= 9;
                     let before = a.clone();
                     let outcome = a.apply_transition(t);
                     assert_eq!(outcome.is_ok(), b.apply_transition(t).is_ok());
@@ -485,9 +625,13 @@ mod tests {
                         .iter()
                         .any(|(r, from, name, _)| (*r, *from, *name) == (regime, before.stage, t.name()));
                     assert!(listed);
-                    assert!(a.fill <= 2 && a.head < 2 && a.position <= 3);
+                    let CacheSpec { window_frames, table_frames, .. } = cache;
+                    assert!(a.fill <= window_frames && a.head < window_frames && a.position <= table_frames);
                     assert!(a.fill <= a.position || regime == CacheRegime::Recompute);
-                    assert!(a.stage != CacheStage::Open || a.start_frame() < 3);
+                    assert!(a.stage != CacheStage::Open || a.start_frame() < table_frames);
+                    assert!(
+                        a.recached == 0 || matches!(a.stage, CacheStage::Recalled | CacheStage::Recaching)
+                    );
                     assert_ne!(a.state_digest(), Digest::default());
                 }
             }
@@ -543,6 +687,7 @@ mod tests {
             regime: CacheRegime::Resident,
             chunk_frames: 3,
             window_frames: 9,
+            sink_frames: 0,
             table_frames: 1024,
             tokens_per_frame: 10,
         };
@@ -566,7 +711,98 @@ mod tests {
     }
 
     #[test]
+    fn a_sink_stays_in_its_rows_while_the_ring_behind_it_turns() {
+        let mut cache = CacheState::new(spec_with_sink(3, 12, 3, 1024)).expect("legal");
+        for k in 0..2000u32 {
+            generate_chunk(&mut cache);
+            let held = cache.cached_chunks();
+            let ring = k.saturating_sub(2).max(1)..=k;
+            assert_eq!(
+                held.iter().map(|(c, _)| *c).collect::<Vec<_>>(),
+                [0].into_iter().chain(ring).collect::<Vec<_>>()
+            );
+            assert_eq!(held[0].1, 0..30, "the sink");
+            let mut rows: Vec<u64> = held.iter().flat_map(|(_, r)| r.clone()).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            assert_eq!((rows.len(), rows.last()), (held.len() * 30, Some(&(held.len() as u64 * 30 - 1))));
+        }
+        assert!(cache.rebased > 0);
+        cache.begin_call(true).expect("legal");
+        generate_chunk(&mut cache);
+        assert_eq!(cache.cached_chunks(), [(2000, 0..30)], "the next scene has a sink of its own");
+    }
+
+    #[test]
+    fn a_rebase_moves_the_ring_behind_the_sink() {
+        let mut cache = CacheState::new(spec_with_sink(1, 6, 3, 50)).expect("legal");
+        for _ in 0..50 {
+            assert_eq!(cache.pending_rebase(), None);
+            generate_chunk(&mut cache);
+        }
+        cache.begin_call(false).expect("legal");
+        // Frames 48 and 49 move to positions 3 and 4.
+        assert_eq!((cache.pending_rebase(), cache.fill_frames()), (Some(45), 5));
+        assert!(cache.apply_transition(Transition::Rebase(48)).is_err(), "the ring would overlap the sink");
+        cache.apply_transition(Transition::Rebase(45)).expect("legal");
+        assert_eq!(cache.start_frame(), 5);
+    }
+
+    /// Applies a recache and returns the place of each of its forwards: start, row and fill level.
+    fn recache(cache: &mut CacheState) -> Vec<(u32, u64, u32)> {
+        let mut places = Vec::new();
+        while cache.stage != CacheStage::Holding || places.is_empty() {
+            let place = cache.recache_place();
+            let phase = |name: &str, args: &[(&str, i64)]| {
+                let args = args.iter().map(|(k, v)| ((*k).to_string(), crate::wire::ScalarArg::I64(*v)));
+                PhaseCall::new(name, args.collect())
+            };
+            let back = cache.chunks_to_recache();
+            let recall = phase(&format!("recall.back{back}"), &[]);
+            let args = [("row", place.row as i64), ("start", i64::from(place.start))];
+            let clean = phase(&format!("clean.fill{}", place.fill), &args);
+            assert!(cache.clone().apply_phase(&phase(&format!("recall.back{}", back + 1), &[])).is_err());
+            cache.apply_phase(&recall).expect("legal");
+            let late = phase(&format!("clean.fill{}", place.fill), &[("row", place.row as i64 + 30)]);
+            assert_eq!(cache.clone().apply_phase(&late).expect_err("another row").code.id, "T0712");
+            let denoise = phase(&format!("denoise.fill{}", cache.fill), &[]);
+            assert_eq!(cache.clone().apply_phase(&denoise).expect_err("a mixed ring").code.id, "T0710");
+            cache.apply_phase(&clean).expect("legal");
+            places.push((place.start, place.row, place.fill));
+        }
+        places
+    }
+
+    #[test]
+    fn a_recache_writes_the_ring_in_order_and_the_next_chunk_replaces_the_oldest() {
+        let mut cache = CacheState::new(spec_with_sink(3, 12, 3, 1024)).expect("legal");
+        generate_chunk(&mut cache);
+        cache.begin_call(false).expect("legal");
+        assert_eq!(cache.chunks_to_recache(), 0, "the sink is not written again");
+        assert_eq!(cache.apply_transition(Transition::Recall).expect_err("nothing").code.id, "T0710");
+        generate_chunk(&mut cache);
+        cache.begin_call(false).expect("legal");
+        assert_eq!(recache(&mut cache), [(3, 30, 3)]);
+        for _ in 0..6 {
+            generate_chunk(&mut cache);
+        }
+        // Chunks 5, 6 and 7 of a ring that has turned.
+        assert_ne!(cache.cached_chunks()[1].1, 30..60);
+        cache.begin_call(false).expect("legal");
+        assert_eq!(recache(&mut cache), [(15, 30, 3), (18, 60, 6), (21, 90, 9)]);
+        assert_eq!(cache.cached_chunks(), [(0, 0..30), (6, 60..90), (7, 90..120)]);
+        assert_eq!((cache.start_frame(), cache.start_row(), cache.fill_frames()), (24, 30, 9));
+        cache.apply_transition(Transition::Append).expect("legal");
+    }
+
+    #[test]
     fn impossible_geometries_are_refused() {
+        for (chunk, window, sink) in [(3, 12, 12), (3, 12, 15), (3, 12, 4)] {
+            let refused = CacheState::new(spec_with_sink(chunk, window, sink, 1024)).expect_err("refused");
+            assert_eq!(refused.code.id, "T0711", "{sink}");
+        }
+        let kept = CacheSpec { sink_frames: 3, ..spec(CacheRegime::Recompute, 3, 6, 10) };
+        assert_eq!(CacheState::new(kept).expect_err("refused").code.id, "T0711");
         for (regime, c, w, t) in [
             (CacheRegime::Resident, 0, 3, 10),
             (CacheRegime::Resident, 3, 7, 10),

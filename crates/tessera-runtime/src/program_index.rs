@@ -12,6 +12,9 @@ use crate::wire::{Dtype, PhaseCall, ScalarArg};
 /// The program of a plan whose calls carry the noise of a chunk's first step.
 pub(crate) const NOISE_PROGRAM: &str = "noise";
 
+/// The program that recalls the newest chunk, if a new prompt brings a recache.
+const RECALL_NEWEST_PROGRAM: &str = "recall.back1";
+
 /// The program that decodes the first latent of a chunk, if the ranks decode.
 const DECODE_FIRST_PROGRAM: &str = "decode.first";
 /// The program of a plan whose calls may begin with the latents of an input video.
@@ -35,8 +38,10 @@ pub enum PhaseKind {
     Clean,
     /// Runs one generator forward over context frames.
     Recompute,
-    /// Rotates all cached keys back by a number of frames.
+    /// Rotates the cached keys, except those of the sink, back by a number of frames.
     Rebase,
+    /// Takes the latents of an earlier chunk, whose keys and values a clean forward then writes again.
+    Recall,
     /// Outputs the chunk's latents; only phases of pixels follow it in a call.
     Emit,
     /// Decodes latents of the chunk to pixels.
@@ -58,6 +63,7 @@ impl PhaseKind {
             "clean" => PhaseKind::Clean,
             "recompute" => PhaseKind::Recompute,
             "rebase" => PhaseKind::Rebase,
+            "recall" => PhaseKind::Recall,
             "emit" => PhaseKind::Emit,
             "decode" => PhaseKind::Decode,
             "encode" => PhaseKind::Encode,
@@ -74,9 +80,10 @@ impl PhaseKind {
 
 impl PhaseKind {
     /// Every kind, in an order in which each phase finds the results of the earlier ones.
-    const WARMUP_ORDER: [PhaseKind; 11] = [
+    const WARMUP_ORDER: [PhaseKind; 12] = [
         PhaseKind::Text,
         PhaseKind::Recompute,
+        PhaseKind::Recall,
         PhaseKind::Video,
         PhaseKind::Renoise,
         PhaseKind::Noise,
@@ -249,6 +256,12 @@ impl ProgramIndex {
     #[must_use]
     pub fn takes_noise(&self) -> bool {
         self.programs.contains_key(NOISE_PROGRAM)
+    }
+
+    /// Returns whether the keys and values of cached chunks are computed again under a new prompt.
+    #[must_use]
+    pub fn recaches(&self) -> bool {
+        self.programs.contains_key(RECALL_NEWEST_PROGRAM)
     }
 
     /// Returns the phases that follow the emit of a chunk's call: the decode of its latents and the encode

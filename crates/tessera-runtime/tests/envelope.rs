@@ -5,7 +5,7 @@ mod support;
 
 use support::{
     SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise,
-    test_programs_with_video, test_stream,
+    test_programs_with_recache, test_programs_with_video, test_stream,
 };
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::envelope_check::{LocalState, check_context, check_envelope};
@@ -172,6 +172,44 @@ fn a_video_is_sent_exactly_where_the_call_begins_with_it() {
     longer.meta.iter_mut().for_each(|m| m.n_steps += 1);
     assert!(codes(&longer).contains(&"T0732"));
     assert!(codes_under(&e, &before, &test_programs(), &Tripwires::default()).contains(&"T0722"));
+}
+
+/// A prompt that changes within a scene writes every chunk of the ring again. A rank refuses a call that
+/// leaves one out, that recalls them in another order, or that recalls without a new prompt.
+#[test]
+fn a_new_prompt_recalls_every_chunk_of_the_ring() {
+    let recaches = test_programs_with_recache();
+    let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let next = ChunkRequest { prompt_change: false, ..request };
+    for chunk in 0..4 {
+        director.plan_chunk(if chunk == 0 { &request } else { &next }, &recaches).expect("planned");
+    }
+    let before = director.cache_state().clone();
+    let mut keeping = director.clone();
+    let mut steady = director.clone();
+    let call = director.plan_chunk(&request, &recaches).expect("planned");
+    let (mut e, _) = second_call();
+    (e.header.chunk, e.header.cache_epoch, e.meta) = (call.chunk, call.cache_epoch, call.meta);
+    let codes = |e: &Envelope| codes_under(e, &before, &recaches, &Tripwires::default());
+    assert_eq!(codes(&e), [] as [&str; 0]);
+
+    let keeps = keeping.plan_chunk(&request, &test_programs()).expect("planned").meta;
+    assert!(codes(&Envelope { meta: keeps, ..e.clone() }).contains(&"T0732"));
+    let mut swapped = e.clone();
+    swapped.meta.iter_mut().for_each(|m| m.phases.swap(1, 3));
+    assert!(codes(&swapped).contains(&"T0712"), "{:?}", codes(&swapped));
+    let mut partial = e.clone();
+    partial.meta.iter_mut().for_each(|m| drop(m.phases.drain(5..7)));
+    // The first row of the chunk already tells: the ring's head moves with the last recache.
+    assert!(codes(&partial).contains(&"T0712"), "{:?}", codes(&partial));
+
+    let same_prompt = steady.plan_chunk(&next, &recaches).expect("planned").meta;
+    let mut recalls = Envelope { meta: same_prompt, tensors: Tensors(Vec::new()), ..e.clone() };
+    assert_eq!(codes(&recalls), [] as [&str; 0]);
+    let recall = e.meta.iter().flat_map(|m| m.phases[1..7].to_vec()).collect::<Vec<_>>();
+    recalls.meta.iter_mut().for_each(|m| drop(m.phases.splice(0..0, recall.clone())));
+    assert!(codes(&recalls).contains(&"T0732"), "{:?}", codes(&recalls));
 }
 
 /// A text embedding has the rows and the columns that the text program declares, or no rank computes.

@@ -324,7 +324,10 @@ mod tests {
             ("fixtures/wan-odd", &["tp=1", "tp=2", "tp=4", "tp=2,pp=2"]),
         ] {
             let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(dir);
-            let model = Model::open(&dir, &Overrides::default()).unwrap();
+            let mut model = Model::open(&dir, &Overrides::default()).unwrap();
+            // A sink and a recache add programs, and change that of the rebase.
+            let stream = &mut model.video.stream;
+            (stream.window_frames, stream.sink_frames, stream.recache) = (12, 3, true);
             for (mesh, strategy, dtype) in meshes.iter().flat_map(|m| {
                 let dtypes = [DtypePolicy::F32, DtypePolicy::Bf16];
                 let both = [Strategy::Ulysses, Strategy::Megatron];

@@ -5,24 +5,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
+mod support;
 
-use tessera::{Model, Overrides, Plan, communicators, plan};
-use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, MeshRank, Observer, ProgramHandle, Scalar};
-use tessera_mesh::Rank;
-use tessera_plan::{Mapping, Numerics, Strategy};
-use tessera_weights::{WeightFiles, WeightSet};
-
-/// Maximum absolute error against the reference, in f32.
-const TOLERANCE: f32 = 2e-5;
-
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
-}
+use support::{
+    ScriptStep, TOLERANCE, fixture, max_error, open_tensors, plan_mesh, run_script, text_step, tokens,
+};
+use tessera::{Model, Overrides, Plan};
+use tessera_device::Scalar;
+use tessera_plan::{Numerics, Strategy};
+use tessera_weights::WeightSet;
 
 fn model(dir: &str, recompute: bool) -> Model {
     let overrides = Overrides { recompute: Some(recompute), ..Overrides::default() };
@@ -35,126 +26,7 @@ fn model(dir: &str, recompute: bool) -> Model {
 
 fn expected(dir: &str) -> WeightSet {
     let name = dir.split('/').next().unwrap();
-    WeightFiles::open_file(&fixture(name).join("expected.safetensors")).unwrap().resolve_as_is().unwrap()
-}
-
-/// Reorders [C, F, H, W] to tokens [(f, h, w), (ph, pw, C)].
-fn tokens(set: &WeightSet, name: &str) -> Vec<f32> {
-    let shape: Vec<usize> = set.tensor_shape(name).unwrap().iter().map(|n| *n as usize).collect();
-    let data = set.read_whole_f32(name).unwrap();
-    let [c, f, h, w] = shape[..] else { panic!("{name} {shape:?}") };
-    let mut out = Vec::with_capacity(data.len());
-    for fi in 0..f {
-        for (hi, wi) in (0..h / 2).flat_map(|y| (0..w / 2).map(move |x| (y, x))) {
-            for (ph, pw) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-                for ci in 0..c {
-                    out.push(data[((ci * f + fi) * h + 2 * hi + ph) * w + 2 * wi + pw]);
-                }
-            }
-        }
-    }
-    out
-}
-
-#[derive(Clone)]
-enum ScriptStep {
-    Phase {
-        name: String,
-        scalars: Vec<(&'static str, Scalar)>,
-        inputs: Vec<(&'static str, Vec<f32>)>,
-    },
-    /// Sets the chunk's noisy or clean latents: buffer `x` or `latent`.
-    Set(&'static str, Vec<f32>),
-    /// Runs `emit` and keeps its output.
-    Emit,
-}
-
-struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
-}
-
-/// Runs a script on every rank of a plan, as threads, and returns what rank 0 emitted.
-fn run_script(m: &Model, p: &Plan, script: &[ScriptStep]) -> Vec<Vec<f32>> {
-    let specs = communicators::communicator_specs(&p.sealed);
-    let fds = communicators::create_arenas(&specs).unwrap();
-    let weights = m.open_weights().unwrap_or_else(|d| panic!("{d:#?}"));
-    std::thread::scope(|scope| {
-        let handles: Vec<_> = p
-            .sealed
-            .mesh()
-            .iter()
-            .map(|rank| {
-                let mine = communicators::indices_of_rank(&specs, rank)
-                    .map(|i| fds[i].try_clone().unwrap())
-                    .collect();
-                let mut weights = weights.clone();
-                scope.spawn(move || {
-                    let groups = communicators::attach_arenas(&p.sealed, rank, mine).unwrap();
-                    let seat = MeshRank { mesh: *p.sealed.mesh(), rank };
-                    let mut cpu =
-                        CpuBackend::new(seat, Pool::single_thread(), groups, Duration::from_secs(20));
-                    let mut loaded: BTreeMap<String, ProgramHandle> = BTreeMap::new();
-                    for name in p.sealed.phase_names() {
-                        let program = Arc::new((**p.sealed.rank_program(name, rank).unwrap()).clone());
-                        let slots = p.sealed.rank_slots(name, rank).unwrap();
-                        loaded.insert(name.clone(), cpu.load(&program, slots, &mut weights).unwrap());
-                    }
-                    let abort = cpu.abort_fn();
-                    let out = run_script_on_rank(&mut cpu, &loaded, p, rank, script);
-                    if out.is_err() {
-                        abort("a rank of the test failed");
-                    }
-                    out.unwrap_or_else(|e| panic!("rank {rank}: {e:?}"))
-                })
-            })
-            .collect();
-        handles.into_iter().map(|h| h.join().unwrap()).next().unwrap()
-    })
-}
-
-fn run_script_on_rank(
-    cpu: &mut CpuBackend,
-    loaded: &BTreeMap<String, ProgramHandle>,
-    p: &Plan,
-    rank: Rank,
-    script: &[ScriptStep],
-) -> Result<Vec<Vec<f32>>, tessera_device::Fault> {
-    let mut out = Vec::new();
-    for step in script {
-        match step {
-            ScriptStep::Set(buffer, data) => {
-                let program = p.sealed.rank_program("denoise.fill0", rank).unwrap();
-                if let Some(b) = program.buffers.iter().find(|b| b.name == *buffer) {
-                    let ranges =
-                        b.ty.layout.global_ranges(&b.ty.shape, &program.mesh, program.mesh.coord_of(rank));
-                    let width = b.ty.shape[1] as usize;
-                    let (start, len) = (ranges[0].0 as usize * width, ranges[0].1 as usize * width);
-                    assert!(cpu.write_buffer(buffer, &data[start..start + len]));
-                }
-            }
-            ScriptStep::Phase { name, scalars, inputs } => {
-                let call = CallData {
-                    scalars: scalars.iter().map(|(k, v)| (*k, v.clone())).collect(),
-                    inputs: inputs.iter().map(|(k, v)| (*k, v.as_slice())).collect(),
-                };
-                cpu.run(loaded[name], &call, &mut NoopObserver)?;
-            }
-            ScriptStep::Emit => {
-                cpu.run(loaded["emit"], &CallData::default(), &mut NoopObserver)?;
-                out.push(cpu.output("latents").map(<[f32]>::to_vec).unwrap_or_default());
-            }
-        }
-    }
-    Ok(out)
-}
-
-fn text_step(m: &Model, set: &WeightSet) -> ScriptStep {
-    let rows = set.read_whole_f32("full.text").unwrap();
-    let mut padded = vec![0.0; (m.video.wan.text_len * m.video.wan.text_dim) as usize];
-    padded[..rows.len()].copy_from_slice(&rows);
-    ScriptStep::Phase { name: "text".into(), scalars: vec![], inputs: vec![("text", padded)] }
+    open_tensors(&format!("{name}/expected.safetensors"))
 }
 
 fn per_frame_scalar(set: &WeightSet, name: &str) -> Scalar {
@@ -202,7 +74,7 @@ fn clean_pass(m: &Model, set: &WeightSet, chunk: &str, fill: u64, start: i64, ro
 
 /// Builds every case of a fixture in one regime: the script and the case name of each emit.
 fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<ScriptStep>, Vec<String>) {
-    let mut script = vec![text_step(m, set)];
+    let mut script = vec![text_step(m, set, "full.text")];
     let mut names: Vec<String> = Vec::new();
     let has = |n: &str| set.tensor_shape(n).is_some();
     if recompute {
@@ -251,11 +123,6 @@ fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<ScriptStep>, Vec<S
     (script, names)
 }
 
-fn plan_mesh(m: &Model, mesh: &str, strategy: Strategy, numerics: Numerics) -> Plan {
-    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, numerics, ..Mapping::default() };
-    plan::plan_model(&m.video, &m.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"))
-}
-
 fn flows(m: &Model, set: &WeightSet, recompute: bool, p: &Plan) -> Vec<(String, Vec<f32>)> {
     let (script, names) = cases(m, set, recompute);
     let out = run_script(m, p, &script);
@@ -269,11 +136,6 @@ fn flows(m: &Model, set: &WeightSet, recompute: bool, p: &Plan) -> Vec<(String, 
             (name, flow)
         })
         .collect()
-}
-
-fn max_error(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
 #[test]
@@ -362,7 +224,7 @@ fn a_rebase_moves_positions_and_not_the_picture() {
     let (m, set) = (model("wan-odd", false), expected("wan-odd"));
     let p = plan_mesh(&m, "tp=1", Strategy::Ulysses, Numerics::Standard);
     let script = |rebase: bool| {
-        let mut s = vec![text_step(&m, &set)];
+        let mut s = vec![text_step(&m, &set, "full.text")];
         s.extend(clean_pass(&m, &set, "res.c0", 0, 900, 0));
         let start = if rebase {
             s.push(ScriptStep::Phase {

@@ -81,6 +81,7 @@ fn stream_spec() -> StreamSpec {
             regime: CacheRegime::Resident,
             chunk_frames: CHUNK_FRAMES,
             window_frames: 2 * CHUNK_FRAMES,
+            sink_frames: 0,
             table_frames: 1024,
             tokens_per_frame: 16,
         },

@@ -291,11 +291,11 @@ const CACHES: &[(&str, bool, &str)] = &[
 /// Values of `--preset`, each with its help text.
 pub const PRESETS: &[(&str, Preset, &str)] = &[
     ("self-forcing", Preset::SelfForcing, "Self-Forcing 1.3B: chunks of 3, a window of 21"),
-    ("longlive", Preset::LongLive, "LongLive 1.3B: chunks of 3, a window of 12, without its sink"),
+    ("longlive", Preset::LongLive, "LongLive 1.3B: chunks of 3, a window of 12 with a sink of 3"),
     (
         "stream-diffusion-v2",
         Preset::StreamDiffusionV2,
-        "StreamDiffusionV2 1.3B: chunks of 1; needs an input video (--video)",
+        "StreamDiffusionV2 1.3B: chunks of 1, a window of 6 with a sink of 3; needs an input video (--video)",
     ),
     ("krea-realtime", Preset::KreaRealtime, "Krea Realtime 14B as its own server runs it"),
     ("krea-realtime-scope", Preset::KreaRealtimeScope, "Krea Realtime 14B as Scope runs it: no warp"),

@@ -57,6 +57,8 @@ impl WanConfig {
             freq_dim: time[1],
             channels,
             heads: dim / HEAD_DIM,
+            trained_window: None,
+            trained_sink: None,
             layers: count_blocks(shapes),
             text_len: 512,
             text_dim: text[1],

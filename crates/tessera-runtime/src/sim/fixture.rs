@@ -46,6 +46,7 @@ fn synthetic_stream(regime: CacheRegime) -> StreamSpec {
             regime,
             chunk_frames: CHUNK_FRAMES,
             window_frames: if regime == CacheRegime::Resident { 3 * CHUNK_FRAMES } else { 2 * CHUNK_FRAMES },
+            sink_frames: 0,
             table_frames: 1024,
             tokens_per_frame: 4,
         },

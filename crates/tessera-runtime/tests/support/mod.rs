@@ -45,6 +45,11 @@ pub fn test_programs_with_video() -> ProgramIndex {
     list_programs(&["video"])
 }
 
+/// The programs of a plan that writes the cached chunks again when the prompt changes.
+pub fn test_programs_with_recache() -> ProgramIndex {
+    list_programs(&["recall.back1", "recall.back2", "recall.back3"])
+}
+
 fn list_programs(more: &[&str]) -> ProgramIndex {
     let place = vec![("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(CHUNK))];
     let with_sigma = [&place[..], &[("sigma", ArgKind::F32)]].concat();
@@ -94,6 +99,7 @@ pub fn test_stream(regime: CacheRegime) -> StreamSpec {
             regime,
             chunk_frames: CHUNK,
             window_frames,
+            sink_frames: 0,
             table_frames: 1024,
             tokens_per_frame: 10,
         },

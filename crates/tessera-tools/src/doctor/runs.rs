@@ -540,7 +540,8 @@ impl MitigationPricer<'_> {
         let video = &self.query.model.video;
         if !video.stream.recompute {
             let mut model = self.query.model.clone();
-            model.video.stream.recompute = true;
+            let stream = &mut model.video.stream;
+            (stream.recompute, stream.sink_frames, stream.positions, stream.recache) = (true, 0, 0, false);
             let lean =
                 MitigationPricer { query: VideoQuery { model: &model, ..self.query.clone() }, ..*self };
             let how = "recompute the context before each chunk: --cache recompute".to_string();
