@@ -119,7 +119,7 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
 /// Returns the phases of a call that turn its latents into pixels and into the anchor of the next call.
 /// When the scene opens, the anchor is latent 0 itself.
 fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<String> {
-    if media == MediaPhases::BesideCalls || m.stream.decoder != PixelDecoder::WanVae {
+    if media != MediaPhases::InCalls || m.stream.decoder != PixelDecoder::WanVae {
         return Vec::new();
     }
     let needs_anchor = m.context_regime() == ContextRegime::Recompute && !opens_scene;
