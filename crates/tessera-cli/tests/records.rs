@@ -161,10 +161,14 @@ fn a_plan_lists_the_sync_points_of_each_block_beside_the_analytic_count() {
 
 /// The memory of each rank after each chunk of a stream on two ranks.
 fn chunk_memory(chunks: u32, more: &[&str]) -> Vec<Vec<serde_json::Value>> {
+    chunk_memory_on("tp=2", chunks, more)
+}
+
+fn chunk_memory_on(mesh: &str, chunks: u32, more: &[&str]) -> Vec<Vec<serde_json::Value>> {
     let dir = tempfile::tempdir().unwrap();
     let (out, chunks) = (dir.path().join("run"), chunks.to_string());
     let fixed =
-        ["stream", "fixtures/wan-even", "--mesh", "tp=2", "--steps", "1000", "--prompt", "a red square"];
+        ["stream", "fixtures/wan-even", "--mesh", mesh, "--steps", "1000", "--prompt", "a red square"];
     let rest = ["--chunks", &chunks, "--out", out.to_str().unwrap(), "--quiet", "--oversubscribe"];
     let o = run(&[&fixed[..], &rest, more].concat());
     assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
@@ -198,4 +202,40 @@ fn memory_stays_as_planned_over_a_thousand_chunks() {
         chunk_memory(20, &queues).pop().unwrap()
     };
     assert_eq!(memory_at_depth("1"), memory_at_depth("4"), "calls in flight take no memory of a rank");
+}
+
+// proves: K-14
+#[test]
+fn the_budget_table_is_what_ranks_allocate() {
+    let sizes = [1, 2];
+    let table = run(&[
+        "plan",
+        "fixtures/wan-even",
+        "--steps",
+        "1000",
+        "--strategy",
+        "megatron",
+        "--budget",
+        "1,2",
+        "--format",
+        "json",
+    ]);
+    assert_eq!(table.status.code(), Some(0), "{}", to_text(&table.stderr));
+    let rows: serde_json::Value = serde_json::from_slice(&table.stdout).unwrap();
+    let mut measured = Vec::new();
+    for (row, tp) in rows.as_array().unwrap().iter().zip(sizes) {
+        let bytes = |name: &str| row[format!("{name}_bytes")].as_u64().unwrap();
+        let kept: u64 = ["weights", "caches", "histories", "temporaries"].map(bytes).iter().sum();
+        let all = kept + bytes("inputs") + bytes("exchange") + bytes("libraries");
+        assert_eq!((row["tp"].as_u64(), bytes("total")), (Some(tp), all), "{row}");
+        assert_eq!(bytes("exchange") > 0, tp > 1, "one rank exchanges nothing: {row}");
+        let chunks = chunk_memory_on(&format!("tp={tp}"), 4, &["--strategy", "megatron"]);
+        let fullest = chunks[3].iter().map(|rank| rank["allocated_bytes"].as_u64().unwrap()).max().unwrap();
+        let deviation = fullest as f64 / kept as f64 - 1.0;
+        assert!(deviation.abs() <= 0.05, "tp={tp}: {fullest} bytes of {kept}");
+        measured.push((kept, fullest));
+    }
+    // The negative control: the row of another size is outside of the bound.
+    let swapped = measured[0].1 as f64 / measured[1].0 as f64 - 1.0;
+    assert!(swapped > 0.05, "{measured:?}");
 }

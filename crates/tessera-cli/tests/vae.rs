@@ -46,6 +46,7 @@ fn a_stream_through_a_vae_gives_the_same_frames_on_every_mesh() {
             ("one", &["--mesh", "tp=1"][..]),
             ("two", &["--mesh", "tp=2", "--strategy", "ulysses"]),
             ("outside", &["--mesh", "tp=1", "--topology", "pp0"]),
+            ("device", &["--mesh", "tp=2", "--strategy", "ulysses", "--media", "outside"]),
         ] {
             let out = dir.path().join(name);
             let (code, text) = stream(&model, &out, &[mesh, &["--png", "--cut-at", "2"]].concat());

@@ -111,6 +111,20 @@ impl MachineModel {
         curve.start_ns + flops_ns.max(self.bandwidth_ns(bytes))
     }
 
+    /// Returns the time of a convolution that is computed as an implicit GEMM: `m` cells, `n` output channels
+    /// and `k` values of a cell's neighbourhood. Unlike a GEMM it reads its operands, of `bytes` with the
+    /// result, about once, because neighbourhoods overlap.
+    #[must_use]
+    pub fn convolution_ns(&self, m: f64, n: f64, k: f64, bytes: f64, p: Precision) -> f64 {
+        if m * n * k <= 0.0 {
+            return 0.0;
+        }
+        let q = self.compute_precision(p);
+        let curve = self.curves.gemm_curve(q);
+        let flops_ns = 2.0 * m * n * k / (self.peak_flops_per_ns(q) * curve.efficiency(m, n, k));
+        curve.start_ns + flops_ns.max(self.bandwidth_ns(bytes))
+    }
+
     /// Returns the time of a grouped GEMM: `groups` GEMMs of `rows` rows each, one per expert.
     #[must_use]
     pub fn grouped_gemm_ns(&self, groups: f64, rows: f64, n: f64, k: f64, p: Precision) -> f64 {

@@ -213,6 +213,7 @@ fn estimate_op(m: &MachineModel, p: &Program, defs: &[Option<usize>], op: &Op) -
                 .with_kernel(unpack_ns(m, p, defs, v.ticket))
         }
         (KernelClass::Gemm, Ok(OpView::Matmul(v))) => estimate_gemm(m, p, op, &v),
+        (KernelClass::Gemm, Ok(OpView::Conv3d(v))) => kernel(OpActivity::Gemm, convolution_ns(m, p, op, &v)),
         (KernelClass::Attention, Ok(OpView::Attention(v))) => {
             kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, [v.q, v.k], v.head_dim)))
         }
@@ -290,6 +291,13 @@ fn estimate_gemm(m: &MachineModel, p: &Program, op: &Op, v: &views::Matmul) -> O
     let act = v.act.is_some() && !executor.fuses_activation;
     let written = op.results.first().map_or(0.0, |r| value_bytes(p, *r));
     price.with_kernel((bias || act).then(|| elementwise_ns(m, 2.0 * written)))
+}
+
+/// Returns the time of a convolution of frames, whose weights are [m, kt·kh·kw·c].
+fn convolution_ns(m: &MachineModel, p: &Program, op: &Op, v: &views::Conv3d) -> f64 {
+    let [channels, k] = [0, 1].map(|d| dim_extent(p, v.w, d));
+    let cells = op.results.first().map_or(0.0, |r| p.type_of(*r).element_count() as f64) / channels.max(1.0);
+    m.convolution_ns(cells, channels, k, kernel_fusion::op_traffic(p, op), value_precision(p, v.x))
 }
 
 /// Returns the time of a memory-bound kernel that also computes.

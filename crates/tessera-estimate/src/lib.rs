@@ -33,7 +33,10 @@ pub use report::{EstimateReport, intervals_to_timeline};
 pub use tessera_cost::MachineModel;
 pub use tessera_cost::moe::Routing;
 pub use tessera_plan::search::{Job, Objective, Pins};
-pub use video::{VideoQuery, explain_video, parse_video_pins, search_video, search_with_pins};
+pub use video::{
+    MediaDecision, VideoQuery, choose_media, explain_video, parse_video_pins, search_video, search_with_pins,
+    usual_machine,
+};
 
 use tessera::codes::T0010;
 use tessera_base::{Code, Diagnostic};

@@ -2,8 +2,10 @@
 
 mod labels;
 mod pins;
+mod pixels;
 
 pub use pins::parse_video_pins;
+pub use pixels::{MediaDecision, choose_media, usual_machine};
 
 use serde_json::json;
 use tessera_base::Diagnostics;
@@ -13,7 +15,7 @@ use tessera_cost::program_cost::ProgramEstimate;
 use tessera_mesh::{MemoryTier, Precision};
 use tessera_plan::search::{Objective, error_bar};
 use tessera_plan::video::{
-    self, DecodePlacement, MappingQuery, MediaCosts, RankedMapping, VideoPins, VideoSearchResult,
+    self, DecodePlacement, MappingQuery, MediaCosts, PixelModel, RankedMapping, VideoPins, VideoSearchResult,
 };
 use tessera_plan::{DtypePolicy, LogicalModel, Mapping, MediaPlacement};
 use tessera_report::html::{
@@ -33,6 +35,7 @@ use labels::{
     compare_parts, decode_label, devices_label, mapping_label, pins_label, rank_memory_bytes, sent_label,
     summary_line, time_parts, with_class_prefix,
 };
+use pixels::{pixels_in_calls, program_costs};
 
 /// Time of one message between leader and workers in nanoseconds: a lockstep message between
 /// processes of one host, measured on two cores.
@@ -84,56 +87,101 @@ impl VideoQuery<'_> {
 }
 
 /// Searches the mappings of a model. The returned mapping, if any fits, is the one that `tessera
-/// stream` runs. Decoder placement is not part of a mapping, and a stream does not yet support a
-/// decoder shared by several ranks; the report names such a result. `on_progress` receives the
-/// number of evaluated meshes and their total.
+/// stream` runs. Phases of pixels that are programs of the plan have their place in the mapping. Another
+/// decoder has none, and a stream does not support that several ranks share it; the report names such a
+/// result. `on_progress` receives the number of evaluated meshes and their total.
 ///
 /// # Errors
-/// Never today: the report contains the reasons for mappings that do not fit.
+/// Why the phases of pixels cannot be estimated. The report contains the reasons for mappings that do not
+/// fit.
 pub fn search_video(
     query: &VideoQuery<'_>,
     on_progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(EstimateReport, Option<Mapping>), Diagnostics> {
-    let logical = logical_model(&query.model.video, MediaPlacement::Leader);
-    let call = steady_call(&logical);
-    let media = media_costs(query, &logical);
-    let q = build_question(query, &logical, &call, media);
+    let models = QueryModels::new(query);
+    let q = models.build_question(query)?;
     let outcome = video::search_with_progress(&q, on_progress);
-    let mapping = best_runnable(&outcome).map(|r| r.mapping.clone());
+    let mapping = best_runnable(&q, &outcome).map(|r| r.mapping.clone());
     let mut sheet = build_report(query, &q, &outcome);
+    if let Some(pinned) = best_runnable(&q, &outcome).filter(|_| q.pins.media.is_some() && q.pixels.is_some())
+    {
+        let free = MappingQuery { pins: VideoPins { media: None, ..q.pins }, ..q.clone() };
+        let free_outcome = video::search_mappings(&free);
+        let best = best_runnable(&free, &free_outcome);
+        sheet
+            .page
+            .mapping_facts
+            .extend(best.map(|best| ("other places".to_string(), compare_pinned(pinned, best))));
+    }
     sheet.export_page_json();
     Ok((sheet, mapping))
 }
 
-/// Returns the best mapping that a stream can run as it was estimated. The search also covers ranks
-/// that share a decoder, a leader that waits for the whole chunk, and a shared anchor, which
-/// streams do not support yet.
-fn best_runnable(outcome: &VideoSearchResult) -> Option<&RankedMapping> {
+/// Returns the best mapping that a stream can run as it was estimated. For a decoder that is no program of
+/// the plan, the search also covers ranks that share it, a leader that waits for the whole chunk, and a
+/// shared anchor, which streams do not support.
+fn best_runnable<'a>(q: &MappingQuery<'_>, outcome: &'a VideoSearchResult) -> Option<&'a RankedMapping> {
     let runs = |r: &&RankedMapping| {
-        matches!(
-            r.decode,
-            DecodePlacement::OnMesh | DecodePlacement::AnchorFirst | DecodePlacement::Overlapped
-        )
+        q.pixels.is_some()
+            || matches!(
+                r.decode,
+                DecodePlacement::OnMesh | DecodePlacement::AnchorFirst | DecodePlacement::Overlapped
+            )
     };
     outcome.best.iter().find(runs)
+}
+
+/// Says what a place of the phases of pixels that the user chose costs against the best one.
+fn compare_pinned(pinned: &RankedMapping, best: &RankedMapping) -> String {
+    let (place, ns) = (pinned.mapping.media.name(), pinned.period.ns - best.period.ns);
+    if ns <= 0.0 {
+        return format!("none is faster than {place}");
+    }
+    format!("{} would save {} per chunk against {place}", mapping_label(best), format_ns(ns))
+}
+
+/// The logical models of a query.
+struct QueryModels {
+    beside: LogicalModel,
+    /// With the phases of pixels in the calls.
+    in_calls: Option<LogicalModel>,
+    call: String,
+}
+
+impl QueryModels {
+    fn new(query: &VideoQuery<'_>) -> QueryModels {
+        let beside = logical_model(&query.model.video, MediaPlacement::Leader);
+        // A given time takes the place of the model's own decoder.
+        let in_calls = pixels_in_calls(query.model).filter(|_| query.decode_ns.is_none());
+        QueryModels { call: steady_call(&beside), beside, in_calls }
+    }
+
+    fn build_question<'a>(&'a self, query: &'a VideoQuery<'_>) -> Result<MappingQuery<'a>, Diagnostics> {
+        let Some(logical) = &self.in_calls else {
+            let media = media_costs(query, &self.beside);
+            return Ok(build_question(query, &self.beside, &self.call, media));
+        };
+        let pixels = PixelModel { logical, call: &self.call };
+        let media = program_costs(query, &self.beside, pixels)?;
+        let question = build_question(query, &self.beside, &self.call, media);
+        Ok(MappingQuery { pixels: Some(pixels), ..question })
+    }
 }
 
 /// Explains one mapping and its distance from the best one. `on_progress` receives the number of
 /// evaluated meshes and their total.
 ///
 /// # Errors
-/// Never today: the text contains the reasons for a mapping that does not fit.
+/// Why the phases of pixels cannot be estimated. The text contains the reasons for a mapping that does not
+/// fit.
 pub fn explain_video(
     query: &VideoQuery<'_>,
     pins: &VideoPins,
     on_progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(bool, String), Diagnostics> {
-    let logical = logical_model(&query.model.video, MediaPlacement::Leader);
-    let call = steady_call(&logical);
-    let media = media_costs(query, &logical);
+    let models = QueryModels::new(query);
     // The mapping is compared with all others, whatever else is pinned.
-    let all_mappings =
-        MappingQuery { pins: VideoPins::default(), ..build_question(query, &logical, &call, media) };
+    let all_mappings = MappingQuery { pins: VideoPins::default(), ..models.build_question(query)? };
     let mut one = all_mappings.clone();
     one.pins = *pins;
     // The mapping of the query is evaluated however few devices it uses.
@@ -180,17 +228,19 @@ pub fn explain_video(
 }
 
 /// Searches under other pins, and passes the question and its outcome to `then`.
+///
+/// # Errors
+/// Why the phases of pixels cannot be estimated.
 pub fn search_with_pins<R>(
     query: &VideoQuery<'_>,
     pins: &VideoPins,
     then: impl FnOnce(&MappingQuery<'_>, VideoSearchResult) -> R,
-) -> R {
-    let logical = logical_model(&query.model.video, MediaPlacement::Leader);
-    let call = steady_call(&logical);
-    let mut q = build_question(query, &logical, &call, media_costs(query, &logical));
+) -> Result<R, Diagnostics> {
+    let models = QueryModels::new(query);
+    let mut q = models.build_question(query)?;
     q.pins = *pins;
     let outcome = video::search_mappings(&q);
-    then(&q, outcome)
+    Ok(then(&q, outcome))
 }
 
 fn build_question<'a>(
@@ -209,6 +259,7 @@ fn build_question<'a>(
         min_devices: 1,
         objective: query.objective.unwrap_or(Objective::Throughput),
         media,
+        pixels: None,
         message_ns: MESSAGE_NS,
         dtype: query.sealed_dtype(),
         pins: query.pins,
@@ -296,11 +347,16 @@ fn build_report(query: &VideoQuery<'_>, q: &MappingQuery<'_>, outcome: &VideoSea
         rank_table: None,
         attention_program: None,
     };
-    match best_runnable(outcome) {
+    match best_runnable(q, outcome) {
         // Intervals have names only if the caller requests them.
         Some(best) => {
             let named = video::estimate_mapping(q, &best.mapping, best.decode);
             fill_report(&mut sheet, query, outcome, named.as_ref().unwrap_or(best));
+            let places = video::compare_places(q, &best.mapping).ok().and_then(MediaDecision::new);
+            sheet
+                .page
+                .mapping_facts
+                .extend(places.map(|d| ("pixels".to_string(), d.explain(best.mapping.media))));
         }
         None => {
             sheet.page.verdict = EstimateVerdict::Rejected;
@@ -504,6 +560,7 @@ fn outcome_to_json(query: &VideoQuery<'_>, outcome: &VideoSearchResult) -> serde
             "dtype": r.mapping.dtype.name(),
             "topology": r.mapping.topology.name(),
             "decode": r.decode.name(),
+            "media": r.mapping.media.name(),
             "devices": r.devices,
             "fps": r.fps,
             "period_ns": r.period.ns,

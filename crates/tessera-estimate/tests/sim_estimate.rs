@@ -221,6 +221,7 @@ fn measure_stream_times(
             overlap_chunks: None,
             topology: Some(topology),
             decode: Some(decode),
+            media: None,
             outstanding: Some(outstanding),
         },
         decode_ns: None,

@@ -129,6 +129,9 @@ pub struct Cluster {
     pub host_bytes: Figure,
     /// Bandwidth of host memory per device while all devices of the host read.
     pub host_bytes_per_s: Figure,
+    /// Dense f32 peak of all cores of a host, in operations per second; `None` if unknown. The leader computes
+    /// there what it runs on no device.
+    pub host_flops_per_s: Option<Figure>,
     /// Executor profile with the best matching curves, such as `torch-2.11`.
     pub profile: String,
     /// Whether any figure was measured on this kind of cluster by this project.

@@ -108,7 +108,7 @@ impl ChunkCall {
 /// Returns the phases of a call that turn its latents into pixels and into the anchor of the next call.
 /// When the scene opens, the anchor is latent 0 itself.
 fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<String> {
-    if media == MediaPhases::BesideCalls || !m.stream.decoder.is_causal() {
+    if media != MediaPhases::InCalls || !m.stream.decoder.is_causal() {
         return Vec::new();
     }
     let needs_anchor = m.context_regime() == ContextRegime::Recompute && !opens_scene;

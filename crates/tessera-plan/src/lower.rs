@@ -22,9 +22,11 @@ use tessera_ir::{
 use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
 use crate::codes::{T0606, T0609};
-use crate::ownership::{OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase, is_media_phase};
+use crate::ownership::{
+    OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase, is_media_phase, is_outside_media_phase,
+};
 use crate::roles::{TpClass, group_roles, uneven_shards};
-use crate::stages::StageCosts;
+use crate::stages::{StageCosts, pixel_flops_per_pass};
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
 use crate::{
     CapturePolicy, DtypePolicy, LogicalModel, Mapping, MediaPlacement, Numerics, Strategy, Transport, memory,
@@ -51,7 +53,8 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     let mesh = mapping.mesh;
     if mapping.blocks.is_empty() {
         let stages = u64::from(mesh.axis_size(Axis::Pp));
-        mapping.blocks = StageCosts::from_model(&logical).split_blocks(stages);
+        let pixels = pixel_flops_per_pass(&logical, mapping.media, mesh.axis_size(Axis::Tp));
+        mapping.blocks = StageCosts::from_model(&logical).with_pixels(pixels).split_blocks(stages);
     }
     let logical = with_row_chunks(logical, mapping.overlap_chunks)?;
     let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
@@ -90,13 +93,22 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     })
 }
 
-/// Checks that the model has phases of pixels for the ranks if the mapping requires that.
+/// Checks that the model has phases of pixels for the place that the mapping names.
 fn check_media(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagnostic> {
-    if mapping.media == MediaPlacement::Leader || logical.phases.iter().any(is_media_phase) {
+    let (found, place) = match mapping.media {
+        MediaPlacement::Leader => return None,
+        MediaPlacement::Mesh | MediaPlacement::Replicas => {
+            (logical.phases.iter().any(is_media_phase), "the ranks")
+        }
+        MediaPlacement::Outside => {
+            (logical.phases.iter().any(is_outside_media_phase), "a GPU outside of the mesh")
+        }
+    };
+    if found {
         return None;
     }
     let media = format!("media = \"{}\"", mapping.media.name());
-    let message = format!("{media}, but the model has no phases of pixels for the ranks");
+    let message = format!("{media}, but the model has no phases of pixels for {place}");
     Some(
         Diagnostic::error(&T0609, message)
             .with_label("mapping", media)

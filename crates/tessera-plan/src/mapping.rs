@@ -41,6 +41,19 @@ named_enum! {
         Mesh = "mesh",
         /// Like `Mesh`, but each of these ranks computes whole pictures, which needs no communication.
         Replicas = "replicas",
+        /// The leader runs them beside the calls, on a GPU of its host that no rank has.
+        Outside = "outside",
+    }
+}
+
+impl MediaPlacement {
+    /// Returns whether the calls contain the phases of pixels.
+    #[must_use]
+    pub fn is_in_calls(self) -> bool {
+        match self {
+            MediaPlacement::Mesh | MediaPlacement::Replicas => true,
+            MediaPlacement::Leader | MediaPlacement::Outside => false,
+        }
     }
 }
 

@@ -79,3 +79,9 @@ pub(crate) fn is_leader_cpu_phase(p: &Program) -> bool {
 pub(crate) fn is_media_phase(p: &Program) -> bool {
     p.ops.iter().any(|o| o.placement_hint() == Some("media"))
 }
+
+/// Returns whether a phase makes pixels or anchors on a device of the leader's host. The other phase
+/// there encodes text.
+pub(crate) fn is_outside_media_phase(p: &Program) -> bool {
+    p.name.starts_with("decode") && p.ops.iter().any(|o| o.placement_hint() == Some(LEADER_DEVICE))
+}

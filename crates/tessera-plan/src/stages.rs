@@ -2,7 +2,8 @@
 
 use tessera_ir::{Program, op_workload};
 
-use crate::LogicalModel;
+use crate::ownership::is_media_phase;
+use crate::{LogicalModel, MediaPlacement};
 
 /// Returns the blocks per stage that minimise the cost of the most expensive stage. `before` and
 /// `after` are the costs of the first and last stage besides their blocks, in the unit of `block`,
@@ -22,7 +23,8 @@ pub fn balance_stages(blocks: u64, stages: u64, block: u64, before: u64, after: 
     counts
 }
 
-/// The costs that balance stages: FLOPs of the most expensive phase.
+/// The costs that balance stages: FLOPs of the most expensive phase with blocks.
+#[derive(Clone, Copy)]
 pub(crate) struct StageCosts {
     blocks: u64,
     block_flops: u64,
@@ -32,22 +34,56 @@ pub(crate) struct StageCosts {
 
 impl StageCosts {
     pub(crate) fn from_model(logical: &LogicalModel) -> StageCosts {
-        let flops_at = |p: &Program, at: &str| -> u64 {
-            p.ops.iter().filter(|o| o.placement_hint() == Some(at)).map(|o| op_workload(p, o).flops.0).sum()
-        };
-        let heaviest = logical
-            .phases
-            .iter()
-            .max_by_key(|p| p.ops.iter().map(|o| op_workload(p, o).flops.0).sum::<u64>());
+        // Phases of pixels or text have more FLOPs than some generators, and no blocks.
+        let with_blocks = logical.phases.iter().filter(|p| flops_at(p, BLOCK) > 0);
+        let heaviest = with_blocks.max_by_key(|p| total_flops(p));
         let [block, first_flops, last_flops] =
-            ["block.0", "first", "last"].map(|at| heaviest.map_or(0, |p| flops_at(p, at)));
+            [BLOCK, "first", "last"].map(|at| heaviest.map_or(0, |p| flops_at(p, at)));
         StageCosts { blocks: logical.blocks, block_flops: block.max(1), first_flops, last_flops }
+    }
+
+    /// Adds the phases of pixels that the first stage runs in each call, as FLOPs per pass through the
+    /// blocks ([`pixel_flops_per_pass`]).
+    pub(crate) fn with_pixels(self, flops: u64) -> StageCosts {
+        StageCosts { first_flops: self.first_flops.saturating_add(flops), ..self }
     }
 
     /// Returns the number of blocks of each stage, in stage order, balanced by FLOPs.
     pub(crate) fn split_blocks(&self, stages: u64) -> Vec<u64> {
         balance_stages(self.blocks, stages, self.block_flops, self.first_flops, self.last_flops)
     }
+}
+
+/// Returns the FLOPs of the phases of pixels in the call with the most of them, divided by the call's
+/// passes through the blocks; 0 if no call has any. tp divides the FLOPs of a block. It divides those of
+/// pixels unless every rank computes whole pictures, which then count once for each.
+pub(crate) fn pixel_flops_per_pass(logical: &LogicalModel, media: MediaPlacement, tp: u32) -> u64 {
+    let copies = match media {
+        MediaPlacement::Mesh => 1,
+        MediaPlacement::Replicas => u64::from(tp),
+        MediaPlacement::Leader | MediaPlacement::Outside => return 0,
+    };
+    let heaviest = logical.phases.iter().map(|p| flops_at(p, BLOCK)).max().unwrap_or(0).max(1);
+    let of_call = |(_, names): &(String, Vec<String>)| {
+        let phases =
+            || logical.phases.iter().flat_map(|p| names.iter().filter(|n| **n == p.name).map(move |_| p));
+        let pixels: u64 = phases().filter(|p| is_media_phase(p)).map(total_flops).sum();
+        let blocks: u64 = phases().map(|p| flops_at(p, BLOCK)).sum();
+        (pixels, (blocks as f64 / heaviest as f64).max(1.0))
+    };
+    let (pixels, passes) = logical.calls.iter().map(of_call).max_by_key(|(p, _)| *p).unwrap_or((0, 1.0));
+    (pixels as f64 / passes) as u64 * copies
+}
+
+/// Place of the ops of the first block, which costs as much as the others.
+const BLOCK: &str = "block.0";
+
+fn flops_at(p: &Program, at: &str) -> u64 {
+    p.ops.iter().filter(|o| o.placement_hint() == Some(at)).map(|o| op_workload(p, o).flops.0).sum()
+}
+
+fn total_flops(p: &Program) -> u64 {
+    p.ops.iter().map(|o| op_workload(p, o).flops.0).sum()
 }
 
 #[cfg(test)]

@@ -8,15 +8,19 @@ mod call;
 mod lowering_cache;
 mod memory;
 mod period;
+mod pixels;
+mod query;
 mod representatives;
 mod schedule;
 mod search;
 
 pub use call::{CallEstimate, PhaseSpan, estimate_call};
 pub use memory::{RankMemory, memory_by_role};
-pub use period::{DecodePlacement, MediaCosts, StreamPeriod, stream_period};
+pub use period::{DecodePlacement, LeaderPixels, MediaCosts, MediaTimes, StreamPeriod, stream_period};
+pub use pixels::{PixelModel, device_times};
+pub use query::{MappingQuery, VideoPins};
 pub use representatives::RankClass;
 pub use search::{
-    MappingQuery, RankedMapping, RejectedMappings, VideoPins, VideoSearchResult, estimate_mapping,
-    search_mappings, search_with_progress,
+    RankedMapping, RejectedMappings, VideoSearchResult, compare_places, estimate_mapping, search_mappings,
+    search_with_progress,
 };

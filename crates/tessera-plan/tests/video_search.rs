@@ -66,6 +66,7 @@ fn make_query<'a>(
         min_devices: devices,
         objective: Objective::Throughput,
         media,
+        pixels: None,
         message_ns: 50_000.0,
         dtype: DtypePolicy::Bf16,
         pins: VideoPins::default(),

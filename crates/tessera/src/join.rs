@@ -27,6 +27,7 @@ use crate::files::read_file;
 use crate::gpu_placement::position_on_host;
 use crate::gpus::GpuDiscovery;
 use crate::model::Model;
+use crate::pixel_placement::place_pixels;
 use crate::plan::Plan;
 use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
 use crate::rank_config::RankConfig;
@@ -146,9 +147,15 @@ pub fn run(
         place_text_encoder(&plan, model, options.text, gpus.as_ref().map(|g| (g, first_rank_of_host)))
     });
     let text = text.transpose()?;
+    let pixels_gpu = (join.rank == 0).then(|| {
+        let gpus = on_gpus.then(GpuDiscovery::discover);
+        place_pixels(&plan, gpus.as_ref().map(|g| (g, first_rank_of_host)))
+    });
+    let pixels_gpu = pixels_gpu.transpose().map_err(|d| vec![d])?.flatten();
     let weights = digest.map_or(Ok(String::new()), |digest| digest.finish(&plan))?;
     let threads = (cores / join.local_world.max(1) as usize).max(1);
     let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
+    orders.pixels_gpu = pixels_gpu;
     if let Some((place, note)) = text {
         orders.text = place;
         note.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
+mod budget;
 mod cache_audit;
 pub mod check;
 pub mod checkpoint;
@@ -35,6 +36,7 @@ mod html_writer;
 pub mod join;
 mod kernel_probe;
 mod latents_file;
+mod leader_memory;
 mod leader_programs;
 // No user needs it: the tests of this crate do, and the one that counts every allocation needs a
 // process of its own.
@@ -46,6 +48,7 @@ mod media_pipeline;
 mod model;
 mod noise_file;
 mod parity;
+mod pixel_placement;
 pub mod plan;
 mod prompt_rows;
 mod rank;
@@ -72,7 +75,9 @@ pub mod video_input;
 mod weights_origin;
 pub mod wire_dump;
 
+pub use budget::{BudgetRow, memory_budget};
 pub use codes::CODES;
+pub use leader_memory::LeaderMemory;
 pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;
 pub use rank::rank_main;

@@ -1,5 +1,5 @@
-//! The leader's codec: the rows of prompts, and the plan's decode and encode programs of pixels on a CPU
-//! backend of their own, outside the mesh. If the ranks decode in calls, it takes pixels and anchors from
+//! The leader's codec: the rows of prompts, and the plan's decode and encode programs of pixels on a backend
+//! of their own, outside the mesh: on the CPU, or on a GPU that no rank has. If the ranks decode in calls, it takes pixels and anchors from
 //! the outputs of the calls instead.
 //!
 //! Chunks are decoded in order. In the recompute regime the first latent of a chunk is decoded before the
@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_cpu::CpuBackend;
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
-use tessera_ir::Type;
+use tessera_ir::{Opcode, Program, Type};
 use tessera_mesh::Rank;
 use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, TEXT_PHASE, VideoModel};
 use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::codes::T0016;
+use crate::cuda::open_leader_backend;
 use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
 use crate::plan::{Plan, VIDEO_PHASES, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::PromptRows;
@@ -33,7 +33,7 @@ const ANCHOR: &str = "anchor";
 pub(crate) struct MediaCodec {
     video: VideoModel,
     text: PromptRows,
-    cpu: CpuBackend,
+    backend: Box<dyn Backend>,
     loaded: BTreeMap<String, ProgramHandle>,
     /// The last chunk whose first latent was decoded, and what is left of it.
     first_latent: Option<FirstLatent>,
@@ -53,10 +53,22 @@ struct FirstLatent {
 }
 
 impl MediaCodec {
+    /// Loads the codec on the CPU.
     pub(crate) fn load(
         plan: &Plan,
         text: PromptRows,
         vae: Option<VaeWeights>,
+        delays: Option<MediaDelays>,
+    ) -> Result<MediaCodec, Diagnostic> {
+        MediaCodec::load_at(plan, text, vae, None, delays)
+    }
+
+    /// As [`MediaCodec::load`], with the phases of pixels on a visible GPU of the host.
+    pub(crate) fn load_at(
+        plan: &Plan,
+        text: PromptRows,
+        vae: Option<VaeWeights>,
+        gpu: Option<u32>,
         delays: Option<MediaDelays>,
     ) -> Result<MediaCodec, Diagnostic> {
         let (rank, sealed) = (Rank(0), &plan.sealed);
@@ -68,7 +80,10 @@ impl MediaCodec {
                 CoreUse::One
             }
         };
-        let mut cpu = open_cpu_backend(seat, cores)?;
+        let mut backend: Box<dyn Backend> = match gpu {
+            Some(gpu) => Box::new(open_leader_backend(seat, gpu)?),
+            None => Box::new(open_cpu_backend(seat, cores)?),
+        };
         let mut source: Box<dyn WeightSource> = match vae {
             Some(vae) => Box::new(vae),
             None => Box::new(NoWeights),
@@ -78,13 +93,19 @@ impl MediaCodec {
         let is_own = |name: &&str| !others.contains(name) && !VIDEO_PHASES.contains(name);
         for name in leader_phases(sealed).filter(is_own) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
-                loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut *source)?);
+                let program = Arc::new((**p).clone());
+                let handle = backend.load(&program, s, &mut *source)?;
+                if gpu.is_some() {
+                    warm_up(&mut *backend, handle, &program)?;
+                }
+                loaded.insert(name.to_string(), handle);
             }
         }
+        backend.reset_buffers();
         Ok(MediaCodec {
             video: plan.video.clone(),
             text,
-            cpu,
+            backend,
             loaded,
             first_latent: None,
             decodes_in_calls,
@@ -95,7 +116,7 @@ impl MediaCodec {
 
     /// Fills temporaries with NaN before each run, so that a program that reads one without a value fails.
     pub(crate) fn poison_temporaries(&mut self) {
-        self.cpu.poison_temporaries();
+        self.backend.poison_temporaries();
     }
 
     pub(crate) fn decoder_kind(&self) -> PixelDecoder {
@@ -222,7 +243,7 @@ impl MediaCodec {
         let pixels = match self.decoder_kind() {
             PixelDecoder::SpaceTimeDepth => self.run_program("decode", "latents", frame, "pixels")?,
             PixelDecoder::WanVae | PixelDecoder::Tiny if opens_scene => {
-                self.cpu.reset_buffers();
+                self.backend.reset_buffers();
                 self.run_program("decode.open", "latents", frame, "pixels")?
             }
             PixelDecoder::WanVae | PixelDecoder::Tiny => {
@@ -254,8 +275,8 @@ impl MediaCodec {
         let program =
             *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
         let call = CallData { inputs: BTreeMap::from([(input, data)]), ..CallData::default() };
-        self.cpu.run(program, &call, &mut NoObserver).map_err(|f| failed(fault_text(f)))?;
-        self.cpu
+        self.backend.run(program, &call, &mut NoObserver).map_err(|f| failed(fault_text(f)))?;
+        self.backend
             .output(output)
             .map(<[f32]>::to_vec)
             .ok_or_else(|| failed(format!("the program outputs no {output}")))
@@ -275,6 +296,23 @@ fn find_output<'a>(outputs: &'a Tensors, name: &str) -> Result<&'a Tensor, Diagn
 
 fn f32_values(t: &Tensor) -> Vec<f32> {
     t.to_f32().unwrap_or_default()
+}
+
+/// Runs a program once on zeros. On a GPU the first run captures a graph, for which no chunk should wait.
+fn warm_up(backend: &mut dyn Backend, handle: ProgramHandle, program: &Program) -> Result<(), Diagnostic> {
+    let inputs = program.ops.iter().filter(|op| op.opcode == Opcode::Input);
+    let zeros: BTreeMap<&str, Vec<f32>> = inputs
+        .filter_map(|op| {
+            let values = program.type_of(*op.results.first()?).element_count() as usize;
+            Some((op.name.as_deref()?, vec![0.0; values]))
+        })
+        .collect();
+    let inputs = zeros.iter().map(|(name, values)| (*name, values.as_slice())).collect();
+    let call = CallData { inputs, ..CallData::default() };
+    let run = backend.run(handle, &call, &mut NoObserver);
+    run.map_err(|f| {
+        Diagnostic::error(&T0016, format!("{} before the first chunk: {}", program.name, fault_text(f)))
+    })
 }
 
 /// The weights of a model whose decoder has none.

@@ -8,9 +8,8 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_mesh::{Axis, Mesh};
 use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, Umt5Config, VideoModel, WanConfig};
-use tessera_plan::{Mapping, MediaPlacement};
+use tessera_plan::Mapping;
 use tessera_weights::{Lora, WeightFiles, WeightSet};
 
 use crate::checkpoint::{CheckpointFolder, Form, Part, list_expected, tiny_decoder};
@@ -133,18 +132,6 @@ impl Model {
         let model = Model::open(dir, overrides)?;
         let plan = plan_model(&model.video, &model.name, &dir.display().to_string(), mapping)?;
         Ok((model, plan))
-    }
-
-    /// Returns where the phases of pixels run if the ranks have GPUs and the user does not say: on the ranks,
-    /// because a CPU takes minutes for a chunk of a VAE's pixels. Several GPUs compute replicas, because
-    /// they exchange no halos yet.
-    #[must_use]
-    pub fn media_on_gpus(&self, mesh: &Mesh) -> MediaPlacement {
-        match (self.video.stream.decoder, mesh.axis_size(Axis::Tp)) {
-            (PixelDecoder::WanVae | PixelDecoder::Tiny, 1) => MediaPlacement::Mesh,
-            (PixelDecoder::WanVae | PixelDecoder::Tiny, _) => MediaPlacement::Replicas,
-            (PixelDecoder::SpaceTimeDepth | PixelDecoder::None, _) => MediaPlacement::Leader,
-        }
     }
 
     /// Opens a model folder with the settings of a sealed plan; the folder only provides the files.

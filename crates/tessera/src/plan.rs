@@ -97,6 +97,7 @@ pub fn plan_model(
 pub fn logical_model(m: &VideoModel, media: MediaPlacement) -> LogicalModel {
     let media = match media {
         MediaPlacement::Leader => MediaPhases::BesideCalls,
+        MediaPlacement::Outside => MediaPhases::BesideCallsOnDevice,
         MediaPlacement::Mesh | MediaPlacement::Replicas => MediaPhases::InCalls,
     };
     LogicalModel {

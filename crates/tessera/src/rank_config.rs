@@ -64,6 +64,8 @@ pub(crate) struct RankConfig {
     pub(crate) poison: bool,
     /// Where the leader runs a text encoder's program, and whether it stays loaded.
     pub(crate) text: TextPlace,
+    /// Index of the visible GPU on which the leader decodes beside the calls; `None` for its CPU.
+    pub(crate) pixels_gpu: Option<u32>,
     /// Synthetic times of decode, encode and generator; a stage without one takes its real time.
     pub(crate) delays: SyntheticDelays,
     /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
@@ -118,6 +120,7 @@ impl RankConfig {
             wire_dump: options.wire_dump,
             poison: options.poison,
             text: TextPlace { gpu: None, unload: options.text.unload },
+            pixels_gpu: None,
             delays: options.delays,
             gpus: None,
             drill: options.drill.clone(),

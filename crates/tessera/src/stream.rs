@@ -1,6 +1,5 @@
 //! Runs a sealed plan as processes on this host and writes the run directory.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -8,7 +7,6 @@ use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
 use tessera_device::T0804;
-use tessera_ir::Opcode;
 use tessera_mesh::Rank;
 use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, denoising_steps};
 use tessera_plan::DtypePolicy;
@@ -21,9 +19,11 @@ use crate::frame_writer::new_clip_stream;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
+use crate::leader_memory::LeaderMemory;
 use crate::model::Model;
 use crate::noise_file::NoiseFile;
-use crate::plan::{Plan, is_leader_phase, leader_phases};
+use crate::pixel_placement::{is_outside_phase, place_pixels};
+use crate::plan::{Plan, is_leader_phase};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
@@ -81,7 +81,8 @@ pub fn run(
     let orders = RankConfig::from_options(plan, model, options, threads).map_err(|d| vec![d])?;
     let (text, note) = place_text_encoder(plan, model, options.text, gpus.as_ref().map(|g| (g, 0)))?;
     note.into_iter().for_each(|d| on_event(StreamEvent::Note(d)));
-    let orders = RankConfig { gpus: on_gpus, text, ..orders };
+    let pixels_gpu = place_pixels(plan, gpus.as_ref().map(|g| (g, 0))).map_err(|d| vec![d])?;
+    let orders = RankConfig { gpus: on_gpus, text, pixels_gpu, ..orders };
     let payload = serde_json::to_vec(&orders).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
@@ -297,7 +298,8 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
         let slots = (s.layout.members as u64).saturating_mul(s.layout.slots as u64);
         slots.saturating_mul(s.layout.slot_bytes as u64)
     });
-    let needed = ranks.chain(arenas).chain([leader_bytes(plan)]).fold(0, u64::saturating_add);
+    let needed =
+        ranks.chain(arenas).chain([LeaderMemory::from_plan(plan).total_bytes()]).fold(0, u64::saturating_add);
     let Some(available) = available_bytes().filter(|available| needed > *available) else { return Ok(()) };
     let programs = sealed.mesh().iter().flat_map(|rank| {
         sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, rank))
@@ -321,34 +323,16 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
     }])
 }
 
-/// Returns the bytes of the leader's own programs: the weights and the buffers of the text encoder and the
-/// VAE, and the most temporaries that one of them needs.
-fn leader_bytes(plan: &Plan) -> u64 {
-    let (mut kept, mut temporaries) = (BTreeMap::new(), 0);
-    for name in leader_phases(&plan.sealed).filter(|name| *name != TEXT_DEVICE_PHASE) {
-        let (Some(p), Some(slots)) =
-            (plan.sealed.rank_program(name, Rank(0)), plan.sealed.rank_slots(name, Rank(0)))
-        else {
-            continue;
-        };
-        let weights = p.ops.iter().filter(|op| op.opcode == Opcode::Weight);
-        kept.extend(weights.flat_map(|op| Some((op.name.as_deref()?, p.type_of(*op.results.first()?)))));
-        kept.extend(p.buffers.iter().map(|b| (b.name.as_str(), &b.ty)));
-        temporaries = slots.slot_bytes.iter().copied().fold(0, u64::saturating_add).max(temporaries);
-    }
-    kept.values().map(|ty| ty.byte_size().0).fold(temporaries, u64::saturating_add)
-}
-
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank
-/// would reject that op after the start. The leader's own phases run on the CPU, except the one that
-/// [`place_text_encoder`] checks.
+/// would reject that op after the start. The leader's own phases run on the CPU, except those outside of the
+/// mesh and the one that [`place_text_encoder`] checks.
 fn unsupported_op(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
     let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
     let programs = firsts.flat_map(|rank| {
         plan.sealed.phase_names().iter().filter_map(move |phase| plan.sealed.rank_program(phase, *rank))
     });
     let refused = programs.filter(|p| p.name != TEXT_DEVICE_PHASE).find_map(|p| {
-        let beside = is_leader_phase(&plan.sealed, &p.name);
+        let beside = is_leader_phase(&plan.sealed, &p.name) && !is_outside_phase(plan, &p.name);
         if on_gpus && !beside { CudaBackend::find_unsupported(p) } else { CpuBackend::find_unsupported(p) }
     })?;
     if on_gpus {

@@ -7,6 +7,7 @@ use tessera_ir::{Opcode, Program, ValueId, op_workload};
 use tessera_mesh::{Axis, Rank};
 use tessera_plan::{Mapping, Strategy};
 
+use crate::leader_memory::LeaderMemory;
 use crate::plan::Plan;
 
 /// Settings, memory, work and communication of a sealed plan; the field names are the keys in JSON.
@@ -49,6 +50,8 @@ pub struct PlanSummary {
     pub blocks_per_stage: Vec<u64>,
     /// Role, device and memory of each rank, in rank order.
     pub ranks: Vec<RankSummary>,
+    /// Memory of the leader's own programs, in its process beside that of its rank.
+    pub leader: LeaderMemory,
     /// Phases, in the order of the plan.
     pub phases: Vec<PhaseSummary>,
     /// One entry per kind of call that the plan admits: its phases in order, and its collectives,
@@ -151,6 +154,7 @@ impl PlanSummary {
             analytic_block_sync_points: analytic_block_sync_points(&plan.mapping),
             blocks_per_stage: plan.mapping.blocks.clone(),
             ranks: sealed.mesh().iter().map(|r| summarize_rank(plan, r)).collect(),
+            leader: LeaderMemory::from_plan(plan),
             phases,
             calls,
         }

@@ -14,6 +14,7 @@ use crate::communicators::communicator_specs;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::model::Model;
+use crate::pixel_placement::find_free_gpu;
 use crate::plan::Plan;
 use crate::stream_options::{TextDevice, TextOptions};
 use crate::weights_origin::WeightsBase;
@@ -79,9 +80,7 @@ fn find_text_gpu(plan: &Plan, gpus: &GpuDiscovery, first_rank_of_host: u32) -> R
     let gpu = if is_rank {
         gpu_of(leader)?
     } else {
-        let taken: Vec<u32> = plan.mesh_ranks().filter_map(|r| gpu_of(r).ok()).collect();
-        let free = (0..visible.len() as u32).find(|gpu| !taken.contains(gpu));
-        free.ok_or_else(|| {
+        find_free_gpu(plan, gpus, first_rank_of_host).ok_or_else(|| {
             Diagnostic::error(&T0804, "each GPU of its host belongs to a rank, and the leader to none")
         })?
     };

@@ -7,10 +7,11 @@ use std::path::PathBuf;
 use tessera::gpu_placement::launch_table;
 use tessera::gpus::GpuDiscovery;
 use tessera::summary::{PhaseSummary, PlanSummary, RankSummary};
+use tessera::{BudgetRow, DtypePolicy, Mapping, memory_budget};
 use tessera_base::{Bytes, Diagnostic, Flops};
 
 use crate::codes::T0030;
-use crate::flags::mapping::MappingArgs;
+use crate::flags::mapping::{MappingArgs, Planned};
 use crate::flags::search::SearchArgs;
 use crate::output::{CliError, CliResult, OutputFormat, format_pairs, format_table, write_stdout};
 
@@ -21,6 +22,7 @@ Examples:
   tessera plan models/demo --mesh tp=2 --topology pp1
   tessera plan models/demo --mapping my-plan/mapping.toml --mesh tp=4
   tessera plan models/demo --mesh tp=2 --pin-weights --out my-plan   run with the weights of models/demo alone
+  tessera plan models/demo --budget 1,2,4          planned memory of a rank for each size of tp
   tessera plan models/demo --mesh tp=2 --format json | jq .ranks[0].total_bytes
   tessera plan models/wan2.1-14b --cluster hgx-h200 --devices 8      search for the best mapping on 8 GPUs
   tessera plan --model deepseek-v3 --why tp=8,pp=1                   estimate one mapping of a language model
@@ -74,6 +76,14 @@ pub struct Args {
     #[arg(long)]
     pub launch_table: bool,
 
+    /// Print the planned memory of the fullest rank for each of these sizes of tp, such as 1,2,4,8, instead of the summary
+    ///
+    /// The columns are the weights, the KV caches, the histories of a VAE, inputs, temporaries, the memory of
+    /// exchanges between ranks, what a driver and its libraries reserve, and the leader's own programs. A plan in
+    /// f32 is taken for ranks on CPUs.
+    #[arg(long, value_name = "TP,…", value_delimiter = ',', conflicts_with = "launch_table", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub budget: Vec<u32>,
+
     /// Format of the summary or report, and of diagnostics
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
@@ -106,7 +116,7 @@ fn plan_or_search(args: &Args) -> CliResult {
             args.format,
         );
     }
-    let (model, plan) =
+    let Planned { model, plan, pixels } =
         args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref(), false)?;
     let plan = if args.pin_weights { model.pin_weights(&plan)? } else { plan };
     if let Some(folder) = &args.out {
@@ -117,15 +127,26 @@ fn plan_or_search(args: &Args) -> CliResult {
         write_stdout(&launch_table(&gpus, plan.sealed.mesh(), plan.sealed.rank_map()))?;
         return Ok(0);
     }
+    if !args.budget.is_empty() {
+        let on_gpus = plan.mapping.dtype != DtypePolicy::F32;
+        let rows = memory_budget(&model.video, &plan.mapping, &args.budget, on_gpus)?;
+        write_stdout(&match args.format {
+            OutputFormat::Json => serde_json::to_string(&rows).unwrap_or_default() + "\n",
+            OutputFormat::Text => render_budget(&plan.mapping, &rows),
+        })?;
+        return Ok(0);
+    }
     let summary = PlanSummary::from_plan(&plan);
     write_stdout(&match args.format {
         OutputFormat::Json => serde_json::to_string(&summary).unwrap_or_default() + "\n",
-        OutputFormat::Text => render_summary(&summary, args.out.as_ref().map(|f| f.display().to_string())),
+        OutputFormat::Text => {
+            render_summary(&summary, pixels, args.out.as_ref().map(|f| f.display().to_string()))
+        }
     })?;
     Ok(0)
 }
 
-fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
+fn render_summary(s: &PlanSummary, pixels: Option<String>, folder: Option<String>) -> String {
     let list = |v: &[f64]| v.iter().map(f64::to_string).collect::<Vec<_>>().join(" ");
     let blocks: Vec<String> = s.blocks_per_stage.iter().map(u64::to_string).collect();
     let ranks = if s.ranks.len() == 1 { "1 rank".to_string() } else { format!("{} ranks", s.ranks.len()) };
@@ -164,6 +185,7 @@ fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
             ),
         ));
     }
+    facts.extend(pixels.map(|text| ("pixels", text)));
     facts.push(("digest", s.digest.clone()));
     facts.extend(s.weights.clone().map(|digest| ("weights", format!("{digest} alone"))));
     if let Some(folder) = folder {
@@ -172,6 +194,13 @@ fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
     let mut out = format!("plan of {}, verified\n{}", s.model, format_pairs(facts));
     out += "\nranks and their memory\n";
     out += &ranks_table(&s.ranks);
+    if s.leader.total_bytes() > 0 {
+        let [weights, buffers, temporaries, total] =
+            [s.leader.weights, s.leader.buffers, s.leader.temporaries, s.leader.total_bytes()].map(Bytes);
+        out += &format!(
+            "beside them, the leader's own programs: weights {weights}, buffers {buffers}, temporaries {temporaries}, total {total}\n"
+        );
+    }
     out += "\nphases: FLOPs of the busiest rank; bytes of the operands of collectives, on the busiest rank and on all ranks\n";
     out += &phases_table(&s.phases);
     out
@@ -186,6 +215,31 @@ fn describe_topology(topology: &str) -> &'static str {
         }
         _ => "rank 0 leads, encodes, decodes, and generates with the other ranks",
     }
+}
+
+/// Returns the table of the planned memory of the fullest rank by tp.
+fn render_budget(mapping: &Mapping, rows: &[BudgetRow]) -> String {
+    let Some(first) = rows.first() else { return String::new() };
+    let heading =
+        ["tp", "rank"].into_iter().chain(first.uses().map(|(name, _)| name)).chain(["total", "leader"]);
+    let mut table: Vec<[String; 11]> = vec![std::array::from_fn({
+        let names: Vec<String> = heading.map(String::from).collect();
+        move |i| names.get(i).cloned().unwrap_or_default()
+    })];
+    table.extend(rows.iter().map(|row| {
+        let [weights, caches, histories, inputs, temporaries, exchange, libraries] =
+            row.uses().map(|(_, bytes)| bytes.to_string());
+        let [total, leader] = [row.total_bytes, row.leader_bytes].map(|b| Bytes(b).to_string());
+        let (tp, rank) = (row.tp.to_string(), row.rank.to_string());
+        [tp, rank, weights, caches, histories, inputs, temporaries, exchange, libraries, total, leader]
+    }));
+    format!(
+        "planned memory of the fullest rank, {} strategy in {}, phases of pixels: {}\n{}",
+        mapping.strategy.name(),
+        mapping.dtype.name(),
+        mapping.media.name(),
+        format_table(table, [true; 11])
+    )
 }
 
 fn ranks_table(ranks: &[RankSummary]) -> String {

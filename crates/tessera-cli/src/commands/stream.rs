@@ -14,6 +14,7 @@ use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions, TextDevice, TextOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
+use tessera::terminal::print_stderr_line;
 use tessera::{Model, Plan, WeightChange, WeightsBase, WeightsOrigin};
 use tessera_base::Diagnostic;
 
@@ -363,8 +364,13 @@ fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
             if args.video.to_input().is_some() {
                 mapping.video_input.get_or_insert(true);
             }
-            let planned = mapping.open_and_plan(args.model.as_deref(), None, args.device == RunDevice::Cuda);
-            planned.map_err(CliError::into_usage_if_invalid)?
+            let planned = mapping
+                .open_and_plan(args.model.as_deref(), None, args.device == RunDevice::Cuda)
+                .map_err(CliError::into_usage_if_invalid)?;
+            if let Some(pixels) = planned.pixels.filter(|_| !args.quiet) {
+                print_stderr_line(&format!("pixels {pixels}"));
+            }
+            (planned.model, planned.plan)
         }
         Some(folder) => {
             if let Some(option) = args.mapping.given_flags(&MappingUse::ALL).first() {

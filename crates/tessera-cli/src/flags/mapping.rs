@@ -10,6 +10,7 @@ use tessera::{
     Transport,
 };
 use tessera_base::Diagnostic;
+use tessera_estimate::{choose_media, usual_machine};
 
 use super::named_values;
 use crate::codes::{T0030, T0031};
@@ -96,10 +97,12 @@ mapping_flags! {
     #[arg(long, value_parser = named_values(TOPOLOGIES))]
     topology: Topology,
 
-    [Fixed]
-    /// Which ranks decode a chunk to pixels and encode the anchor of the next one [default: leader]
+    [Searched]
+    /// Where a chunk is decoded to pixels, and the anchor of the next one encoded [default: where the estimated
+    /// time from chunk to chunk is shortest]
     ///
-    /// Only the ranks' decoder of a model with a Wan VAE or a tiny decoder is a program of the plan.
+    /// Only a Wan VAE and a tiny decoder have such programs; other decoders run on the leader. A plan
+    /// in f32 without `--device cuda` is estimated for ranks on CPUs.
     #[arg(long, value_parser = named_values(MEDIA))]
     media: MediaPlacement,
 
@@ -224,6 +227,11 @@ pub const MEDIA: &[(&str, MediaPlacement, &str)] = &[
         MediaPlacement::Replicas,
         "Like mesh, but each rank computes the whole picture, which needs no communication",
     ),
+    (
+        "outside",
+        MediaPlacement::Outside,
+        "The leader, on a GPU of its host that no rank has, beside the calls of the ranks",
+    ),
 ];
 
 /// Values of `--strategy`, each with its help text.
@@ -318,6 +326,12 @@ impl PinText for Strategy {
     }
 }
 
+impl PinText for MediaPlacement {
+    fn pin_text(self) -> String {
+        self.name().to_string()
+    }
+}
+
 impl PinText for Topology {
     fn pin_text(self) -> String {
         self.name().to_string()
@@ -358,13 +372,13 @@ impl MappingArgs {
     }
 
     /// Opens the model and plans it under these options, which override the mapping file, if there
-    /// is one. On GPUs the ranks decode by default.
+    /// is one. Where neither names a place for the phases of pixels, their estimated period decides.
     pub fn open_and_plan(
         &self,
         model_dir: Option<&Path>,
         mapping_path: Option<&Path>,
         on_gpus: bool,
-    ) -> Result<(Model, Plan), CliError> {
+    ) -> Result<Planned, CliError> {
         let model_dir = model_dir.ok_or_else(no_model_error)?;
         // Collects all errors of the command line before reporting any.
         let mesh = self.mesh.as_deref().map(parse_mesh).transpose();
@@ -382,12 +396,27 @@ impl MappingArgs {
         mapping.mesh = mesh.unwrap_or(mapping.mesh);
         self.set_fields(&mut mapping, &[MappingUse::Searched, MappingUse::Fixed]);
         let model = Model::open(model_dir, &overrides)?;
-        if on_gpus && self.media.is_none() && mapping_path.is_none() {
-            mapping.media = model.media_on_gpus(&mapping.mesh);
+        let decision = match mapping.check_consistency().is_empty() {
+            true => choose_media(&model, &mapping, &usual_machine(&mapping, on_gpus)?)?,
+            false => None,
+        };
+        if let Some(decision) = decision.as_ref().filter(|_| self.media.is_none() && mapping_path.is_none()) {
+            mapping.media = decision.best;
         }
         let plan = plan_model(&model.video, &model.name, &model_dir.display().to_string(), &mapping)?;
-        Ok((model, plan))
+        let pixels = decision.map(|d| d.explain(plan.mapping.media));
+        Ok(Planned { model, plan, pixels })
     }
+}
+
+/// A model with its plan.
+pub struct Planned {
+    /// The model, with the settings of the command line.
+    pub model: Model,
+    pub plan: Plan,
+    /// Where the phases of pixels run, with the estimates of every place; `None` if they are no programs of
+    /// the plan.
+    pub pixels: Option<String>,
 }
 
 /// Rejects a mesh without axes, which would be a mesh of one rank, for example because a variable of

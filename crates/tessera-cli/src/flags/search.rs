@@ -87,7 +87,7 @@ flag_set! {
         /// Knobs of a language model: tp, ep, pp, dp, expert_tp, scheme, ring, schedule,
         /// interleave, micro_batch, recompute, optimizer, experts_at, cache_at, precision, wire,
         /// capacity_pct, window. Knobs of a video model: tp, pp, strategy, overlap_chunks,
-        /// topology, decode, max_outstanding. An invalid value is rejected with the list of valid
+        /// topology, decode, media, max_outstanding. An invalid value is rejected with the list of valid
         /// ones.
         #[arg(long, value_name = "KNOB=VALUE,…")]
         pin: Option<String>,

@@ -4,6 +4,7 @@
 #![allow(unsafe_code, reason = "collectives on the memory of the backend")]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
@@ -385,14 +386,7 @@ fn build_collective(
         }
         CollectiveOp::HaloExchange(v) => {
             let (x, _) = both()?;
-            let (dim, parts) = shards(x, v.axis)?;
-            if dim != 1 || x.shape.len() != 4 {
-                return cuda_failure(format!("a halo exchange over dim {dim} of {:?}", x.shape));
-            }
-            // The parts are in elements of a frame.
-            let row = (x.shape[2] * x.shape[3]) as usize;
-            let rows: Vec<usize> = parts.iter().map(|part| part.len() / row.max(1)).collect();
-            CollectiveKind::halo_exchange(me, &rows, x.shape[0] as usize, row * element)
+            build_halo_exchange(me, x, shards(x, v.axis)?)?
         }
         CollectiveOp::Broadcast(v) => CollectiveKind::broadcast_from(me, members, v.root as usize, bytes),
         CollectiveOp::Send(_) | CollectiveOp::Recv(_) => CollectiveKind::send_recv(me, bytes),
@@ -410,6 +404,22 @@ fn build_collective(
         op_index: i as u32,
         transport: op.requested_transport(),
     })
+}
+
+/// Builds the copies of a halo exchange of frames x, of whose dim 1 the members hold these parts, in elements
+/// of a frame.
+fn build_halo_exchange(
+    me: usize,
+    x: &Type,
+    (dim, parts): (usize, Vec<Range<usize>>),
+) -> CudaResult<CollectiveKind> {
+    let (1, [frames, _, columns, channels]) = (dim, &x.shape[..]) else {
+        return cuda_failure(format!("a halo exchange over dim {dim} of {:?}", x.shape));
+    };
+    let row = (columns * channels) as usize;
+    let rows: Vec<usize> = parts.iter().map(|part| part.len() / row.max(1)).collect();
+    let row_bytes = row * x.dtype.element_bytes() as usize;
+    Ok(CollectiveKind::halo_exchange(me, &rows, *frames as usize, row_bytes))
 }
 
 /// Fails with the reason if this backend does not support a collective.

@@ -42,13 +42,16 @@ pub(super) fn pins_label(p: &VideoPins) -> String {
     out.extend(p.overlap_chunks.map(|n| format!("overlap_chunks={n}")));
     out.extend(p.topology.map(|t| t.name().to_string()));
     out.extend(p.decode.map(|d| d.name().to_string()));
+    out.extend(p.media.map(|m| format!("media={}", m.name())));
     out.join(",")
 }
 
 pub(super) fn decode_label(d: DecodePlacement) -> String {
     let description = match d {
         DecodePlacement::OnMesh => "rank 0 of the mesh decodes while the mesh waits",
-        DecodePlacement::AllRanks => "all ranks share the decoder, between two calls",
+        DecodePlacement::AllRanks => "all ranks share the decoder, between two calls or at the end of each",
+        DecodePlacement::Replicas => "each rank decodes whole pictures, at the end of each call",
+        DecodePlacement::LeaderCpu => "the leader decodes on its CPU, beside the calls",
         DecodePlacement::Serial => "a dedicated rank decodes the whole chunk before the next begins",
         DecodePlacement::AnchorFirst => {
             "a dedicated rank decodes; the next chunk begins after the first latent"

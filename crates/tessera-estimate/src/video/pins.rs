@@ -2,7 +2,7 @@
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_plan::video::{DecodePlacement, VideoPins};
-use tessera_plan::{Strategy, Topology};
+use tessera_plan::{MediaPlacement, Strategy, Topology};
 
 /// Parses the pins of a video model.
 ///
@@ -22,13 +22,14 @@ pub fn parse_video_pins(text: &str) -> Result<VideoPins, Diagnostics> {
             "strategy" => set_pin(&mut out.strategy, Strategy::from_name(value)),
             "topology" => set_pin(&mut out.topology, Topology::from_name(value)),
             "decode" => set_pin(&mut out.decode, DecodePlacement::from_name(value)),
+            "media" => set_pin(&mut out.media, MediaPlacement::from_name(value)),
             _ => false,
         };
         if !is_valid {
             ds.push(
                 Diagnostic::error(&tessera_plan::search::T1200, format!("`{item}` cannot be pinned for a video model"))
                     .with_label(format!("pin {item}"), "invalid pin")
-                    .with_hint("tp, pp and overlap_chunks are counts; strategy is ulysses or megatron; topology mesh, pp0 or pp1; decode on_mesh, all_ranks, serial, anchor_first, anchor_shared or overlapped; ep and dp are 1"),
+                    .with_hint("tp, pp and overlap_chunks are counts; strategy is ulysses or megatron; topology mesh, pp0 or pp1; decode on_mesh, all_ranks, replicas, leader_cpu, serial, anchor_first, anchor_shared or overlapped; media leader, mesh, replicas or outside; ep and dp are 1"),
             );
         }
     }

@@ -54,6 +54,7 @@ impl Cluster {
             links: parsed_links,
             host_bytes: read_figure(host.read_table("bytes"), &mut found),
             host_bytes_per_s: read_figure(host.read_table("bytes_per_s"), &mut found),
+            host_flops_per_s: host.read_optional_table("flops_per_s").map(|f| read_figure(f, &mut found)),
             profile: top.read_text("profile", None),
             measured: top.read_flag("measured", false),
         };
@@ -104,6 +105,9 @@ impl Cluster {
         line("\n[host]".to_string());
         line(figure_line("bytes", &self.host_bytes));
         line(figure_line("bytes_per_s", &self.host_bytes_per_s));
+        if let Some(peak) = &self.host_flops_per_s {
+            line(figure_line("flops_per_s", peak));
+        }
         out
     }
 }

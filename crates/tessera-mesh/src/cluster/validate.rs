@@ -16,6 +16,9 @@ pub(crate) fn validate(file: &str, c: &Cluster) -> Diagnostics {
         ("host.bytes".to_string(), &c.host_bytes, 1.0, f64::MAX),
         ("host.bytes_per_s".to_string(), &c.host_bytes_per_s, 1.0, f64::MAX),
     ];
+    if let Some(f) = &c.host_flops_per_s {
+        figures.push(("host.flops_per_s".to_string(), f, 1.0, f64::MAX));
+    }
     for p in Precision::ALL {
         if let Some(f) = &c.device.flops_per_s[p as usize] {
             figures.push((format!("device.flops_per_s.{}", p.name()), f, 1.0, f64::MAX));

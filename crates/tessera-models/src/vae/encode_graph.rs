@@ -42,7 +42,9 @@ pub(crate) fn encode_anchor_program(m: &VideoModel, vae: &VaeConfig, media: Medi
     let mut v = VaeBuilder { past: Past::None, ..VaeBuilder::new(m, vae, "encode", media) };
     let pixels = v.picture_type();
     let x = match media {
-        MediaPhases::BesideCalls => v.graph.builder.set_label("pixels").add_input("pixels", pixels),
+        MediaPhases::BesideCalls | MediaPhases::BesideCallsOnDevice => {
+            v.graph.builder.set_label("pixels").add_input("pixels", pixels)
+        }
         MediaPhases::InCalls => v.graph.read_buffer(ANCHOR_FRAME, 1, pixels),
     };
     let tokens = emit_encoder(&mut v, x, FrameStep::Pass);

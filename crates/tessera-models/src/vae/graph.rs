@@ -26,6 +26,8 @@ pub(super) const ANCHOR_FRAME: &str = "vae.anchor_frame";
 pub enum MediaPhases {
     /// Beside the calls, on the leader, which passes latents and pixels in.
     BesideCalls,
+    /// Like `BesideCalls`, on a device of the leader's host, with the dtypes of programs of ranks.
+    BesideCallsOnDevice,
     /// At the end of each chunk's call. The programs read its latents from the buffer `latent`, and the
     /// frame of the anchor from a buffer.
     InCalls,
@@ -92,6 +94,7 @@ impl MediaPhases {
     fn location(self) -> &'static str {
         match self {
             MediaPhases::BesideCalls => "leader",
+            MediaPhases::BesideCallsOnDevice => "leader.device",
             MediaPhases::InCalls => "media",
         }
     }
@@ -205,7 +208,7 @@ impl<'a> VaeBuilder<'a> {
         self.graph.builder.set_attr("limit", 1.0);
         let pixels = self.graph.emit_op(Opcode::Clamp, &[x]);
         match self.media {
-            MediaPhases::BesideCalls => self.finish("pixels", pixels),
+            MediaPhases::BesideCalls | MediaPhases::BesideCallsOnDevice => self.finish("pixels", pixels),
             MediaPhases::InCalls if first > 0 => self.finish("pixels.rest", pixels),
             MediaPhases::InCalls => {
                 let opens_scene = self.graph.builder.program().name == "decode.open";
@@ -236,7 +239,7 @@ impl<'a> VaeBuilder<'a> {
         let (row, rows) = (first * frame_tokens, frames * frame_tokens);
         let whole = self.graph.token_type();
         match self.media {
-            MediaPhases::BesideCalls => {
+            MediaPhases::BesideCalls | MediaPhases::BesideCallsOnDevice => {
                 let tokens = Type::new(DType::F32, [rows, whole.shape[1]]);
                 self.graph.builder.set_label("latents").add_input("latents", tokens)
             }

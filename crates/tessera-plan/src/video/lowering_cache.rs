@@ -24,7 +24,6 @@ use super::schedule::{
     schedule_steps,
 };
 use crate::memory::{LiveRanges, RepeatedRange, live_ranges};
-use crate::stages::StageCosts;
 use crate::{DtypePolicy, LogicalModel, Mapping, Strategy, lower};
 
 /// Number of stages of the lowered pipeline: the fewest with which no neighbour of the middle stage
@@ -37,7 +36,6 @@ pub(super) struct LoweringCache<'a> {
     equivalent_blocks: Option<EquivalentBlocks<'a>>,
     logical: &'a LogicalModel,
     dtype: DtypePolicy,
-    stage_costs: StageCosts,
     shortened: BTreeMap<u64, LogicalModel>,
     lowered: BTreeMap<(TpSplit, u32, bool, u64), LoweredStages>,
     extended: BTreeMap<(TpSplit, u32, StagePosition, u64), Cached<StageRoles>>,
@@ -53,8 +51,6 @@ type Cached<T> = Option<Rc<T>>;
 /// The schedule of a mesh, without its programs.
 pub(super) struct MeshSchedule {
     pub schedule: CallSchedule,
-    /// Number of transformer blocks in each pipeline stage, in stage order.
-    pub blocks: Vec<u64>,
     /// Memory of one rank of each role, in the order of the schedule's roles.
     pub role_memory: Vec<RankMemory>,
 }
@@ -108,7 +104,6 @@ impl<'a> LoweringCache<'a> {
             equivalent_blocks: EquivalentBlocks::from_model(logical),
             logical,
             dtype,
-            stage_costs: StageCosts::from_model(logical),
             shortened: BTreeMap::new(),
             lowered: BTreeMap::new(),
             extended: BTreeMap::new(),
@@ -116,16 +111,15 @@ impl<'a> LoweringCache<'a> {
         }
     }
 
-    /// Returns the schedule of a mesh of tp and pp alone under the standard numerics, if a few
-    /// lowerings determine it.
-    pub fn mesh_schedule(&mut self, mesh: Mesh, cut: TpSplit) -> Option<MeshSchedule> {
+    /// Returns the schedule of a mesh of tp and pp alone under the standard numerics, with these blocks per
+    /// stage, if a few lowerings determine it.
+    pub fn mesh_schedule(&mut self, mesh: Mesh, cut: TpSplit, blocks: &[u64]) -> Option<MeshSchedule> {
         let pp = mesh.axis_size(Axis::Pp);
-        let blocks = self.stage_costs.split_blocks(u64::from(pp));
         let names = self.logical.phases.iter().map(|p| p.name.clone());
         let mut phases: Vec<PhaseSchedule> =
             names.map(|name| PhaseSchedule { name, roles: Vec::new() }).collect();
         let (mut roles, mut bytes) = (Vec::new(), Vec::new());
-        for (at, n) in (0..pp).zip(&blocks) {
+        for (at, n) in (0..pp).zip(blocks) {
             let place = match (at == 0, at + 1 == pp) {
                 (true, true) => StagePosition::Only,
                 (true, false) => StagePosition::First,
@@ -143,7 +137,7 @@ impl<'a> LoweringCache<'a> {
                 }
             }
         }
-        Some(MeshSchedule { schedule: CallSchedule { mesh, roles, phases }, blocks, role_memory: bytes })
+        Some(MeshSchedule { schedule: CallSchedule { mesh, roles, phases }, role_memory: bytes })
     }
 
     fn get_stage(&mut self, cut: TpSplit, tp: u32, place: StagePosition, blocks: u64) -> Cached<StageRoles> {

@@ -24,6 +24,17 @@ impl RankMemory {
     pub fn total_bytes(&self) -> Bytes {
         [self.weights, self.buffers, self.inputs, self.temporaries].into_iter().sum()
     }
+
+    /// Returns the memory of a rank that also runs phases with weights and buffers of their own. Temporaries
+    /// and inputs of one phase are free when the next one runs.
+    pub(super) fn with_phases(&self, other: &RankMemory) -> RankMemory {
+        RankMemory {
+            weights: Bytes(self.weights.0 + other.weights.0),
+            buffers: Bytes(self.buffers.0 + other.buffers.0),
+            inputs: self.inputs.max(other.inputs),
+            temporaries: self.temporaries.max(other.temporaries),
+        }
+    }
 }
 
 /// Returns the memory of one rank of each role, in the order of the bundle's roles.

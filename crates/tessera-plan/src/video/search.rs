@@ -4,66 +4,19 @@
 use std::collections::BTreeMap;
 
 use tessera_base::{Bytes, Diagnostic, Diagnostics, Nanoseconds};
-use tessera_cost::MachineModel;
 use tessera_cost::intervals::IntervalKind;
 use tessera_mesh::{Axis, Mesh};
 
 use super::call::{self, CallEstimate, estimate_call};
 use super::lowering_cache::{LoweringCache, TpSplit};
 use super::memory::{RankMemory, memory_by_role};
-use super::period::{DecodePlacement, MediaCosts, StreamPeriod, stream_period};
+use super::period::{DecodePlacement, MediaCosts, MediaTimes, StreamPeriod, stream_period};
+use super::pixels::{PixelPrices, RankPixels};
+use super::query::MappingQuery;
 use crate::codes::{T0605, T1230, T1231, T1232};
 use crate::search::Objective;
-use crate::{DtypePolicy, LogicalModel, Mapping, Strategy, Topology, lower};
-
-/// A call of a model, a machine and an objective, for which a search finds the best mapping.
-#[derive(Debug, Clone)]
-pub struct MappingQuery<'a> {
-    /// Model whose calls are mapped, before it is divided among ranks.
-    pub logical: &'a LogicalModel,
-    /// Name in [`LogicalModel::calls`] of the call of a chunk in the middle of a stream.
-    pub call: &'a str,
-    /// Pixel frames per chunk.
-    pub frames: u64,
-    /// The cluster and the executor's profile.
-    pub machine: &'a MachineModel,
-    /// Maximum number of devices that a mapping may use, including those of ranks outside the mesh.
-    pub devices: u32,
-    /// Minimum number of devices to use; 1 for any number.
-    pub min_devices: u32,
-    /// What to optimise: the time to a chunk's last pixel, frames per second, memory, or the number
-    /// of devices whose period meets a deadline.
-    pub objective: Objective,
-    /// Costs of decode and encode around the generator.
-    pub media: MediaCosts,
-    /// Time of one message between leader and workers, in nanoseconds.
-    pub message_ns: f64,
-    /// Compute dtype policy (f32, bf16 or fp8), the same for all candidates.
-    pub dtype: DtypePolicy,
-    /// Parameters with a fixed value.
-    pub pins: VideoPins,
-    /// Maximum length of [`VideoSearchResult::best`]; 0 counts as 1.
-    pub max_results: usize,
-}
-
-/// Parameters with a fixed value; `None` leaves a parameter free.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct VideoPins {
-    /// Number of ranks over tp.
-    pub tp: Option<u32>,
-    /// Number of pipeline stages.
-    pub pp: Option<u32>,
-    /// Strategy that shards a transformer block over tp: `megatron` or `ulysses`.
-    pub strategy: Option<Strategy>,
-    /// Number of row chunks, whose all-reduces overlap compute; 1 means no overlap.
-    pub overlap_chunks: Option<u32>,
-    /// Placement of the leader: in the mesh, or outside it (`pp0`, `pp1`).
-    pub topology: Option<Topology>,
-    /// Which ranks decode, and when.
-    pub decode: Option<DecodePlacement>,
-    /// Maximum calls that are sent and not done.
-    pub outstanding: Option<u32>,
-}
+use crate::stages::StageCosts;
+use crate::{DtypePolicy, LogicalModel, Mapping, MediaPlacement, Strategy, Topology, lower};
 
 /// A mapping that fits in memory and meets the deadline of the search, if there is one, with its
 /// estimates.
@@ -75,7 +28,9 @@ pub struct RankedMapping {
     pub decode: DecodePlacement,
     /// Number of devices in use: one for each rank of the mesh and each rank outside it.
     pub devices: u32,
-    /// Estimate of one call. A search keeps intervals for the best result alone.
+    /// Times of the phases of pixels where they run.
+    pub pixels: MediaTimes,
+    /// Estimate of one call, without phases of pixels. A search keeps intervals for the best result alone.
     pub call: CallEstimate,
     /// Period and latency of a steady stream, and the load of its ranks; the latency leaves out
     /// calls already sent.
@@ -133,31 +88,22 @@ pub fn search_with_progress(
 ) -> VideoSearchResult {
     let mut out = VideoSearchResult { considered: 0, legal: 0, rejected: BTreeMap::new(), best: Vec::new() };
     let needed = find_call(q).map(|(_, phases)| without_unused_phases(q.logical, phases));
-    let mut cache = needed.as_ref().ok().map(|l| LoweringCache::new(l, q.dtype, q.machine));
+    let mut simulator = Simulator::new(q, needed.as_ref().ok());
     let meshes = candidate_meshes(q);
     for (done, (tp, pp, cut)) in meshes.iter().copied().enumerate() {
         progress(done, meshes.len());
         // The ranks outside the mesh affect neither its programs nor its memory.
-        let mut simulated: Option<Result<SimulatedMesh, Diagnostics>> = None;
+        simulator.meshes.clear();
         for (topology, decode, outstanding) in candidate_placements(q, tp * pp) {
             out.considered += 1;
             let mapping = match build_mapping(tp, pp, cut, topology, outstanding, q.dtype) {
-                Ok(m) => m,
+                Ok(m) => Mapping { media: media_key(q, decode), ..m },
                 Err(d) => {
                     out.add_rejection(format!("tp={tp},pp={pp}"), *d);
                     continue;
                 }
             };
-            let problems = mapping.check_fit(&q.logical.model_extents());
-            let ranked = if problems.is_empty() {
-                match simulated.get_or_insert_with(|| simulate_cached(q, &mapping, cache.as_mut())) {
-                    Ok(p) => rank_mapping(q, &mapping, decode, p),
-                    Err(ds) => Err(ds.clone()),
-                }
-            } else {
-                Err(problems)
-            };
-            match ranked {
+            match simulator.rank(&mapping, decode) {
                 Ok(ranked) => {
                     out.legal += 1;
                     out.best.push(ranked);
@@ -189,13 +135,52 @@ pub fn estimate_mapping(
     mapping: &Mapping,
     decode: DecodePlacement,
 ) -> Result<RankedMapping, Diagnostics> {
-    let problems = mapping.check_fit(&q.logical.model_extents());
-    if !problems.is_empty() {
-        return Err(problems);
-    }
-    let mut ranked = simulate_mapping(q, mapping).and_then(|p| rank_mapping(q, mapping, decode, &p))?;
+    let needed = find_call(q).map(|(_, phases)| without_unused_phases(q.logical, phases))?;
+    // The cache covers the mappings of a search alone.
+    let mut simulator = Simulator { cache: None, ..Simulator::new(q, Some(&needed)) };
+    let mut ranked = simulator.rank(mapping, decode)?;
     name_intervals(q, &mut ranked);
     Ok(ranked)
+}
+
+/// Estimates a mapping with the phases of pixels in every place, the shortest period first; with equal
+/// periods, the earlier of [`DecodePlacement::ALL`]. A place is missing if it does not fit the devices'
+/// memory or needs more devices than the query has. Empty for a model whose phases of pixels are no
+/// programs of the plan.
+///
+/// # Errors
+/// Returns why the mapping fits no place.
+pub fn compare_places(q: &MappingQuery<'_>, mapping: &Mapping) -> Result<Vec<RankedMapping>, Diagnostics> {
+    if q.pixels.is_none() {
+        return Ok(Vec::new());
+    }
+    let (_, phases) = find_call(q)?;
+    let needed = without_unused_phases(q.logical, phases);
+    let mut simulator = Simulator { cache: None, ..Simulator::new(q, Some(&needed)) };
+    let (mut out, mut problems): (Vec<RankedMapping>, Diagnostics) = (Vec::new(), Vec::new());
+    for decode in DecodePlacement::ALL {
+        let devices = mapping.mesh.mesh_size() + decode.outside_ranks();
+        if !decode.is_valid_for(&q.media) || devices > q.devices {
+            continue;
+        }
+        let placed = Mapping { media: media_key(q, decode), ..mapping.clone() };
+        match simulator.rank(&placed, decode) {
+            Ok(ranked) => out.push(ranked),
+            // A mapping that does not fit the model fits in no place, for the same reasons.
+            Err(ds) if problems.is_empty() => problems = ds,
+            Err(_) => {}
+        }
+    }
+    out.sort_by(|a, b| a.period.ns.total_cmp(&b.period.ns));
+    if out.is_empty() { Err(problems) } else { Ok(out) }
+}
+
+/// Returns the mapping's key for a placement. Without programs of pixels the key has no effect.
+fn media_key(q: &MappingQuery<'_>, decode: DecodePlacement) -> MediaPlacement {
+    match q.pixels {
+        Some(_) => decode.media().unwrap_or_default(),
+        None => MediaPlacement::Leader,
+    }
 }
 
 /// Maximum number of row chunks unless pinned: more of them hide little more time, and matmuls with
@@ -242,8 +227,15 @@ fn candidate_placements(q: &MappingQuery<'_>, ranks: u32) -> Vec<(Topology, Deco
             continue;
         }
         for decode in DecodePlacement::ALL {
-            let offered = decode.is_valid_for(&q.media) && decode.outside_ranks() == topology.outside_ranks();
-            if q.pins.decode.map_or(offered, |d| d == decode) {
+            // Unless the user wants it there, a leader that runs no phases of pixels needs no device.
+            let is_outside_pinned = q.pixels.is_some() && q.pins.media == Some(MediaPlacement::Outside);
+            let placed = decode.outside_ranks() == topology.outside_ranks()
+                || is_outside_pinned
+                || q.pins.topology.is_some() && decode.fits_topology(&q.media, topology);
+            let devices = ranks + topology.outside_ranks().max(decode.outside_ranks());
+            let offered = decode.is_valid_for(&q.media) && placed && devices <= q.devices;
+            let is_pinned = q.pins.media.is_none_or(|m| q.pixels.is_none() || decode.media() == Some(m));
+            if is_pinned && q.pins.decode.map_or(offered, |d| d == decode) {
                 for outstanding in q.pins.outstanding.map_or(1..=2, |n| n..=n) {
                     out.push((topology, decode, outstanding));
                 }
@@ -297,6 +289,64 @@ impl SimulatedMesh {
     }
 }
 
+/// Simulates the generator of meshes, and prices what runs around it.
+struct Simulator<'a> {
+    q: &'a MappingQuery<'a>,
+    cache: Option<LoweringCache<'a>>,
+    pixels: Option<PixelPrices<'a>>,
+    stage_costs: Option<StageCosts>,
+    /// Simulated meshes by the blocks of their stages, for one mesh and strategy.
+    meshes: BTreeMap<Vec<u64>, Result<SimulatedMesh, Diagnostics>>,
+}
+
+impl<'a> Simulator<'a> {
+    /// Creates a simulator. With the model of the call alone it simulates from cached lowerings.
+    fn new(q: &'a MappingQuery<'a>, needed: Option<&'a LogicalModel>) -> Simulator<'a> {
+        Simulator {
+            q,
+            cache: needed.map(|l| LoweringCache::new(l, q.dtype, q.machine)),
+            pixels: q.pixels.map(|model| PixelPrices::new(model, q.machine, q.dtype)),
+            stage_costs: needed.map(StageCosts::from_model),
+            meshes: BTreeMap::new(),
+        }
+    }
+
+    /// Estimates a mapping with a placement of its phases of pixels.
+    fn rank(&mut self, mapping: &Mapping, decode: DecodePlacement) -> Result<RankedMapping, Diagnostics> {
+        let q = self.q;
+        let problems = mapping.check_fit(&q.logical.model_extents());
+        if !problems.is_empty() {
+            return Err(problems);
+        }
+        // A leader inside the mesh can use a GPU outside of it.
+        let fits = q.pixels.is_some() || decode.fits_topology(&q.media, mapping.topology);
+        if !decode.is_valid_for(&q.media) || !fits {
+            return Err(vec![invalid_placement(q, mapping, decode)]);
+        }
+        let (tp, pp) = (mapping.mesh.axis_size(Axis::Tp), mapping.mesh.axis_size(Axis::Pp));
+        let placed = match &mut self.pixels {
+            Some(prices) if mapping.media.is_in_calls() => prices.of_ranks(tp, mapping.media)?,
+            _ => {
+                RankPixels { times: q.media.shared_times(mapping.mesh.mesh_size()), ..RankPixels::default() }
+            }
+        };
+        let mut mapping = mapping.clone();
+        if let (true, Some(costs)) = (mapping.blocks.is_empty(), self.stage_costs) {
+            let pixels = self.pixels.as_ref().map_or(0, |p| p.flops_per_pass(tp, mapping.media));
+            mapping.blocks = costs.with_pixels(pixels).split_blocks(u64::from(pp));
+        }
+        if !self.meshes.contains_key(&mapping.blocks) {
+            let simulated = simulate_cached(q, &mapping, self.cache.as_mut());
+            self.meshes.insert(mapping.blocks.clone(), simulated);
+        }
+        match self.meshes.get(&mapping.blocks) {
+            Some(Ok(mesh)) => rank_mapping(q, &mapping, decode, mesh, &placed),
+            Some(Err(ds)) => Err(ds.clone()),
+            None => Err(Vec::new()),
+        }
+    }
+}
+
 /// Does the same as [`simulate_mapping`], from a few cached lowerings if possible.
 fn simulate_cached(
     q: &MappingQuery<'_>,
@@ -304,23 +354,33 @@ fn simulate_cached(
     cache: Option<&mut LoweringCache<'_>>,
 ) -> Result<SimulatedMesh, Diagnostics> {
     let (call, phases) = find_call(q)?;
-    if let Some(scored) = cache.and_then(|s| s.mesh_schedule(mapping.mesh, (mapping.strategy, mapping.overlap_chunks)))
+    let split = (mapping.strategy, mapping.overlap_chunks);
+    if let Some(scored) = cache.and_then(|s| s.mesh_schedule(mapping.mesh, split, &mapping.blocks))
         // If the simulation of the cached schedule fails, that of the whole program gives the
         // diagnostic.
         && let Ok(estimate) = call::simulate_call(&scored.schedule, call, phases, q.machine)
     {
-        return Ok(SimulatedMesh::new(scored.blocks, estimate, scored.role_memory));
+        return Ok(SimulatedMesh::new(mapping.blocks.clone(), estimate, scored.role_memory));
     }
     simulate_mapping(q, mapping)
 }
 
 fn simulate_mapping(q: &MappingQuery<'_>, mapping: &Mapping) -> Result<SimulatedMesh, Diagnostics> {
     let (call, phases) = find_call(q)?;
-    let inside = Topology::Mesh;
-    let mut mapping = Mapping { topology: inside, devices: Vec::new(), ..mapping.clone() };
+    let mut mapping = generator_alone(mapping);
     let bundle = lower(&without_unused_phases(q.logical, phases), &mut mapping)?;
     let estimate = estimate_call(&bundle, call, phases, q.machine, false).map_err(|d| vec![*d])?;
     Ok(SimulatedMesh::new(mapping.blocks, estimate, memory_by_role(&bundle)))
+}
+
+/// Returns the mapping of the mesh alone, without a leader outside of it and without phases of pixels.
+fn generator_alone(mapping: &Mapping) -> Mapping {
+    Mapping {
+        topology: Topology::Mesh,
+        media: MediaPlacement::Leader,
+        devices: Vec::new(),
+        ..mapping.clone()
+    }
 }
 
 fn find_call<'a>(q: &'a MappingQuery<'_>) -> Result<(&'a str, &'a [String]), Diagnostics> {
@@ -354,20 +414,24 @@ fn rank_mapping(
     mapping: &Mapping,
     decode: DecodePlacement,
     p: &SimulatedMesh,
+    placed: &RankPixels,
 ) -> Result<RankedMapping, Diagnostics> {
-    if !decode.is_valid_for(&q.media) || decode.outside_ranks() != mapping.topology.outside_ranks() {
-        return Err(vec![invalid_placement(q, mapping, decode)]);
-    }
-    let kept = p.memory.total_bytes().0 as f64 + q.machine.reserved_bytes();
+    let memory = p.memory.with_phases(&placed.memory);
+    let kept = memory.total_bytes().0 as f64 + q.machine.reserved_bytes();
     let has = q.machine.cluster.device.memory_bytes.value;
     if kept > has {
-        return Err(vec![insufficient_memory(q, mapping, p)]);
+        return Err(vec![insufficient_memory(q, mapping, &memory)]);
     }
     // Commit follows done; the messages before it are hidden if a second call is in flight and
     // waits for no context.
     let messages = if mapping.max_outstanding > 1 && !q.media.coupled { 2.0 } else { 4.0 };
     let ranks = mapping.mesh.mesh_size();
-    let pace = stream_period(p.call.ns + messages * q.message_ns, ranks, &q.media, decode);
+    // Replicas have prices of their own where the phases are programs of the plan.
+    let media = match decode {
+        DecodePlacement::Replicas => MediaCosts { device: placed.times, ..q.media },
+        _ => q.media,
+    };
+    let pace = stream_period(p.call.ns + messages * q.message_ns, &media, &placed.times, decode);
     if let Objective::Deadline(Nanoseconds(deadline)) = q.objective
         && pace.ns > deadline as f64
     {
@@ -377,12 +441,22 @@ fn rank_mapping(
     Ok(RankedMapping {
         mapping: Mapping { blocks: p.blocks.clone(), ..mapping.clone() },
         decode,
-        devices: ranks + mapping.topology.outside_ranks(),
+        devices: ranks + mapping.topology.outside_ranks().max(decode.outside_ranks()),
+        pixels: match decode {
+            DecodePlacement::AllRanks | DecodePlacement::AnchorShared | DecodePlacement::Replicas => {
+                placed.times
+            }
+            DecodePlacement::LeaderCpu => q.media.leader.map_or(q.media.device, |l| l.times),
+            DecodePlacement::OnMesh
+            | DecodePlacement::Serial
+            | DecodePlacement::AnchorFirst
+            | DecodePlacement::Overlapped => q.media.device,
+        },
         call: p.call.clone(),
         period: pace,
         latency_ns: pace.latency_ns + ahead,
         fps: q.frames as f64 / (pace.ns * 1e-9),
-        memory: p.memory,
+        memory,
         computing_ranks: p.computing_ranks,
     })
 }
@@ -390,7 +464,7 @@ fn rank_mapping(
 fn invalid_placement(q: &MappingQuery<'_>, mapping: &Mapping, decode: DecodePlacement) -> Diagnostic {
     let fitting: Vec<&str> = DecodePlacement::ALL
         .into_iter()
-        .filter(|d| d.is_valid_for(&q.media) && d.outside_ranks() == mapping.topology.outside_ranks())
+        .filter(|d| d.is_valid_for(&q.media) && d.fits_topology(&q.media, mapping.topology))
         .map(DecodePlacement::name)
         .collect();
     let chunks = if q.media.coupled { "coupled" } else { "not coupled" };
@@ -402,9 +476,8 @@ fn invalid_placement(q: &MappingQuery<'_>, mapping: &Mapping, decode: DecodePlac
     if fitting.is_empty() { d } else { d.with_hint(format!("possible placements: {}", fitting.join(", "))) }
 }
 
-fn insufficient_memory(q: &MappingQuery<'_>, mapping: &Mapping, p: &SimulatedMesh) -> Diagnostic {
+fn insufficient_memory(q: &MappingQuery<'_>, mapping: &Mapping, m: &RankMemory) -> Diagnostic {
     let has = Bytes(q.machine.cluster.device.memory_bytes.value as u64);
-    let m = &p.memory;
     Diagnostic::error(
         &T1230,
         format!(
@@ -469,7 +542,7 @@ fn mean_computing_ranks(call: &CallEstimate) -> f64 {
 /// Repeats the simulation with names, for a chart.
 fn name_intervals(q: &MappingQuery<'_>, ranked: &mut RankedMapping) {
     let Ok((call, phases)) = find_call(q) else { return };
-    let mut inside = Mapping { topology: Topology::Mesh, devices: Vec::new(), ..ranked.mapping.clone() };
+    let mut inside = generator_alone(&ranked.mapping);
     let bundle = lower(&without_unused_phases(q.logical, phases), &mut inside);
     if let Ok(named) =
         bundle.and_then(|b| estimate_call(&b, call, phases, q.machine, true).map_err(|d| vec![*d]))
@@ -491,7 +564,7 @@ impl VideoSearchResult {
 
 #[cfg(test)]
 mod tests {
-    use tessera_cost::Profile;
+    use tessera_cost::{MachineModel, Profile};
     use tessera_mesh::catalog;
     use tessera_models::{MediaPhases, VideoModel, build_phases, list_calls};
 
@@ -538,9 +611,10 @@ mod tests {
                 let bundle = lower(l, &mut mapping).unwrap();
                 let estimate = estimate_call(&bundle, &call.0, &call.1, machine, false).unwrap();
                 let bytes = memory_by_role(&bundle);
-                let Some(scored) = shelf.mesh_schedule(mapping.mesh, cut) else { continue };
+                let blocks = StageCosts::from_model(l).split_blocks(u64::from(pp));
+                let Some(scored) = shelf.mesh_schedule(mapping.mesh, cut, &blocks) else { continue };
                 fast += 1;
-                assert_eq!(scored.blocks, mapping.blocks, "{words}");
+                assert_eq!(blocks, mapping.blocks, "{words}");
                 assert_eq!(scored.role_memory, bytes, "{words}");
                 let ranks: Vec<_> = bundle.roles.iter().map(|r| r.ranks.clone()).collect();
                 assert_eq!(scored.schedule.roles, ranks, "{words}");

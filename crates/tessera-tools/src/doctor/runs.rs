@@ -407,6 +407,7 @@ impl MitigationPricer<'_> {
             overlap_chunks: Some(m.overlap_chunks),
             topology: Some(m.topology),
             decode: None,
+            media: Some(m.media),
             outstanding: Some(m.max_outstanding),
         }
     }
@@ -417,7 +418,7 @@ impl MitigationPricer<'_> {
         let mut cluster = roomy.machine.cluster.clone();
         cluster.device.memory_bytes.value *= 1e4;
         roomy.machine = MachineModel::new(cluster, roomy.machine.profile.clone());
-        search_with_pins(&roomy, pins, |_, outcome| outcome.best.into_iter().next())
+        search_with_pins(&roomy, pins, |_, outcome| outcome.best.into_iter().next()).ok().flatten()
     }
 
     fn price_unchanged(&self) -> Option<RankedMapping> {
@@ -560,9 +561,10 @@ impl MitigationPricer<'_> {
         if self.mapping.numerics == Numerics::Standard {
             let fixed = Mapping { numerics: Numerics::MeshInvariant, ..self.mapping.clone() };
             let after = before.and_then(|b| {
-                search_with_pins(&self.query, &self.own_pins(), |q, _| {
+                let found = search_with_pins(&self.query, &self.own_pins(), |q, _| {
                     video::estimate_mapping(q, &fixed, b.decode).ok()
-                })
+                });
+                found.ok().flatten()
             });
             out.push(Mitigation {
                 action: "pin algorithms".to_string(),

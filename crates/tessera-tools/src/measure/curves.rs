@@ -234,6 +234,8 @@ curves noisy; measure again when the machine is idle",
             ],
             host_bytes: held,
             host_bytes_per_s: host_rate,
+            // The ranks are the cores of the host.
+            host_flops_per_s: None,
             profile: "tessera".to_string(),
             measured: true,
         }

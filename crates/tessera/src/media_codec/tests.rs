@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 
 use tessera_base::Diagnostics;
 use tessera_models::{VaeConfig, WordEncoder};
-use tessera_plan::Mapping;
+use tessera_plan::{Mapping, MediaPlacement};
 use tessera_weights::{WeightFiles, WeightSet};
 
 use super::*;
+use crate::leader_memory::LeaderMemory;
+use crate::pixel_placement::place_pixels;
 use crate::plan::plan_model;
 use crate::text_encoder::PromptEncoder;
 use crate::video_encoder::VideoEncoder;
@@ -27,8 +29,14 @@ struct VaeCase {
 
 impl VaeCase {
     fn open(dir: &Path, regime: &str) -> VaeCase {
+        VaeCase::open_with_width(dir, regime, None)
+    }
+
+    /// Opens a case, with more channels than the file's if a width is given.
+    fn open_with_width(dir: &Path, regime: &str, base_dim: Option<u64>) -> VaeCase {
         let config = std::fs::read_to_string(dir.join("vae/config.json")).unwrap();
-        let vae = VaeConfig::parse("vae/config.json", &config).unwrap();
+        let mut vae = VaeConfig::parse("vae/config.json", &config).unwrap();
+        vae.base_dim = base_dim.unwrap_or(vae.base_dim);
         let decoder = format!("[input]\nvideo = true\n[decoder]\nkind = \"wan_vae\"\n{}", vae_table(&vae));
         VaeCase::with_decoder(dir, regime, &decoder)
     }
@@ -54,8 +62,12 @@ impl VaeCase {
     }
 
     fn load_codec(&self) -> MediaCodec {
+        self.load_codec_from(WeightsBase::Files)
+    }
+
+    fn load_codec_from(&self, weights: WeightsBase) -> MediaCodec {
         let words = WordEncoder::new("a\n", vec![1.0], 1, 2).unwrap();
-        let vae = self.open_weights().unwrap_or_else(|ds| panic!("{ds:#?}"));
+        let vae = self.open_weights_from(weights).unwrap_or_else(|ds| panic!("{ds:#?}"));
         let text = PromptRows::load(&self.plan, PromptEncoder::Words(words)).unwrap();
         let mut codec = MediaCodec::load(&self.plan, text, Some(vae), None).unwrap();
         codec.poison_temporaries();
@@ -63,8 +75,12 @@ impl VaeCase {
     }
 
     fn open_weights(&self) -> Result<VaeWeights, Diagnostics> {
+        self.open_weights_from(WeightsBase::Files)
+    }
+
+    fn open_weights_from(&self, weights: WeightsBase) -> Result<VaeWeights, Diagnostics> {
         let video = &self.plan.video;
-        VaeWeights::open(&self.dir, &video.wan, &video.stream, WeightsBase::Files)
+        VaeWeights::open(&self.dir, &video.wan, &video.stream, weights)
     }
 
     fn load_encoder(&self) -> VideoEncoder {
@@ -277,4 +293,38 @@ fn a_late_context_does_not_decode_a_latent_twice() {
         (decoded, context, next)
     };
     assert!(decode(false) == decode(true));
+}
+
+#[test]
+fn programs_for_a_gpu_outside_of_the_mesh_decode_the_same_pixels() {
+    let mut leader = VaeCase::open(&fixture(), "recompute");
+    let mut by_leader = leader.load_codec();
+    let outside = Mapping { media: MediaPlacement::Outside, ..Mapping::default() };
+    leader.plan = plan_model(&leader.plan.video, "vae", "", &outside).unwrap();
+    // The programs are those of a device, captured as graphs, and no call contains them.
+    let decode = leader.plan.sealed.rank_program("decode.first", Rank(0)).unwrap();
+    assert!(decode.captured_graph().unwrap().is_some(), "the decode is captured");
+    let mut outside = leader.load_codec();
+    for chunk in 0..2 {
+        let latents = leader.chunk_latents(chunk);
+        let opens = chunk == 0;
+        let [a, b] = [&mut by_leader, &mut outside].map(|codec| {
+            let context = codec.build_context(chunk as u32, &latents, opens).unwrap();
+            (context, codec.decode_pixels(chunk as u32, &latents, opens).unwrap())
+        });
+        assert!(a == b, "chunk {chunk}");
+    }
+    // Nobody chooses a device for ranks on CPUs.
+    assert_eq!(place_pixels(&leader.plan, None).unwrap(), None);
+}
+
+#[test]
+fn the_leader_allocates_what_is_planned_for_its_programs() {
+    // Packed weights are padded to whole panels of columns, which counts for the few channels of the fixture.
+    let case = VaeCase::open_with_width(&fixture(), "recompute", Some(32));
+    let codec = case.load_codec_from(WeightsBase::Synthetic(1));
+    let planned = LeaderMemory::of_phases(&case.plan, |name| codec.loaded.contains_key(name));
+    let allocated: u64 = codec.backend.memory_bytes().iter().sum();
+    let deviation = allocated as f64 / planned.total_bytes() as f64 - 1.0;
+    assert!(deviation.abs() <= 0.05, "{:?} bytes of {planned:?}", codec.backend.memory_bytes());
 }
