@@ -62,7 +62,7 @@ pub fn memory_budget(
         axes[Axis::Tp as usize] = *tp;
         let mesh = Mesh::new(axes).map_err(|d| vec![*d])?;
         // Devices and blocks belong to the mesh of the mapping.
-        let mapping = Mapping { mesh, devices: Vec::new(), ..mapping.clone() };
+        let mapping = Mapping { mesh, devices: Vec::new(), blocks: Vec::new(), ..mapping.clone() };
         Ok(BudgetRow::from_plan(&plan_model(video, "", "", &mapping)?, on_gpus))
     };
     sizes.iter().map(plan_size).collect()

@@ -173,15 +173,13 @@ fn list_needed_parts(form: Form, stream: Option<&StreamConfig>) -> Vec<Part> {
             if stream.text != TextEncoder::Words {
                 needed.extend([Part::TextEncoder, Part::Tokenizer]);
             }
-            if stream.decoder != PixelDecoder::SpaceTimeDepth {
-                needed.push(Part::Vae);
-            }
+            needed.push(Part::Vae);
         }
         _ => needed = Part::PUBLISHED.to_vec(),
     }
-    if let Some(stream) = stream.filter(|s| s.decoder == PixelDecoder::Tiny) {
+    if let Some(stream) = stream {
         needed.retain(|part| *part != Part::Vae || stream.uses_vae());
-        needed.push(Part::TinyDecoder);
+        needed.extend((stream.decoder == PixelDecoder::Tiny).then_some(Part::TinyDecoder));
     }
     needed
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
-use tessera_models::TEXT_DEVICE_PHASE;
+use tessera_models::{TEXT_DEVICE_PHASE, TEXT_PHASE};
 
 use crate::plan::{Plan, leader_phases};
 
@@ -19,7 +19,7 @@ pub struct LeaderMemory {
     /// Bytes of distinct buffers: the histories of a VAE.
     #[serde(rename = "buffers_bytes")]
     pub buffers: u64,
-    /// Bytes of the slots of the largest phase.
+    /// Bytes of the slots of each backend's largest phase.
     #[serde(rename = "temporaries_bytes")]
     pub temporaries: u64,
 }
@@ -34,7 +34,8 @@ impl LeaderMemory {
 
     /// Sums the leader's programs of the phases that `is_counted` accepts.
     pub(crate) fn of_phases(plan: &Plan, is_counted: impl Fn(&str) -> bool) -> LeaderMemory {
-        let (mut weights, mut buffers, mut temporaries) = (BTreeMap::new(), BTreeMap::new(), 0);
+        let (mut weights, mut buffers) = (BTreeMap::new(), BTreeMap::new());
+        let mut temporaries = BTreeMap::new();
         for name in leader_phases(&plan.sealed).filter(|name| is_counted(name)) {
             let (Some(p), Some(slots)) =
                 (plan.sealed.rank_program(name, Rank(0)), plan.sealed.rank_slots(name, Rank(0)))
@@ -43,9 +44,12 @@ impl LeaderMemory {
             };
             weights.extend(weight_bytes(p));
             buffers.extend(p.buffers.iter().map(|b| (b.name.as_str(), b.ty.byte_size().0)));
-            temporaries = slots.slot_bytes.iter().copied().fold(0, u64::saturating_add).max(temporaries);
+            let bytes = slots.slot_bytes.iter().copied().fold(0, u64::saturating_add);
+            let most: &mut u64 = temporaries.entry(backend_of(name)).or_default();
+            *most = bytes.max(*most);
         }
         let sum = |of: BTreeMap<&str, u64>| of.into_values().fold(0, u64::saturating_add);
+        let temporaries = sum(temporaries);
         LeaderMemory { weights: sum(weights), buffers: sum(buffers), temporaries }
     }
 
@@ -53,6 +57,16 @@ impl LeaderMemory {
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         [self.weights, self.buffers, self.temporaries].into_iter().fold(0, u64::saturating_add)
+    }
+}
+
+/// Returns which of the leader's backends runs a phase: that of prompts, of an input video, or of decoded
+/// pixels and anchors.
+fn backend_of(phase: &str) -> &'static str {
+    match phase {
+        TEXT_PHASE | TEXT_DEVICE_PHASE => "text",
+        "encode.open" | "encode.rest" => "video",
+        _ => "pixels",
     }
 }
 

@@ -52,14 +52,22 @@ pub(crate) fn place_pixels(
     let visible = &gpus.devices.as_ref().map_err(Clone::clone)?.gpus;
     let total = visible.get(gpu as usize).map_or(0, |g| g.memory.0);
     let free = free_bytes(&gpus.libraries, gpu).unwrap_or(total);
-    let memory =
-        LeaderMemory::of_phases(plan, |name| is_outside_phase(plan, name) && name != TEXT_DEVICE_PHASE);
-    let needed = memory.total_bytes().saturating_add(CudaBackend::overhead_bytes(0));
+    let needed = outside_bytes(plan);
     if needed > free {
         let what = format!("decode needs {}, and GPU {gpu} has {} free", Bytes(needed), Bytes(free));
         return Err(Diagnostic::error(&T0804, what).with_hint("use a smaller picture, or --media mesh"));
     }
     Ok(Some(gpu))
+}
+
+/// Returns the device memory of the phases of pixels on a GPU that no rank has; 0 if they run elsewhere.
+pub(crate) fn outside_bytes(plan: &Plan) -> u64 {
+    if plan.mapping.media != MediaPlacement::Outside {
+        return 0;
+    }
+    let is_pixels = |name: &str| is_outside_phase(plan, name) && name != TEXT_DEVICE_PHASE;
+    let memory = LeaderMemory::of_phases(plan, is_pixels);
+    memory.total_bytes().saturating_add(CudaBackend::overhead_bytes(0))
 }
 
 /// Returns the first visible GPU of the leader's host that no rank of the mesh has.

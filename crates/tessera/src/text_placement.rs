@@ -14,7 +14,7 @@ use crate::communicators::communicator_specs;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::model::Model;
-use crate::pixel_placement::find_free_gpu;
+use crate::pixel_placement::{find_free_gpu, outside_bytes};
 use crate::plan::Plan;
 use crate::stream_options::{TextDevice, TextOptions};
 use crate::weights_origin::WeightsBase;
@@ -87,28 +87,29 @@ fn find_text_gpu(plan: &Plan, gpus: &GpuDiscovery, first_rank_of_host: u32) -> R
     let total = visible.get(gpu as usize).map_or(0, |g| g.memory.0);
     let needs = MemoryNeeds {
         encoder: encoder_bytes(plan, program),
-        rank: if is_rank { rank_bytes(plan) } else { 0 },
+        others: if is_rank { rank_bytes(plan) } else { outside_bytes(plan) },
     };
     needs.check(gpu, free_bytes(&gpus.libraries, gpu).unwrap_or(total)).map(|()| gpu)
 }
 
-/// Bytes of a GPU that the encoder needs, and those that the rank there will need.
+/// Bytes of a GPU that the encoder needs, and those that the rank or the decoder there will need.
 #[derive(Debug, Clone, Copy)]
 struct MemoryNeeds {
     encoder: u64,
-    rank: u64,
+    others: u64,
 }
 
 impl MemoryNeeds {
     fn check(self, gpu: u32, free: u64) -> Result<(), Diagnostic> {
-        if self.encoder.saturating_add(self.rank) <= free {
+        if self.encoder.saturating_add(self.others) <= free {
             return Ok(());
         }
-        let rank = match self.rank {
+        let others = match self.others {
             0 => String::new(),
-            bytes => format!(" beside {} of rank 0", Bytes(bytes)),
+            bytes => format!(" beside {} of what else runs there", Bytes(bytes)),
         };
-        let what = format!("it needs {}{rank}, and GPU {gpu} has {} free", Bytes(self.encoder), Bytes(free));
+        let what =
+            format!("it needs {}{others}, and GPU {gpu} has {} free", Bytes(self.encoder), Bytes(free));
         Err(Diagnostic::error(&T0804, what)
             .with_hint("use --text-on cpu, or more GPUs, so that each rank holds less"))
     }
@@ -138,15 +139,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_encoder_must_fit_beside_the_rank() {
-        let needs = MemoryNeeds { encoder: 12 << 30, rank: 60 << 30 };
+    fn the_encoder_must_fit_beside_what_else_runs_there() {
+        let needs = MemoryNeeds { encoder: 12 << 30, others: 60 << 30 };
         assert!(needs.check(0, 72 << 30).is_ok());
         let refused = needs.check(3, (72 << 30) - 1).unwrap_err();
         assert_eq!(refused.code.id, "T0804");
-        for part in ["12.00 GiB", "60.00 GiB of rank 0", "GPU 3 has 72.00 GiB free"] {
+        for part in ["12.00 GiB", "60.00 GiB of what else runs there", "GPU 3 has 72.00 GiB free"] {
             assert!(refused.message.contains(part), "{}", refused.message);
         }
-        let alone = MemoryNeeds { rank: 0, ..needs }.check(1, 0).unwrap_err();
-        assert!(!alone.message.contains("rank 0"), "{}", alone.message);
+        let alone = MemoryNeeds { others: 0, ..needs }.check(1, 0).unwrap_err();
+        assert!(!alone.message.contains("beside"), "{}", alone.message);
     }
 }

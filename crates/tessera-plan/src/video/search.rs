@@ -222,10 +222,6 @@ fn candidate_placements(q: &MappingQuery<'_>, ranks: u32) -> Vec<(Topology, Deco
         None => vec![Topology::Mesh, outside],
     };
     for topology in topologies {
-        let used = ranks + topology.outside_ranks();
-        if used > q.devices || used < q.min_devices {
-            continue;
-        }
         for decode in DecodePlacement::ALL {
             // Unless the user wants it there, a leader that runs no phases of pixels needs no device.
             let is_outside_pinned = q.pixels.is_some() && q.pins.media == Some(MediaPlacement::Outside);
@@ -233,9 +229,10 @@ fn candidate_placements(q: &MappingQuery<'_>, ranks: u32) -> Vec<(Topology, Deco
                 || is_outside_pinned
                 || q.pins.topology.is_some() && decode.fits_topology(&q.media, topology);
             let devices = ranks + topology.outside_ranks().max(decode.outside_ranks());
-            let offered = decode.is_valid_for(&q.media) && placed && devices <= q.devices;
+            let fits = (q.min_devices..=q.devices).contains(&devices);
+            let offered = decode.is_valid_for(&q.media) && placed;
             let is_pinned = q.pins.media.is_none_or(|m| q.pixels.is_none() || decode.media() == Some(m));
-            if is_pinned && q.pins.decode.map_or(offered, |d| d == decode) {
+            if fits && is_pinned && q.pins.decode.map_or(offered, |d| d == decode) {
                 for outstanding in q.pins.outstanding.map_or(1..=2, |n| n..=n) {
                     out.push((topology, decode, outstanding));
                 }

@@ -17,8 +17,10 @@ pub(crate) const PREFIX: &str = "decoder.";
 
 /// Beginnings of the names of published files whose tensors have the shapes of [`FILES`] and that decode other
 /// latents, each with what they decode.
-const FILES_OF_OTHERS: [(&str, &str); 4] = [
+const FILES_OF_OTHERS: [(&str, &str); 6] = [
+    ("taehv1_5", "the latents of HunyuanVideo 1.5"),
     ("taehv", "the latents of HunyuanVideo"),
+    ("taeos1_3", "the latents of Open-Sora 1.3"),
     ("taecvx", "the latents of CogVideoX"),
     ("lighttaehy", "the latents of HunyuanVideo"),
     ("lighttaew2_1", "latents before their mean and standard deviation are removed"),
