@@ -100,15 +100,9 @@ impl MachineModel {
     /// Returns the time of a GEMM of `m` rows, `n` columns and inner dim `k`.
     #[must_use]
     pub fn gemm_ns(&self, m: f64, n: f64, k: f64, p: Precision) -> f64 {
-        if m * n * k <= 0.0 {
-            return 0.0;
-        }
-        let q = self.compute_precision(p);
-        let curve = self.curves.gemm_curve(q);
-        let flops_ns = 2.0 * m * n * k / (self.peak_flops_per_ns(q) * curve.efficiency(m, n, k));
         let bytes = (m * k + n * k) * p.element_bytes()
             + m * n * p.element_bytes().max(Precision::Bf16.element_bytes());
-        curve.start_ns + flops_ns.max(self.bandwidth_ns(bytes))
+        self.multiply_ns([m, n, k], bytes, p)
     }
 
     /// Returns the time of a convolution that is computed as an implicit GEMM: `m` cells, `n` output channels
@@ -116,6 +110,10 @@ impl MachineModel {
     /// result, about once, because neighbourhoods overlap.
     #[must_use]
     pub fn convolution_ns(&self, m: f64, n: f64, k: f64, bytes: f64, p: Precision) -> f64 {
+        self.multiply_ns([m, n, k], bytes, p)
+    }
+
+    fn multiply_ns(&self, [m, n, k]: [f64; 3], bytes: f64, p: Precision) -> f64 {
         if m * n * k <= 0.0 {
             return 0.0;
         }

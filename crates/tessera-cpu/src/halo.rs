@@ -20,7 +20,7 @@ pub const fn contribution_bytes(halo_bytes: u64) -> u64 {
 /// Returns the contribution of member `me`: the first and the last row of each frame of `x`, which has `rows`
 /// rows of `row` elements per frame, and the digests of both.
 #[must_use]
-pub fn edge_rows(x: &[f32], me: usize, (rows, row): (usize, usize)) -> Vec<f32> {
+pub fn collect_edge_rows(x: &[f32], me: usize, (rows, row): (usize, usize)) -> Vec<f32> {
     let frame_len = (rows * row).max(1);
     let edge = |at: usize| x.chunks_exact(frame_len).map(move |frame| &frame[at * row..][..row]);
     let last = rows.saturating_sub(1);
@@ -36,11 +36,11 @@ pub fn edge_rows(x: &[f32], me: usize, (rows, row): (usize, usize)) -> Vec<f32> 
 }
 
 /// Writes the halo of member `me`: for each frame the last row of the member before and the first row of the
-/// member after, or zeros. Each view holds the [`edge_rows`] of a member. Returns what the halo must be.
+/// member after, or zeros. Each view holds the [`collect_edge_rows`] of a member. Returns what the halo must be.
 ///
 /// # Panics
 /// Panics if a view has another length than a contribution.
-pub fn halo_rows(out: &mut [f32], views: &[&[f32]], me: usize, row: usize) -> ExpectedHalo {
+pub fn write_halo(out: &mut [f32], views: &[&[f32]], me: usize, row: usize) -> ExpectedHalo {
     let owners = find_owners(me, views.len());
     for (side, owner) in owners.iter().enumerate() {
         let view = owner.map(|owner| (views[owner.member], owner.edge));
@@ -144,24 +144,24 @@ mod tests {
     const SHARDS: [(&[f32], usize); 3] =
         [(&[1.0, 2.0, 11.0, 12.0], 2), (&[3.0, 13.0], 1), (&[4.0, 5.0, 14.0, 15.0], 2)];
 
-    fn contributions() -> Vec<Vec<f32>> {
-        SHARDS.iter().enumerate().map(|(m, (x, rows))| edge_rows(x, m, (*rows, 1))).collect()
+    fn build_contributions() -> Vec<Vec<f32>> {
+        SHARDS.iter().enumerate().map(|(m, (x, rows))| collect_edge_rows(x, m, (*rows, 1))).collect()
     }
 
-    fn receive(views: &[Vec<f32>], me: usize) -> (Vec<f32>, ExpectedHalo) {
+    fn receive_halo(views: &[Vec<f32>], me: usize) -> (Vec<f32>, ExpectedHalo) {
         let views: Vec<&[f32]> = views.iter().map(Vec::as_slice).collect();
         let mut out = vec![f32::NAN; 4];
-        let expected = halo_rows(&mut out, &views, me, 1);
+        let expected = write_halo(&mut out, &views, me, 1);
         (out, expected)
     }
 
     #[test]
     fn a_halo_holds_the_rows_beside_a_shard() {
-        let edges = contributions();
+        let edges = build_contributions();
         assert!(edges.iter().all(|e| e.len() as u64 * 4 == contribution_bytes(16)));
         let halos = [[0.0, 3.0, 0.0, 13.0], [2.0, 4.0, 12.0, 14.0], [3.0, 0.0, 13.0, 0.0]];
         for (me, halo) in halos.iter().enumerate() {
-            let (out, expected) = receive(&edges, me);
+            let (out, expected) = receive_halo(&edges, me);
             assert_eq!(out, halo);
             assert_eq!(expected.find_difference(&out, 1), None);
         }
@@ -170,9 +170,9 @@ mod tests {
     // proves: G-14
     #[test]
     fn swapped_and_changed_rows_are_found_on_every_side() {
-        let edges = contributions();
+        let edges = build_contributions();
         for me in 0..3 {
-            let (mut out, expected) = receive(&edges, me);
+            let (mut out, expected) = receive_halo(&edges, me);
             swap_sides(&mut out, 1);
             let text = expected.find_difference(&out, 1).unwrap_or_default();
             assert!(text.contains("swapped"), "member {me}: {text}");
@@ -189,17 +189,17 @@ mod tests {
 
     #[test]
     fn rows_of_another_member_and_wrong_copies_of_rows_are_found() {
-        let (good, mut edges) = (contributions(), contributions());
+        let (good, mut edges) = (build_contributions(), build_contributions());
         edges.swap(0, 2);
-        let (out, expected) = receive(&edges, 1);
+        let (out, expected) = receive_halo(&edges, 1);
         let text = expected.find_difference(&out, 1).unwrap_or_default();
         assert_eq!(text, "the rows above this shard are not the last rows of member 0");
         // The sender copies its second last row in place of the last one.
         edges = good;
         edges[0][1] = 1.0;
-        let (out, expected) = receive(&edges, 1);
+        let (out, expected) = receive_halo(&edges, 1);
         assert!(expected.find_difference(&out, 1).is_some());
-        let same = receive(&contributions(), 0).1;
+        let same = receive_halo(&build_contributions(), 0).1;
         assert_eq!(same.find_difference(&[0.0, 3.0, 0.0, 13.0], 1), None);
     }
 }

@@ -35,7 +35,7 @@ use labels::{
     compare_parts, decode_label, devices_label, mapping_label, pins_label, rank_memory_bytes, sent_label,
     summary_line, time_parts, with_class_prefix,
 };
-use pixels::{pixels_in_calls, program_costs};
+use pixels::{estimate_program_costs, pixels_in_calls};
 
 /// Time of one message between leader and workers in nanoseconds: a lockstep message between
 /// processes of one host, measured on two cores.
@@ -162,7 +162,7 @@ impl QueryModels {
             return Ok(build_question(query, &self.beside, &self.call, media));
         };
         let pixels = PixelModel { logical, call: &self.call };
-        let media = program_costs(query, &self.beside, pixels)?;
+        let media = estimate_program_costs(query, &self.beside, pixels)?;
         let question = build_question(query, &self.beside, &self.call, media);
         Ok(MappingQuery { pixels: Some(pixels), ..question })
     }

@@ -25,7 +25,7 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
                 let recaches = if text { recache_sizes(m, fill, rebase) } else { vec![0] };
                 out.extend(recaches.into_iter().map(|recached| {
                     let call = ChunkCall { fill, video, text, recached, rebase };
-                    (call.name(m), call.phases(m, media))
+                    (call.format_name(m), call.list_phases(m, media))
                 }));
             }
         }
@@ -60,7 +60,7 @@ struct ChunkCall {
 }
 
 impl ChunkCall {
-    fn name(&self, m: &VideoModel) -> String {
+    fn format_name(&self, m: &VideoModel) -> String {
         let flag = |is_set: bool, suffix: &'static str| if is_set { suffix } else { "" };
         format!(
             "chunk.fill{}{}{}{}{}{}",
@@ -73,7 +73,7 @@ impl ChunkCall {
         )
     }
 
-    fn phases(&self, m: &VideoModel, media: MediaPhases) -> Vec<String> {
+    fn list_phases(&self, m: &VideoModel, media: MediaPhases) -> Vec<String> {
         let fill = self.fill;
         let resident = m.context_regime() == ContextRegime::Resident;
         let mut phases: Vec<String> = Vec::new();

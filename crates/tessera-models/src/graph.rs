@@ -52,17 +52,15 @@ pub fn build_phases(m: &VideoModel, media: MediaPhases) -> Vec<Program> {
             out.push(decode_phase(m));
             out.extend(needs_anchor.then(|| encode_phase(m)));
         }
-        PixelDecoder::WanVae | PixelDecoder::Tiny => {
-            out.extend(match m.stream.decoder {
-                PixelDecoder::Tiny => tiny_decode_programs(m, &m.stream.tiny, media),
-                _ => decode_programs(m, &m.stream.vae, media),
-            });
-            out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae, media)));
-            if m.stream.takes_video {
-                out.extend(encode_video_programs(m, &m.stream.vae));
-            }
-        }
+        PixelDecoder::WanVae => out.extend(decode_programs(m, &m.stream.vae, media)),
+        PixelDecoder::Tiny => out.extend(tiny_decode_programs(m, &m.stream.tiny, media)),
         PixelDecoder::None => {}
+    }
+    if m.stream.decoder.is_causal() {
+        out.extend(needs_anchor.then(|| encode_anchor_program(m, &m.stream.vae, media)));
+        if m.stream.takes_video {
+            out.extend(encode_video_programs(m, &m.stream.vae));
+        }
     }
     if let Some(encoder) = &m.text_encoder {
         out.extend(encode_text_phases(encoder, m.wan.text_len));

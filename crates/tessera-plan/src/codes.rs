@@ -73,7 +73,8 @@ with a fused attention op applies the mask inside that op.";
 
     T0609: "model has no phases of pixels for this place",
     "With `media = \"mesh\"` or `\"replicas\"` the ranks decode each chunk and encode its anchor at the end of its call, from \
-programs of the plan. With `media = \"outside\"` the leader runs them beside the calls, on a GPU that no rank has. Only a model whose decoder is `wan_vae` or `tiny` has such programs: a lossless decoder \
+programs of the plan. With `media = \"outside\"` the leader runs them beside the \
+calls, on a GPU that no rank has. Only a model whose decoder is `wan_vae` or `tiny` has such programs: a lossless decoder \
 moves values without arithmetic, so the leader runs it, and a model without a decoder has no pixels. \
 Leave out `--media`, or write `media = \"leader\"`.";
 

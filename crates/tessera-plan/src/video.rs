@@ -17,7 +17,7 @@ mod search;
 pub use call::{CallEstimate, PhaseSpan, estimate_call};
 pub use memory::{RankMemory, memory_by_role};
 pub use period::{DecodePlacement, LeaderPixels, MediaCosts, MediaTimes, StreamPeriod, stream_period};
-pub use pixels::{PixelModel, device_times};
+pub use pixels::{PixelModel, estimate_device_times};
 pub use query::{MappingQuery, VideoPins};
 pub use representatives::RankClass;
 pub use search::{

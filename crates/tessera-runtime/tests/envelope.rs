@@ -201,7 +201,7 @@ fn a_new_prompt_recalls_every_chunk_of_the_ring() {
     assert!(codes(&swapped).contains(&"T0712"), "{:?}", codes(&swapped));
     let mut partial = e.clone();
     partial.meta.iter_mut().for_each(|m| drop(m.phases.drain(5..7)));
-    // The first row of the chunk already tells: the ring's head moves with the last recache.
+    // The first row of the chunk differs already, because the ring's head moves with the last recache.
     assert!(codes(&partial).contains(&"T0712"), "{:?}", codes(&partial));
 
     let same_prompt = steady.plan_chunk(&next, &recaches).expect("planned").meta;

@@ -10,7 +10,7 @@ use tessera_mesh::{Axis, Mesh, Rank};
 use tessera_models::VideoModel;
 use tessera_plan::Mapping;
 
-use crate::communicators::{CommunicatorSpec, communicator_specs};
+use crate::communicators::{CommunicatorSpec, shared_communicators};
 use crate::leader_memory::LeaderMemory;
 use crate::plan::{Plan, is_leader_phase, plan_model};
 
@@ -72,22 +72,19 @@ impl BudgetRow {
     /// Returns the budget of a plan's fullest rank of the mesh.
     #[must_use]
     pub fn from_plan(plan: &Plan, on_gpus: bool) -> BudgetRow {
-        let rows = plan.mesh_ranks().map(|rank| BudgetRow::of_rank(plan, rank, on_gpus));
+        let rows = plan.mesh_ranks().map(|rank| BudgetRow::from_rank(plan, rank, on_gpus));
         let fullest = rows.reduce(|a, b| if b.total_bytes > a.total_bytes { b } else { a });
-        fullest.unwrap_or_else(|| BudgetRow::of_rank(plan, Rank(0), on_gpus))
+        fullest.unwrap_or_else(|| BudgetRow::from_rank(plan, Rank(0), on_gpus))
     }
 
     /// Returns the budget of one rank.
     #[must_use]
-    pub fn of_rank(plan: &Plan, rank: Rank, on_gpus: bool) -> BudgetRow {
+    pub fn from_rank(plan: &Plan, rank: Rank, on_gpus: bool) -> BudgetRow {
         let sealed = &plan.sealed;
         let memory = sealed.rank_memory(rank).unwrap_or_default();
-        let histories = history_bytes(plan, rank).min(memory.buffers.0);
-        let joined = communicator_specs(sealed);
-        let joined = joined.iter().filter(|s| s.communicator.members.contains(&rank));
-        let joined: Vec<_> = joined.filter(|s| s.communicator.members.len() > 1).collect();
-        let arena =
-            |s: &&CommunicatorSpec| (s.layout.slots as u64).saturating_mul(s.layout.slot_bytes as u64);
+        let histories = sum_history_bytes(plan, rank).min(memory.buffers.0);
+        let joined = shared_communicators(sealed, rank);
+        let arena = |s: &CommunicatorSpec| (s.layout.slots as u64).saturating_mul(s.layout.slot_bytes as u64);
         let (exchange, libraries) = match on_gpus {
             true => (0, CudaBackend::overhead_bytes(joined.len())),
             false => (joined.iter().map(arena).fold(0, u64::saturating_add), 0),
@@ -105,13 +102,14 @@ impl BudgetRow {
             total_bytes: 0,
             leader_bytes: LeaderMemory::from_plan(plan).total_bytes(),
         };
-        row.total_bytes = row.uses().iter().map(|(_, bytes)| bytes.0).fold(0, u64::saturating_add);
+        row.total_bytes =
+            row.list_memory_uses().iter().map(|(_, bytes)| bytes.0).fold(0, u64::saturating_add);
         row
     }
 
     /// Returns the uses of a rank's memory, each with its column heading.
     #[must_use]
-    pub fn uses(&self) -> [(&'static str, Bytes); 7] {
+    pub fn list_memory_uses(&self) -> [(&'static str, Bytes); 7] {
         [
             ("weights", Bytes(self.weights_bytes)),
             ("KV caches", Bytes(self.caches_bytes)),
@@ -125,7 +123,7 @@ impl BudgetRow {
 }
 
 /// Returns the bytes of the buffers of a VAE in the calls of a rank.
-fn history_bytes(plan: &Plan, rank: Rank) -> u64 {
+fn sum_history_bytes(plan: &Plan, rank: Rank) -> u64 {
     let phases = plan.sealed.phase_names().iter().filter(|name| !is_leader_phase(&plan.sealed, name));
     let buffers = phases.filter_map(|name| plan.sealed.rank_program(name, rank)).flat_map(|p| &p.buffers);
     let own = buffers.filter(|b| b.name.starts_with(VAE_BUFFERS));

@@ -188,8 +188,8 @@ Name a generator, and decode with this file: `--decoder FILE`, or `[decoder] kin
     T0081: "tiny decoder belongs to another model",
     "Tiny decoders of several models have tensors of equal names and shapes, and the latents that they decode differ: another \
 model's decoder shows wrong colours and shapes, and no error. The files are told apart by the names under which they are \
-published: taew2_1 is that of Wan2.1 and of the models distilled from it; taehv is that of HunyuanVideo and taecvx that of \
-CogVideoX. lighttaew2_1 decodes latents of Wan2.1 before the mean and the standard deviation are removed, which a generator never \
+published: taew2_1 is that of Wan2.1 and of the models distilled from it; taehv and lighttaehy are those of HunyuanVideo, taehv1_5 \
+that of HunyuanVideo 1.5, taeos1_3 that of Open-Sora 1.3, and taecvx that of CogVideoX. lighttaew2_1 decodes latents of Wan2.1 before the mean and the standard deviation are removed, which a generator never \
 makes.\n\n\
 Use taew2_1.pth. If the file is a decoder that you trained for Wan2.1 yourself, give it another name.";
 }

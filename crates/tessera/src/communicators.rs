@@ -33,6 +33,13 @@ pub struct CommunicatorSpec {
     pub layout: CommLayout,
 }
 
+/// Returns the communicators that a rank shares with others.
+pub(crate) fn shared_communicators(plan: &SealedPlan, rank: Rank) -> Vec<CommunicatorSpec> {
+    let members =
+        |s: &CommunicatorSpec| s.communicator.members.contains(&rank).then_some(s.communicator.members.len());
+    communicator_specs(plan).into_iter().filter(|s| members(s).is_some_and(|n| n > 1)).collect()
+}
+
 /// Returns every communicator that a plan needs, in a fixed order.
 #[must_use]
 pub fn communicator_specs(plan: &SealedPlan) -> Vec<CommunicatorSpec> {

@@ -142,22 +142,18 @@ pub fn run(
         let options = StreamOptions { oversubscribe: true, ..options.clone() };
         stream::check_stream(&plan, model, &options, spec.world_size, cores)?;
     }
-    let text = (join.rank == 0).then(|| {
+    let places = (join.rank == 0).then(|| {
         let gpus = on_gpus.then(GpuDiscovery::discover);
-        place_text_encoder(&plan, model, options.text, gpus.as_ref().map(|g| (g, first_rank_of_host)))
+        let gpus = gpus.as_ref().map(|g| (g, first_rank_of_host));
+        let pixels_gpu = place_pixels(&plan, gpus).map_err(|d| vec![d])?;
+        Ok::<_, Diagnostics>((place_text_encoder(&plan, model, options.text, gpus)?, pixels_gpu))
     });
-    let text = text.transpose()?;
-    let pixels_gpu = (join.rank == 0).then(|| {
-        let gpus = on_gpus.then(GpuDiscovery::discover);
-        place_pixels(&plan, gpus.as_ref().map(|g| (g, first_rank_of_host)))
-    });
-    let pixels_gpu = pixels_gpu.transpose().map_err(|d| vec![d])?.flatten();
+    let places = places.transpose()?;
     let weights = digest.map_or(Ok(String::new()), |digest| digest.finish(&plan))?;
     let threads = (cores / join.local_world.max(1) as usize).max(1);
     let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
-    orders.pixels_gpu = pixels_gpu;
-    if let Some((place, note)) = text {
-        orders.text = place;
+    if let Some(((text, note), pixels_gpu)) = places {
+        (orders.text, orders.pixels_gpu) = (text, pixels_gpu);
         note.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));
     }
     // The folder must exist before any rank continues: ranks that share a disk write their flight

@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
-use tessera_models::{TEXT_DEVICE_PHASE, TEXT_PHASE};
+use tessera_models::TEXT_DEVICE_PHASE;
 
-use crate::plan::{Plan, leader_phases};
+use crate::plan::{LeaderPart, Plan, leader_phases};
 
 /// Planned bytes of the leader's own programs on one backend.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -26,14 +26,14 @@ pub struct LeaderMemory {
 
 impl LeaderMemory {
     /// Sums all programs that the leader runs beside the calls, with the program of the text encoder for a
-    /// CPU. Backends of different parts do not share memory, so each part's temporaries count.
+    /// CPU. The backends of different parts share no memory, so the temporaries of each count.
     #[must_use]
     pub fn from_plan(plan: &Plan) -> LeaderMemory {
-        LeaderMemory::of_phases(plan, |name| name != TEXT_DEVICE_PHASE)
+        LeaderMemory::from_phases(plan, |name| name != TEXT_DEVICE_PHASE)
     }
 
     /// Sums the leader's programs of the phases that `is_counted` accepts.
-    pub(crate) fn of_phases(plan: &Plan, is_counted: impl Fn(&str) -> bool) -> LeaderMemory {
+    pub(crate) fn from_phases(plan: &Plan, is_counted: impl Fn(&str) -> bool) -> LeaderMemory {
         let (mut weights, mut buffers) = (BTreeMap::new(), BTreeMap::new());
         let mut temporaries = BTreeMap::new();
         for name in leader_phases(&plan.sealed).filter(|name| is_counted(name)) {
@@ -45,28 +45,18 @@ impl LeaderMemory {
             weights.extend(weight_bytes(p));
             buffers.extend(p.buffers.iter().map(|b| (b.name.as_str(), b.ty.byte_size().0)));
             let bytes = slots.slot_bytes.iter().copied().fold(0, u64::saturating_add);
-            let most: &mut u64 = temporaries.entry(backend_of(name)).or_default();
+            let most: &mut u64 = temporaries.entry(LeaderPart::from_phase(name)).or_default();
             *most = bytes.max(*most);
         }
-        let sum = |of: BTreeMap<&str, u64>| of.into_values().fold(0, u64::saturating_add);
-        let temporaries = sum(temporaries);
-        LeaderMemory { weights: sum(weights), buffers: sum(buffers), temporaries }
+        let [weights, buffers] =
+            [weights, buffers].map(|of: BTreeMap<&str, u64>| of.into_values().fold(0, u64::saturating_add));
+        LeaderMemory { weights, buffers, temporaries: temporaries.into_values().fold(0, u64::saturating_add) }
     }
 
     /// Returns the sum of all fields.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         [self.weights, self.buffers, self.temporaries].into_iter().fold(0, u64::saturating_add)
-    }
-}
-
-/// Returns which of the leader's backends runs a phase: that of prompts, of an input video, or of decoded
-/// pixels and anchors.
-fn backend_of(phase: &str) -> &'static str {
-    match phase {
-        TEXT_PHASE | TEXT_DEVICE_PHASE => "text",
-        "encode.open" | "encode.rest" => "video",
-        _ => "pixels",
     }
 }
 

@@ -1,6 +1,6 @@
 //! The leader's codec: the rows of prompts, and the plan's decode and encode programs of pixels on a backend
-//! of their own, outside the mesh: on the CPU, or on a GPU that no rank has. If the ranks decode in calls, it takes pixels and anchors from
-//! the outputs of the calls instead.
+//! of their own, outside the mesh: on the CPU, or on a GPU that no rank has. If the ranks decode in calls, it
+//! takes pixels and anchors from the outputs of the calls instead.
 //!
 //! Chunks are decoded in order. In the recompute regime the first latent of a chunk is decoded before the
 //! next chunk's call, which waits for the anchor; the other latents are decoded during that call.
@@ -13,13 +13,13 @@ use tessera_base::Diagnostic;
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
 use tessera_ir::{Opcode, Program, Type};
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, TEXT_PHASE, VideoModel};
+use tessera_models::{PixelDecoder, VideoModel};
 use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
 use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
-use crate::plan::{Plan, VIDEO_PHASES, is_phase_of_calls, leader_phases};
+use crate::plan::{LeaderPart, Plan, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::PromptRows;
 use crate::record::MediaInterval;
 use crate::rgb::{PIXELS, from_rgb, to_rgb};
@@ -74,12 +74,8 @@ impl MediaCodec {
         let (rank, sealed) = (Rank(0), &plan.sealed);
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
         let decodes_in_calls = is_phase_of_calls(sealed, "decode.first");
-        let cores = match plan.video.stream.decoder {
-            PixelDecoder::WanVae | PixelDecoder::Tiny if !decodes_in_calls => CoreUse::All,
-            PixelDecoder::WanVae | PixelDecoder::Tiny | PixelDecoder::SpaceTimeDepth | PixelDecoder::None => {
-                CoreUse::One
-            }
-        };
+        let convolves = plan.video.stream.decoder.is_causal() && !decodes_in_calls;
+        let cores = if convolves { CoreUse::All } else { CoreUse::One };
         let mut backend: Box<dyn Backend> = match gpu {
             Some(gpu) => Box::new(open_leader_backend(seat, gpu)?),
             None => Box::new(open_cpu_backend(seat, cores)?),
@@ -89,8 +85,7 @@ impl MediaCodec {
             None => Box::new(NoWeights),
         };
         let mut loaded = BTreeMap::new();
-        let others = [TEXT_PHASE, TEXT_DEVICE_PHASE];
-        let is_own = |name: &&str| !others.contains(name) && !VIDEO_PHASES.contains(name);
+        let is_own = |name: &&str| LeaderPart::from_phase(name) == LeaderPart::Pixels;
         for name in leader_phases(sealed).filter(is_own) {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 let program = Arc::new((**p).clone());

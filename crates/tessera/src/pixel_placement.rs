@@ -5,22 +5,19 @@ use tessera_base::{Bytes, Diagnostic};
 use tessera_cuda::{CudaBackend, free_bytes};
 use tessera_device::T0804;
 use tessera_mesh::Rank;
-use tessera_models::TEXT_DEVICE_PHASE;
 use tessera_plan::MediaPlacement;
 
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::leader_memory::LeaderMemory;
-use crate::plan::{Plan, VIDEO_PHASES, leader_phases};
+use crate::plan::{LeaderPart, Plan, is_leader_phase, leader_phases};
 
 /// Returns whether a phase runs on the leader's own device of a plan with `media = "outside"`. An input
 /// video is encoded on the CPU.
 pub(crate) fn is_outside_phase(plan: &Plan, phase: &str) -> bool {
     plan.mapping.media == MediaPlacement::Outside
-        && leader_phases(&plan.sealed).any(|own| own == phase)
-        && (phase.starts_with("decode") || phase.starts_with("encode"))
-        && !phase.starts_with("encode_text")
-        && !VIDEO_PHASES.contains(&phase)
+        && LeaderPart::from_phase(phase) == LeaderPart::Pixels
+        && is_leader_phase(&plan.sealed, phase)
 }
 
 /// Returns the GPU of the leader's host that runs the phases of pixels, as an index of a visible GPU. `gpus`
@@ -65,8 +62,7 @@ pub(crate) fn outside_bytes(plan: &Plan) -> u64 {
     if plan.mapping.media != MediaPlacement::Outside {
         return 0;
     }
-    let is_pixels = |name: &str| is_outside_phase(plan, name) && name != TEXT_DEVICE_PHASE;
-    let memory = LeaderMemory::of_phases(plan, is_pixels);
+    let memory = LeaderMemory::from_phases(plan, |name| is_outside_phase(plan, name));
     memory.total_bytes().saturating_add(CudaBackend::overhead_bytes(0))
 }
 

@@ -35,6 +35,28 @@ const LEADER_PHASES: [&str; 9] = [
 /// the frames of each later latent.
 pub(crate) const VIDEO_PHASES: [&str; 2] = ["encode.open", "encode.rest"];
 
+/// What the leader computes with a backend of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum LeaderPart {
+    /// The rows of prompts.
+    Text,
+    /// The latents of an input video.
+    Video,
+    /// Pixels, and the anchors that are encoded from them.
+    Pixels,
+}
+
+impl LeaderPart {
+    /// Returns the part that one of the leader's phases belongs to.
+    pub(crate) fn from_phase(phase: &str) -> LeaderPart {
+        match phase {
+            TEXT_PHASE | TEXT_DEVICE_PHASE => LeaderPart::Text,
+            _ if VIDEO_PHASES.contains(&phase) => LeaderPart::Video,
+            _ => LeaderPart::Pixels,
+        }
+    }
+}
+
 /// Returns whether the leader runs a phase of a plan outside the lockstep.
 pub(crate) fn is_leader_phase(plan: &SealedPlan, phase: &str) -> bool {
     LEADER_PHASES.contains(&phase) && !is_phase_of_calls(plan, phase)

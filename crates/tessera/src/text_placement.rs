@@ -10,7 +10,7 @@ use tessera_mesh::Rank;
 use tessera_models::{TEXT_DEVICE_PHASE, TextEncoder};
 
 use crate::codes::{T0018, T0078};
-use crate::communicators::communicator_specs;
+use crate::communicators::shared_communicators;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::model::Model;
@@ -126,10 +126,7 @@ fn encoder_bytes(plan: &Plan, program: &Program) -> u64 {
 
 /// Returns the device memory of rank 0.
 fn rank_bytes(plan: &Plan) -> u64 {
-    let joins = |s: &crate::communicators::CommunicatorSpec| {
-        s.communicator.members.len() > 1 && s.communicator.members.contains(&Rank(0))
-    };
-    let communicators = communicator_specs(&plan.sealed).iter().filter(|s| joins(s)).count();
+    let communicators = shared_communicators(&plan.sealed, Rank(0)).len();
     let planned = plan.memory_bytes(Rank(0)).map(|bytes| bytes.0);
     planned.into_iter().fold(CudaBackend::overhead_bytes(communicators), u64::saturating_add)
 }

@@ -70,14 +70,14 @@ impl VaeWeights {
     }
 
     /// Returns the set that holds a tensor of a program.
-    fn set_of(&self, name: &str) -> Result<&WeightSet, Diagnostic> {
+    fn find_set(&self, name: &str) -> Result<&WeightSet, Diagnostic> {
         let set = if name.starts_with(TINY_PREFIX) { &self.tiny } else { &self.vae };
         set.as_ref()
             .ok_or_else(|| Diagnostic::error(&T0016, format!("the decoder requires a weight `{name}`")))
     }
 
     /// Returns the value of a weight that is a setting, and no tensor.
-    fn setting(&self, name: &str) -> Option<Vec<f32>> {
+    fn find_setting(&self, name: &str) -> Option<Vec<f32>> {
         let values = |values: &[f64]| values.iter().map(|x| *x as f32).collect();
         match name.strip_prefix(PROGRAM_PREFIX)? {
             "latents_mean" => Some(values(&self.config.latents_mean)),
@@ -126,10 +126,10 @@ impl WeightSource for VaeWeights {
         load: Option<&str>,
         _: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
-        if let Some(values) = self.setting(name) {
+        if let Some(values) = self.find_setting(name) {
             return Ok(values);
         }
-        let set = self.set_of(name)?;
+        let set = self.find_set(name)?;
         let raw = set.read_whole_f32(name)?;
         let cells = |taps: &[u64]| taps.iter().product::<u64>() as usize;
         Ok(match (load, set.tensor_shape(name)) {
@@ -143,9 +143,9 @@ impl WeightSource for VaeWeights {
     }
 
     fn check_finite(&mut self, name: &str) -> Result<(), Diagnostic> {
-        match self.setting(name) {
+        match self.find_setting(name) {
             Some(_) => Ok(()),
-            None => self.set_of(name)?.check_finite(name),
+            None => self.find_set(name)?.check_finite(name),
         }
     }
 }

@@ -318,7 +318,7 @@ fn format_ms(ns: f64) -> String {
 }
 
 /// Formats the launches of a run by kind.
-fn launch_table(heading: &str, launches: &[LaunchTotal]) -> String {
+fn format_launches(heading: &str, launches: &[LaunchTotal]) -> String {
     let mut rows = vec![[heading, "count", "ms"].map(String::from)];
     rows.extend(
         launches.iter().map(|l| [l.launch.clone(), format!("{:.0}", l.count), format!("{:.3}", l.ms)]),

@@ -220,15 +220,17 @@ fn describe_topology(topology: &str) -> &'static str {
 /// Returns the table of the planned memory of the fullest rank by tp.
 fn render_budget(mapping: &Mapping, rows: &[BudgetRow]) -> String {
     let Some(first) = rows.first() else { return String::new() };
-    let heading =
-        ["tp", "rank"].into_iter().chain(first.uses().map(|(name, _)| name)).chain(["total", "leader"]);
+    let heading = ["tp", "rank"]
+        .into_iter()
+        .chain(first.list_memory_uses().map(|(name, _)| name))
+        .chain(["total", "leader"]);
     let mut table: Vec<[String; 11]> = vec![std::array::from_fn({
         let names: Vec<String> = heading.map(String::from).collect();
         move |i| names.get(i).cloned().unwrap_or_default()
     })];
     table.extend(rows.iter().map(|row| {
         let [weights, caches, histories, inputs, temporaries, exchange, libraries] =
-            row.uses().map(|(_, bytes)| bytes.to_string());
+            row.list_memory_uses().map(|(_, bytes)| bytes.to_string());
         let [total, leader] = [row.total_bytes, row.leader_bytes].map(|b| Bytes(b).to_string());
         let (tp, rank) = (row.tp.to_string(), row.rank.to_string());
         [tp, rank, weights, caches, histories, inputs, temporaries, exchange, libraries, total, leader]

@@ -40,7 +40,7 @@ impl CpuBackend {
         };
         let edges = match &prepared.views[issue] {
             OpView::HaloExchange(v) => {
-                Some(halo::edge_rows(data, end.transport.member_index(), frame_rows(p.type_of(v.x))))
+                Some(halo::collect_edge_rows(data, end.transport.member_index(), frame_rows(p.type_of(v.x))))
             }
             _ => None,
         };
@@ -151,7 +151,7 @@ impl ResultContext<'_> {
             }
             (V::HaloExchange(v), _) => {
                 let (_, row) = frame_rows(p.type_of(v.x));
-                report.halo = Some(halo::halo_rows(out, views, self.me, row));
+                report.halo = Some(halo::write_halo(out, views, self.me, row));
             }
             (V::Broadcast(v), _) => collectives::copy_from_member(out, views, v.root as usize),
             // Member 0 of a transfer is the sender.

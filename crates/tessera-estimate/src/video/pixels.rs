@@ -1,4 +1,4 @@
-//! Where the phases of pixels of a Wan VAE run: their prices in every place, the choice, and the sentence
+//! Where the phases of pixels that are programs of the plan run: their prices in every place, the choice, and the sentence
 //! that gives its reason.
 
 use tessera::{DtypePolicy, Mapping, MediaPlacement, Model};
@@ -9,13 +9,13 @@ use tessera_ir::Program;
 use tessera_mesh::{Axis, Figure, Precision};
 use tessera_plan::LogicalModel;
 use tessera_plan::video::{
-    DecodePlacement, LeaderPixels, MappingQuery, MediaCosts, MediaTimes, PixelModel, RankedMapping,
-    compare_places, device_times,
+    DecodePlacement, LeaderPixels, MediaCosts, MediaTimes, PixelModel, RankedMapping, compare_places,
+    estimate_device_times,
 };
 
 use tessera::plan::logical_model;
 
-use super::{VideoPins, VideoQuery, build_question, steady_call};
+use super::{QueryModels, VideoPins, VideoQuery};
 use crate::defaults::DEFAULT_HOST;
 use crate::format::format_ns;
 use crate::machine::load_machine;
@@ -40,12 +40,12 @@ pub(super) fn pixels_in_calls(model: &Model) -> Option<LogicalModel> {
 ///
 /// # Errors
 /// Why the phases cannot be lowered or estimated.
-pub(super) fn program_costs(
+pub(super) fn estimate_program_costs(
     query: &VideoQuery<'_>,
     beside: &LogicalModel,
     pixels: PixelModel<'_>,
 ) -> Result<MediaCosts, Diagnostics> {
-    let device = device_times(pixels, &query.machine, query.sealed_dtype())?;
+    let device = estimate_device_times(pixels, &query.machine, query.sealed_dtype())?;
     let host = host_machine(&query.machine);
     let on_host = |name: &str| {
         let program: Option<&Program> = beside.phases.iter().find(|p| p.name == name);
@@ -100,16 +100,14 @@ pub struct MediaDecision {
 pub fn usual_machine(mapping: &Mapping, on_gpus: bool) -> Result<MachineModel, Diagnostics> {
     let ranks = mapping.mesh.mesh_size() + mapping.topology.outside_ranks();
     // The CPU backend computes in f32 alone.
-    let (cluster, profile) = match on_gpus || mapping.dtype != DtypePolicy::F32 {
-        true => (DEFAULT_HOST, OWN_PROFILE),
-        false => (CPU_HOST, OWN_PROFILE),
-    };
-    load_machine(cluster, Some(profile), Some(ranks))
+    let cluster = if on_gpus || mapping.dtype != DtypePolicy::F32 { DEFAULT_HOST } else { CPU_HOST };
+    load_machine(cluster, Some(OWN_PROFILE), Some(ranks))
 }
 
 /// Estimates where the phases of pixels of a model run best under a mapping. A GPU without a rank is an
-/// alternative only if the mapping already puts them there. `None` for a model whose phases of pixels are no programs of the plan. The memory of the machine
-/// is no limit: the start of a run compares what is planned with the devices that it finds.
+/// alternative only if the mapping already puts them there. The memory of the machine is no limit, because the
+/// start of a run compares what is planned with the devices that it finds. Returns `None` for a model whose
+/// phases of pixels are not programs of the plan.
 ///
 /// # Errors
 /// Why the mapping does not fit the model.
@@ -118,7 +116,9 @@ pub fn choose_media(
     mapping: &Mapping,
     machine: &MachineModel,
 ) -> Result<Option<MediaDecision>, Diagnostics> {
-    let Some(in_calls) = pixels_in_calls(model) else { return Ok(None) };
+    if !model.video.stream.decoder.is_causal() {
+        return Ok(None);
+    }
     // Only the user knows whether the leader's host has a GPU without a rank.
     let outside = u32::from(mapping.media == MediaPlacement::Outside);
     let ranks = mapping.mesh.mesh_size() + outside;
@@ -137,13 +137,8 @@ pub fn choose_media(
         whole_decode: false,
         command: String::new(),
     };
-    let beside = logical_model(&model.video, MediaPlacement::Leader);
-    let call = steady_call(&beside);
-    let pixels = PixelModel { logical: &in_calls, call: &call };
-    let media = program_costs(&query, &beside, pixels)?;
-    let q = MappingQuery { pixels: Some(pixels), ..build_question(&query, &beside, &call, media) };
-    let places = compare_places(&q, mapping)?;
-    Ok(MediaDecision::new(places))
+    let models = QueryModels::new(&query);
+    Ok(MediaDecision::new(compare_places(&models.build_question(&query)?, mapping)?))
 }
 
 impl MediaDecision {

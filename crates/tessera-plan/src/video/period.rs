@@ -44,7 +44,7 @@ impl MediaTimes {
         if coupled { self.first_ns + self.encode_ns } else { 0.0 }
     }
 
-    fn scaled(&self, factor: f64) -> MediaTimes {
+    fn scale_by(&self, factor: f64) -> MediaTimes {
         MediaTimes {
             first_ns: self.first_ns * factor,
             rest_ns: self.rest_ns * factor,
@@ -106,7 +106,7 @@ impl MediaCosts {
     #[must_use]
     pub fn shared_times(&self, ranks: u32) -> MediaTimes {
         let share = self.shardable.unwrap_or(1.0).clamp(f64::MIN_POSITIVE, 1.0) * f64::from(ranks.max(1));
-        self.device.scaled(share.recip())
+        self.device.scale_by(share.recip())
     }
 }
 
@@ -169,12 +169,6 @@ impl DecodePlacement {
             DecodePlacement::AnchorFirst | DecodePlacement::Overlapped => Some(MediaPlacement::Outside),
             DecodePlacement::OnMesh | DecodePlacement::Serial | DecodePlacement::AnchorShared => None,
         }
-    }
-
-    /// Returns whether the phases of pixels are part of the calls.
-    #[must_use]
-    pub fn is_in_calls(self, media: &MediaCosts) -> bool {
-        media.leader.is_some() && matches!(self, DecodePlacement::AllRanks | DecodePlacement::Replicas)
     }
 
     /// Returns whether the placement is correct and possible for a stream's media costs.

@@ -27,12 +27,12 @@ pub struct PixelModel<'a> {
 ///
 /// # Errors
 /// Why the phases cannot be lowered or estimated.
-pub fn device_times(
+pub fn estimate_device_times(
     model: PixelModel<'_>,
     machine: &MachineModel,
     dtype: DtypePolicy,
 ) -> Result<MediaTimes, Diagnostics> {
-    PixelPrices::new(model, machine, dtype).of_ranks(1, MediaPlacement::Replicas).map(|p| p.times)
+    PixelPrices::new(model, machine, dtype).price_ranks(1, MediaPlacement::Replicas).map(|p| p.times)
 }
 
 /// The phases of pixels of one call, on the ranks of one stage.
@@ -70,7 +70,7 @@ impl<'a> PixelPrices<'a> {
     ///
     /// # Errors
     /// Why the phases cannot be lowered or estimated.
-    pub fn of_ranks(&mut self, tp: u32, media: MediaPlacement) -> Result<RankPixels, Diagnostics> {
+    pub fn price_ranks(&mut self, tp: u32, media: MediaPlacement) -> Result<RankPixels, Diagnostics> {
         if let Some(known) = self.known.get(&(tp, media)) {
             return Ok(*known);
         }

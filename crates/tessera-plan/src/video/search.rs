@@ -322,7 +322,7 @@ impl<'a> Simulator<'a> {
         }
         let (tp, pp) = (mapping.mesh.axis_size(Axis::Tp), mapping.mesh.axis_size(Axis::Pp));
         let placed = match &mut self.pixels {
-            Some(prices) if mapping.media.is_in_calls() => prices.of_ranks(tp, mapping.media)?,
+            Some(prices) if mapping.media.is_in_calls() => prices.price_ranks(tp, mapping.media)?,
             _ => {
                 RankPixels { times: q.media.shared_times(mapping.mesh.mesh_size()), ..RankPixels::default() }
             }

@@ -144,16 +144,17 @@ impl Tensor {
     /// finite, as integers are.
     #[must_use]
     pub fn find_nonfinite(&self) -> Option<(usize, usize)> {
-        fn find<const N: usize>(values: &[[u8; N]], exponent: u16) -> Option<(usize, usize)> {
-            let is_finite = |v: &[u8; N]| u16::from_le_bytes([v[N - 2], v[N - 1]]) & exponent != exponent;
-            // A scan without an early end is vectorised; the usual result is that there is none.
+        /// The upper half of an f32 is a bf16, and holds the whole exponent.
+        const EXPONENT: u16 = 0x7f80;
+        fn find<const N: usize>(values: &[[u8; N]]) -> Option<(usize, usize)> {
+            let is_finite = |v: &[u8; N]| u16::from_le_bytes([v[N - 2], v[N - 1]]) & EXPONENT != EXPONENT;
+            // A scan without an early end is vectorised, and usually no value is found.
             let count = values.iter().filter(|v| !is_finite(v)).count();
             (count > 0).then(|| (count, values.iter().position(|v| !is_finite(v)).unwrap_or(0)))
         }
-        // The upper half of an f32 is a bf16, and holds the whole exponent.
         match self.spec.dtype {
-            Dtype::F32 => find(self.data.as_chunks::<4>().0, 0x7f80),
-            Dtype::Bf16 => find(self.data.as_chunks::<2>().0, 0x7f80),
+            Dtype::F32 => find(self.data.as_chunks::<4>().0),
+            Dtype::Bf16 => find(self.data.as_chunks::<2>().0),
             Dtype::I64 | Dtype::U8 => None,
         }
     }

@@ -84,7 +84,7 @@ struct PlanKey {
 }
 
 impl PlanKey {
-    fn of_drill(drill: &Drill) -> PlanKey {
+    fn from_drill(drill: &Drill) -> PlanKey {
         let Drill { model, mesh, topology, strategy, recompute, media, .. } = *drill;
         PlanKey { model, mesh, topology, strategy, recompute, media, depth: 2 }
     }
@@ -167,7 +167,7 @@ impl DrillRunner {
     ) -> Result<DrillOutcome, Diagnostics> {
         let options = self.stream_options(drill, disabled);
         let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
-        let (model, plan) = self.cached_plan(PlanKey::of_drill(drill))?;
+        let (model, plan) = self.cached_plan(PlanKey::from_drill(drill))?;
         let watch = DrillWatchdog::new(&options.out, limit + KILL_GRACE, start_timeout(options.device));
         let started_ns = monotonic_ns();
         let (mut pids, mut exited_ns) = (Vec::new(), None);
@@ -330,7 +330,7 @@ impl DrillRunner {
                 ..self.stream_options(drill, &Tripwires::default())
             };
             let (rank, limit) = (self.setup.rank_command.clone(), self.time_limit(drill));
-            let key = PlanKey { mesh: "tp=1", topology: Topology::Pp0, depth, ..PlanKey::of_drill(drill) };
+            let key = PlanKey { mesh: "tp=1", topology: Topology::Pp0, depth, ..PlanKey::from_drill(drill) };
             let (model, plan) = self.cached_plan(key)?;
             let watch = DrillWatchdog::new(&options.out, limit, start_timeout(options.device));
             let report = stream::run(plan, model, &options, rank, &watch.interrupt, &mut |_| {})?;

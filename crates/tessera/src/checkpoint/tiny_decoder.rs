@@ -15,8 +15,8 @@ pub(super) const FILES: [&str; 2] = ["taew2_1.pth", "taew2_1.safetensors"];
 /// What every tensor of a decoder begins with; a file holds an encoder, too.
 pub(crate) const PREFIX: &str = "decoder.";
 
-/// Beginnings of the names of published files whose tensors have the shapes of [`FILES`] and that decode other
-/// latents, each with what they decode.
+/// Beginnings of the names of published files whose tensors have the names of those of [`FILES`] and that
+/// decode other latents, each with what it decodes. The first that fits counts.
 const FILES_OF_OTHERS: [(&str, &str); 6] = [
     ("taehv1_5", "the latents of HunyuanVideo 1.5"),
     ("taehv", "the latents of HunyuanVideo"),

@@ -323,7 +323,7 @@ fn the_leader_allocates_what_is_planned_for_its_programs() {
     // Packed weights are padded to whole panels of columns, which counts for the few channels of the fixture.
     let case = VaeCase::open_with_width(&fixture(), "recompute", Some(32));
     let codec = case.load_codec_from(WeightsBase::Synthetic(1));
-    let planned = LeaderMemory::of_phases(&case.plan, |name| codec.loaded.contains_key(name));
+    let planned = LeaderMemory::from_phases(&case.plan, |name| codec.loaded.contains_key(name));
     let allocated: u64 = codec.backend.memory_bytes().iter().sum();
     let deviation = allocated as f64 / planned.total_bytes() as f64 - 1.0;
     assert!(deviation.abs() <= 0.05, "{:?} bytes of {planned:?}", codec.backend.memory_bytes());

@@ -122,7 +122,7 @@ fn report_text(report: &PhaseBenchReport) -> String {
     }));
     text += &format_table(rows, [false, true, true, true, true, true]);
     for p in report.phases.iter().filter(|p| !p.launches.is_empty()) {
-        text += &super::launch_table(&format!("launches of {}", p.phase), &p.launches);
+        text += &super::format_launches(&format!("launches of {}", p.phase), &p.launches);
     }
     text
 }

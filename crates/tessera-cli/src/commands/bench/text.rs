@@ -157,7 +157,7 @@ fn render_text(args: &TextArgs, timing: &TextTiming, rates: &Rates) -> String {
         timing.load.1,
     );
     if !timing.launches.is_empty() {
-        text += &super::launch_table("launch", &timing.launches);
+        text += &super::format_launches("launch", &timing.launches);
     }
     text
 }

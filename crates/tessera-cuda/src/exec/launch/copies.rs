@@ -77,7 +77,7 @@ pub(super) fn build_take_shard(
 
 /// Copies a value and appends zeros to one dim, up to the size of the result.
 pub(super) fn build_pad(s: &LaunchSite<'_>, v: &views::Pad, out: ValueId) -> CudaResult<StepWork> {
-    let (blocks, [bytes, padded]) = blocks_of(s, v.dim, [v.x, out]);
+    let (blocks, [bytes, padded]) = measure_blocks(s, v.dim, [v.x, out]);
     let to: u64 = s.at(out)?;
     let copy = Transfer::CopyRows { to: (to, padded), from: (s.at(v.x)?, bytes), bytes, rows: blocks };
     let zero = Transfer::ZeroRows { at: (to + bytes, padded), bytes: padded - bytes, rows: blocks };
@@ -88,7 +88,7 @@ pub(super) fn build_pad(s: &LaunchSite<'_>, v: &views::Pad, out: ValueId) -> Cud
 pub(super) fn build_compact(s: &LaunchSite<'_>, v: &views::Compact, out: ValueId) -> CudaResult<StepWork> {
     let ty = s.p.type_of(v.x);
     let dim = v.dim as usize;
-    let (blocks, [padded, bytes]) = blocks_of(s, dim, [v.x, out]);
+    let (blocks, [padded, bytes]) = measure_blocks(s, dim, [v.x, out]);
     let (x, out): (u64, u64) = (s.at(v.x)?, s.at(out)?);
     let row = ty.shape[dim + 1..].iter().product::<u64>() * ty.dtype.element_bytes();
     let units = v.extent / v.unit;
@@ -102,7 +102,7 @@ pub(super) fn build_compact(s: &LaunchSite<'_>, v: &views::Compact, out: ValueId
 }
 
 /// Returns how many blocks of two values lie before a dim, and the bytes of a block of each.
-fn blocks_of(s: &LaunchSite<'_>, dim: usize, values: [ValueId; 2]) -> (u64, [u64; 2]) {
+fn measure_blocks(s: &LaunchSite<'_>, dim: usize, values: [ValueId; 2]) -> (u64, [u64; 2]) {
     let blocks = s.p.type_of(values[0]).shape[..dim].iter().product::<u64>();
     (blocks, values.map(|v| s.p.type_of(v).byte_size().0 / blocks.max(1)))
 }
