@@ -398,7 +398,7 @@ fn fill_report(
         ranks: "the fullest of the mesh".to_string(),
         bytes_by_use: vec![
             ("weights".to_string(), m.weights.0),
-            ("KV caches".to_string(), m.buffers.0),
+            ("caches".to_string(), m.buffers.0),
             ("inputs".to_string(), m.inputs.0),
             ("temporaries".to_string(), m.temporaries.0),
             ("executor".to_string(), machine.reserved_bytes() as u64),
