@@ -50,7 +50,7 @@ impl Pool {
 
     /// Calls `f(i, block)` for each consecutive block of `block` elements of `out`. It uses several
     /// threads if `work` is large enough.
-    pub(crate) fn for_each_block<T, F>(&self, out: &mut [T], block: usize, work: usize, f: F)
+    pub fn for_each_block<T, F>(&self, out: &mut [T], block: usize, work: usize, f: F)
     where
         T: Send,
         F: Fn(usize, &mut [T]) + Sync,

@@ -55,7 +55,7 @@ use comm_groups::CommGroups;
 use op_support::{read_supported, unsupported_streams};
 use rope_tables::RopeTables;
 use step_trace::TracedGraph;
-use weights::DeviceWeights;
+use weights::{DeviceWeights, WaitingAudit};
 
 pub use step_trace::StepSpan;
 
@@ -101,6 +101,7 @@ pub struct CudaBackend {
     programs: Vec<PreparedProgram>,
     groups: CommGroups,
     weights: DeviceWeights,
+    waiting_audit: WaitingAudit,
     buffers: Vec<DeviceBuffer>,
     buffer_index: BTreeMap<String, usize>,
     /// Bytes of the slots of the program with the most, because only one program runs at a time.
@@ -265,6 +266,7 @@ impl CudaBackend {
             options,
             programs: Vec::new(),
             weights: DeviceWeights::default(),
+            waiting_audit: WaitingAudit::default(),
             buffers: Vec::new(),
             buffer_index: BTreeMap::new(),
             slot_bytes: 0,

@@ -37,6 +37,18 @@ pub fn to_e4m3_bits(x: f32) -> u8 {
     sign | E4M3.round_to_bits(x).min(0x7e) as u8
 }
 
+/// Returns the value of an e4m3 number.
+#[must_use]
+pub fn from_e4m3_bits(bits: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(bits >> 3 & 0xf), f32::from(bits & 7));
+    let size = match exponent {
+        15 if bits & 7 == 7 => f32::NAN,
+        0 => mantissa / 512.0,
+        e => (8.0 + mantissa) * 2.0f32.powi(e - 10),
+    };
+    if bits & 0x80 == 0 { size } else { -size }
+}
+
 /// Largest finite e4m3 number.
 pub const E4M3_MAX: f32 = 448.0;
 
@@ -154,6 +166,14 @@ mod tests {
             assert_eq!(to_e4m3_bits(x), bits, "{x:e}");
         }
         assert_eq!(to_e4m3_bits(f32::NAN) & 0x7f, 0x7f);
+    }
+
+    #[test]
+    fn every_e4m3_number_keeps_its_bits() {
+        for bits in (0..=255u8).filter(|b| b & 0x7f != 0x7f) {
+            assert_eq!(to_e4m3_bits(from_e4m3_bits(bits)), bits, "{bits:#x}");
+        }
+        assert!(from_e4m3_bits(0x7f).is_nan() && from_e4m3_bits(0x7e) == E4M3_MAX);
     }
 
     #[test]

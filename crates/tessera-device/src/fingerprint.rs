@@ -38,6 +38,18 @@ pub struct AuditResult {
     pub rounds: u32,
     /// A shard that changed since it was loaded: its fingerprint at load time and its digest now.
     pub changed: Option<(Fingerprint, [u8; 32])>,
+    /// Nanoseconds of the hashing that passed while the device computed, so that no call waited for them.
+    pub hidden_ns: u64,
+}
+
+impl AuditResult {
+    /// Adds the result of a later step.
+    pub fn merge(&mut self, later: AuditResult) {
+        self.bytes += later.bytes;
+        self.rounds += later.rounds;
+        self.hidden_ns += later.hidden_ns;
+        self.changed = self.changed.take().or(later.changed);
+    }
 }
 
 /// Incremental hasher of the elements of a shard.

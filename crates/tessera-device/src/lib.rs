@@ -254,6 +254,12 @@ pub trait Backend {
     /// backend's smallest unit of work.
     fn audit_weights(&mut self, bytes: u64) -> AuditResult;
 
+    /// As [`Backend::audit_weights`], but a backend whose host waits while its device computes hashes during
+    /// the next runs, and returns what it has hashed since the last call.
+    fn audit_weights_while_waiting(&mut self, bytes: u64) -> AuditResult {
+        self.audit_weights(bytes)
+    }
+
     /// Reloads every weight from another source, then zeroes every buffer. All weights are checked
     /// before the first one is replaced.
     ///

@@ -1,45 +1,71 @@
 //! Pixels as bytes. Ranks that decode send 8-bit pixels: the values of a chunk of 480 × 832 are 57 MB, its
 //! bytes 14, and a rank cannot begin the next call before they have left.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tessera_base::Diagnostic;
+use tessera_cpu::Pool;
+
+use crate::codes::T0016;
+
 /// Prefix of the outputs of a chunk's call with its pixels, in order.
 pub(crate) const PIXELS: &str = "pixels.";
 
-/// Pixel values that one thread converts; more are shared among at most [`MAX_THREADS`], because a thread
-/// takes as long to start as it takes to convert these.
-const VALUES_PER_THREAD: usize = 1 << 19;
+/// Pixel values that one thread converts at a time.
+const VALUES_PER_BLOCK: usize = 1 << 18;
 const MAX_THREADS: usize = 8;
 
-/// Converts values in [−1, 1] to bytes. A NaN becomes 0.
-pub(crate) fn to_rgb(values: &[f32]) -> Vec<u8> {
-    convert(values).0
+/// Converts pixels to bytes, on threads of its own: the next call waits for the bytes, and starting threads
+/// for each phase took longer than the conversion.
+#[derive(Debug)]
+pub(crate) struct PixelConverter {
+    pool: Pool,
 }
 
-/// Converts values in [−1, 1] to bytes.
-///
-/// # Errors
-/// The number of values that are NaN or infinite.
-pub(crate) fn to_finite_rgb(values: &[f32]) -> Result<Vec<u8>, usize> {
-    match convert(values) {
-        (bytes, 0) => Ok(bytes),
-        (_, count) => Err(count),
+impl PixelConverter {
+    /// Starts a thread per core, up to eight.
+    ///
+    /// # Errors
+    /// T0016 if the operating system cannot start them.
+    pub(crate) fn new() -> Result<PixelConverter, Diagnostic> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let pool = Pool::new(cores.min(MAX_THREADS));
+        let pool =
+            pool.map_err(|e| Diagnostic::error(&T0016, format!("threads that convert pixels: {e}")))?;
+        Ok(PixelConverter { pool })
     }
-}
 
-/// Returns the bytes of values, and the number of values that are not finite.
-fn convert(values: &[f32]) -> (Vec<u8>, usize) {
-    let mut bytes = vec![0; values.len()];
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let share = values.len().div_ceil(cores.min(MAX_THREADS)).max(VALUES_PER_THREAD);
-    if share >= values.len() {
-        let count = convert_part(&mut bytes, values);
-        return (bytes, count);
+    /// Returns a converter that uses the caller's thread alone.
+    pub(crate) fn single_thread() -> PixelConverter {
+        PixelConverter { pool: Pool::single_thread() }
     }
-    let count = std::thread::scope(|s| {
-        let parts = bytes.chunks_mut(share).zip(values.chunks(share));
-        let parts: Vec<_> = parts.map(|(to, from)| s.spawn(move || convert_part(to, from))).collect();
-        parts.into_iter().map(|part| part.join().unwrap_or(1)).sum()
-    });
-    (bytes, count)
+
+    /// Converts values in [−1, 1] to bytes. A NaN becomes 0.
+    pub(crate) fn to_rgb(&self, values: &[f32]) -> Vec<u8> {
+        self.convert(values).0
+    }
+
+    /// Converts values in [−1, 1] to bytes.
+    ///
+    /// # Errors
+    /// The number of values that are NaN or infinite.
+    pub(crate) fn to_finite_rgb(&self, values: &[f32]) -> Result<Vec<u8>, usize> {
+        match self.convert(values) {
+            (bytes, 0) => Ok(bytes),
+            (_, count) => Err(count),
+        }
+    }
+
+    /// Returns the bytes of values, and the number of values that are not finite.
+    fn convert(&self, values: &[f32]) -> (Vec<u8>, usize) {
+        let mut bytes = vec![0; values.len()];
+        let nonfinite = AtomicUsize::new(0);
+        self.pool.for_each_block(&mut bytes, VALUES_PER_BLOCK, values.len(), |i, to| {
+            let from = &values[i * VALUES_PER_BLOCK..][..to.len()];
+            nonfinite.fetch_add(convert_part(to, from), Ordering::Relaxed);
+        });
+        (bytes, nonfinite.into_inner())
+    }
 }
 
 /// Values that are converted at a time, so that the compiler uses vector instructions.
@@ -89,6 +115,8 @@ mod tests {
     #[test]
     fn bytes_survive_the_way_through_values() {
         let all: Vec<u8> = (0..=255).collect();
+        let converter = PixelConverter::new().unwrap();
+        let to_rgb = |values: &[f32]| converter.to_rgb(values);
         assert_eq!(to_rgb(&from_rgb(&all).collect::<Vec<_>>()), all);
         assert_eq!(to_rgb(&[-7.0, 7.0, f32::NAN, 0.0]), [0, 255, 0, 128]);
     }
@@ -97,13 +125,15 @@ mod tests {
     #[test]
     fn large_pictures_are_converted_in_order() {
         let mut values: Vec<f32> =
-            (0..3 * VALUES_PER_THREAD + 1).map(|i| (i % 511) as f32 / 255.0 - 1.0).collect();
-        let bytes = to_rgb(&values);
+            (0..3 * VALUES_PER_BLOCK + 1).map(|i| (i % 511) as f32 / 255.0 - 1.0).collect();
+        let converter = PixelConverter::new().unwrap();
+        let bytes = converter.to_rgb(&values);
+        assert_eq!(PixelConverter::single_thread().to_rgb(&values), bytes);
         assert!(values.iter().zip(&bytes).all(|(v, b)| to_byte(*v) == *b));
         assert!(values.iter().zip(&bytes).all(|(v, b)| ((v + 1.0) * 127.5).round() as u8 == *b));
-        assert_eq!(to_finite_rgb(&values), Ok(bytes));
+        assert_eq!(converter.to_finite_rgb(&values), Ok(bytes));
         let last = values.len() - 1;
         values[last] = f32::INFINITY;
-        assert_eq!(to_finite_rgb(&values), Err(1));
+        assert_eq!(converter.to_finite_rgb(&values), Err(1));
     }
 }

@@ -181,7 +181,7 @@ impl WeightFingerprints {
     }
 
     /// Hashes as many weights as the time of a call allows and compares them with their
-    /// fingerprints. `call_ns` is the time of the call's phases and `digest_ns` the time of its
+    /// fingerprints; a backend that waits for a device does so during the next call. `call_ns` is the time of the call's phases and `digest_ns` the time of its
     /// other digests. Returns a result if a shard changed, and at the end of a round.
     pub(crate) fn rehash(
         &mut self,
@@ -198,8 +198,8 @@ impl WeightFingerprints {
             return None;
         }
         let before = (self.cpu_clock)();
-        let audited = backend.audit_weights((self.credit_ns as f64 * self.hash_rate) as u64);
-        let ns = (self.cpu_clock)().saturating_sub(before);
+        let audited = backend.audit_weights_while_waiting((self.credit_ns as f64 * self.hash_rate) as u64);
+        let ns = (self.cpu_clock)().saturating_sub(before) + audited.hidden_ns;
         self.credit_ns = self.credit_ns.saturating_sub(saturating_i64(ns));
         if audited.bytes > 0 && ns > 0 {
             self.hash_rate = (self.hash_rate + audited.bytes as f64 / ns as f64) / 2.0;

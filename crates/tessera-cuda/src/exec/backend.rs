@@ -10,6 +10,7 @@ use crate::capabilities::FeatureMask;
 use crate::device_memory::{copy_to_host, held_bytes, widen_bf16};
 use crate::kernel_table::SPIN;
 use tessera_base::Diagnostic;
+use tessera_device::dtype::from_e4m3_bits;
 use tessera_device::{
     AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, FingerprintHasher, JoinedCommunicator,
     LoadedProgram, MemoryUse, Observer, ProgramHandle, WeightSource,
@@ -89,9 +90,14 @@ impl Backend for CudaBackend {
         }
     }
 
+    fn audit_weights_while_waiting(&mut self, bytes: u64) -> AuditResult {
+        self.waiting_audit.request(bytes)
+    }
+
     fn reload_weights(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
         self.context.make_current().map_err(|e| cuda_error("context", &e))?;
         self.weights.reload_all(&self.placement, weights)?;
+        self.waiting_audit = weights::WaitingAudit::default();
         self.reset_buffers();
         Ok(())
     }
@@ -139,14 +145,23 @@ impl Backend for CudaBackend {
         let b = &self.buffers[*self.buffer_index.get(name)?];
         self.context.make_current().ok()?;
         let n = b.ty.element_count() as usize;
-        if b.ty.dtype == DType::Bf16 {
-            let mut bits = vec![0_u16; n];
-            copy_to_host(&mut bits, b.memory.slice(0, n).ok()?).ok()?;
-            return Some(bits.into_iter().map(widen_bf16).collect());
+        match b.ty.dtype {
+            DType::Bf16 => {
+                let mut bits = vec![0_u16; n];
+                copy_to_host(&mut bits, b.memory.slice(0, n).ok()?).ok()?;
+                Some(bits.into_iter().map(widen_bf16).collect())
+            }
+            DType::E4m3 => {
+                let mut bits = vec![0_u8; n];
+                copy_to_host(&mut bits, b.memory.slice(0, n).ok()?).ok()?;
+                Some(bits.into_iter().map(from_e4m3_bits).collect())
+            }
+            _ => {
+                let mut out = vec![0.0_f32; n];
+                copy_to_host(&mut out, b.memory.slice(0, n).ok()?).ok()?;
+                Some(out)
+            }
         }
-        let mut out = vec![0.0_f32; n];
-        copy_to_host(&mut out, b.memory.slice(0, n).ok()?).ok()?;
-        Some(out)
     }
 
     fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool {

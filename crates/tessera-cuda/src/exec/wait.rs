@@ -14,9 +14,9 @@ const DEVICE_STALL_GRACE: Duration = Duration::from_secs(2);
 
 impl CudaBackend {
     /// Waits until the device completes the program. Spins at first because a phase may be short,
-    /// then sleeps between polls. Reports progress to the observer. Fails if a collective fails, or
+    /// then audits weights and sleeps between polls. Reports progress to the observer. Fails if a collective fails, or
     /// if the device makes no progress for longer than the peer timeout.
-    pub(super) fn wait_for_device(&self, p: &Program, observer: &mut dyn Observer) -> Result<(), Fault> {
+    pub(super) fn wait_for_device(&mut self, p: &Program, observer: &mut dyn Observer) -> Result<(), Fault> {
         let mut reporter = ProgressReporter::new(p);
         let mut last_progress = Instant::now();
         let started = last_progress;
@@ -43,7 +43,7 @@ impl CudaBackend {
             }
             if started.elapsed() < Duration::from_micros(200) {
                 std::hint::spin_loop();
-            } else {
+            } else if !self.waiting_audit.step(&mut self.weights) {
                 std::thread::sleep(Duration::from_micros(20));
             }
         }

@@ -2,6 +2,7 @@
 //! fingerprints, and reloading them.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use tessera_base::Diagnostic;
 use tessera_device::{
@@ -56,8 +57,37 @@ struct AuditCursor {
 /// Bytes of a shared allocation. Separate allocations would waste up to 2 MiB per tensor.
 const BLOCK_BYTES: usize = 256 << 20;
 
-/// Bytes that one audit step downloads and hashes.
-const AUDIT_READ_BYTES: u64 = 4 << 20;
+/// Bytes that one audit step downloads and hashes: a step takes less than half a millisecond, by which it may
+/// delay the end of a wait for the device.
+const AUDIT_READ_BYTES: u64 = 1 << 20;
+
+/// An audit that proceeds while the host waits for the device.
+#[derive(Debug, Default)]
+pub(super) struct WaitingAudit {
+    bytes_left: u64,
+    done: AuditResult,
+}
+
+impl WaitingAudit {
+    /// Replaces what is left of the last request, and returns what was done since then.
+    pub(super) fn request(&mut self, bytes: u64) -> AuditResult {
+        self.bytes_left = bytes;
+        std::mem::take(&mut self.done)
+    }
+
+    /// Hashes a step of the request. Returns `false` if nothing is left to do.
+    pub(super) fn step(&mut self, weights: &mut DeviceWeights) -> bool {
+        if self.bytes_left == 0 {
+            return false;
+        }
+        let begun = Instant::now();
+        let step = weights.audit_next(self.bytes_left.min(AUDIT_READ_BYTES));
+        self.bytes_left = if step.bytes == 0 || step.rounds > 0 { 0 } else { self.bytes_left - step.bytes };
+        let hidden_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.done.merge(AuditResult { hidden_ns, ..step });
+        true
+    }
+}
 
 impl DeviceWeights {
     /// Returns the index of the shard that a weight op loads; reads it on first use.

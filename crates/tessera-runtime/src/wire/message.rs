@@ -294,7 +294,7 @@ pub struct CallObservation {
     /// Programs compiled, captured or run for the first time since the warm-up; in the warm-up
     /// itself, the programs that it ran.
     pub new_programs: u32,
-    /// CPU time spent on digests, in nanoseconds.
+    /// CPU time spent on digests, in nanoseconds, without that during which the device computed.
     pub digest_ns: u64,
     /// Digest of the weights that this call hashed again or loaded; zeros if none were due.
     pub weights: Digest,
