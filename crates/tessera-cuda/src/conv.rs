@@ -1,4 +1,4 @@
-//! Convolutions of frames in bf16 with the sm90 kernel, an implicit GEMM that loads patches with
+//! Convolutions of frames in bf16 or e4m3 with the sm90 kernel, an implicit GEMM that loads patches with
 //! TMA and multiplies with wgmma. docs/design/0024 gives its measurements.
 
 #![allow(unsafe_code, reason = "launches of kernels on raw addresses")]
@@ -15,19 +15,19 @@ use crate::conv_shape::ConvShape;
 use crate::driver::{CudaError, CudaResult, CudaStream};
 use crate::kernel_params::{Bf16, DevicePtr, LoadedKernel, kernel_signatures};
 use crate::kernels::{COMMON, CONV_SHAPE, HOPPER, wgmma_source};
-use crate::tensor_map::{BOX_COLUMNS, encode_strided_tensor_map, encode_tensor_map};
+use crate::tensor_map::{BOX_COLUMNS, E4M3_BOX_COLUMNS, encode_strided_tensor_map};
 
 const SOURCE: &str = include_str!("kernels/conv_sm90.cu");
 
 kernel_signatures! {
     CONV_TABLE:
 
-    /// out = x ∗ w + bias + residual. Absent operands are null. Without a history, its maps are those of x,
-    /// and without a halo, the maps of single rows are unused.
+    /// out = scale · (x ∗ w) + bias + residual. Absent operands are null, and so is the scale in bf16. Without
+    /// a history, its maps are those of x, and without a halo, the maps of single rows are unused.
     Conv {
         x_map: CUtensorMap, history_map: CUtensorMap, x_row_map: CUtensorMap, history_row_map: CUtensorMap,
-        halo_map: CUtensorMap, w_map: CUtensorMap, bias: DevicePtr<Bf16>, residual: DevicePtr<Bf16>,
-        out: DevicePtr<Bf16>, shape: ConvShape,
+        halo_map: CUtensorMap, w_map: CUtensorMap, scale: DevicePtr<f32>, bias: DevicePtr<Bf16>,
+        residual: DevicePtr<Bf16>, out: DevicePtr<Bf16>, shape: ConvShape,
     } = CONV "conv_sm90";
 }
 
@@ -38,6 +38,8 @@ pub(crate) struct ConvOperands {
     pub(crate) history: u64,
     pub(crate) halo: u64,
     pub(crate) w: u64,
+    /// Scales of the weights in e4m3.
+    pub(crate) scale: u64,
     pub(crate) bias: u64,
     pub(crate) residual: u64,
     pub(crate) out: u64,
@@ -51,6 +53,7 @@ pub(crate) struct ConvTile {
     height: u64,
     shares_patch: bool,
     has_residual: bool,
+    is_e4m3: bool,
 }
 
 /// Threads per block: one warpgroup loads, and two compute.
@@ -89,21 +92,22 @@ impl ConvSm90 {
     /// step for rows and columns, and the stores of 8 channels at once that all cells begin at 16 bytes.
     pub(crate) fn is_supported(dtype: DType, s: &ConvShape) -> bool {
         let stores_fit = s.channels % 8 == 0 || s.channels <= MAX_SINGLE_STORES;
-        dtype == DType::Bf16
-            && s.in_channels % 8 == 0
+        matches!(dtype, DType::Bf16 | DType::E4m3)
+            && (s.in_channels as u64 * dtype.element_bytes()).is_multiple_of(16)
             && stores_fit
             && s.row_step == s.column_step
             && s.row_step <= 2
     }
 
     /// Returns the tile with the lowest estimated time. The bits of a cell do not depend on the tile.
-    pub(crate) fn choose_tile(&self, s: &ConvShape, has_residual: bool) -> ConvTile {
+    pub(crate) fn choose_tile(&self, s: &ConvShape, dtype: DType, has_residual: bool) -> ConvTile {
         let tile = |(out_channels, width, height): (u64, u64, u64)| ConvTile {
             out_channels,
             width,
             height,
             shares_patch: s.shares_patch(),
             has_residual,
+            is_e4m3: dtype == DType::E4m3,
         };
         let channels = s.out_channels().next_multiple_of(8);
         if channels < 64 {
@@ -145,19 +149,21 @@ impl ConvSm90 {
         let Some((kernel, shared_bytes)) = self.kernels.get(&tile) else {
             return Err(CudaError(format!("no convolution kernel was compiled for {tile:?}")));
         };
-        let row_bytes = 2 * s.in_channels as u64;
-        let w_map = encode_tensor_map(
+        let row_bytes = tile.dtype().element_bytes() * s.in_channels as u64;
+        let w_map = encode_strided_tensor_map(
+            tile.dtype(),
             operands.w,
             [s.in_channels as u64, s.count_taps(), s.out_channels()],
             &[row_bytes, row_bytes * s.count_taps()],
-            [BOX_COLUMNS as u32, 1, tile.out_channels as u32],
+            [tile.channel_step() as u32, 1, tile.out_channels as u32],
+            [1; 3],
         )?;
         let (patch, row) = (tile.patch_extents(), [tile.patch_extents()[0], 1]);
         let maps_of = |extents: [u64; 2]| {
-            let x_map = map_cells(s, operands.x, [s.in_height, s.in_frames], extents)?;
+            let x_map = map_cells(s, tile, operands.x, [s.in_height, s.in_frames], extents)?;
             let history_map = match s.history {
                 0 => x_map,
-                frames => map_cells(s, operands.history, [s.in_height, frames], extents)?,
+                frames => map_cells(s, tile, operands.history, [s.in_height, frames], extents)?,
             };
             CudaResult::Ok((x_map, history_map))
         };
@@ -166,7 +172,7 @@ impl ConvSm90 {
             0 => (x_map, history_map, x_map),
             frames => {
                 let (x_row_map, history_row_map) = maps_of(row)?;
-                (x_row_map, history_row_map, map_cells(s, operands.halo, [2, frames], row)?)
+                (x_row_map, history_row_map, map_cells(s, tile, operands.halo, [2, frames], row)?)
             }
         };
         let args = Conv {
@@ -176,6 +182,7 @@ impl ConvSm90 {
             history_row_map,
             halo_map,
             w_map,
+            scale: operands.scale.into(),
             bias: operands.bias.into(),
             residual: operands.residual.into(),
             out: operands.out.into(),
@@ -198,6 +205,15 @@ impl ConvTile {
             * s.frames as u64
     }
 
+    fn dtype(self) -> DType {
+        if self.is_e4m3 { DType::E4m3 } else { DType::Bf16 }
+    }
+
+    /// Returns the channels of a cell that a patch holds: 128 bytes.
+    fn channel_step(self) -> u64 {
+        if self.is_e4m3 { E4M3_BOX_COLUMNS } else { BOX_COLUMNS }
+    }
+
     /// Returns the columns and rows of cells that a patch holds.
     fn patch_extents(self) -> [u64; 2] {
         let border = if self.shares_patch { 2 } else { 0 };
@@ -205,7 +221,7 @@ impl ConvTile {
     }
 
     /// Returns the kernel's macros and its shared memory in bytes.
-    pub(crate) fn compile_defines(self) -> ([(&'static str, String); 7], u32) {
+    pub(crate) fn compile_defines(self) -> ([(&'static str, String); 8], u32) {
         let [columns, rows] = self.patch_extents();
         let patch_bytes = (columns * rows * 128).next_multiple_of(1024);
         // A patch lasts for nine taps, or for one.
@@ -218,6 +234,7 @@ impl ConvTile {
             ("TILE_HEIGHT", self.height),
             ("SHARED_TAPS", self.shares_patch.into()),
             ("RESIDUAL", self.has_residual.into()),
+            ("E4M3", self.is_e4m3.into()),
             ("PATCH_STAGES", patch_stages),
             ("STAGES", stages),
         ];
@@ -226,7 +243,7 @@ impl ConvTile {
 
     /// Returns the kernel's source.
     pub(crate) fn kernel_source(self) -> String {
-        format!("{COMMON}{HOPPER}{CONV_SHAPE}{}{SOURCE}", wgmma_source(self.out_channels))
+        format!("{COMMON}{HOPPER}{CONV_SHAPE}{}{SOURCE}", wgmma_source(self.out_channels, self.dtype()))
     }
 }
 
@@ -234,6 +251,7 @@ impl ConvTile {
 /// reads at the step of the convolution.
 fn map_cells(
     s: &ConvShape,
+    tile: ConvTile,
     address: u64,
     [height, frames]: [i32; 2],
     [columns, rows]: [u64; 2],
@@ -241,11 +259,13 @@ fn map_cells(
     let [channels, width, height] = [s.in_channels, s.in_width, height].map(|n| n as u64);
     let step = s.row_step as u32;
     let row_step = if rows == 1 { 1 } else { step };
+    let cell_bytes = tile.dtype().element_bytes() * channels;
     encode_strided_tensor_map(
+        tile.dtype(),
         address,
         [channels, width, height, frames as u64],
-        &[2 * channels, 2 * channels * width, 2 * channels * width * height],
-        [BOX_COLUMNS as u32, columns as u32 * step, rows as u32 * row_step, 1],
+        &[cell_bytes, cell_bytes * width, cell_bytes * width * height],
+        [tile.channel_step() as u32, columns as u32 * step, rows as u32 * row_step, 1],
         [1, step, row_step, 1],
     )
 }
@@ -256,9 +276,18 @@ pub(crate) fn tile_candidates() -> Vec<ConvTile> {
     let few = [(8, 16, 32), (24, 16, 16)];
     let all = LARGE_TILES.into_iter().chain(SMALL_TILES).chain(few);
     let variants = all.flat_map(|(out_channels, width, height)| {
-        [(true, true), (true, false), (false, true), (false, false)].map(|(shares_patch, has_residual)| {
-            ConvTile { out_channels, width, height, shares_patch, has_residual }
-        })
+        let tile = move |(shares_patch, has_residual, is_e4m3)| ConvTile {
+            out_channels,
+            width,
+            height,
+            shares_patch,
+            has_residual,
+            is_e4m3,
+        };
+        // Only convolutions whose taps share a patch are e4m3.
+        let is = [(true, true), (true, false), (false, true), (false, false)];
+        let e4m3 = [(true, true, true), (true, false, true)];
+        is.into_iter().map(move |(shares, has)| tile((shares, has, false))).chain(e4m3.map(tile))
     });
     variants.filter(|t| t.compile_defines().1 <= u32::try_from(MAX_SHARED_BYTES).unwrap()).collect()
 }
@@ -298,7 +327,7 @@ mod tests {
             Capabilities { compute: (9, 0), multiprocessors: 132, mask: FeatureMask::default() };
         let own = ConvSm90::new(&capabilities).unwrap();
         let tile = |s: &ConvShape| {
-            let t = own.choose_tile(s, false);
+            let t = own.choose_tile(s, DType::Bf16, false);
             (t.out_channels, t.width, t.height)
         };
         assert_eq!(tile(&conv_shape([4, 480, 832, 96], 96, [3, 3, 3])), (96, 16, 32));
@@ -316,7 +345,7 @@ mod tests {
     fn every_tile_fits_shared_memory() {
         let is_large = |t: &ConvTile| LARGE_TILES.contains(&(t.out_channels, t.width, t.height));
         let tiles = tile_candidates();
-        assert_eq!(tiles.iter().filter(|t| is_large(t)).count(), 4 * LARGE_TILES.len(), "{tiles:?}");
+        assert_eq!(tiles.iter().filter(|t| is_large(t)).count(), 6 * LARGE_TILES.len(), "{tiles:?}");
     }
 
     #[test]
@@ -326,6 +355,8 @@ mod tests {
         let s = ConvShape { in_channels: 96, ..s };
         assert!(ConvSm90::is_supported(DType::Bf16, &s) && !ConvSm90::is_supported(DType::F32, &s));
         assert!(!ConvSm90::is_supported(DType::Bf16, &ConvShape { row_step: 3, column_step: 3, ..s }));
+        let in_e4m3 = |in_channels| ConvSm90::is_supported(DType::E4m3, &ConvShape { in_channels, ..s });
+        assert!(in_e4m3(96) && !in_e4m3(24), "a cell of 24 bytes");
         // A store of 8 channels would write into the next cell.
         let with_channels = |channels| ConvSm90::is_supported(DType::Bf16, &ConvShape { channels, ..s });
         assert!(with_channels(3) && with_channels(24) && with_channels(40));

@@ -14,6 +14,10 @@ kernel_signatures! {
     Cast { x: DevicePtr<Element>, out: DevicePtr<Element>, n: i64 } =
         CAST_F32_BF16 "cast_f32_bf16", CAST_BF16_F32 "cast_bf16_f32";
 
+    /// Converts `n` elements to e4m3, saturating at its largest number.
+    CastE4m3 { x: DevicePtr<Element>, out: DevicePtr<E4m3>, n: i64 } =
+        CAST_F32_E4M3 "cast_f32_e4m3", CAST_BF16_E4M3 "cast_bf16_e4m3";
+
     /// Adds a bias per column, unless it is absent, and applies an activation.
     BiasAct {
         x: DevicePtr<Element>, b: DevicePtr<Element>, out: DevicePtr<Element>, columns: i32, act: i32, n: i64,
@@ -109,6 +113,13 @@ kernel_signatures! {
         NORMALISE_CELLS_BF16_1X32 "normalise_cells_bf16_1x32",
         NORMALISE_CELLS_F32_4X32 "normalise_cells_f32_4x32",
         NORMALISE_CELLS_F32_1X32 "normalise_cells_f32_1x32";
+
+    /// Normalises the channels of each cell, applies SiLU if `is_silu`, and converts the result to e4m3.
+    NormaliseCellsE4m3 {
+        x: DevicePtr<Bf16>, w: DevicePtr<f32>, out: DevicePtr<E4m3>, channels: i32, eps: f32, is_silu: i32,
+        cells: i64,
+    } = NORMALISE_CELLS_E4M3_8X16 "normalise_cells_e4m3_8x16",
+        NORMALISE_CELLS_E4M3_8X32 "normalise_cells_e4m3_8x32";
 
     /// Repeats rows and columns of frames, in words.
     RepeatCells {

@@ -282,16 +282,21 @@ pub(crate) fn elementwise_source() -> String {
 
 /// Returns the function `wgmma_step`, which multiplies 64 rows by `columns` columns. It is generated
 /// because the instruction names every accumulator register, which a macro cannot enumerate.
-pub(crate) fn wgmma_source(columns: u64) -> String {
+pub(crate) fn wgmma_source(columns: u64, dtype: DType) -> String {
+    // Both operands are K-major, which the instruction for 8-bit elements does not state.
+    let (elements, kind, majors) = match dtype {
+        DType::E4m3 => (32, "e4m3.e4m3", ""),
+        _ => (16, "bf16.bf16", ", 0, 0"),
+    };
     let n = columns / 2;
     let list = |each: &dyn Fn(u64) -> String| (0..n).map(each).collect::<Vec<String>>().join(", ");
     let (names, constraints) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(d[{i}])")));
     let (a, b, accumulate) = (n, n + 1, n + 2);
     format!(
-        "// D (+)= A Bᵀ over one k-slice of 16.\n\
+        "// D (+)= A Bᵀ over one k-slice of {elements}, which is 32 bytes.\n\
          __device__ __forceinline__ void wgmma_step(float (&d)[{n}], u64 a, u64 b, int more) {{\n\
          asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{accumulate}, 0;\\n\
-         wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{names}}}, %{a}, %{b}, p, 1, 1, 0, 0;\\n}}\" \
+         wgmma.mma_async.sync.aligned.m64n{columns}k{elements}.f32.{kind} {{{names}}}, %{a}, %{b}, p, 1, 1{majors};\\n}}\" \
          : {constraints} : \"l\"(a), \"l\"(b), \"r\"(more));\n}}\n"
     )
 }

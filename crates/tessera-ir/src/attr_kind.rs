@@ -77,8 +77,9 @@ attr_kinds! {
     /// Rows `[from, to]`, the end excluded.
     RowRange: Range<u64>, "[from, to] with 0 ≤ from ≤ to", parse_range;
     /// A floating-point dtype to which a cast converts.
-    CastDtype: DType, "f32, f64, bf16 or f16", |a| {
-        DType::parse(parse_text(a)?).filter(|d| matches!(d, DType::F32 | DType::F64 | DType::Bf16 | DType::F16))
+    CastDtype: DType, "f32, f64, bf16, f16 or e4m3", |a| {
+        use DType::{Bf16, E4m3, F16, F32, F64};
+        DType::parse(parse_text(a)?).filter(|d| matches!(d, F32 | F64 | Bf16 | F16 | E4m3))
     };
     /// The activation that follows a matmul or a bias.
     Act: Activation, "gelu_tanh or silu", |a| parse_choice(a, &Activation::ALL, Activation::name);
@@ -94,7 +95,7 @@ attr_kinds! {
     /// The transport of a collective.
     TransportName: Transport, "p2p or nccl", |a| parse_choice(a, &Transport::ALL, Transport::name);
     /// The transformation of a weight at load.
-    LoadName: WeightLoad, "patch, conv, conv.past, e4m3 or e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
+    LoadName: WeightLoad, "patch, conv, conv.past, e4m3, e4m3.scale, conv.e4m3 or conv.e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
 }
 
 /// `N` integers ≥ 1, such as a token grid.
@@ -242,11 +243,22 @@ pub enum WeightLoad {
     E4m3,
     /// The second result of `quantize`: one scale per row.
     E4m3Scale,
+    /// The first result of `quantize` on the rows of `Conv`.
+    ConvE4m3,
+    /// The second result of `quantize` on the rows of `Conv`: one scale per channel of the result.
+    ConvE4m3Scale,
 }
 
 impl WeightLoad {
-    const ALL: [WeightLoad; 5] =
-        [WeightLoad::Patch, WeightLoad::Conv, WeightLoad::ConvPast, WeightLoad::E4m3, WeightLoad::E4m3Scale];
+    const ALL: [WeightLoad; 7] = [
+        WeightLoad::Patch,
+        WeightLoad::Conv,
+        WeightLoad::ConvPast,
+        WeightLoad::E4m3,
+        WeightLoad::E4m3Scale,
+        WeightLoad::ConvE4m3,
+        WeightLoad::ConvE4m3Scale,
+    ];
 
     /// Returns the name in the text form.
     #[must_use]
@@ -257,6 +269,8 @@ impl WeightLoad {
             WeightLoad::ConvPast => "conv.past",
             WeightLoad::E4m3 => "e4m3",
             WeightLoad::E4m3Scale => "e4m3.scale",
+            WeightLoad::ConvE4m3 => "conv.e4m3",
+            WeightLoad::ConvE4m3Scale => "conv.e4m3.scale",
         }
     }
 

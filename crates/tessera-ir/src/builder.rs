@@ -168,7 +168,7 @@ impl Builder {
         // A source that is requested twice is the same value.
         let derived = self.pending.attrs.get("load").and_then(|l| match l {
             // The e4m3 values and their scales are two tensors with the name of one weight.
-            Attr::Str(l) if l.starts_with("e4m3") => Some(l.clone()),
+            Attr::Str(l) if l.contains("e4m3") => Some(l.clone()),
             _ => None,
         });
         let key = (opcode, name.to_string(), derived);

@@ -1,8 +1,8 @@
 //! The calls that a stream may make: the phases of each, in order.
 
-use crate::denoising_steps;
-use crate::vae::MediaPhases;
+use crate::vae::{EXACT_DECODE_PHASE, MediaPhases};
 use crate::video_model::{ContextRegime, VideoModel};
+use crate::{DecoderQuality, denoising_steps};
 
 /// Lists every call that a stream may make: its name and its phases in order. Any other request is
 /// rejected at admission.
@@ -114,6 +114,7 @@ fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<St
     let needs_anchor = m.context_regime() == ContextRegime::Recompute && !opens_scene;
     // The anchor leaves before the other latents are decoded: it is encoded from the first one.
     [
+        (opens_scene && m.stream.decoder_quality == DecoderQuality::Fast).then_some(EXACT_DECODE_PHASE),
         Some(if opens_scene { "decode.open" } else { "decode.first" }),
         needs_anchor.then_some("encode"),
         (m.stream.chunk_frames > 1).then_some("decode.rest"),

@@ -31,11 +31,16 @@ pub use graph::build_phases;
 pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
 pub use presets::Preset;
 pub use schedule::SigmaStep;
-pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps};
+pub use stream_config::{
+    DecoderQuality, PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps,
+};
 pub use umt5::{
     TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights,
 };
-pub use vae::{MediaPhases, TinyDecoderConfig, VaeConfig, expected_tiny_weights, expected_vae_weights};
+pub use vae::{
+    EXACT_DECODE_PHASE, EXACT_PIXELS, MediaPhases, TinyDecoderConfig, VaeConfig, expected_tiny_weights,
+    expected_vae_weights,
+};
 pub use video_model::{ContextRegime, VideoModel};
 pub use wan_config::WanConfig;
 pub use weight_names::{ExpectedWeight, expected_weights};

@@ -48,6 +48,30 @@ pub enum PixelDecoder {
     None,
 }
 
+/// How exactly a VAE's decoder computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DecoderQuality {
+    /// The reference's values, within the rounding of the plan's dtype.
+    #[default]
+    Exact,
+    /// Large convolutions in fp8. Every scene is compared with the exact decode of its first frame.
+    Fast,
+}
+
+impl DecoderQuality {
+    /// All values, in the order of `--help`.
+    pub const ALL: [DecoderQuality; 2] = [DecoderQuality::Exact, DecoderQuality::Fast];
+
+    /// Returns the name in `stream.toml` and on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            DecoderQuality::Exact => "exact",
+            DecoderQuality::Fast => "fast",
+        }
+    }
+}
+
 impl TextEncoder {
     const ALL: [TextEncoder; 4] =
         [TextEncoder::Words, TextEncoder::Umt5, TextEncoder::File, TextEncoder::None];
@@ -141,6 +165,8 @@ pub struct StreamConfig {
     pub text_file: String,
     /// Component that turns latents into pixels, if the stream writes any.
     pub decoder: PixelDecoder,
+    /// How exactly [`PixelDecoder::WanVae`] decodes.
+    pub decoder_quality: DecoderQuality,
     /// File of the tiny decoder, relative to the model's folder, or empty for the one beside the checkpoint.
     /// Only [`PixelDecoder::Tiny`] reads it.
     pub decoder_file: String,
@@ -209,6 +235,12 @@ impl StreamConfig {
             text: words.read_named("encoder", &TextEncoder::ALL, TextEncoder::name, TextEncoder::None),
             text_file: words.read_text("file", Some(TEXT_FILE)),
             decoder: decoder.read_named("kind", &PixelDecoder::ALL, PixelDecoder::name, PixelDecoder::None),
+            decoder_quality: decoder.read_named(
+                "quality",
+                &DecoderQuality::ALL,
+                DecoderQuality::name,
+                DecoderQuality::Exact,
+            ),
             decoder_file: String::new(),
             tiny: TinyDecoderConfig::default(),
             vae: VaeConfig::default(),
@@ -281,12 +313,16 @@ impl StreamConfig {
             frames => format!("positions = {frames}\n"),
         };
         let recache = if self.recache { "recache = true\n" } else { "" };
+        let quality = match self.decoder_quality {
+            DecoderQuality::Exact => String::new(),
+            quality => format!("quality = \"{}\"\n", quality.name()),
+        };
         let input = if self.takes_video { "[input]\nvideo = true\n\n" } else { "" };
         let noise = if self.given_noise { "[noise]\nsource = \"call\"\n\n" } else { "" };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\n{sink}{positions}{recache}bias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{dimensions}",
+prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{quality}{dimensions}",
             self.width,
             self.height,
             self.fps,

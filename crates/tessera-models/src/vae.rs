@@ -13,8 +13,8 @@ use tessera_base::{Diagnostic, Diagnostics};
 use crate::codes::T0414;
 
 pub(crate) use encode_graph::{encode_anchor_program, encode_video_programs};
-pub use graph::MediaPhases;
 pub(crate) use graph::decode_programs;
+pub use graph::{EXACT_DECODE_PHASE, EXACT_PIXELS, MediaPhases};
 pub use names::expected_vae_weights;
 pub use tiny::{TinyDecoderConfig, expected_tiny_weights};
 pub(crate) use tiny_graph::tiny_decode_programs;

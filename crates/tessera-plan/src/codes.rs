@@ -78,6 +78,13 @@ calls, on a GPU that no rank has. Only a model whose decoder is `wan_vae` or `ti
 moves values without arithmetic, so the leader runs it, and a model without a decoder has no pixels. \
 Leave out `--media`, or write `media = \"leader\"`.";
 
+    T0610: "fast decoder on a device without e4m3",
+    "With `quality = \"fast\"` in `[decoder]`, or `--quality fast`, the large convolutions of the VAE's decoder \
+multiply values in e4m3, an fp8 format. Only GPUs of sm_90 do so, and only programs in bf16 or fp8 have such \
+values: the mapping needs `dtype = \"bf16\"` or `\"fp8\"`, and `media = \"mesh\"`, `\"replicas\"` or \
+`\"outside\"`, because with `media = \"leader\"` the leader decodes on its cores. With `quality = \"exact\"`, the \
+default, the decoder gives the reference's values on every device.";
+
     T1200: "cannot parse a mapping pin",
     "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. \
 The message names the unknown knob or value and the nearest known one.\n\n\

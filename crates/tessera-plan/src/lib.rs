@@ -32,4 +32,5 @@ pub use mapping::{
     CapturePolicy, DtypePolicy, Mapping, MediaPlacement, Numerics, Strategy, Topology, Transport,
 };
 pub use memory::assign_slots;
+pub use precision::DecoderPrecision;
 pub use stages::balance_stages;

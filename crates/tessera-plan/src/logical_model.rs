@@ -2,6 +2,7 @@
 
 use tessera_ir::Program;
 
+use crate::DecoderPrecision;
 use crate::mapping::ModelExtents;
 
 /// The logical programs of a model and the sizes that the planner needs.
@@ -21,6 +22,8 @@ pub struct LogicalModel {
     pub tokens: u64,
     /// Number of transformer blocks, over all stages.
     pub blocks: u64,
+    /// Precision of the convolutions that decode pixels.
+    pub decoder: DecoderPrecision,
 }
 
 impl LogicalModel {

@@ -21,7 +21,7 @@ use tessera_ir::{
 };
 use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
-use crate::codes::{T0606, T0609};
+use crate::codes::{T0606, T0609, T0610};
 use crate::ownership::{
     OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase, is_media_phase, is_outside_media_phase,
 };
@@ -29,9 +29,12 @@ use crate::roles::{TpClass, group_roles, uneven_shards};
 use crate::stages::{StageCosts, pixel_flops_per_pass};
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
 use crate::{
-    CapturePolicy, DtypePolicy, LogicalModel, Mapping, MediaPlacement, Numerics, Strategy, Transport, memory,
-    op_order, precision, row_chunks,
+    CapturePolicy, DecoderPrecision, DtypePolicy, LogicalModel, Mapping, MediaPlacement, Numerics, Strategy,
+    Transport, memory, op_order, precision, row_chunks,
 };
+
+/// The phase that decodes without the shortcuts of a fast decoder, for a comparison with it.
+const EXACT_DECODE_PHASE: &str = "decode.exact";
 
 /// The role of the leader outside the mesh.
 const LEADER: &str = "leader@out0";
@@ -46,6 +49,7 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     ds.extend(check_parts(&logical.phases));
     ds.extend(check_opcodes(&logical.phases));
     ds.extend(check_media(logical, mapping));
+    ds.extend(check_fast_decoder(logical, mapping));
     if !ds.is_empty() {
         return Err(ds);
     }
@@ -116,6 +120,23 @@ fn check_media(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagnostic> 
     )
 }
 
+/// Checks that a fast decoder runs where its convolutions can be e4m3.
+fn check_fast_decoder(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagnostic> {
+    let why = match (mapping.media, mapping.dtype) {
+        // A search also lowers a model without its phases of pixels.
+        _ if !logical.phases.iter().any(|p| p.name == EXACT_DECODE_PHASE) => return None,
+        (MediaPlacement::Leader, _) => "the leader's cores decode",
+        (_, DtypePolicy::F32) => "the dtype is f32",
+        _ => return None,
+    };
+    let message = format!("a fast decoder convolves in e4m3 on GPUs, but {why}");
+    Some(
+        Diagnostic::error(&T0610, message)
+            .with_label("mapping", format!("media = \"{}\"", mapping.media.name()))
+            .with_hint("use --dtype bf16 or fp8 with --media mesh, replicas or outside, or --quality exact"),
+    )
+}
+
 /// Inserts the casts and quantizations of the mapping's dtype policy.
 fn with_dtype_policy<'a>(
     logical: &'a LogicalModel,
@@ -124,9 +145,14 @@ fn with_dtype_policy<'a>(
     if mapping.dtype == DtypePolicy::F32 {
         return Ok(Cow::Borrowed(logical));
     }
-    let apply = |p| match is_leader_cpu_phase(p) {
+    let apply = |p: &Program| match is_leader_cpu_phase(p) {
         true => Ok(Program::clone(p)),
-        false => precision::apply_dtype_policy(p, mapping.dtype, mapping.strategy),
+        false => {
+            // What encodes stays exact: the next chunk begins with it, so its errors would add up.
+            let decodes = p.name.starts_with("decode.") && p.name != EXACT_DECODE_PHASE;
+            let decoder = if decodes { logical.decoder } else { DecoderPrecision::Exact };
+            precision::apply_dtype_policy(p, mapping.dtype, mapping.strategy, decoder)
+        }
     };
     let phases = logical.phases.iter().map(apply).collect::<Result<_, _>>()?;
     Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))

@@ -23,6 +23,11 @@
 //! keys and values of the prompt, which are computed once per scene. Under `megatron` row-parallel
 //! matmuls stay bf16 on any number of ranks: no rank has the maximum of a whole row there.
 //!
+//! A fast decoder differs for 3×3×3 convolutions of a norm's SiLU: their frames, history and weights are
+//! e4m3. The frames have the scale 1, because a norm limits its results to the square root of the channels
+//! times its weight, far from both ends of the range of e4m3. The weights have a scale per channel of the
+//! result. Only the bias and the sum with a residual stay bf16.
+//!
 //! Weights keep their names, and all ops except casts keep their order: without casts and scales
 //! and with every dtype f32 the result equals the original program. Lowering adds collectives
 //! later; each has the dtype of its operand.
@@ -31,7 +36,9 @@ use std::collections::BTreeMap;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::op_traits::ResultDtype;
-use tessera_ir::{Builder, DType, Op, OpKind, Opcode, Program, Type, ValueId};
+use tessera_ir::{
+    BufferId, Builder, DType, Op, OpKind, OpView, Opcode, Program, Type, ValueId, WeightLoad, views,
+};
 
 use crate::codes::T0606;
 use crate::{DtypePolicy, Strategy};
@@ -44,17 +51,30 @@ pub fn apply_dtype_policy(
     p: &Program,
     dtype: DtypePolicy,
     strategy: Strategy,
+    decoder: DecoderPrecision,
 ) -> Result<Program, Diagnostics> {
     match dtype {
         DtypePolicy::F32 => Ok(p.clone()),
-        DtypePolicy::Bf16 => DtypePass::new(p).emit_program(),
+        DtypePolicy::Bf16 => DtypePass::new(p, decoder).emit_program(),
         DtypePolicy::Fp8 => {
-            let mut pass = DtypePass::new(p);
+            let mut pass = DtypePass::new(p, decoder);
             pass.select_quantized_weights(strategy);
             pass.emit_program()
         }
     }
 }
+
+/// The precision of a decoder's convolutions under a policy other than f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DecoderPrecision {
+    /// All convolutions are bf16.
+    Exact,
+    /// 3×3×3 convolutions of a norm's SiLU are e4m3.
+    Fast,
+}
+
+/// Multiple of channels that a cell in e4m3 has, so that cells begin at 16 bytes.
+const E4M3_CHANNELS: u64 = 16;
 
 /// The dtype that an op requires of an operand; `None` accepts any.
 type RequiredDtype = Option<DType>;
@@ -70,10 +90,14 @@ struct DtypePass<'a> {
     dtypes: Vec<DType>,
     /// Whether each value is a weight that is loaded in e4m3 with scales.
     quantized: Vec<bool>,
+    /// Whether each value is the SiLU of a norm that convolutions read in e4m3.
+    fast_frames: Vec<bool>,
+    /// Whether each buffer is the history of such frames.
+    fast_histories: Vec<bool>,
 }
 
 impl<'a> DtypePass<'a> {
-    fn new(p: &'a Program) -> DtypePass<'a> {
+    fn new(p: &'a Program, decoder: DecoderPrecision) -> DtypePass<'a> {
         let mut pass = DtypePass {
             program: p,
             defs: p.defining_ops(),
@@ -81,7 +105,12 @@ impl<'a> DtypePass<'a> {
             conditioning: vec![false; p.values.len()],
             dtypes: p.values.iter().map(|v| v.ty.dtype).collect(),
             quantized: vec![false; p.values.len()],
+            fast_frames: vec![false; p.values.len()],
+            fast_histories: vec![false; p.buffers.len()],
         };
+        if decoder == DecoderPrecision::Fast {
+            pass.select_fast_convolutions();
+        }
         for op in &p.ops {
             pass.infer_dtype(op);
         }
@@ -89,7 +118,8 @@ impl<'a> DtypePass<'a> {
         for op in p.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
             let v = op.results[0];
             let mut wants = pass.readers[v.0 as usize].iter().map(|i| pass.required_dtype(&p.ops[*i], v));
-            if wants.next() == Some(Some(DType::Bf16)) && wants.all(|w| w == Some(DType::Bf16)) {
+            let is_bf16 = wants.next() == Some(Some(DType::Bf16)) && wants.all(|w| w == Some(DType::Bf16));
+            if is_bf16 {
                 pass.dtypes[v.0 as usize] = DType::Bf16;
             }
         }
@@ -111,7 +141,8 @@ impl<'a> DtypePass<'a> {
         let is = match op.opcode.table_row().traits.result_dtype {
             ResultDtype::Matmul if self.conditioning[result] => DType::F32,
             ResultDtype::Matmul => DType::Bf16,
-            ResultDtype::Buffer => op.buffer.map_or(first, |b| buffer_type(self.program, b).dtype),
+            _ if self.fast_frames[result] => DType::E4m3,
+            ResultDtype::Buffer => op.buffer.map_or(first, |b| self.buffer_type(b).dtype),
             ResultDtype::Stated => self.dtypes[result],
             ResultDtype::FirstOperand => first,
             ResultDtype::Sums => DType::F32,
@@ -120,10 +151,58 @@ impl<'a> DtypePass<'a> {
         self.dtypes[result] = is;
     }
 
+    /// Selects the convolutions of a fast decoder, with their weights and histories.
+    fn select_fast_convolutions(&mut self) {
+        let p = self.program;
+        for op in &p.ops {
+            let Some(v) = self.fast_convolution(op) else { continue };
+            self.fast_frames[v.x.0 as usize] = true;
+            self.quantized[v.w.0 as usize] = true;
+            let history = v.history.and_then(|h| self.defs[h.0 as usize]).and_then(|d| p.ops[d].buffer);
+            history.into_iter().for_each(|b| self.fast_histories[b.0 as usize] = true);
+        }
+    }
+
+    /// Returns an op as a convolution of a fast decoder, if it is one: of 3×3×3 over the SiLU of a norm, which
+    /// nothing else computes with, with a kernel in e4m3 for its channels.
+    fn fast_convolution(&self, op: &Op) -> Option<views::Conv3d> {
+        let Ok(OpView::Conv3d(v)) = op.view() else { return None };
+        let p = self.program;
+        let maker = |v: ValueId| self.defs[v.0 as usize].map(|d| &p.ops[d]);
+        let silu = maker(v.x).filter(|op| op.opcode == Opcode::Silu)?;
+        maker(*silu.operands.first()?).filter(|op| op.opcode == Opcode::RmsNorm)?;
+        let is_own_weight = self.readers[v.w.0 as usize].len() == 1
+            && maker(v.w).is_some_and(|op| op.weight_load() == Some(WeightLoad::Conv));
+        let channels = [p.type_of(v.x).shape.last(), p.type_of(op.results[0]).shape.last()];
+        let fits = channels.into_iter().flatten().all(|c| c.is_multiple_of(E4M3_CHANNELS));
+        let moves_or_reads = |i: &usize| {
+            let reader = &p.ops[*i];
+            matches!(reader.opcode, Opcode::TakeRows | Opcode::CacheWrite) || std::ptr::eq(reader, op)
+        };
+        let is_alone = self.readers[v.x.0 as usize].iter().all(moves_or_reads);
+        (v.kernel == [3, 3, 3] && v.stride.is_none() && is_own_weight && fits && is_alone).then_some(v)
+    }
+
+    /// Returns a buffer's type: the caches of blocks, and the histories of convolutions, have the dtype of
+    /// the ops that read them.
+    fn buffer_type(&self, b: BufferId) -> Type {
+        let buffer = self.program.buffer(b);
+        let is_operand = ["kv.", "cross.", "vae."].iter().any(|family| buffer.name.starts_with(family));
+        let dtype = match is_operand {
+            _ if self.fast_histories[b.0 as usize] => DType::E4m3,
+            true => DType::Bf16,
+            false => buffer.ty.dtype,
+        };
+        Type { dtype, ..buffer.ty.clone() }
+    }
+
     /// Selects the weights that are loaded in e4m3: those of the matmuls of blocks.
     fn select_quantized_weights(&mut self, strategy: Strategy) {
         for weight in self.program.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
             let v = weight.results[0];
+            if self.quantized[v.0 as usize] {
+                continue;
+            }
             let cut_by_inputs = strategy == Strategy::Megatron && weight.part_hint() == Some("row");
             let plain = !cut_by_inputs && weight.weight_load().is_none();
             let readers = &self.readers[v.0 as usize];
@@ -157,11 +236,13 @@ impl<'a> DtypePass<'a> {
             return Some(DType::Bf16);
         }
         match row.traits.result_dtype {
+            // The weights of a fast convolution are replaced where it is emitted.
+            ResultDtype::Matmul if at == 0 && self.reads_fast_frames(op) => Some(DType::E4m3),
             ResultDtype::Matmul => Some(match op.results.first() {
                 Some(r) => self.dtypes[r.0 as usize],
                 None => DType::F32,
             }),
-            ResultDtype::Buffer => op.buffer.map(|b| buffer_type(self.program, b).dtype),
+            ResultDtype::Buffer => op.buffer.map(|b| self.buffer_type(b).dtype),
             ResultDtype::Stated => None,
             ResultDtype::FirstOperand | ResultDtype::Sums if at == 0 => None,
             ResultDtype::FirstOperand if row.vectors[at] => Some(DType::F32),
@@ -174,15 +255,26 @@ impl<'a> DtypePass<'a> {
     fn required_dtype(&self, op: &Op, v: ValueId) -> RequiredDtype {
         match op.operands.iter().position(|o| *o == v) {
             Some(at) => self.operand_dtype(op, at),
-            None => self.keyed_operand_dtype(op),
+            None => {
+                self.keyed_operand_dtype(op, op.keyed.iter().find(|(_, o)| *o == v).map_or("", |(k, _)| k))
+            }
         }
     }
 
+    fn reads_fast_frames(&self, op: &Op) -> bool {
+        op.opcode == Opcode::Conv3d && op.operands.first().is_some_and(|x| self.fast_frames[x.0 as usize])
+    }
+
     /// Returns the dtype that an op requires of a keyed operand: the bias of a matmul or of a
-    /// convolution, and the history of the latter, have the dtype of the result; the others are calls.
-    fn keyed_operand_dtype(&self, op: &Op) -> RequiredDtype {
+    /// convolution has the dtype of the result, and the history of the latter that of its frames; the
+    /// others are calls.
+    fn keyed_operand_dtype(&self, op: &Op, key: &str) -> RequiredDtype {
         let multiplies = op.opcode.table_row().traits.result_dtype == ResultDtype::Matmul;
-        if multiplies { self.operand_dtype(op, 0) } else { None }
+        match key {
+            _ if !multiplies => None,
+            "bias" if self.reads_fast_frames(op) => Some(DType::Bf16),
+            _ => self.operand_dtype(op, 0),
+        }
     }
 
     fn emit_program(self) -> Result<Program, Diagnostics> {
@@ -194,8 +286,8 @@ impl<'a> DtypePass<'a> {
             scaled: BTreeMap::new(),
         };
         for i in 0..p.buffers.len() {
-            let b = tessera_ir::BufferId(i as u32);
-            out.builder.declare_buffer(&p.buffer(b).name, buffer_type(p, b));
+            let b = BufferId(i as u32);
+            out.builder.declare_buffer(&p.buffer(b).name, self.buffer_type(b));
         }
         for op in &p.ops {
             self.emit_op(op, &mut out);
@@ -222,7 +314,7 @@ impl<'a> DtypePass<'a> {
         let mut keyed: Vec<(&'static str, ValueId)> = op
             .keyed
             .iter()
-            .map(|(k, v)| (*k, self.value_as(*v, self.keyed_operand_dtype(op), out)))
+            .map(|(k, v)| (*k, self.value_as(*v, self.keyed_operand_dtype(op, k), out)))
             .collect();
         if let (Opcode::Matmul, [x, w]) = (op.opcode, &op.operands[..])
             && self.quantized[w.0 as usize]
@@ -231,6 +323,12 @@ impl<'a> DtypePass<'a> {
             let [x, x_scale] = self.quantized_value(*x, operands[0], out);
             operands = vec![x, w];
             keyed.extend([("x_scale", x_scale), ("w_scale", w_scale)]);
+        }
+        if let (Opcode::Conv3d, [_, w]) = (op.opcode, &op.operands[..])
+            && let Some([w, w_scale]) = out.scaled.get(w).copied()
+        {
+            operands[1] = w;
+            keyed.push(("w_scale", w_scale));
         }
         let after: Vec<ValueId> = op.after.iter().filter_map(|v| out.values.get(v).copied()).collect();
         let b = &mut out.builder;
@@ -256,7 +354,23 @@ impl<'a> DtypePass<'a> {
             (Opcode::Output, ..) => return b.add_output(name, operands[0]),
             _ => b.add_op(op.opcode, &operands),
         };
+        let made = match result {
+            Some(r) if self.fast_frames[r.0 as usize] => self.emit_fast_frames(r, made, out),
+            _ => made,
+        };
         out.values.extend(result.map(|r| (r, made)));
+    }
+
+    /// Converts frames to e4m3 where they are made, for all readers.
+    fn emit_fast_frames(&self, v: ValueId, frames: ValueId, out: &mut RoundedProgram) -> ValueId {
+        let name = &self.program.value(v).name;
+        if let Some(at) = self.defs[v.0 as usize].and_then(|d| self.program.ops[d].placement_hint()) {
+            out.builder.set_attr("at", at);
+        }
+        out.builder
+            .set_label(&format!("{name}.e4m3"))
+            .set_attr("to", DType::E4m3.name())
+            .add_op(Opcode::Cast, &[frames])
     }
 
     /// Loads the e4m3 elements of a weight and their scales.
@@ -271,8 +385,12 @@ impl<'a> DtypePass<'a> {
                 .set_label(label)
                 .add_weight(name, ty)
         };
-        let numbers = load("e4m3", label, Type { dtype: DType::E4m3, ..of.clone() });
-        let scales = load("e4m3.scale", &format!("{label}.scale"), Type::new(DType::F32, [rows]));
+        let [values, scales] = match op.weight_load() {
+            Some(WeightLoad::Conv) => [WeightLoad::ConvE4m3, WeightLoad::ConvE4m3Scale],
+            _ => [WeightLoad::E4m3, WeightLoad::E4m3Scale],
+        };
+        let numbers = load(values.name(), label, Type { dtype: DType::E4m3, ..of.clone() });
+        let scales = load(scales.name(), &format!("{label}.scale"), Type::new(DType::F32, [rows]));
         out.values.insert(v, numbers);
         out.scaled.insert(v, [numbers, scales]);
     }
@@ -342,15 +460,6 @@ struct RoundedProgram {
     casts: BTreeMap<(ValueId, DType), ValueId>,
     /// E4m3 values and their row scales, by the value of the original program.
     scaled: BTreeMap<ValueId, [ValueId; 2]>,
-}
-
-/// Returns a buffer's type: the caches of blocks, and the histories of convolutions, have the dtype of
-/// the ops that read them.
-fn buffer_type(p: &Program, b: tessera_ir::BufferId) -> Type {
-    let buffer = p.buffer(b);
-    let is_operand = ["kv.", "cross.", "vae."].iter().any(|family| buffer.name.starts_with(family));
-    let dtype = if is_operand { DType::Bf16 } else { buffer.ty.dtype };
-    Type { dtype, ..buffer.ty.clone() }
 }
 
 /// Iterates over the operands of an op, without events.

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use tessera_ir::{Builder, DType, Opcode, Program, Type, print};
 use tessera_models::{MediaPhases, VideoModel, build_phases};
-use tessera_plan::{LogicalModel, Mapping, MediaPlacement, Strategy, lower};
+use tessera_plan::{DecoderPrecision, DtypePolicy, LogicalModel, Mapping, MediaPlacement, Strategy, lower};
+use tessera_reference::Tensor;
 
 use crate::run::run_phases;
 
@@ -27,14 +28,14 @@ const TINY: &str = "kind = \"tiny\"\n[decoder.tiny]\nwidths = [3, 2, 2, 3]\n";
 /// Returns the phases of pixels of a model with a tiny VAE and `rows` rows of latents, and one that fills the
 /// buffer of latents.
 fn pixel_phases(rows: u64) -> LogicalModel {
-    phases_of("kind = \"wan_vae\"\n", FOUR_LEVELS, [4, 8, 8], rows)
+    phases_of("kind = \"wan_vae\"\n", FOUR_LEVELS, 2, [4, 8, 8], rows)
 }
 
-fn phases_of(decoder: &str, levels: &str, stride: [u64; 3], rows: u64) -> LogicalModel {
+fn phases_of(decoder: &str, levels: &str, base_dim: u64, stride: [u64; 3], rows: u64) -> LogicalModel {
     let config = r#"{"dim":60,"ffn_dim":16,"num_heads":5,"num_layers":1,"in_dim":4,"out_dim":4,"text_len":2,
         "text_dim":2,"freq_dim":4}"#;
     let vae = format!(
-        "base_dim = 2\nz_dim = 4\nres_blocks = 1\n{levels}\
+        "base_dim = {base_dim}\nz_dim = 4\nres_blocks = 1\n{levels}\
 latents_mean = [-0.4, -0.1, 0.2, 0.5]\nlatents_std = [1.5, 1.75, 2.0, 2.25]\n"
     );
     let stream = format!(
@@ -46,7 +47,8 @@ latents_mean = [-0.4, -0.1, 0.2, 0.5]\nlatents_std = [1.5, 1.75, 2.0, 2.25]\n"
     let m = VideoModel::parse(("config.json", config), ("stream.toml", &stream)).unwrap();
     let mut phases = vec![fill_phase(&m)];
     let built = build_phases(&m, MediaPhases::InCalls);
-    phases.extend(built.into_iter().filter(|p| PHASES.contains(&p.name.as_str())));
+    let is_of_pixels = |p: &Program| PHASES.contains(&p.name.as_str()) || p.name == "decode.exact";
+    phases.extend(built.into_iter().filter(is_of_pixels));
     LogicalModel {
         calls: vec![("call".into(), PHASES.map(String::from).to_vec())],
         phases,
@@ -55,6 +57,7 @@ latents_mean = [-0.4, -0.1, 0.2, 0.5]\nlatents_std = [1.5, 1.75, 2.0, 2.25]\n"
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
+        decoder: DecoderPrecision::Exact,
     }
 }
 
@@ -74,8 +77,7 @@ fn fill_phase(m: &VideoModel) -> Program {
 #[test]
 #[allow(clippy::disallowed_methods, reason = "the developer asks for a new file")]
 fn the_kept_text_is_what_is_planned() {
-    let l =
-        phases_of("kind = \"wan_vae\"\n", "dim_mult = [1, 1]\ntemporal_downsample = [true]\n", [2, 2, 2], 6);
+    let l = with_base_dim(2, "kind = \"wan_vae\"\n");
     let bundle = lower(&l, &mut mapping(5, Strategy::Ulysses)).unwrap();
     let mut text = String::from(
         "// test: check\n// phases chunk: decode.first encode\n// note: The planner emits these programs for six \
@@ -103,7 +105,7 @@ fn shards_of_rows_give_the_pixels_and_the_anchor_of_one_rank() {
 
 #[test]
 fn shards_of_rows_give_the_pixels_of_one_rank_from_a_tiny_decoder() {
-    compare_shards(&phases_of(TINY, FOUR_LEVELS, [4, 8, 8], 6));
+    compare_shards(&phases_of(TINY, FOUR_LEVELS, 2, [4, 8, 8], 6));
 }
 
 /// Compares the outputs of all phases on one rank and on several, bit by bit.
@@ -128,7 +130,7 @@ fn compare_shards(l: &LogicalModel) {
 
 #[test]
 fn every_kernel_of_several_rows_exchanges_a_halo_and_none_exchanges_its_history_again() {
-    for l in [pixel_phases(6), phases_of(TINY, FOUR_LEVELS, [4, 8, 8], 6)] {
+    for l in [pixel_phases(6), phases_of(TINY, FOUR_LEVELS, 2, [4, 8, 8], 6)] {
         check_exchanges(&l);
     }
 }
@@ -157,4 +159,76 @@ fn with_fewer_rows_of_latents_than_ranks_every_rank_computes_whole_frames() {
     let bundle = lower(&l, &mut mapping(3, Strategy::Ulysses)).unwrap();
     let all = bundle.phases.iter().flat_map(|p| &p.programs).flat_map(|p| &p.ops);
     assert_eq!(all.filter(|o| o.opcode == Opcode::HaloExchange).count(), 0);
+}
+
+/// A VAE whose cells have a multiple of 16 channels at every level.
+fn fast_model() -> LogicalModel {
+    let mut l = with_base_dim(16, "kind = \"wan_vae\"\nquality = \"fast\"\n");
+    l.decoder = DecoderPrecision::Fast;
+    l
+}
+
+fn with_base_dim(base_dim: u64, decoder: &str) -> LogicalModel {
+    phases_of(decoder, "dim_mult = [1, 1]\ntemporal_downsample = [true]\n", base_dim, [2, 2, 2], 6)
+}
+
+fn bf16_mapping(tp: u32) -> Mapping {
+    Mapping { dtype: DtypePolicy::Bf16, ..mapping(tp, Strategy::Ulysses) }
+}
+
+#[test]
+fn a_fast_decoder_convolves_in_e4m3_and_encodes_exactly() {
+    let bundle = lower(&fast_model(), &mut bf16_mapping(2)).unwrap();
+    let in_e4m3 = |name: &str| {
+        let p = &bundle.find_phase(name).unwrap().programs[0];
+        let convs = p.ops.iter().filter(|o| o.opcode == Opcode::Conv3d);
+        let count = convs.filter(|o| p.type_of(o.operands[0]).dtype == DType::E4m3).count();
+        let histories = p.buffers.iter().filter(|b| b.ty.dtype == DType::E4m3).count();
+        (count, histories)
+    };
+    // Two blocks in the middle and two per level, with two convolutions each. The one behind the upsampling
+    // reads half of the channels, which are no multiple of 16.
+    let (count, histories) = in_e4m3("decode.first");
+    assert_eq!(count, 11);
+    assert_eq!(histories, 3 * count, "a history, the history of its halo, and their view");
+    for name in ["decode.exact", "encode"] {
+        assert_eq!(in_e4m3(name), (0, 0), "{name}");
+    }
+    let exact = &bundle.find_phase("decode.exact").unwrap().programs[0];
+    let written = exact.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite);
+    assert_eq!(written.count(), 0, "the exact decode leaves no history");
+}
+
+/// The first frame of a scene, decoded fast and exactly on the reference evaluator.
+#[test]
+fn a_fast_decoder_is_close_to_the_exact_one_on_any_number_of_ranks() {
+    let l = fast_model();
+    let phases = ["fill", "decode.exact", "decode.open", "decode.rest"];
+    let one = run_phases(&l, &bf16_mapping(1), &phases);
+    let (exact, fast) = (&one[1][0]["pixels.exact"], &one[2][0]["pixels.first"]);
+    let mean_square = mean_square_error(exact, fast);
+    assert!((1e-7..1e-3).contains(&mean_square), "mean square error {mean_square:e} of values in -1..=1");
+    let shared = run_phases(&l, &bf16_mapping(3), &phases);
+    for ((phase, one), ranks) in phases.iter().zip(&one).zip(&shared) {
+        for outputs in ranks {
+            assert_eq!(outputs, &one[0], "@{phase}");
+        }
+    }
+}
+
+fn mean_square_error(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.shape(), b.shape());
+    let squares = a.data().iter().zip(b.data()).map(|(a, b)| (a - b) * (a - b));
+    squares.sum::<f64>() / a.data().len() as f64
+}
+
+#[test]
+fn a_fast_decoder_needs_gpus_and_a_dtype_that_has_e4m3() {
+    let refuse = |mapping: &mut Mapping| lower(&fast_model(), mapping).unwrap_err();
+    let leader = refuse(&mut Mapping { media: MediaPlacement::Leader, ..bf16_mapping(1) });
+    let f32 = refuse(&mut mapping(1, Strategy::Ulysses));
+    for (found, why) in [(leader, "the leader's cores decode"), (f32, "the dtype is f32")] {
+        assert_eq!(found[0].code.id, "T0610");
+        assert!(found[0].message.contains(why), "{}", found[0].message);
+    }
 }

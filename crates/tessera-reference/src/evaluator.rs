@@ -147,6 +147,14 @@ impl Evaluator {
             Some(WeightLoad::ConvPast) => {
                 self.shard_tensor(&compute::flatten_past_convolution(global)?, ty, coord)
             }
+            Some(WeightLoad::ConvE4m3) => {
+                let rows = compute::quantize_rows(&compute::flatten_convolution(global)?)?.0;
+                self.shard_tensor(&rows, ty, coord)
+            }
+            Some(WeightLoad::ConvE4m3Scale) => {
+                let scales = compute::quantize_rows(&compute::flatten_convolution(global)?)?.1;
+                self.shard_tensor(&scales, ty, coord)
+            }
             Some(WeightLoad::E4m3) => self.shard_tensor(&compute::quantize_rows(global)?.0, ty, coord),
             Some(WeightLoad::E4m3Scale) => self.shard_tensor(&compute::quantize_rows(global)?.1, ty, coord),
         }

@@ -200,6 +200,10 @@ pub struct ChunkRecord {
     pub evicted_frames: u32,
     /// Digest of the chunk's latents, hex.
     pub latents_digest: String,
+    /// Peak signal-to-noise ratio of a fast decoder's first frame to the exact one, in decibels, where the
+    /// chunk opens a scene. Absent for an exact decoder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decoder_psnr_db: Option<f64>,
     /// Number of pixel frames to which the chunk's latents decode.
     pub frames: u32,
     /// Time at which the call was committed, in nanoseconds since the run's start.
@@ -236,7 +240,8 @@ pub struct PipelineTimes {
     pub stage1_ns: u64,
     /// Time for which the mesh had been idle when the call was committed, in nanoseconds.
     pub idle_ns: u64,
-    /// Time spent on digests by the rank that spent the most on them, in nanoseconds.
+    /// Time spent on digests by the rank that spent the most on them, in nanoseconds. Digests that a
+    /// rank makes while its device computes are not counted.
     pub digest_ns: u64,
 }
 

@@ -267,6 +267,7 @@ pub(crate) mod tests {
                         seed: 7,
                         cut: i == 2,
                         evicted_frames: 0,
+                        decoder_psnr_db: None,
                         latents_digest: "00ff".into(),
                         frames: 12,
                         start_ns: t,

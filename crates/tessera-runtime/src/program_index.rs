@@ -271,7 +271,7 @@ impl ProgramIndex {
     pub fn media_phases(&self, opens_scene: bool) -> Vec<PhaseCall> {
         let names: &[&str] = match opens_scene {
             _ if !self.programs.contains_key(DECODE_FIRST_PROGRAM) => &[],
-            true => &["decode.open", "decode.rest"],
+            true => &["decode.exact", "decode.open", "decode.rest"],
             false => &[DECODE_FIRST_PROGRAM, "encode", "decode.rest"],
         };
         let planned = names.iter().filter(|name| self.programs.contains_key(**name));

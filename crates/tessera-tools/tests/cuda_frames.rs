@@ -1,4 +1,4 @@
-//! Compares the ops on frames in bf16 on a GPU with f32 on the CPU. Without a GPU the tests print the
+//! Compares the ops on frames in bf16 and e4m3 on a GPU with f32 on the CPU. Without a GPU the tests print the
 //! reason and pass, unless `TESSERA_REQUIRE_GPUS` says that there must be one.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
@@ -51,15 +51,23 @@ impl Case {
         self.step == 1 && self.size[3] == self.out
     }
 
-    /// Writes the program in a dtype: cast, norm, SiLU, convolution with a history, and a sum.
+    /// Whether the convolution can be e4m3: cells have a multiple of 16 bytes.
+    fn fits_e4m3(&self) -> bool {
+        self.kernel == CUBE && self.size[3].is_multiple_of(16)
+    }
+
+    /// Writes the program in a dtype: cast, norm, SiLU, convolution with a history, and a sum. In e4m3, only
+    /// the operands of the convolution are.
     fn program(&self, dtype: &str) -> String {
         let ([t, h, w, c], [kt, kh, kw], o) = (self.size, self.kernel, self.out);
+        let (multiplied, dtype) = (dtype, if dtype == "e4m3" { "bf16" } else { dtype });
+        let is_e4m3 = multiplied == "e4m3";
         let taps = kt * kh * kw;
-        let mut p = format!("program @p {{\nbuffer @past : {dtype}[2, {h}, {w}, {c}]\n");
+        let mut p = format!("program @p {{\nbuffer @past : {multiplied}[2, {h}, {w}, {c}]\n");
         let mut line = |text: String| writeln!(p, "{text}").unwrap();
         line(format!("%x = input : f32[{t}, {h}, {w}, {c}]"));
         line(format!("%g = weight \"norm.weight\" : f32[{c}]"));
-        line(format!("%w = weight \"w\" : {dtype}[{o}, {}]", taps * c));
+        weight_lines(multiplied, [o, taps * c]).into_iter().for_each(&mut line);
         line(format!("%b = weight \"b\" : {dtype}[{o}]"));
         // A cast to the dtype that a value already has is no op.
         let a = if dtype == "f32" { "x" } else { "a" };
@@ -68,7 +76,12 @@ impl Case {
         }
         line(format!("%n = toperator.rms_norm %{a}, %g {{eps = 1e-24}}"));
         line("%s = toperator.silu %n".into());
+        let s = if is_e4m3 { "q" } else { "s" };
+        if is_e4m3 {
+            line("%q = toperator.cast %s {to = \"e4m3\"}".into());
+        }
         let history = if kt > 1 { ", history=%h" } else { "" };
+        let scale = if is_e4m3 { ", w_scale=%w.scale" } else { "" };
         let pad = match (kh, self.step) {
             (3, 1) => ", pad_after = 1, pad_before = 1",
             (3, _) => ", pad_after = 1",
@@ -79,7 +92,7 @@ impl Case {
             line("%h = cache.read @past".into());
         }
         line(format!(
-            "%c = toperator.conv3d %s, %w, bias=%b{history} {{kernel = [{kt}, {kh}, {kw}]{pad}, stride = {stride}}}"
+            "%c = toperator.conv3d %{s}, %w, bias=%b{history}{scale} {{kernel = [{kt}, {kh}, {kw}]{pad}, stride = {stride}}}"
         ));
         let result = if self.has_residual() {
             line(format!("%r = toperator.add %c, %{a}"));
@@ -91,7 +104,7 @@ impl Case {
             line(format!("%y = toperator.cast %{result} {{to = \"f32\"}}"));
         }
         line(format!("output \"y\", %{}", if a == "a" { "y" } else { result }));
-        line(format!("%last = toperator.take_rows %s {{row = {}, rows = 2}}", t - 2));
+        line(format!("%last = toperator.take_rows %{s} {{row = {}, rows = 2}}", t - 2));
         line("cache.write @past, %last".into());
         p + "}\n"
     }
@@ -105,6 +118,17 @@ impl Case {
         fill_normals(DrawKey { seed: 7, chunk: 0, draw: 0 }, 0, &mut x);
         x
     }
+}
+
+/// Writes the weights of a convolution in a dtype, with their scales in e4m3.
+fn weight_lines(dtype: &str, [rows, columns]: [usize; 2]) -> Vec<String> {
+    if dtype != "e4m3" {
+        return vec![format!("%w = weight \"w\" : {dtype}[{rows}, {columns}]")];
+    }
+    vec![
+        format!("%w = weight \"w\" {{load = \"conv.e4m3\"}} : e4m3[{rows}, {columns}]"),
+        format!("%w.scale = weight \"w\" {{load = \"conv.e4m3.scale\"}} : f32[{rows}]"),
+    ]
 }
 
 /// The inputs of a call, by name.
@@ -182,7 +206,8 @@ const CASES: [Case; 12] = [
 #[test]
 fn every_program_is_well_formed() {
     for case in CASES {
-        for dtype in ["f32", "bf16"] {
+        let e4m3 = case.fits_e4m3().then_some("e4m3");
+        for dtype in ["f32", "bf16"].into_iter().chain(e4m3) {
             assert_eq!(parse_all(&case.program(dtype), "frames").unwrap().len(), 1, "{case:?}");
         }
     }
@@ -192,7 +217,7 @@ fn every_program_is_well_formed() {
 }
 
 #[test]
-fn convolutions_in_bf16_match_f32() {
+fn convolutions_in_bf16_and_e4m3_match_f32() {
     let Some(found) = find_gpu() else { return };
     for case in CASES {
         let x = case.inputs();
@@ -202,6 +227,12 @@ fn convolutions_in_bf16_match_f32() {
         let errors = (relative_error(&half, &wanted), relative_error(&single, &wanted));
         println!("{case:?}: {:.1e} in bf16, {:.1e} in f32", errors.0, errors.1);
         assert!(errors.0 < 1e-2 && errors.1 < 1e-5, "{case:?}: {errors:?}");
+        if case.fits_e4m3() {
+            // Two operands with 3 bits behind the leading one, each with a relative error of 2.6 %.
+            let error = relative_error(&run_on_gpu(&found, &case.program("e4m3"), &x), &wanted);
+            println!("{case:?}: {error:.1e} in e4m3");
+            assert!((1e-3..6e-2).contains(&error), "{case:?}: {error}");
+        }
     }
 }
 
@@ -214,13 +245,15 @@ fn a_cell_has_the_same_bits_in_a_frame_of_any_height() {
     let frame = |case: Case| case.size[1] * case.size[2] * case.size[3];
     let x = whole.input();
     let top: Vec<f32> = x.chunks(frame(whole)).flat_map(|f| &f[..frame(part)]).copied().collect();
-    let all = run_on_gpu(&found, &whole.program("bf16"), &BTreeMap::from([("x", x)]));
-    let some = run_on_gpu(&found, &part.program("bf16"), &BTreeMap::from([("x", top)]));
-    // The last row of the part has zeros below it.
-    let inner = frame(part) - 45 * 96;
-    for (whole_frame, part_frame) in all.chunks(frame(whole)).zip(some.chunks(frame(part))) {
-        let differing = whole_frame[..inner].iter().zip(&part_frame[..inner]).filter(|(a, b)| a != b).count();
-        assert_eq!(differing, 0);
+    for dtype in ["bf16", "e4m3"] {
+        let all = run_on_gpu(&found, &whole.program(dtype), &BTreeMap::from([("x", x.clone())]));
+        let some = run_on_gpu(&found, &part.program(dtype), &BTreeMap::from([("x", top.clone())]));
+        // The last row of the part has zeros below it.
+        let inner = frame(part) - 45 * 96;
+        for (whole_frame, part_frame) in all.chunks(frame(whole)).zip(some.chunks(frame(part))) {
+            let pairs = whole_frame[..inner].iter().zip(&part_frame[..inner]);
+            assert_eq!(pairs.filter(|(a, b)| a != b).count(), 0, "{dtype}");
+        }
     }
 }
 
@@ -250,9 +283,12 @@ fn shard_program(case: Case, shard: Option<u32>, dtype: &str) -> String {
             line(format!("%{name}.cast = ttile.cast %{name} {{to = \"{dtype}\"}}"));
         }
     }
-    line(format!("%w = weight \"w\" : {dtype}[{o}, {}]", kt * kh * kw * c));
-    line(format!("%b = weight \"b\" : {dtype}[{o}]"));
-    let keyed: String = inputs[1..].iter().map(|(name, _)| format!(", {name}={}", value(name))).collect();
+    weight_lines(dtype, [o, kt * kh * kw * c]).into_iter().for_each(&mut line);
+    let is_e4m3 = dtype == "e4m3";
+    line(format!("%b = weight \"b\" : {}[{o}]", if is_e4m3 { "bf16" } else { dtype }));
+    let scale = is_e4m3.then(|| ", w_scale=%w.scale".to_string());
+    let keyed = inputs[1..].iter().map(|(name, _)| format!(", {name}={}", value(name)));
+    let keyed: String = keyed.chain(scale).collect();
     let pad = if step == 1 { "pad_after = 1, pad_before = 1" } else { "pad_after = 1" };
     line(format!(
         "%y = ttile.conv3d {}, %w, bias=%b{keyed} {{kernel = [{kt}, {kh}, {kw}], {pad}, stride = [1, {step}, {step}]}}",
@@ -314,7 +350,7 @@ fn shards_with_a_halo_have_the_bits_of_the_whole_picture() {
         let whole = Case { size: [t, 2 * h, w, c], ..part };
         let with_past = Case { size: [past + t, 2 * h, w, c], ..part };
         let picture = Picture { cells: with_past.input(), height: 2 * h, row: w * c };
-        for dtype in ["f32", "bf16"] {
+        for dtype in ["f32", "bf16"].into_iter().chain(part.fits_e4m3().then_some("e4m3")) {
             let texts = [None, Some(0), Some(1)]
                 .map(|shard| shard_program(if shard.is_none() { whole } else { part }, shard, dtype));
             for text in &texts {

@@ -192,4 +192,10 @@ published: taew2_1 is that of Wan2.1 and of the models distilled from it; taehv 
 that of HunyuanVideo 1.5, taeos1_3 that of Open-Sora 1.3, and taecvx that of CogVideoX. lighttaew2_1 decodes latents of Wan2.1 before the mean and the standard deviation are removed, which a generator never \
 makes.\n\n\
 Use taew2_1.pth. If the file is a decoder that you trained for Wan2.1 yourself, give it another name.";
+
+    T0085: "fast decoder differs too much",
+    "With `quality = \"fast\"` the large convolutions of the VAE's decoder run in fp8. At the start of every scene the \
+first frame is decoded exactly too, and the two are compared: their peak signal-to-noise ratio (PSNR) stands in the \
+summary of the run and as `decoder_psnr_db` in its record. A ratio below 30 dB, which is visible, ends the run. The \
+weights of this VAE then have a range that fp8 does not represent well: decode with `--quality exact`.";
 }

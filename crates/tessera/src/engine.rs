@@ -30,7 +30,7 @@ use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, Collec
 use crate::flight::FlightRecord;
 use crate::kernel_probe::shorten_digest;
 use crate::plan::is_leader_phase;
-use crate::rgb::{PIXELS, to_finite_rgb};
+use crate::rgb::{PIXELS, PixelConverter};
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 use crate::synthetic_delays::ForwardDelay;
 
@@ -147,6 +147,7 @@ pub(crate) const ENGINE_CHECKS: [&Code; 5] = [&T0737, &T0751, &T0770, &T0773, &T
 pub struct MeshEngine {
     backend: EngineBackend,
     phases: BTreeMap<String, LoadedPhase>,
+    pixels: PixelConverter,
     /// Outputs of the phases that the current call has run, in order.
     outputs: Vec<Tensor>,
     flight_record: Option<Arc<FlightRecord>>,
@@ -284,6 +285,11 @@ impl MeshEngine {
             };
             phases.insert(name.to_string(), phase);
         }
+        let mut outputs = phases.values().flat_map(|p| &p.outputs);
+        let pixels = match outputs.any(|(name, _)| name.starts_with(PIXELS)) {
+            true => PixelConverter::new()?,
+            false => PixelConverter::single_thread(),
+        };
         let mut shards = WeightFingerprints::new(plan, rank);
         shards.fingerprint_loaded(&*backend, weights)?;
         let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
@@ -291,6 +297,7 @@ impl MeshEngine {
         Ok(MeshEngine {
             backend,
             phases,
+            pixels,
             outputs: Vec::new(),
             program_count: count,
             executed: BTreeSet::new(),
@@ -363,8 +370,8 @@ impl MeshEngine {
 }
 
 /// Converts pixels to bytes. Fails if one is NaN or infinite, because no later check can see that in bytes.
-fn pixel_bytes(name: &str, values: &[f32]) -> Result<Vec<u8>, EngineFault> {
-    to_finite_rgb(values).map_err(|count| {
+fn pixel_bytes(pixels: &PixelConverter, name: &str, values: &[f32]) -> Result<Vec<u8>, EngineFault> {
+    pixels.to_finite_rgb(values).map_err(|count| {
         let text = format!("{count} of {} {name} are not finite", values.len());
         EngineFault::from_tripwire(&T0771, text)
     })
@@ -452,7 +459,7 @@ impl Engine for MeshEngine {
         for (name, shape) in &phase.outputs {
             let values = self.backend.output(name).unwrap_or_default();
             let output = match name.starts_with(PIXELS) {
-                true => Tensor::new(name, Dtype::U8, shape, pixel_bytes(name, values)?),
+                true => Tensor::new(name, Dtype::U8, shape, pixel_bytes(&self.pixels, name, values)?),
                 false => Tensor::from_f32(name, shape, values),
             };
             self.outputs.push(output.map_err(|d| EngineFault::local_failure(d.message))?);

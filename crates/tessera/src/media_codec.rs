@@ -13,16 +13,17 @@ use tessera_base::Diagnostic;
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
 use tessera_ir::{Opcode, Program, Type};
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, VideoModel};
+use tessera_models::{EXACT_DECODE_PHASE, EXACT_PIXELS, PixelDecoder, VideoModel};
 use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
+use crate::decoder_check::compare_with_exact;
 use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
 use crate::plan::{LeaderPart, Plan, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::PromptRows;
 use crate::record::MediaInterval;
-use crate::rgb::{PIXELS, from_rgb, to_rgb};
+use crate::rgb::{PIXELS, PixelConverter, from_rgb};
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
 use crate::vae_weights::VaeWeights;
 
@@ -34,6 +35,7 @@ pub(crate) struct MediaCodec {
     video: VideoModel,
     text: PromptRows,
     backend: Box<dyn Backend>,
+    converter: PixelConverter,
     loaded: BTreeMap<String, ProgramHandle>,
     /// The last chunk whose first latent was decoded, and what is left of it.
     first_latent: Option<FirstLatent>,
@@ -41,6 +43,10 @@ pub(crate) struct MediaCodec {
     decodes_in_calls: bool,
     delays: Option<MediaDelays>,
     intervals: Vec<MediaInterval>,
+    /// The exact first frame of the scene that the last chunk opened, until it is compared.
+    exact_frame: Option<Vec<u8>>,
+    /// What the last comparison found, until it is recorded.
+    psnr_db: Option<f64>,
 }
 
 /// The decoded first latent of a chunk. A decoder with history decodes each latent exactly once.
@@ -101,11 +107,14 @@ impl MediaCodec {
             video: plan.video.clone(),
             text,
             backend,
+            converter: PixelConverter::new()?,
             loaded,
             first_latent: None,
             decodes_in_calls,
             delays,
             intervals: Vec::new(),
+            exact_frame: None,
+            psnr_db: None,
         })
     }
 
@@ -132,10 +141,44 @@ impl MediaCodec {
     ) -> Result<Vec<u8>, Diagnostic> {
         if self.decodes_in_calls {
             self.intervals.clear();
-            let pixels = outputs.0.iter().filter(|t| t.name().starts_with(PIXELS));
-            return Ok(pixels.flat_map(|t| t.data()).copied().collect());
+            return Ok(delivered_pixels(outputs).map(Tensor::data).collect::<Vec<_>>().concat());
         }
-        self.decode_pixels(chunk, outputs, opens_scene).map(|pixels| to_rgb(&pixels))
+        let exact = opens_scene.then(|| self.decode_exactly(outputs)).transpose()?.flatten();
+        self.exact_frame = exact.map(|pixels| self.converter.to_rgb(&pixels));
+        let pixels = self.decode_pixels(chunk, outputs, opens_scene)?;
+        Ok(self.converter.to_rgb(&pixels))
+    }
+
+    /// Compares the first frame of a fast decoder with the exact one, where a scene opens.
+    ///
+    /// # Errors
+    /// T0085 if they differ by more than a fast decoder may.
+    pub(crate) fn check_fast_decode(
+        &mut self,
+        chunk: u32,
+        pixels: &[u8],
+        outputs: &Tensors,
+    ) -> Result<(), Diagnostic> {
+        let exact = self.exact_frame.take();
+        if let Some(exact) = exact.as_deref().or_else(|| outputs.get(EXACT_PIXELS).map(Tensor::data)) {
+            self.psnr_db = Some(compare_with_exact(chunk, pixels, exact)?);
+        }
+        Ok(())
+    }
+
+    /// Takes the ratio that the last comparison of a fast decoder found.
+    pub(crate) fn take_psnr_db(&mut self) -> Option<f64> {
+        self.psnr_db.take()
+    }
+
+    /// Decodes the first latent of a scene exactly, if the decoder is a fast one. No history changes.
+    fn decode_exactly(&mut self, outputs: &Tensors) -> Result<Option<Vec<f32>>, Diagnostic> {
+        if !self.loaded.contains_key(EXACT_DECODE_PHASE) {
+            return Ok(None);
+        }
+        let latents = f32_values(find_latents(outputs)?);
+        let frame = &latents[..self.frame_len().min(latents.len())];
+        self.run_program(EXACT_DECODE_PHASE, "latents", frame, "pixels").map(Some)
     }
 
     /// Returns the pixels [frames, height, width, 3] of a chunk; empty for a model without a
@@ -149,8 +192,7 @@ impl MediaCodec {
     ) -> Result<Vec<f32>, Diagnostic> {
         self.intervals.clear();
         if self.decodes_in_calls {
-            let pixels = outputs.0.iter().filter(|t| t.name().starts_with(PIXELS));
-            return Ok(pixels.flat_map(|t| from_rgb(t.data())).collect());
+            return Ok(delivered_pixels(outputs).flat_map(|t| from_rgb(t.data())).collect());
         }
         let latents = f32_values(find_latents(outputs)?);
         let whole = Instant::now();
@@ -281,6 +323,11 @@ impl MediaCodec {
 /// Returns the latents among the outputs of a chunk's call.
 pub(crate) fn find_latents(outputs: &Tensors) -> Result<&Tensor, Diagnostic> {
     find_output(outputs, "latents")
+}
+
+/// Iterates over the frames of a chunk among the outputs of its call, in order.
+fn delivered_pixels(outputs: &Tensors) -> impl Iterator<Item = &Tensor> {
+    outputs.0.iter().filter(|t| t.name().starts_with(PIXELS) && t.name() != EXACT_PIXELS)
 }
 
 fn find_output<'a>(outputs: &'a Tensors, name: &str) -> Result<&'a Tensor, Diagnostic> {

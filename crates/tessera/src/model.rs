@@ -8,7 +8,9 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{PixelDecoder, Preset, StreamConfig, TextEncoder, Umt5Config, VideoModel, WanConfig};
+use tessera_models::{
+    DecoderQuality, PixelDecoder, Preset, StreamConfig, TextEncoder, Umt5Config, VideoModel, WanConfig,
+};
 use tessera_plan::Mapping;
 use tessera_weights::{Lora, WeightFiles, WeightSet};
 
@@ -52,6 +54,8 @@ pub struct Overrides {
     pub text_embeddings: Option<PathBuf>,
     /// File of a tiny decoder, instead of the model's own decoder.
     pub decoder_file: Option<PathBuf>,
+    /// How exactly the VAE decodes, instead of the streaming config's choice.
+    pub decoder_quality: Option<DecoderQuality>,
 }
 
 impl Model {
@@ -81,6 +85,9 @@ impl Model {
         }
         if let Some(takes) = overrides.takes_video {
             video.stream.takes_video = takes;
+        }
+        if let Some(quality) = overrides.decoder_quality {
+            video.stream.decoder_quality = quality;
         }
         if let Some(steps) = &overrides.steps {
             video.stream.set_steps(steps.clone());

@@ -7,9 +7,10 @@ use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
 use tessera_mesh::{Rank, RankMap};
 use tessera_models::{
-    MediaPhases, TEXT_DEVICE_PHASE, TEXT_PHASE, TextEncoder, Umt5Config, VideoModel, build_phases, list_calls,
+    DecoderQuality, EXACT_DECODE_PHASE, MediaPhases, TEXT_DEVICE_PHASE, TEXT_PHASE, TextEncoder, Umt5Config,
+    VideoModel, build_phases, list_calls,
 };
-use tessera_plan::{LogicalModel, Mapping, MediaPlacement, lower};
+use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, MediaPlacement, lower};
 use tessera_runtime::driver::ControlTopology;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
@@ -19,8 +20,9 @@ use crate::files::{StagedFolder, read_text};
 
 /// Phases that the leader runs outside the lockstep, unless calls contain them. Of the last two, it runs
 /// one: that for its CPU or that for a GPU.
-const LEADER_PHASES: [&str; 9] = [
+const LEADER_PHASES: [&str; 10] = [
     "decode",
+    EXACT_DECODE_PHASE,
     "decode.open",
     "decode.first",
     "decode.rest",
@@ -130,6 +132,10 @@ pub fn logical_model(m: &VideoModel, media: MediaPlacement) -> LogicalModel {
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
+        decoder: match m.stream.decoder_quality {
+            DecoderQuality::Exact => DecoderPrecision::Exact,
+            DecoderQuality::Fast => DecoderPrecision::Fast,
+        },
     }
 }
 

@@ -342,6 +342,7 @@ impl RecordWriter {
             cut: settings.cut,
             evicted_frames: call.plan.evicted_frames,
             latents_digest: output,
+            decoder_psnr_db: None,
             frames: 0,
             start_ns,
             wall_ns,
@@ -430,6 +431,7 @@ impl RecordWriter {
         chunk: u32,
         frames: u32,
         latents: &[u8],
+        decoder_psnr_db: Option<f64>,
     ) -> Result<(), Diagnostic> {
         if self.ended {
             return Ok(());
@@ -449,6 +451,8 @@ impl RecordWriter {
         self.finished.retain(|c, _| *c >= chunk);
         let Some(mut line) = self.finished.remove(&chunk) else { return Ok(()) };
         line.frames = frames;
+        // JSON has no infinity; equal frames have no noise to state.
+        line.decoder_psnr_db = decoder_psnr_db.filter(|ratio| ratio.is_finite());
         // The ranks' digest also covers pixels if they decode; a simulated run has no latents.
         if !latents.is_empty() {
             line.latents_digest = Digest::hash_bytes(latents).to_string();

@@ -197,6 +197,8 @@ pub(crate) fn close_run_with_ops(
     let failure = failure.or_else(|| Some(Failure::from_diagnostic(FailureClass::Output, None, &written?)));
     let events = record.as_ref().map_or(&[][..], |r| &r.events);
     let dropped = events.iter().filter(|e| e.event == DROPPED_EVENT).count() as u32;
+    let ratios = record.iter().flat_map(|r| r.chunks.iter().filter_map(|c| c.decoder_psnr_db));
+    let decoder_psnr_db = ratios.reduce(f64::min);
     let overlap = record.as_ref().and_then(|r| OverlapStats::from_chunks(&r.chunks));
     let machine = record.as_ref().and_then(|r| r.start.machine.clone());
     let weights = record.as_ref().map(|r| r.start.weights.clone()).filter(|w| !w.is_empty());
@@ -219,6 +221,7 @@ pub(crate) fn close_run_with_ops(
         fps,
         golden,
         weights,
+        decoder_psnr_db,
         overlap,
         machine,
         out,

@@ -207,6 +207,8 @@ pub struct StreamReport {
     pub golden: Option<String>,
     /// Digest of all weights at the start of the run; `None` if the run loads none.
     pub weights: Option<String>,
+    /// Lowest peak signal-to-noise ratio of a fast decoder to the exact one, in decibels, of all scenes.
+    pub decoder_psnr_db: Option<f64>,
     /// Overlap of the run's stages; `None` for a run of one chunk.
     pub overlap: Option<OverlapStats>,
     /// Description of the simulated machine; `None` if the ranks ran on this host.

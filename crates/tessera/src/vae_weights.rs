@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
 use tessera_models::{
@@ -132,7 +133,15 @@ impl WeightSource for VaeWeights {
         let set = self.find_set(name)?;
         let raw = set.read_whole_f32(name)?;
         let cells = |taps: &[u64]| taps.iter().product::<u64>() as usize;
+        let width = set.tensor_shape(name).map_or(1, |s| cells(s.get(1..).unwrap_or_default()));
         Ok(match (load, set.tensor_shape(name)) {
+            (Some("conv.e4m3"), Some([_, c, taps @ ..])) => {
+                let mut rows = move_channels_last(&raw, *c as usize, cells(taps));
+                divide_by_row_scales(&mut rows, width);
+                rows
+            }
+            // The order of a row's elements does not change its scale.
+            (Some("conv.e4m3.scale"), Some(_)) => row_scales(&raw, width),
             (Some("conv"), Some([_, c, taps @ ..])) => move_channels_last(&raw, *c as usize, cells(taps)),
             (Some("conv.past"), Some([_, both, taps @ ..])) => {
                 let c = *both as usize / 2;

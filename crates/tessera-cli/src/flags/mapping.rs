@@ -6,8 +6,8 @@ use tessera::checkpoint::Preset;
 use tessera::files::read_text_file;
 use tessera::plan::plan_model;
 use tessera::{
-    DtypePolicy, Mapping, MediaPlacement, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology,
-    Transport,
+    DecoderQuality, DtypePolicy, Mapping, MediaPlacement, Mesh, Model, Numerics, Overrides, Plan, Strategy,
+    Topology, Transport,
 };
 use tessera_base::Diagnostic;
 use tessera_estimate::{choose_media, usual_machine};
@@ -158,6 +158,13 @@ mapping_flags! {
     decoder: PathBuf,
 
     [OfModel]
+    /// How exactly the VAE decodes [default: the model's, which is exact]
+    ///
+    /// A fast decoder needs GPUs of sm_90 and --dtype bf16 or fp8.
+    #[arg(long, value_parser = named_values(QUALITIES))]
+    quality: DecoderQuality,
+
+    [OfModel]
     /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
     #[arg(long, value_name = "LIST")]
     steps: String,
@@ -296,6 +303,16 @@ const CACHES: &[(&str, bool, &str)] = &[
     ("recompute", true, "Recompute keys and values from past frames before each chunk"),
 ];
 
+/// Values of `--quality`, each with its help text.
+const QUALITIES: &[(&str, DecoderQuality, &str)] = &[
+    ("exact", DecoderQuality::Exact, "The reference's values, within the rounding of the dtype"),
+    (
+        "fast",
+        DecoderQuality::Fast,
+        "Large convolutions in fp8, compared with the exact decode at every scene",
+    ),
+];
+
 /// Values of `--preset`, each with its help text.
 pub const PRESETS: &[(&str, Preset, &str)] = &[
     ("self-forcing", Preset::SelfForcing, "Self-Forcing 1.3B: chunks of 3, a window of 21"),
@@ -368,6 +385,7 @@ impl MappingArgs {
             takes_video: self.video_input,
             text_embeddings: self.text_embeddings.clone(),
             decoder_file: self.decoder.clone(),
+            decoder_quality: self.quality,
         })
     }
 

@@ -28,7 +28,7 @@ use site::LaunchSite;
 
 use super::CudaBackend;
 use crate::collectives::Targets;
-use crate::driver::{CudaResult, CudaStream};
+use crate::driver::{CudaResult, CudaStream, cuda_failure};
 use crate::fusion::launch_step::LaunchStep;
 use crate::kernel_choice::{AttentionRoute, choose_attention};
 use crate::kernels::KernelLaunch;
@@ -92,8 +92,11 @@ impl CudaBackend {
     }
 
     fn enqueue_conv(&mut self, work: &ConvWork, stream: &CudaStream) -> CudaResult<()> {
-        let Some(own) = &self.sm90_convs else { return self.enqueue_launch(&work.plain, stream) };
-        let tile = own.choose_tile(&work.shape, work.has_residual);
+        let Some(own) = &self.sm90_convs else {
+            let plain = work.plain.as_ref().map(|plain| self.enqueue_launch(plain, stream));
+            return plain.unwrap_or_else(|| cuda_failure("no kernel for a convolution in e4m3"));
+        };
+        let tile = own.choose_tile(&work.shape, work.dtype, work.has_residual);
         // SAFETY: the operands are values of the program, of the shape's extents.
         unsafe { own.launch_conv(tile, &work.shape, &work.operands, stream) }
     }

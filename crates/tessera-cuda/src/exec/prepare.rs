@@ -17,7 +17,7 @@ use super::rope_tables::{RopeTables, plan_rope_tables};
 use super::transfer_batches::TransferBatches;
 use super::{CudaBackend, DeviceBuffer, HostOutput, PreparedProgram, ValueLocation, cuda_error};
 use crate::device_memory::{ALIGNMENT, DeviceMemory, PinnedMemory};
-use crate::driver::{CudaError, CudaResult, CudaStream};
+use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
 use crate::fusion::comm_fusion::plan_comm_offloads;
 use crate::fusion::horizontal_fusion::assign_scratch;
 use crate::fusion::kernel_fusion::plan_launch_steps;
@@ -149,12 +149,16 @@ impl CudaBackend {
                         }
                     }
                 }
-                StepWork::Conv(work) => {
-                    if let Some(own) = &mut self.sm90_convs {
-                        let tile = own.choose_tile(&work.shape, work.has_residual);
+                StepWork::Conv(work) => match &mut self.sm90_convs {
+                    Some(own) => {
+                        let tile = own.choose_tile(&work.shape, work.dtype, work.has_residual);
                         own.prepare_kernel(&mut self.kernels.compiler, tile)?;
                     }
-                }
+                    None if work.dtype == DType::E4m3 => {
+                        return cuda_failure("convolutions in e4m3 need a GPU of sm_90: use --quality exact");
+                    }
+                    None => {}
+                },
                 StepWork::Nothing | StepWork::Transfers(_) => {}
             }
         }

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Op, OpKind, OpView, Opcode, Program, Slots, ValueId, views};
+use tessera_ir::{DType, Op, OpKind, OpView, Opcode, Program, Slots, ValueId, views};
 
 use super::launch_step::{FusedGroup, LaunchStep};
 use super::slot_check::slots_stay_valid;
@@ -70,7 +70,9 @@ fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: u
         }
         OpView::RmsNorm(v) if p.type_of(v.x).shape.len() == 4 => {
             let silu = only(i).filter(|j| p.ops[*j].opcode == Opcode::Silu)?;
-            Some(LaunchStep::NormSilu { norm: i, silu })
+            let is_e4m3 = |j: &usize| p.type_of(p.ops[*j].results[0]).dtype == DType::E4m3;
+            let cast = only(silu).filter(|j| p.ops[*j].opcode == Opcode::Cast).filter(is_e4m3);
+            Some(LaunchStep::NormSilu { norm: i, silu, cast })
         }
         OpView::TakeRows(v) if p.type_of(v.x).shape.len() == 4 => {
             let write = only(i)?;

@@ -17,8 +17,8 @@ pub(crate) enum LaunchStep {
     GemmResidual { matmul: usize, add: usize },
     /// A convolution and the addition of its result to another value, fused as the epilogue.
     ConvResidual { conv: usize, add: usize },
-    /// A norm of the cells of frames, and SiLU.
-    NormSilu { norm: usize, silu: usize },
+    /// A norm of the cells of frames, SiLU, and the cast of its result to e4m3.
+    NormSilu { norm: usize, silu: usize, cast: Option<usize> },
     /// The write of some of a value's frames into a buffer, without a copy of them in between.
     FramesWrite { take: usize, write: usize },
     /// A horizontally fused group, which runs at the position of its first op. Its results lie in
@@ -39,7 +39,9 @@ impl LaunchStep {
             }
             LaunchStep::GemmResidual { matmul, add } => vec![matmul, add],
             LaunchStep::ConvResidual { conv, add } => vec![conv, add],
-            LaunchStep::NormSilu { norm, silu } => vec![norm, silu],
+            LaunchStep::NormSilu { norm, silu, cast } => {
+                [Some(norm), Some(silu), cast].into_iter().flatten().collect()
+            }
             LaunchStep::FramesWrite { take, write } => vec![take, write],
             LaunchStep::Fused(ref joined) => joined.all_ops(),
         }

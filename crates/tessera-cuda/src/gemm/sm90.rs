@@ -254,7 +254,7 @@ impl GemmTile {
 
     /// Returns the kernel's source.
     pub(crate) fn kernel_source(self) -> String {
-        format!("{COMMON}{HOPPER}{}{SOURCE}", wgmma_source(self.tile_rows))
+        format!("{COMMON}{HOPPER}{}{SOURCE}", wgmma_source(self.tile_rows, DType::Bf16))
     }
 }
 

@@ -1,9 +1,10 @@
 // A convolution of frames for Hopper, as an implicit GEMM: out = x ∗ w + bias, plus a residual with
-// `RESIDUAL`, which is added after rounding to bf16 and may alias out.
+// `RESIDUAL`, which is added after rounding to bf16 and may alias out. With `E4M3`, x, the history, the
+// halo and w are e4m3, and the sum of a channel is multiplied by its scale before the bias is added.
 //
 // x is [frames, height, width, channels], the history has the same cells and holds the frames
-// before, w is [out channels, taps, channels] with the taps of a frame last, all bf16; channels are
-// a multiple of 8. Cells outside of a frame are zeros, which TMA fills in.
+// before, w is [out channels, taps, channels] with the taps of a frame last; the channels of a cell
+// have a multiple of 16 bytes. Cells outside of a frame are zeros, which TMA fills in.
 //
 // A frame may be some rows of a picture. Then the halo [frames, 2, width, channels] has the row above
 // and the row below each frame, and patches that cross them are loaded row by row.
@@ -17,10 +18,11 @@
 // own: for other kernels and for steps of two cells.
 //
 // One warpgroup loads and two compute. Blocks are persistent, and the loads run ahead across tiles.
-// The order of the sum is frames, then channels in steps of 64, then taps: a cell's bits depend
+// The order of the sum is frames, then channels in steps of 128 bytes, then taps: a cell's bits depend
 // neither on its place in a tile nor on the extents of the frame.
 constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1);
-constexpr int CHANNEL_STEP = 64;  // one 128-byte swizzle row
+constexpr int CHANNEL_STEP = E4M3 ? 128 : 64;  // one 128-byte swizzle row
+constexpr int SLICE = CHANNEL_STEP / 4;        // channels that one instruction multiplies
 constexpr int BORDER = SHARED_TAPS ? 2 : 0;
 constexpr int PATCH_WIDTH = TILE_WIDTH + BORDER, PATCH_HEIGHT = TILE_HEIGHT + BORDER;
 constexpr u32 PATCH_BYTES = PATCH_WIDTH * PATCH_HEIGHT * 128, PATCH_PITCH = (PATCH_BYTES + 1023) / 1024 * 1024;
@@ -137,13 +139,21 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
     }
 }
 
-__device__ __forceinline__ float bias_of(const bf16 *bias, const ConvShape &s, int channel) {
-    return bias && channel < s.channels ? to_f32(bias[channel]) : 0.0f;
-}
+// What becomes of the sum of a channel.
+struct Epilogue {
+    const float *scale;
+    const bf16 *bias;
+
+    __device__ __forceinline__ float apply(float sum, const ConvShape &s, int channel) const {
+        if (channel >= s.channels) return 0.0f;
+        if (E4M3) sum *= scale[channel];
+        return bias ? sum + to_f32(bias[channel]) : sum;
+    }
+};
 
 // Stores one square of cells. A thread holds pairs of channels of two cells, which are in
 // neighbouring rows of the square.
-__device__ __forceinline__ void store_square(const float (&d)[OUT_TILE / 2], const ConvShape &s, const Tile &t, int column, int row, const bf16 *bias,
+__device__ __forceinline__ void store_square(const float (&d)[OUT_TILE / 2], const ConvShape &s, const Tile &t, int column, int row, Epilogue epilogue,
                                              const bf16 *residual, bf16 *out) {
     int lane = threadIdx.x % 32, pair = lane % 4;
     column += lane / 4, row += threadIdx.x % 128 / 32 * 2;
@@ -158,8 +168,8 @@ __device__ __forceinline__ void store_square(const float (&d)[OUT_TILE / 2], con
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int block = 4 * i + j, channel = t.channel + 8 * block + 2 * pair;
-                float low = d[4 * block + 2 * half] + bias_of(bias, s, channel), high = d[4 * block + 2 * half + 1] + bias_of(bias, s, channel + 1);
-                x[j] = pack_bf16(low, high);
+                int sum = 4 * block + 2 * half;
+                x[j] = pack_bf16(epilogue.apply(d[sum], s, channel), epilogue.apply(d[sum + 1], s, channel + 1));
             }
             transpose_quad(x, lane);
             int channel = t.channel + 32 * i + 8 * pair;
@@ -180,7 +190,7 @@ __device__ __forceinline__ void store_square(const float (&d)[OUT_TILE / 2], con
             for (int j = 0; j < 2; j++) {
                 int channel = t.channel + 8 * block + 2 * pair + j;
                 if (!is_inside || channel >= s.channels) continue;
-                float y = d[4 * block + 2 * half + j] + bias_of(bias, s, channel);
+                float y = epilogue.apply(d[4 * block + 2 * half + j], s, channel);
 #if RESIDUAL
                 y = rounded<bf16>(y) + to_f32(residual[cell + channel]);
 #endif
@@ -191,7 +201,7 @@ __device__ __forceinline__ void store_square(const float (&d)[OUT_TILE / 2], con
     }
 }
 
-__device__ __forceinline__ void compute_tiles(const ConvShape &s, const bf16 *bias, const bf16 *residual, bf16 *out, unsigned char *patches,
+__device__ __forceinline__ void compute_tiles(const ConvShape &s, Epilogue epilogue, const bf16 *residual, bf16 *out, unsigned char *patches,
                                               unsigned char *w_tiles, Barriers &bars, int tiles, int group) {
     int lane = threadIdx.x % 32;
     Ring<PATCH_STAGES> patch = {0, 0};
@@ -218,7 +228,7 @@ __device__ __forceinline__ void compute_tiles(const ConvShape &s, const bf16 *bi
         int channel = 0, step_patch = 0, more = 0;
         for (int p = 0; p < patch_count; p++) {
             mbarrier_wait(&bars.patch_full[patch.stage], patch.phase);
-            int slices = min(CHANNEL_STEP, s.in_channels - channel + 15) / 16;
+            int slices = min(CHANNEL_STEP, s.in_channels - channel + SLICE - 1) / SLICE;
             u32 cell = patch.stage * (PATCH_PITCH >> 4);
 #pragma unroll 1
             for (int tap = 0; tap < TAPS; tap++) {
@@ -256,7 +266,7 @@ __device__ __forceinline__ void compute_tiles(const ConvShape &s, const bf16 *bi
 #pragma unroll
         for (int i = 0; i < SQUARES; i++) {
             fence_registers(d[i]);
-            store_square(d[i], s, t, t.column + columns[i], t.row + rows[i], bias, residual, out);
+            store_square(d[i], s, t, t.column + columns[i], t.row + rows[i], epilogue, residual, out);
         }
     }
 }
@@ -264,7 +274,7 @@ __device__ __forceinline__ void compute_tiles(const ConvShape &s, const bf16 *bi
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     conv_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap history_map, const __grid_constant__ TensorMap x_row_map,
               const __grid_constant__ TensorMap history_row_map, const __grid_constant__ TensorMap halo_map, const __grid_constant__ TensorMap w_map,
-              const bf16 *bias, const bf16 *residual, bf16 *out, const __grid_constant__ ConvShape shape) {
+              const float *scale, const bf16 *bias, const bf16 *residual, bf16 *out, const __grid_constant__ ConvShape shape) {
     // The swizzle requires an alignment of 1024 bytes.
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *patches = shared, *w_tiles = patches + PATCH_STAGES * PATCH_PITCH;
@@ -285,6 +295,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == GROUPS * 128) load_tiles(shape, maps, &w_map, patches, w_tiles, bars, tiles);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGS));
-        compute_tiles(shape, bias, residual, out, patches, w_tiles, bars, tiles, group);
+        compute_tiles(shape, Epilogue{scale, bias}, residual, out, patches, w_tiles, bars, tiles, group);
     }
 }

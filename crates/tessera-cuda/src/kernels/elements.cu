@@ -14,6 +14,12 @@ extern "C" __global__ void cast_f32_bf16(const float *x, bf16 *out, i64 n) {
 extern "C" __global__ void cast_bf16_f32(const bf16 *x, float *out, i64 n) {
     cast_element(x, out, n);
 }
+extern "C" __global__ void cast_f32_e4m3(const float *x, e4m3 *out, i64 n) {
+    cast_element(x, out, n);
+}
+extern "C" __global__ void cast_bf16_e4m3(const bf16 *x, e4m3 *out, i64 n) {
+    cast_element(x, out, n);
+}
 
 // `act` selects the function of each element: 0 is the identity, 1 is SiLU, 2 is GELU, 3 is ReLU. A new number
 // is the argument of PointwiseFunction where the op is dispatched.

@@ -86,9 +86,10 @@ extern "C" __global__ void conv_bf16(const bf16 *x, const bf16 *history, const b
 
 // Normalises the channels of each cell, and applies SiLU to the rounded norm if `is_silu`. `LANES`
 // threads share a cell and load vectors of N channels, so that 96 channels keep 12 of 16 threads busy.
-// The channels are read twice; the second time they come from L1.
-template <typename T, int N, int LANES>
-__device__ void normalise_cells(const T *x, const float *w, T *out, int channels, float eps, int is_silu, i64 cells) {
+// The channels are read twice; the second time they come from L1. A result of another type U is rounded to
+// T before, as by a cast of its own.
+template <typename T, int N, int LANES, typename U>
+__device__ void normalise_cells(const T *x, const float *w, U *out, int channels, float eps, int is_silu, i64 cells) {
     i64 cell = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
     int lane = threadIdx.x % LANES;
     bool is_inside = cell < cells;
@@ -102,13 +103,14 @@ __device__ void normalise_cells(const T *x, const float *w, T *out, int channels
     float scale = rsqrtf(sum / channels + eps);
     if (!is_inside) return;
     for (int c = lane * N; c < channels; c += LANES * N) {
-        Vec<T, N> v = *(const Vec<T, N> *)(row + c), y;
+        Vec<T, N> v = *(const Vec<T, N> *)(row + c);
+        Vec<U, N> y;
         for (int i = 0; i < N; i++) {
             float normal = rounded<T>(to_f32(v.e[i]) * scale * w[c + i]);
             // The division of `silu` takes as long as the memory accesses of a cell.
-            from_f32(is_silu ? __fdividef(normal, 1.0f + __expf(-normal)) : normal, y.e[i]);
+            from_f32(rounded<T>(is_silu ? __fdividef(normal, 1.0f + __expf(-normal)) : normal), y.e[i]);
         }
-        *(Vec<T, N> *)(out + cell * channels + c) = y;
+        *(Vec<U, N> *)(out + cell * channels + c) = y;
     }
 }
 // The name states the dtype, the channels of a vector, and the threads per cell.
@@ -120,6 +122,12 @@ extern "C" __global__ void normalise_cells_bf16_8x32(const bf16 *x, const float 
 }
 extern "C" __global__ void normalise_cells_bf16_1x32(const bf16 *x, const float *w, bf16 *out, int channels, float eps, int is_silu, i64 cells) {
     normalise_cells<bf16, 1, 32>(x, w, out, channels, eps, is_silu, cells);
+}
+extern "C" __global__ void normalise_cells_e4m3_8x16(const bf16 *x, const float *w, e4m3 *out, int channels, float eps, int is_silu, i64 cells) {
+    normalise_cells<bf16, 8, 16>(x, w, out, channels, eps, is_silu, cells);
+}
+extern "C" __global__ void normalise_cells_e4m3_8x32(const bf16 *x, const float *w, e4m3 *out, int channels, float eps, int is_silu, i64 cells) {
+    normalise_cells<bf16, 8, 32>(x, w, out, channels, eps, is_silu, cells);
 }
 extern "C" __global__ void normalise_cells_f32_4x32(const float *x, const float *w, float *out, int channels, float eps, int is_silu, i64 cells) {
     normalise_cells<float, 4, 32>(x, w, out, channels, eps, is_silu, cells);

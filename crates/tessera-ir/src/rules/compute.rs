@@ -99,8 +99,8 @@ impl RuleContext<'_> {
     /// Checks the declared type of a weight that is loaded as one of the results of `quantize`.
     pub(super) fn check_load(&self, load: Option<WeightLoad>, declared: &Type) -> RuleResult<()> {
         let (load, dtype, dims) = match load {
-            Some(load @ WeightLoad::E4m3) => (load, DType::E4m3, 2),
-            Some(load @ WeightLoad::E4m3Scale) => (load, DType::F32, 1),
+            Some(load @ (WeightLoad::E4m3 | WeightLoad::ConvE4m3)) => (load, DType::E4m3, 2),
+            Some(load @ (WeightLoad::E4m3Scale | WeightLoad::ConvE4m3Scale)) => (load, DType::F32, 1),
             Some(WeightLoad::Patch | WeightLoad::Conv | WeightLoad::ConvPast) | None => return Ok(()),
         };
         if declared.dtype == dtype && declared.shape.len() == dims {
@@ -410,7 +410,7 @@ impl RuleContext<'_> {
 
     pub(super) fn cast_type(&self, &views::Cast { to, .. }: &views::Cast) -> RuleResult<Type> {
         let from = self.operands[0].dtype;
-        // e4m3 numbers are meaningless without their scale.
+        // Values in e4m3 may have a scale, which the op that reads them applies.
         if !matches!(from, DType::F32 | DType::F64 | DType::Bf16 | DType::F16) {
             return rule_error(&T0210, format!("cannot cast {}", self.display_operand(0)));
         }

@@ -6,7 +6,7 @@ use tessera_mesh::{Axis, AxisLayout, Layout, Shard, Uneven};
 use super::resharding::{HALO_ROWS, halo_layout};
 use super::{RuleContext, RuleResult, multiply_extents, rule_error};
 use crate::codes::{T0203, T0210, T0213, T0214};
-use crate::{Type, views};
+use crate::{DType, Type, views};
 
 impl RuleContext<'_> {
     pub(super) fn conv3d_type(&self, v: &views::Conv3d) -> RuleResult<Type> {
@@ -23,8 +23,9 @@ impl RuleContext<'_> {
             );
             return rule_error(&T0210, message);
         }
+        let result = self.convolution_dtype(v, m)?;
         if let Some(b) = v.bias.map(|b| self.program.type_of(b))
-            && (b.shape != [m] || b.dtype != self.operands[0].dtype || !b.layout.is_replicated())
+            && (b.shape != [m] || b.dtype != result || !b.layout.is_replicated())
         {
             let message = format!("bias {} for {m} channels", b.display_on(self.mesh));
             return rule_error(&T0210, message);
@@ -69,7 +70,30 @@ impl RuleContext<'_> {
                 scaled_rows(axis, rows, |n| n / stride[1])
             }
         };
-        Ok(self.type_like_first(shape, layout))
+        Ok(Type { dtype: result, shape, layout })
+    }
+
+    /// Returns the result dtype of a convolution to `m` channels. In e4m3 it needs a scale per channel of the
+    /// result; in other dtypes it takes none. The values of x have the scale 1, because no scale of a row
+    /// would be that of all cells that a tap reads.
+    fn convolution_dtype(&self, v: &views::Conv3d, m: u64) -> RuleResult<DType> {
+        let dtype = self.operands[0].dtype;
+        match v.w_scale.map(|s| self.program.type_of(s)) {
+            None if dtype != DType::E4m3 => Ok(dtype),
+            Some(s) if dtype == DType::E4m3 => {
+                if s.dtype != DType::F32 || s.shape != [m] || !s.layout.is_replicated() {
+                    let message = format!("scales {} for {m} channels", s.display_on(self.mesh));
+                    return rule_error(&T0210, message);
+                }
+                Ok(DType::Bf16)
+            }
+            None => rule_error(&T0210, "a convolution in e4m3 needs w_scale"),
+            Some(_) => {
+                let message =
+                    format!("operands in {dtype} cannot have scales: only a convolution in e4m3 takes them");
+                rule_error(&T0210, message)
+            }
+        }
     }
 
     /// Checks that a kernel over several sharded rows has the rows beside the shard, and that there is no

@@ -108,7 +108,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
         // keyed operand is a call scalar.
         let fits = match (*k, op.opcode) {
             ("bias" | "x_scale" | "w_scale", Opcode::Matmul)
-            | ("bias" | "halo" | "history", Opcode::Conv3d) => is_float(t.dtype),
+            | ("bias" | "halo" | "history" | "w_scale", Opcode::Conv3d) => is_float(t.dtype),
             ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
             _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
         };

@@ -2,7 +2,7 @@
 
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::{PixelDecoder, StreamConfig, denoising_steps};
+use super::{DecoderQuality, PixelDecoder, StreamConfig, denoising_steps};
 use crate::WanConfig;
 use crate::codes::{T0411, T0412};
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
@@ -147,6 +147,12 @@ impl StreamConfig {
         }
         if self.uses_vae() {
             found.extend(self.vae.describe_problem(self.stride, model.channels));
+        }
+        if self.decoder_quality == DecoderQuality::Fast && self.decoder != PixelDecoder::WanVae {
+            found.push(format!(
+                "decoder.quality = \"fast\" is for the convolutions of a VAE: decoder.kind is {}",
+                self.decoder.name()
+            ));
         }
         if self.takes_video && !self.decoder.is_causal() {
             found.push(

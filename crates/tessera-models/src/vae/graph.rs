@@ -8,6 +8,7 @@
 use tessera_ir::{Attr, DType, Opcode, Program, Type, ValueId};
 
 use super::VaeConfig;
+use crate::DecoderQuality;
 use crate::graph_builder::GraphBuilder;
 use crate::video_model::{ContextRegime, VideoModel};
 
@@ -20,6 +21,13 @@ const NORM_EPS: f64 = 1e-24;
 
 /// The buffer with the frame of a chunk's first latent from which its call encodes the next anchor.
 pub(super) const ANCHOR_FRAME: &str = "vae.anchor_frame";
+
+/// The program that decodes the first latent of a scene exactly, beside the fast `decode.open`. It reads and
+/// writes no history.
+pub const EXACT_DECODE_PHASE: &str = "decode.exact";
+
+/// Output of a call with the pixels of [`EXACT_DECODE_PHASE`].
+pub const EXACT_PIXELS: &str = "pixels.exact";
 
 /// Where the programs of pixels run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +49,11 @@ pub enum MediaPhases {
 /// alone.
 pub(crate) fn decode_programs(m: &VideoModel, vae: &VaeConfig, media: MediaPhases) -> Vec<Program> {
     let build = |(name, first, frames)| decode_program(VaeBuilder::new(m, vae, name, media), first, frames);
-    list_pieces(m).into_iter().map(build).collect()
+    let exact = (m.stream.decoder_quality == DecoderQuality::Fast).then(|| {
+        let v = VaeBuilder { past: Past::None, ..VaeBuilder::new(m, vae, EXACT_DECODE_PHASE, media) };
+        decode_program(v, 0, 1)
+    });
+    exact.into_iter().chain(list_pieces(m).into_iter().map(build)).collect()
 }
 
 /// Lists the programs that decode a chunk, each with its first latent frame and their number.
@@ -59,7 +71,7 @@ pub(super) fn list_pieces(m: &VideoModel) -> Vec<(&'static str, u64, u64)> {
 /// the second.
 fn decode_program(mut v: VaeBuilder<'_>, first: u64, frames: u64) -> Program {
     let vae = v.vae;
-    let opens_scene = v.graph.builder.program().name == "decode.open";
+    let opens_scene = v.opens_scene();
     let z = v.emit_latent_grid(first, frames);
     let z = v.emit_latent_scale(z, LatentScale::Denormalise);
     let z = v.emit_conv("conv2", z, vae.z_dim, Kernel::Point);
@@ -191,6 +203,11 @@ impl<'a> VaeBuilder<'a> {
         VaeBuilder { graph, vae, past: Past::Buffers, media }
     }
 
+    /// Returns whether the program decodes the first latent of a scene.
+    pub(super) fn opens_scene(&self) -> bool {
+        ["decode.open", EXACT_DECODE_PHASE].contains(&self.graph.builder.program().name.as_str())
+    }
+
     pub(super) fn finish(mut self, output: &str, value: ValueId) -> Program {
         self.graph.builder.set_attr("at", self.media.location());
         self.graph.builder.add_output(output, value);
@@ -210,9 +227,11 @@ impl<'a> VaeBuilder<'a> {
         match self.media {
             MediaPhases::BesideCalls | MediaPhases::BesideCallsOnDevice => self.finish("pixels", pixels),
             MediaPhases::InCalls if first > 0 => self.finish("pixels.rest", pixels),
+            MediaPhases::InCalls if self.graph.builder.program().name == EXACT_DECODE_PHASE => {
+                self.finish(EXACT_PIXELS, pixels)
+            }
             MediaPhases::InCalls => {
-                let opens_scene = self.graph.builder.program().name == "decode.open";
-                if self.graph.model.context_regime() == ContextRegime::Recompute && !opens_scene {
+                if self.graph.model.context_regime() == ContextRegime::Recompute && !self.opens_scene() {
                     let last = self.frame_shape(pixels)[0] - 1;
                     let frame = self.emit_rows(pixels, last, 1);
                     let picture = self.picture_type();

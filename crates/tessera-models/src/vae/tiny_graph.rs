@@ -27,7 +27,7 @@ pub(crate) fn tiny_decode_programs(
 /// Builds a program that decodes `frames` latent frames of a chunk from frame `first` on. The first latent of
 /// a scene passes all blocks like any other, and only its last frame is shown: the others precede the scene.
 fn decode_program(mut v: VaeBuilder<'_>, tiny: &TinyDecoderConfig, first: u64, frames: u64) -> Program {
-    let opens_scene = v.graph.builder.program().name == "decode.open";
+    let opens_scene = v.opens_scene();
     let z = v.emit_latent_grid(first, frames);
     v.graph.builder.set_attr("limit", LATENT_LIMIT);
     let z = v.graph.emit_op(Opcode::SoftClamp, &[z]);

@@ -73,7 +73,7 @@ impl Lowering<'_> {
             false => self.shard_frames(x, v.x, s),
         };
         let w = self.local_value(v.w, s);
-        let keyed = [("bias", v.bias), ("history", v.history)];
+        let keyed = [("bias", v.bias), ("history", v.history), ("w_scale", v.w_scale)];
         let mut keyed: Vec<(&str, ValueId)> = keyed
             .into_iter()
             .filter_map(|(key, value)| Some((key, value?)))

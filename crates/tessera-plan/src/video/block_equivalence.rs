@@ -47,6 +47,7 @@ impl<'a> EquivalentBlocks<'a> {
             ffn_size: l.ffn_size,
             tokens: l.tokens,
             blocks,
+            decoder: l.decoder,
         }
     }
 }
@@ -233,6 +234,7 @@ mod tests {
             ffn_size: 8,
             tokens: 4,
             blocks,
+            decoder: crate::DecoderPrecision::Exact,
         }
     }
 

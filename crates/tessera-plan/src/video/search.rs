@@ -403,6 +403,7 @@ fn without_unused_phases(l: &LogicalModel, phases: &[String]) -> LogicalModel {
         ffn_size: l.ffn_size,
         tokens: l.tokens,
         blocks: l.blocks,
+        decoder: l.decoder,
     }
 }
 
@@ -583,6 +584,7 @@ mod tests {
             ffn_size: m.wan.ffn_dim,
             tokens: m.chunk_tokens(),
             blocks: m.wan.layers,
+            decoder: crate::DecoderPrecision::Exact,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Helpers that several tests of video plans share.
 
 use tessera_models::{MediaPhases, VideoModel, build_phases, list_calls};
-use tessera_plan::LogicalModel;
+use tessera_plan::{DecoderPrecision, LogicalModel};
 
 /// Returns the planner's input for a video model.
 pub fn logical(m: &VideoModel) -> LogicalModel {
@@ -13,5 +13,6 @@ pub fn logical(m: &VideoModel) -> LogicalModel {
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
+        decoder: DecoderPrecision::Exact,
     }
 }

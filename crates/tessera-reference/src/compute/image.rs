@@ -36,9 +36,10 @@ pub(super) fn conv3d(cx: &OpContext<'_>, v: &views::Conv3d) -> TensorResult {
         return Err(format!("a kernel {kt}, {kh}, {kw} does not fit frames {:?}", x.shape()));
     };
     let weight = cx.tensor(v.w)?;
+    let scales = v.w_scale.map(|s| vector_data(cx.tensor(s)?, m)).transpose()?;
     Ok(Tensor::from_fn(&[t2, h2, w2, m], |i| {
         let (frame, row, column, channel) = (i / (h2 * w2 * m), i / (w2 * m) % h2, i / m % w2, i % m);
-        let mut sum = bias.map_or(0.0, |b| b[channel]);
+        let mut sum = 0.0;
         for (tap, w_tap) in weight.row(channel).chunks_exact(c).enumerate() {
             let (dt, dy, dx) = (tap / (kh * kw), tap / kw % kh, tap % kw);
             // A tap outside of the frame and of its halo reads a zero.
@@ -55,7 +56,7 @@ pub(super) fn conv3d(cx: &OpContext<'_>, v: &views::Conv3d) -> TensorResult {
                 sum += line[x * c..][..c].iter().zip(w_tap).map(|(a, b)| a * b).sum::<f64>();
             }
         }
-        sum
+        scales.map_or(1.0, |s| s[channel]) * sum + bias.map_or(0.0, |b| b[channel])
     }))
 }
 

@@ -27,14 +27,14 @@ impl WeightSource for SyntheticWeights {
         load: Option<&str>,
         mesh_rank: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
-        if load == Some("e4m3.scale") {
+        if matches!(load, Some("e4m3.scale" | "conv.e4m3.scale")) {
             // The scales cover whole rows, which are not sharded on this rank.
             let inner = self.row_widths.get(name).copied().unwrap_or(1);
             let rows =
                 Type { dtype: tessera_ir::DType::F32, shape: vec![ty.shape[0], inner], layout: ty.layout };
             return self.read(name, &rows, None, mesh_rank).map(|w| dtype::row_scales(&w, inner as usize));
         }
-        if load == Some("e4m3") {
+        if matches!(load, Some("e4m3" | "conv.e4m3")) {
             self.row_widths.insert(name.to_string(), ty.shape[1]);
             let mut w = self.read(name, ty, None, mesh_rank)?;
             dtype::divide_by_row_scales(&mut w, ty.shape[1] as usize);

@@ -378,7 +378,7 @@ impl World for SimWorld<'_> {
                         true => stream.first_chunk_frames(),
                         false => stream.frames_per_chunk(),
                     } as u32;
-                    let wrote = self.record.record_delivery(chunk, frames, &[]);
+                    let wrote = self.record.record_delivery(chunk, frames, &[], None);
                     self.note_error(wrote);
                 }
             }

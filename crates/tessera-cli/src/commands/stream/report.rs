@@ -89,6 +89,9 @@ fn render_text(r: &StreamReport) -> String {
     if let Some(weights) = &r.weights {
         out += &format!("weights {weights}\n");
     }
+    if let Some(ratio) = r.decoder_psnr_db {
+        out += &format!("fast decoder: PSNR {ratio:.1} dB to the exact one, in the first frame of a scene\n");
+    }
     if let Some(o) = &r.overlap {
         let ms = |ns: u64| ns as f64 / 1e6;
         let score = match o.stage0_ns {
@@ -121,6 +124,7 @@ fn render_json(r: &StreamReport) -> String {
         "fps": r.fps,
         "golden": r.golden,
         "weights": r.weights,
+        "decoder_psnr_db": r.decoder_psnr_db,
         "machine": r.machine,
         "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
             "chunks": o.chunks,

@@ -65,9 +65,10 @@ pub(in crate::exec) fn build_step(
             }
             _ => misplaced_error(s, conv),
         },
-        LaunchStep::NormSilu { norm, silu } => match &views[norm] {
+        LaunchStep::NormSilu { norm, silu, cast } => match &views[norm] {
             OpView::RmsNorm(v) => {
-                frames::build_norm(s, v, s.p.ops[silu].results[0], true).map(StepWork::Kernel)
+                let out = s.p.ops[cast.unwrap_or(silu)].results[0];
+                frames::build_norm(s, v, out, true).map(StepWork::Kernel)
             }
             _ => misplaced_error(s, norm),
         },

@@ -8,14 +8,15 @@ use super::elementwise::kernel_for_dtype;
 use super::site::{LaunchSite, last_extent};
 use crate::conv::{ConvOperands, ConvSm90};
 use crate::conv_shape::ConvShape;
-use crate::driver::CudaResult;
+use crate::driver::{CudaResult, cuda_failure};
 use crate::kernel_params::Kernel;
 use crate::kernel_table::{
     CLAMP_BF16, CLAMP_F32, CONV_BF16, CONV_F32, Clamp, FRAME_ATTENTION, FrameAttention,
     NORMALISE_CELLS_BF16_1X32, NORMALISE_CELLS_BF16_8X16, NORMALISE_CELLS_BF16_8X32,
-    NORMALISE_CELLS_F32_1X32, NORMALISE_CELLS_F32_4X32, NormaliseCells, PATCH_CELLS_2, PATCH_CELLS_4,
-    PatchCells, PlainConv, REPEAT_CELLS_2, REPEAT_CELLS_4, REPEAT_CELLS_16, RepeatCells, SCALE_SHIFT_BF16,
-    SCALE_SHIFT_F32, SPLIT_CHANNELS_2, SPLIT_CHANNELS_4, SPLIT_CHANNELS_16, ScaleShift, SplitChannels,
+    NORMALISE_CELLS_E4M3_8X16, NORMALISE_CELLS_E4M3_8X32, NORMALISE_CELLS_F32_1X32, NORMALISE_CELLS_F32_4X32,
+    NormaliseCells, NormaliseCellsE4m3, PATCH_CELLS_2, PATCH_CELLS_4, PatchCells, PlainConv, REPEAT_CELLS_2,
+    REPEAT_CELLS_4, REPEAT_CELLS_16, RepeatCells, SCALE_SHIFT_BF16, SCALE_SHIFT_F32, SPLIT_CHANNELS_2,
+    SPLIT_CHANNELS_4, SPLIT_CHANNELS_16, ScaleShift, SplitChannels,
 };
 use crate::kernels::{HeadBlocks, KernelLaunch};
 
@@ -24,10 +25,12 @@ type Built = CudaResult<KernelLaunch>;
 /// A convolution that the sm90 kernel supports, and its plain launch for devices without that kernel.
 #[derive(Debug)]
 pub(in crate::exec) struct ConvWork {
+    pub(in crate::exec) dtype: DType,
     pub(in crate::exec) shape: ConvShape,
     pub(in crate::exec) operands: ConvOperands,
     pub(in crate::exec) has_residual: bool,
-    pub(super) plain: KernelLaunch,
+    /// `None` for e4m3, which no plain kernel multiplies.
+    pub(super) plain: Option<KernelLaunch>,
 }
 
 /// Cells of the result that one block of the plain kernel computes, and their channels, as in frames.cu.
@@ -54,10 +57,19 @@ pub(super) fn build_conv(
         history: s.at_optional(v.history)?,
         halo: s.at_optional(v.halo)?,
         w: s.at(v.w)?,
+        scale: s.at_optional(v.w_scale)?,
         bias: s.at_optional(v.bias)?,
         residual: s.at_optional(residual)?,
         out: s.at(out)?,
     };
+    let has_residual = residual.is_some();
+    if dtype == DType::E4m3 {
+        let work = ConvWork { dtype, shape, operands, has_residual, plain: None };
+        return match ConvSm90::is_supported(dtype, &shape) {
+            true => Ok(StepWork::Conv(Box::new(work))),
+            false => cuda_failure("a convolution in e4m3 of channels that are no multiple of 16"),
+        };
+    }
     let args = PlainConv {
         x: operands.x.into(),
         history: operands.history.into(),
@@ -73,7 +85,7 @@ pub(super) fn build_conv(
     if !ConvSm90::is_supported(dtype, &shape) {
         return Ok(StepWork::Kernel(plain));
     }
-    Ok(StepWork::Conv(Box::new(ConvWork { shape, operands, has_residual: residual.is_some(), plain })))
+    Ok(StepWork::Conv(Box::new(ConvWork { dtype, shape, operands, has_residual, plain: Some(plain) })))
 }
 
 /// Builds a norm over the channels of each cell, and SiLU after it if `silu` is its result.
@@ -82,6 +94,27 @@ pub(super) fn build_norm(s: &LaunchSite<'_>, v: &views::RmsNorm, out: ValueId, i
     let ty = s.p.type_of(v.x);
     let channels = last_extent(ty);
     let cells = ty.element_count() / channels.max(1);
+    let is_silu = i32::from(is_silu);
+    if s.p.type_of(out).dtype == DType::E4m3 {
+        let args = NormaliseCellsE4m3 {
+            x: s.at(v.x)?,
+            w: s.at(v.w)?,
+            out: s.at(out)?,
+            channels: channels as i32,
+            eps: v.eps as f32,
+            is_silu,
+            cells: cells as i64,
+        };
+        return match (ty.dtype, channels) {
+            (DType::Bf16, c) if c % 8 == 0 && c <= 128 => {
+                Ok(KernelLaunch::elements(NORMALISE_CELLS_E4M3_8X16, cells * 16, args))
+            }
+            (DType::Bf16, c) if c % 8 == 0 => {
+                Ok(KernelLaunch::elements(NORMALISE_CELLS_E4M3_8X32, cells * 32, args))
+            }
+            (dtype, c) => cuda_failure(format!("a norm of {c} channels from {dtype} to e4m3")),
+        };
+    }
     let (kernel, lanes) = match (ty.dtype, channels) {
         (DType::Bf16, c) if c % 8 == 0 && c <= 128 => (NORMALISE_CELLS_BF16_8X16, 16),
         (DType::Bf16, c) if c % 8 == 0 => (NORMALISE_CELLS_BF16_8X32, 32),
@@ -95,7 +128,7 @@ pub(super) fn build_norm(s: &LaunchSite<'_>, v: &views::RmsNorm, out: ValueId, i
         out: s.at(out)?,
         channels: channels as i32,
         eps: v.eps as f32,
-        is_silu: i32::from(is_silu),
+        is_silu,
         cells: cells as i64,
     };
     Ok(KernelLaunch::elements(kernel, cells * lanes, args))
