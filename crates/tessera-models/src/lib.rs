@@ -35,7 +35,10 @@ pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncode
 pub use umt5::{
     TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights,
 };
-pub use vae::{MediaPhases, TinyDecoderConfig, VaeConfig, expected_tiny_weights, expected_vae_weights};
+pub use vae::{
+    MediaPhases, TinyDecoderConfig, VIDEO_DEVICE_PHASES, VIDEO_PHASES, VaeConfig, expected_tiny_weights,
+    expected_vae_weights,
+};
 pub use video_model::{ContextRegime, VideoModel};
 pub use wan_config::WanConfig;
 pub use weight_names::{ExpectedWeight, expected_weights};
