@@ -179,7 +179,7 @@ file or named pipe of 8-bit RGB without a header, or of YUV4MPEG2 in 4:4:4 or 4:
 stream, because Tessera neither scales nor drops frames. The first chunk of a scene takes one frame for its first latent, and \
 all other latents take a group of frames each.\n\n\
 The message names what differs and the nearest size. `--video-strength` must admit at least one denoising step: the stream \
-begins at the first step whose noise level is at most the strength. The guide `video-to-video` shows how to convert a video.";
+begins at the first step whose noise level is at most the strength, which `--video-motion` lowers by up to 0.1. The guide `video-to-video` shows how to convert a video.";
 
     T0080: "checkpoint is a tiny decoder",
     "The file holds a tiny decoder (TAEHV): it turns latents into pixels and generates none. It takes the place of the decoder of \

@@ -72,6 +72,7 @@ mod vae_weights;
 mod video_encoder;
 mod video_file;
 pub mod video_input;
+mod video_strength;
 mod weights_origin;
 pub mod wire_dump;
 

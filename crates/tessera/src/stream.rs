@@ -271,7 +271,7 @@ fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
             let later = u64::from(options.chunks).saturating_sub(scenes);
             let needed = scenes * stream.first_chunk_frames() + later * stream.frames_per_chunk();
             let fits = || VideoFile::check(&input.path, &plan.video, needed, options.chunks);
-            input.first_step(&plan.video).map(drop).and_then(|()| fits()).err()
+            input.check_strength(&plan.video).and_then(|()| fits()).err()
         }
         Some(_) => Some(
             Diagnostic::error(&T0018, "a video is given, and this plan takes none")

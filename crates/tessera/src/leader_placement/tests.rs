@@ -87,7 +87,7 @@ fn plan_for(model: &Model, dtype: DtypePolicy, media: MediaPlacement) -> Plan {
 
 fn options(text: EncoderDevice, video: EncoderDevice) -> StreamOptions {
     StreamOptions {
-        video: Some(VideoInput { path: PathBuf::new(), strength: 0.8 }),
+        video: Some(VideoInput { path: PathBuf::new(), strength: 0.8, follows_motion: false }),
         video_on: video,
         text: TextOptions { on: text, unload: false },
         ..StreamOptions::default()
