@@ -29,6 +29,7 @@ macro_rules! flag_set {
     };
 }
 
+pub mod encoders;
 pub mod mapping;
 pub mod search;
 pub mod video;

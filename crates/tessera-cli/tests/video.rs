@@ -87,6 +87,42 @@ fn a_stream_follows_its_video_alike_on_every_mesh_and_from_every_format() {
     assert_ne!(case.golden_digest("recompute", &recompute), expected);
 }
 
+/// Returns the number of denoising forwards of each chunk on the first rank, from the record of a run.
+fn count_denoising(record: &Path) -> Vec<usize> {
+    let record = fs::read_to_string(record).unwrap();
+    let chunks = record.lines().filter(|line| line.contains("\"kind\":\"chunk\""));
+    chunks.map(|line| line.matches("\"name\":\"denoise").count()).collect()
+}
+
+#[test]
+fn chunks_with_much_motion_begin_at_a_later_step() {
+    let case = Case::new();
+    // Chunks take 5, 6 and 6 frames. The second one moves, and ends with the picture of the third one.
+    let shade = |frame: usize| if (5..10).contains(&frame) && frame.is_multiple_of(2) { 10 } else { 240 };
+    let moving: Vec<u8> = (0..FRAMES).flat_map(|frame| [shade(frame); FRAME]).collect();
+    let files = [("still", vec![240; FRAMES * FRAME]), ("moving", moving)];
+    // The noise levels are 1, 0.833 and 0.769. Motion lowers the strength 0.9 to 0.81, and to 0.891 behind it.
+    let schedule = ["--mesh", "tp=1", "--steps", "1000,500,400", "--video-strength", "0.9"];
+    for (name, pixels) in files {
+        let path = case.path_of(&format!("{name}.rgb"));
+        fs::write(&path, pixels).unwrap();
+        let second = if name == "still" { 2 } else { 1 };
+        for (more, expected) in [(&[][..], [2, 2, 2]), (&["--video-motion"][..], [2, second, 2])] {
+            let out = format!("{name}-{}", more.len());
+            case.golden_digest(&out, &[&schedule[..], &["--video", path.to_str().unwrap()], more].concat());
+            assert_eq!(count_denoising(&case.path_of(&format!("{out}/record.jsonl"))), expected, "{out}");
+        }
+    }
+    // A strength that motion could lower below every step is refused.
+    let still = case.path_of("still.rgb");
+    let weak = ["--video-strength", "0.8", "--video-motion", "--video", still.to_str().unwrap()];
+    let (status, text) = case.run_stream("run", &[&schedule[..4], &weak].concat());
+    assert!(
+        status == Some(1) && text.contains("T0079") && text.contains("0.87 or more"),
+        "{status:?} {text}"
+    );
+}
+
 #[test]
 fn a_stream_from_a_pipe_ends_with_the_last_whole_chunk() {
     let case = Case::new();
@@ -109,10 +145,11 @@ fn a_stream_from_a_pipe_ends_with_the_last_whole_chunk() {
 #[test]
 fn a_video_that_does_not_fit_is_refused_before_anything_starts() {
     let case = Case::new();
-    let (short, y4m) = (case.path_of("short.rgb"), case.path_of("v.y4m"));
+    let [whole, short, y4m] = ["whole.rgb", "short.rgb", "v.y4m"].map(|name| case.path_of(name));
+    fs::write(&whole, draw_pixels(0)).unwrap();
     fs::write(&short, &draw_pixels(0)[..12 * FRAME]).unwrap();
     fs::write(&y4m, "YUV4MPEG2 W17 H16 F24:1 C444\n").unwrap();
-    let (short, y4m) = (short.to_str().unwrap(), y4m.to_str().unwrap());
+    let [whole, short, y4m] = [&whole, &short, &y4m].map(|path| path.to_str().unwrap());
     let strong = ["--video-strength", "0.9"];
     for (more, code, words) in [
         (vec!["--video", short, strong[0], strong[1]], "T0079", "give --chunks 2 or"),
@@ -122,6 +159,8 @@ fn a_video_that_does_not_fit_is_refused_before_anything_starts() {
         (vec!["--video", short, "--video-input", "none"], "T0018", "this plan takes none"),
         (vec!["--video", short, "--video-strength", "1.5"], "", "no noise level"),
         (vec!["--steps", "500", "--video-input", "frames"], "T0018", "needs an input video"),
+        (vec!["--video", whole, strong[0], strong[1], "--video-on", "gpu"], "T0018", "add --device cuda"),
+        (vec!["--video-on", "gpu"], "", "--video <PATH>"),
     ] {
         let (status, text) = case.run_stream("run", &more);
         assert!(

@@ -572,7 +572,8 @@ mod tests {
             let names =
                 |m: &VideoModel| build_phases(m, beside).into_iter().map(|p| p.name).collect::<BTreeSet<_>>();
             let more: Vec<String> = names(&video).difference(&names(&plain)).cloned().collect();
-            assert_eq!(more, ["encode.open", "encode.rest", "video"]);
+            let encoder = ["encode.open", "encode.open.device", "encode.rest", "encode.rest.device"];
+            assert_eq!(more, [&encoder[..], &["video"]].concat());
             let (without, with) = (list_calls(&plain, beside), list_calls(&video, beside));
             let steps = video.stream.steps.len();
             assert_eq!(with.len(), without.len() * steps);

@@ -38,8 +38,8 @@ pub use umt5::{
     TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights,
 };
 pub use vae::{
-    EXACT_DECODE_PHASE, EXACT_PIXELS, MediaPhases, TinyDecoderConfig, VaeConfig, expected_tiny_weights,
-    expected_vae_weights,
+    EXACT_DECODE_PHASE, EXACT_PIXELS, MediaPhases, TinyDecoderConfig, VIDEO_DEVICE_PHASES, VIDEO_PHASES,
+    VaeConfig, expected_tiny_weights, expected_vae_weights,
 };
 pub use video_model::{ContextRegime, VideoModel};
 pub use wan_config::WanConfig;

@@ -12,6 +12,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::T0414;
 
+pub use encode_graph::{VIDEO_DEVICE_PHASES, VIDEO_PHASES};
 pub(crate) use encode_graph::{encode_anchor_program, encode_video_programs};
 pub(crate) use graph::decode_programs;
 pub use graph::{EXACT_DECODE_PHASE, EXACT_PIXELS, MediaPhases};

@@ -164,13 +164,14 @@ begin with preset = \"self-forcing\" and state only what differs. `tessera model
     "The folder holds several files with weights, and none has a usual name (diffusion_pytorch_model or model). They may be \
 two precisions of one model or two models, so Tessera does not choose. Name the file itself instead of the folder.";
 
-    T0078: "text encoder runs on the CPU",
-    "The ranks run on GPUs and the program of the text encoder does not: the GPU of the leader has no memory for its weights \
-beside the rank there, or none of its kernels computes an op of it. A prompt then takes seconds where a GPU takes \
-milliseconds, and only chunks with a new prompt wait for it.\n\n\
+    T0078: "encoder of the leader runs on the CPU",
+    "The ranks run on GPUs and an encoder of the leader does not: its GPU has no memory for it beside what else runs there, or no \
+kernel for an op of it. On the CPU a prompt takes seconds where a GPU takes milliseconds, and only chunks with a new prompt wait \
+for it. The frames of an input video can take minutes per chunk, and every chunk waits for them.\n\n\
 `--text-unload` does not help, because the weights must fit while a prompt is encoded. Use more GPUs, so that each \
-rank holds less, or a leader outside of the mesh (`--topology pp1`) with a GPU that no rank has. `--text-on cpu` chooses the CPU \
-without this note, and `--text-on gpu` refuses to run without a GPU.";
+rank holds less, or a leader outside of the mesh (`--topology pp1`) with a GPU that no rank has. With `--media outside` an input \
+video is encoded on the GPU that decodes. `--text-on cpu` and `--video-on cpu` choose the CPU without this note, and `--text-on gpu` \
+and `--video-on gpu` refuse to run without a GPU.";
 
     T0079: "input video cannot be used",
     "`--video PATH` gives the frames from which a stream begins each chunk: a folder of PNGs in the order of their names, or a \
@@ -178,7 +179,7 @@ file or named pipe of 8-bit RGB without a header, or of YUV4MPEG2 in 4:4:4 or 4:
 stream, because Tessera neither scales nor drops frames. The first chunk of a scene takes one frame for its first latent, and \
 all other latents take a group of frames each.\n\n\
 The message names what differs and the nearest size. `--video-strength` must admit at least one denoising step: the stream \
-begins at the first step whose noise level is at most the strength. The guide `video-to-video` shows how to convert a video.";
+begins at the first step whose noise level is at most the strength, which `--video-motion` lowers by up to 0.1. The guide `video-to-video` shows how to convert a video.";
 
     T0080: "checkpoint is a tiny decoder",
     "The file holds a tiny decoder (TAEHV): it turns latents into pixels and generates none. It takes the place of the decoder of \

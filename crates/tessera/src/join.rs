@@ -26,8 +26,8 @@ use crate::cuda::{self, GpuRankConfig};
 use crate::files::read_file;
 use crate::gpu_placement::position_on_host;
 use crate::gpus::GpuDiscovery;
+use crate::leader_placement::place_leader_programs;
 use crate::model::Model;
-use crate::pixel_placement::place_pixels;
 use crate::plan::Plan;
 use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
 use crate::rank_config::RankConfig;
@@ -35,7 +35,6 @@ use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::build_id;
 use crate::stream::{self, ProgressTally};
 use crate::stream_options::{ChunkProgress, RunDevice, StreamOptions, StreamReport};
-use crate::text_placement::place_text_encoder;
 
 /// Maximum size of a credentials file in bytes.
 const MAX_CREDENTIAL_BYTES: u64 = 1 << 20;
@@ -144,17 +143,15 @@ pub fn run(
     }
     let places = (join.rank == 0).then(|| {
         let gpus = on_gpus.then(GpuDiscovery::discover);
-        let gpus = gpus.as_ref().map(|g| (g, first_rank_of_host));
-        let pixels_gpu = place_pixels(&plan, gpus).map_err(|d| vec![d])?;
-        Ok::<_, Diagnostics>((place_text_encoder(&plan, model, options.text, gpus)?, pixels_gpu))
+        place_leader_programs(&plan, model, options, gpus.as_ref().map(|g| (g, first_rank_of_host)))
     });
     let places = places.transpose()?;
     let weights = digest.map_or(Ok(String::new()), |digest| digest.finish(&plan))?;
     let threads = (cores / join.local_world.max(1) as usize).max(1);
     let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
-    if let Some(((text, note), pixels_gpu)) = places {
-        (orders.text, orders.pixels_gpu) = (text, pixels_gpu);
-        note.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));
+    if let Some((leader, notes)) = places {
+        orders.leader = leader;
+        notes.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));
     }
     // The folder must exist before any rank continues: ranks that share a disk write their flight
     // records there.

@@ -6,9 +6,8 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
-use tessera_models::TEXT_DEVICE_PHASE;
 
-use crate::plan::{LeaderPart, Plan, leader_phases};
+use crate::plan::{LeaderPart, Plan, has_cpu_variant, leader_phases};
 
 /// Planned bytes of the leader's own programs on one backend.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -25,11 +24,11 @@ pub struct LeaderMemory {
 }
 
 impl LeaderMemory {
-    /// Sums all programs that the leader runs beside the calls, with the program of the text encoder for a
-    /// CPU. The backends of different parts share no memory, so the temporaries of each count.
+    /// Sums all programs that the leader runs beside the calls, with those of the encoders of text and of an
+    /// input video for a CPU. The backends of different parts share no memory, so the temporaries of each count.
     #[must_use]
     pub fn from_plan(plan: &Plan) -> LeaderMemory {
-        LeaderMemory::from_phases(plan, |name| name != TEXT_DEVICE_PHASE)
+        LeaderMemory::from_phases(plan, |name| !has_cpu_variant(name))
     }
 
     /// Sums the leader's programs of the phases that `is_counted` accepts.

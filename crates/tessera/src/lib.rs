@@ -38,6 +38,7 @@ pub mod join;
 mod kernel_probe;
 mod latents_file;
 mod leader_memory;
+mod leader_placement;
 mod leader_programs;
 // No user needs it: the tests of this crate do, and the one that counts every allocation needs a
 // process of its own.
@@ -68,11 +69,11 @@ pub mod summary;
 pub mod synthetic_delays;
 pub mod terminal;
 mod text_encoder;
-mod text_placement;
 mod vae_weights;
 mod video_encoder;
 mod video_file;
 pub mod video_input;
+mod video_strength;
 mod weights_origin;
 pub mod wire_dump;
 

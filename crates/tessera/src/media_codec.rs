@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use tessera_base::Diagnostic;
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
-use tessera_ir::{Opcode, Program, Type};
+use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::{EXACT_DECODE_PHASE, EXACT_PIXELS, PixelDecoder, VideoModel};
 use tessera_runtime::wire::{Tensor, Tensors};
@@ -19,7 +19,7 @@ use tessera_runtime::wire::{Tensor, Tensors};
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
 use crate::decoder_check::compare_with_exact;
-use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
+use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend, warm_up};
 use crate::plan::{LeaderPart, Plan, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::PromptRows;
 use crate::record::MediaInterval;
@@ -338,23 +338,6 @@ fn find_output<'a>(outputs: &'a Tensors, name: &str) -> Result<&'a Tensor, Diagn
 
 fn f32_values(t: &Tensor) -> Vec<f32> {
     t.to_f32().unwrap_or_default()
-}
-
-/// Runs a program once on zeros. On a GPU the first run captures a graph, for which no chunk should wait.
-fn warm_up(backend: &mut dyn Backend, handle: ProgramHandle, program: &Program) -> Result<(), Diagnostic> {
-    let inputs = program.ops.iter().filter(|op| op.opcode == Opcode::Input);
-    let zeros: BTreeMap<&str, Vec<f32>> = inputs
-        .filter_map(|op| {
-            let values = program.type_of(*op.results.first()?).element_count() as usize;
-            Some((op.name.as_deref()?, vec![0.0; values]))
-        })
-        .collect();
-    let inputs = zeros.iter().map(|(name, values)| (*name, values.as_slice())).collect();
-    let call = CallData { inputs, ..CallData::default() };
-    let run = backend.run(handle, &call, &mut NoObserver);
-    run.map_err(|f| {
-        Diagnostic::error(&T0016, format!("{} before the first chunk: {}", program.name, fault_text(f)))
-    })
 }
 
 /// The weights of a model whose decoder has none.

@@ -37,7 +37,7 @@ impl RunMediaPipeline {
         pipes: OpenPipes,
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<RunMediaPipeline, Diagnostic> {
-        let mut codec = MediaCodec::load_at(plan, text, vae, orders.pixels_gpu, orders.delays.media)?;
+        let mut codec = MediaCodec::load_at(plan, text, vae, orders.leader.pixels_gpu, orders.delays.media)?;
         if orders.poison {
             codec.poison_temporaries();
         }

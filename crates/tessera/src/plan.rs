@@ -8,7 +8,7 @@ use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
 use tessera_mesh::{Rank, RankMap};
 use tessera_models::{
     DecoderQuality, EXACT_DECODE_PHASE, MediaPhases, TEXT_DEVICE_PHASE, TEXT_PHASE, TextEncoder, Umt5Config,
-    VideoModel, build_phases, list_calls,
+    VIDEO_DEVICE_PHASES, VIDEO_PHASES, VideoModel, build_phases, list_calls,
 };
 use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, MediaPlacement, lower};
 use tessera_runtime::driver::ControlTopology;
@@ -18,24 +18,22 @@ use crate::check::map_places_to_files;
 use crate::codes::{T0011, T0012};
 use crate::files::{StagedFolder, read_text};
 
-/// Phases that the leader runs outside the lockstep, unless calls contain them. Of the last two, it runs
-/// one: that for its CPU or that for a GPU.
-const LEADER_PHASES: [&str; 10] = [
+/// Phases that the leader runs outside the lockstep, unless calls contain them. The plan holds those that
+/// encode text or an input video twice, and the leader loads one: that for its CPU or that for a GPU.
+const LEADER_PHASES: [&str; 12] = [
     "decode",
     EXACT_DECODE_PHASE,
     "decode.open",
     "decode.first",
     "decode.rest",
     "encode",
-    "encode.open",
-    "encode.rest",
+    VIDEO_PHASES[0],
+    VIDEO_PHASES[1],
+    VIDEO_DEVICE_PHASES[0],
+    VIDEO_DEVICE_PHASES[1],
     TEXT_PHASE,
     TEXT_DEVICE_PHASE,
 ];
-
-/// Those of the leader's phases that encode an input video with history: the first frame of a scene, and
-/// the frames of each later latent.
-pub(crate) const VIDEO_PHASES: [&str; 2] = ["encode.open", "encode.rest"];
 
 /// What the leader computes with a backend of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -53,10 +51,15 @@ impl LeaderPart {
     pub(crate) fn from_phase(phase: &str) -> LeaderPart {
         match phase {
             TEXT_PHASE | TEXT_DEVICE_PHASE => LeaderPart::Text,
-            _ if VIDEO_PHASES.contains(&phase) => LeaderPart::Video,
+            _ if [VIDEO_PHASES, VIDEO_DEVICE_PHASES].concat().contains(&phase) => LeaderPart::Video,
             _ => LeaderPart::Pixels,
         }
     }
+}
+
+/// Returns whether a phase is for a GPU of the leader's host, and the plan holds the same phase for its CPU.
+pub(crate) fn has_cpu_variant(phase: &str) -> bool {
+    phase == TEXT_DEVICE_PHASE || VIDEO_DEVICE_PHASES.contains(&phase)
 }
 
 /// Returns whether the leader runs a phase of a plan outside the lockstep.

@@ -13,10 +13,10 @@ use tessera_text::PADDING_ID;
 
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
+use crate::leader_placement::TextPlace;
 use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
 use crate::plan::Plan;
 use crate::text_encoder::{PromptEncoder, Umt5Files};
-use crate::text_placement::TextPlace;
 
 /// Number of prompts whose rows are kept. A stream that alternates between a few prompts encodes each
 /// of them once; rows of a Wan prompt take 8 MiB.

@@ -14,13 +14,13 @@ use crate::codes::T0010;
 use crate::cuda::GpuRankConfig;
 use crate::faults::DrillConfig;
 use crate::files::write_error;
+use crate::leader_placement::LeaderPlaces;
 use crate::model::Model;
 use crate::plan::Plan;
 use crate::record::ChunkSettings;
 use crate::shards::preflight_reload;
 use crate::stream_options::{OutputOptions, StreamOptions};
 use crate::synthetic_delays::SyntheticDelays;
-use crate::text_placement::TextPlace;
 use crate::video_input::VideoInput;
 use crate::weights_origin::{LoraFile, WeightsOrigin};
 
@@ -62,10 +62,8 @@ pub(crate) struct RankConfig {
     pub(crate) wire_dump: bool,
     /// Whether each rank poisons temporaries that hold no value.
     pub(crate) poison: bool,
-    /// Where the leader runs a text encoder's program, and whether it stays loaded.
-    pub(crate) text: TextPlace,
-    /// Index of the visible GPU on which the leader decodes beside the calls; `None` for its CPU.
-    pub(crate) pixels_gpu: Option<u32>,
+    /// Where the leader runs its own programs, and whether that of a text encoder stays loaded.
+    pub(crate) leader: LeaderPlaces,
     /// Synthetic times of decode, encode and generator; a stage without one takes its real time.
     pub(crate) delays: SyntheticDelays,
     /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
@@ -119,8 +117,7 @@ impl RankConfig {
             outputs: options.outputs.clone(),
             wire_dump: options.wire_dump,
             poison: options.poison,
-            text: TextPlace { gpu: None, unload: options.text.unload },
-            pixels_gpu: None,
+            leader: LeaderPlaces::on_cpu(options),
             delays: options.delays,
             gpus: None,
             drill: options.drill.clone(),

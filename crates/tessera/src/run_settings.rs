@@ -5,12 +5,12 @@ use std::sync::OnceLock;
 
 use tessera_ir::op_workload;
 use tessera_mesh::{Axis, Rank};
-use tessera_models::{TEXT_DEVICE_PHASE, denoising_steps};
+use tessera_models::denoising_steps;
 use tessera_runtime::Limits;
 use tessera_runtime::director::{DenoiseStep, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 
-use crate::plan::{Plan, leader_phases};
+use crate::plan::{Plan, has_cpu_variant, leader_phases};
 
 /// Returns the build that every rank reports: the version, and the digest of the file that this
 /// code was loaded from. The file is the executable, or the shared object of a program that embeds
@@ -69,7 +69,7 @@ const SLOWEST_FLOPS_PER_NS: u64 = 4;
 /// Returns the time in which the media pipeline must answer: the default, or longer if the leader's own
 /// programs have so much work that a slow CPU takes longer.
 fn media_limit_ns(plan: &Plan) -> u64 {
-    let on_cpu = leader_phases(&plan.sealed).filter(|name| *name != TEXT_DEVICE_PHASE);
+    let on_cpu = leader_phases(&plan.sealed).filter(|name| !has_cpu_variant(name));
     let programs = on_cpu.filter_map(|name| plan.sealed.rank_program(name, Rank(0)));
     let work: u64 = programs.flat_map(|p| p.ops.iter().map(|op| op_workload(p, op).flops.0)).sum();
     Limits::default().media_ns.max(work / SLOWEST_FLOPS_PER_NS)

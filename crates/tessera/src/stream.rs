@@ -8,7 +8,7 @@ use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
 use tessera_device::T0804;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, TEXT_DEVICE_PHASE, denoising_steps};
+use tessera_models::{PixelDecoder, denoising_steps};
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
@@ -20,16 +20,16 @@ use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::host_memory::available_bytes;
 use crate::leader_memory::LeaderMemory;
+use crate::leader_placement::place_leader_programs;
 use crate::model::Model;
 use crate::noise_file::NoiseFile;
-use crate::pixel_placement::{is_outside_phase, place_pixels};
-use crate::plan::{Plan, is_leader_phase};
+use crate::pixel_placement::is_outside_phase;
+use crate::plan::{Plan, has_cpu_variant, is_leader_phase};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
 use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions, StreamReport};
-use crate::text_placement::place_text_encoder;
 use crate::video_file::VideoFile;
 use crate::weights_origin::{WeightChange, WeightsBase};
 use crate::{communicators, flight};
@@ -79,10 +79,9 @@ pub fn run(
     }
     let threads = (cores / computing as usize).max(1);
     let orders = RankConfig::from_options(plan, model, options, threads).map_err(|d| vec![d])?;
-    let (text, note) = place_text_encoder(plan, model, options.text, gpus.as_ref().map(|g| (g, 0)))?;
-    note.into_iter().for_each(|d| on_event(StreamEvent::Note(d)));
-    let pixels_gpu = place_pixels(plan, gpus.as_ref().map(|g| (g, 0))).map_err(|d| vec![d])?;
-    let orders = RankConfig { gpus: on_gpus, text, pixels_gpu, ..orders };
+    let (leader, notes) = place_leader_programs(plan, model, options, gpus.as_ref().map(|g| (g, 0)))?;
+    notes.into_iter().for_each(|d| on_event(StreamEvent::Note(d)));
+    let orders = RankConfig { gpus: on_gpus, leader, ..orders };
     let payload = serde_json::to_vec(&orders).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
@@ -272,7 +271,7 @@ fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
             let later = u64::from(options.chunks).saturating_sub(scenes);
             let needed = scenes * stream.first_chunk_frames() + later * stream.frames_per_chunk();
             let fits = || VideoFile::check(&input.path, &plan.video, needed, options.chunks);
-            input.first_step(&plan.video).map(drop).and_then(|()| fits()).err()
+            input.check_strength(&plan.video).and_then(|()| fits()).err()
         }
         Some(_) => Some(
             Diagnostic::error(&T0018, "a video is given, and this plan takes none")
@@ -325,13 +324,13 @@ fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
 
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank
 /// would reject that op after the start. The leader's own phases run on the CPU, except those outside of the
-/// mesh and the one that [`place_text_encoder`] checks.
+/// mesh and those that [`place_leader_programs`] checks.
 fn unsupported_op(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
     let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
     let programs = firsts.flat_map(|rank| {
         plan.sealed.phase_names().iter().filter_map(move |phase| plan.sealed.rank_program(phase, *rank))
     });
-    let refused = programs.filter(|p| p.name != TEXT_DEVICE_PHASE).find_map(|p| {
+    let refused = programs.filter(|p| !has_cpu_variant(&p.name)).find_map(|p| {
         let beside = is_leader_phase(&plan.sealed, &p.name) && !is_outside_phase(plan, &p.name);
         if on_gpus && !beside { CudaBackend::find_unsupported(p) } else { CpuBackend::find_unsupported(p) }
     })?;

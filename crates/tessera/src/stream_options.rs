@@ -41,6 +41,8 @@ pub struct StreamOptions {
     pub noise: Option<PathBuf>,
     /// Input video from which each chunk begins, for a plan that takes one.
     pub video: Option<VideoInput>,
+    /// Device of the programs that encode the input video.
+    pub video_on: EncoderDevice,
     /// Run directory; it must not exist, unless it is reserved.
     pub out: PathBuf,
     /// Whether `out` is an empty folder of a [`ReservedFolder`](crate::files::ReservedFolder).
@@ -72,15 +74,15 @@ pub struct StreamOptions {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TextOptions {
     /// Device of the program.
-    pub on: TextDevice,
+    pub on: EncoderDevice,
     /// Whether its weights leave memory after each prompt and are loaded again for the next one.
     pub unload: bool,
 }
 
-/// The device of a text encoder's program.
+/// The device of an encoder of the leader: of text, or of an input video.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum TextDevice {
-    /// A GPU if the ranks run on GPUs and the leader's has memory for it, and the CPU otherwise.
+pub enum EncoderDevice {
+    /// A GPU if the ranks run on GPUs and the leader's has memory for the encoder, and the CPU otherwise.
     #[default]
     Auto,
     /// The CPU of the leader's host.

@@ -1,4 +1,5 @@
-//! The encoder of an input video: the plan's encode programs with history, on a CPU backend of their own.
+//! The encoder of an input video: the plan's encode programs with history, on a backend of their own for the
+//! leader's CPU or a GPU of its host.
 //!
 //! Its buffers are cleared at the start of a scene while the decoder's still serve the scene before, so the
 //! two cannot share a backend.
@@ -7,18 +8,19 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_cpu::CpuBackend;
 use tessera_device::{Backend, CallData, MeshRank, ProgramHandle};
 use tessera_mesh::Rank;
+use tessera_models::{VIDEO_DEVICE_PHASES, VIDEO_PHASES};
 
 use crate::codes::T0016;
-use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
-use crate::plan::{Plan, VIDEO_PHASES};
+use crate::cuda::open_leader_backend;
+use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend, warm_up};
+use crate::plan::Plan;
 use crate::vae_weights::VaeWeights;
 
 /// Encodes frames in order, each once, because an encoded frame changes the history.
 pub(crate) struct VideoEncoder {
-    cpu: CpuBackend,
+    backend: Box<dyn Backend + Send>,
     open: ProgramHandle,
     rest: ProgramHandle,
     /// Values of one pixel frame, and pixel frames of one latent after the first.
@@ -27,25 +29,61 @@ pub(crate) struct VideoEncoder {
 }
 
 impl VideoEncoder {
-    /// Loads the encode programs of a plan that takes a video, with their weights.
+    /// Loads the encode programs of a plan that takes a video, with their weights, on the CPU or on a visible
+    /// GPU of the host.
     ///
     /// # Errors
     /// T0016 if the plan takes none, or why a weight cannot be read.
-    pub(crate) fn load(plan: &Plan, vae: Option<VaeWeights>) -> Result<VideoEncoder, Diagnostic> {
+    pub(crate) fn load(
+        plan: &Plan,
+        vae: Option<VaeWeights>,
+        gpu: Option<u32>,
+    ) -> Result<VideoEncoder, Diagnostic> {
+        let seat = MeshRank { mesh: *plan.sealed.mesh(), rank: Rank(0) };
+        match gpu {
+            Some(gpu) => {
+                let backend = Box::new(open_leader_backend(seat, gpu)?);
+                let mut encoder = VideoEncoder::load_into(backend, plan, VIDEO_DEVICE_PHASES, vae)?;
+                encoder.warm_up(plan)?;
+                Ok(encoder)
+            }
+            None => {
+                let backend = Box::new(open_cpu_backend(seat, CoreUse::All)?);
+                VideoEncoder::load_into(backend, plan, VIDEO_PHASES, vae)
+            }
+        }
+    }
+
+    /// Loads the phases for a scene's first frame and for each later latent into a backend.
+    pub(crate) fn load_into(
+        mut backend: Box<dyn Backend + Send>,
+        plan: &Plan,
+        phases: [&str; 2],
+        vae: Option<VaeWeights>,
+    ) -> Result<VideoEncoder, Diagnostic> {
         let mut vae = vae.ok_or_else(|| encode_error("the model has no VAE".into()))?;
         let (rank, sealed) = (Rank(0), &plan.sealed);
-        let mut cpu = open_cpu_backend(MeshRank { mesh: *sealed.mesh(), rank }, CoreUse::All)?;
         let mut load = |name: &str| {
             let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) else {
                 return Err(encode_error(format!("the plan has no program {name}")));
             };
-            cpu.load(&Arc::new((**p).clone()), s, &mut vae)
+            backend.load(&Arc::new((**p).clone()), s, &mut vae)
         };
-        let [open, rest] = VIDEO_PHASES;
+        let [open, rest] = phases;
         let (open, rest) = (load(open)?, load(rest)?);
         let s = &plan.video.stream;
         let (frame_len, frames_per_latent) = ((s.height * s.width * 3) as usize, s.stride[0] as usize);
-        Ok(VideoEncoder { cpu, open, rest, frame_len, frames_per_latent })
+        Ok(VideoEncoder { backend, open, rest, frame_len, frames_per_latent })
+    }
+
+    /// Runs both programs of a GPU once, so that no chunk waits for the capture of a graph.
+    pub(crate) fn warm_up(&mut self, plan: &Plan) -> Result<(), Diagnostic> {
+        for (phase, handle) in VIDEO_DEVICE_PHASES.into_iter().zip([self.open, self.rest]) {
+            if let Some(program) = plan.sealed.rank_program(phase, Rank(0)) {
+                warm_up(&mut *self.backend, handle, program)?;
+            }
+        }
+        Ok(())
     }
 
     /// Encodes the pixels [frames, height, width, 3] of a chunk to the generator's latents. The first frame
@@ -62,7 +100,7 @@ impl VideoEncoder {
         }
         let mut latents = Vec::new();
         if opens_scene {
-            self.cpu.reset_buffers();
+            self.backend.reset_buffers();
             self.run(self.open, first, &mut latents)?;
         }
         for frames in rest.chunks_exact(group) {
@@ -73,8 +111,8 @@ impl VideoEncoder {
 
     fn run(&mut self, program: ProgramHandle, pixels: &[f32], out: &mut Vec<f32>) -> Result<(), Diagnostic> {
         let call = CallData { inputs: BTreeMap::from([("pixels", pixels)]), ..CallData::default() };
-        self.cpu.run(program, &call, &mut NoObserver).map_err(|f| encode_error(fault_text(f)))?;
-        out.extend(self.cpu.output("latents").ok_or_else(|| encode_error("no latents".into()))?);
+        self.backend.run(program, &call, &mut NoObserver).map_err(|f| encode_error(fault_text(f)))?;
+        out.extend(self.backend.output("latents").ok_or_else(|| encode_error("no latents".into()))?);
         Ok(())
     }
 }

@@ -1,4 +1,5 @@
-//! The input video of a run: from its frames to what the calls of its chunks begin with.
+//! The input video of a run: from its frames to what the calls of its chunks begin with. The leader decides at
+//! which step each chunk begins, and its call states the step.
 
 use std::path::PathBuf;
 
@@ -11,6 +12,7 @@ use tessera_runtime::wire::Tensor;
 use crate::codes::T0079;
 use crate::video_encoder::VideoEncoder;
 use crate::video_file::VideoFile;
+use crate::video_strength::{MOTION_EFFECT, VideoStrength};
 
 /// Noise level at which a chunk of an input video begins unless the user states one: enough for another
 /// style, with the motion of the video.
@@ -23,23 +25,40 @@ pub struct VideoInput {
     pub path: PathBuf,
     /// Highest noise level of a chunk's first step; 1 replaces the video, and 0 keeps it.
     pub strength: f32,
+    /// Whether the strength is lower for chunks with much motion.
+    pub follows_motion: bool,
 }
 
 impl VideoInput {
-    /// Returns the step with which a chunk begins: the first whose noise level is at most the strength.
+    /// Checks that the plan has a step with which each chunk can begin, however much it moves.
     ///
     /// # Errors
-    /// T0079 if the plan has no such step.
-    pub(crate) fn first_step(&self, video: &VideoModel) -> Result<u32, Diagnostic> {
+    /// T0079 if the plan has none.
+    pub(crate) fn check_strength(&self, video: &VideoModel) -> Result<(), Diagnostic> {
+        self.find_first_step(video, self.new_strength().lowest()).map(drop)
+    }
+
+    fn new_strength(&self) -> VideoStrength {
+        VideoStrength::new(f64::from(self.strength), self.follows_motion)
+    }
+
+    /// Returns the step with which a chunk of this strength begins: the first whose noise level is at most the
+    /// strength.
+    fn find_first_step(&self, video: &VideoModel, strength: f64) -> Result<u32, Diagnostic> {
         let steps = denoising_steps(&video.stream);
-        let at = steps.iter().position(|s| s.sigma < 1.0 && s.sigma <= self.strength);
+        let at = steps.iter().position(|s| s.sigma < 1.0 && f64::from(s.sigma) <= strength);
         at.and_then(|step| u32::try_from(step).ok()).ok_or_else(|| {
             let levels: Vec<String> = steps.iter().map(|s| format!("{:.3}", s.sigma)).collect();
-            let message = format!("no denoising step has a noise level of at most {}", self.strength);
-            let lowest = steps.last().map_or(0.0, |s| (s.sigma * 1000.0).ceil() / 1000.0);
-            Diagnostic::error(&T0079, message)
+            let message = format!("no denoising step has a noise level of at most {}", strength as f32);
+            let effect = if self.follows_motion { MOTION_EFFECT as f32 } else { 0.0 };
+            let lowest = steps.last().map_or(0.0, |s| ((s.sigma + effect) * 1000.0).ceil() / 1000.0);
+            let refused = Diagnostic::error(&T0079, message)
                 .with_label("schedule.steps", format!("noise levels {}", levels.join(", ")))
-                .with_hint(format!("give --video-strength {lowest} or more, or plan with more --steps"))
+                .with_hint(format!("give --video-strength {lowest} or more, or plan with more --steps"));
+            match self.follows_motion {
+                true => refused.with_note(format!("--video-motion lowers the strength by up to {effect}")),
+                false => refused,
+            }
         })
     }
 }
@@ -48,10 +67,9 @@ impl VideoInput {
 pub(crate) struct VideoSource {
     file: VideoFile,
     encoder: VideoEncoder,
-    step: u32,
-    first_frames: u64,
-    frames: u64,
-    shape: [u64; 2],
+    input: VideoInput,
+    strength: VideoStrength,
+    video: VideoModel,
 }
 
 impl VideoSource {
@@ -63,10 +81,9 @@ impl VideoSource {
         Ok(VideoSource {
             file: VideoFile::open(&input.path, video)?,
             encoder,
-            step: input.first_step(video)?,
-            first_frames: video.stream.first_chunk_frames(),
-            frames: video.stream.frames_per_chunk(),
-            shape: [video.chunk_tokens(), video.wan.token_width()],
+            input: input.clone(),
+            strength: input.new_strength(),
+            video: video.clone(),
         })
     }
 
@@ -75,15 +92,21 @@ impl VideoSource {
     /// # Errors
     /// Why a frame cannot be read or encoded.
     pub(crate) fn next_start(&mut self, opens_scene: bool) -> Result<Option<ChunkStart>, Diagnostic> {
+        let stream = &self.video.stream;
+        let frames = if opens_scene { stream.first_chunk_frames() } else { stream.frames_per_chunk() };
+        let frame_len = (stream.height * stream.width * 3) as usize;
         let mut pixels = Vec::new();
-        for _ in 0..if opens_scene { self.first_frames } else { self.frames } {
+        for _ in 0..frames {
             match self.file.next_frame()? {
                 Some(frame) => pixels.extend(frame),
                 None => return Ok(None),
             }
         }
+        let strength = self.strength.next(&pixels, frame_len, opens_scene);
+        let step = self.input.find_first_step(&self.video, strength)?;
         let latents = self.encoder.encode_chunk(&pixels, opens_scene)?;
-        let latents = Tensor::from_f32("video", &self.shape, &latents)?;
-        Ok(Some(ChunkStart::Video { latents, step: self.step }))
+        let shape = [self.video.chunk_tokens(), self.video.wan.token_width()];
+        let latents = Tensor::from_f32("video", &shape, &latents)?;
+        Ok(Some(ChunkStart::Video { latents, step }))
     }
 }

@@ -12,13 +12,14 @@ use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
-use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions, TextDevice, TextOptions};
+use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
 use tessera::terminal::print_stderr_line;
 use tessera::{Model, Plan, WeightChange, WeightsBase, WeightsOrigin};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
+use crate::flags::encoders::EncoderArgs;
 use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::flags::video::VideoArgs;
 use crate::flags::{AppliesTo, flag_set, named_values};
@@ -172,13 +173,8 @@ pub struct Args {
     #[arg(long)]
     pub poison: bool,
 
-    /// Device of the program of a text encoder such as UMT5
-    #[arg(long, value_name = "DEVICE", value_parser = named_values(TEXT_DEVICES), default_value = "auto")]
-    pub text_on: TextDevice,
-
-    /// Free the memory of the text encoder after each prompt and load it again for the next one
-    #[arg(long)]
-    pub text_unload: bool,
+    #[command(flatten)]
+    pub encoders: EncoderArgs,
 
     /// Allow more ranks than CPU cores
     #[arg(long)]
@@ -270,17 +266,6 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
     ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank; `tessera doctor` lists them"),
 ];
 
-/// Values of `--text-on`, each with its help text.
-const TEXT_DEVICES: &[(&str, TextDevice, &str)] = &[
-    (
-        "auto",
-        TextDevice::Auto,
-        "The leader's GPU if the ranks run on GPUs and it has the memory, else the CPU",
-    ),
-    ("cpu", TextDevice::Cpu, "CPU cores of the leader's host"),
-    ("gpu", TextDevice::Gpu, "The leader's GPU; refused if its memory does not suffice"),
-];
-
 /// Streams a plan on this host, or as one rank of a run that is started externally.
 pub fn run(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
@@ -322,6 +307,7 @@ pub fn run(args: &Args) -> CliResult {
         weights_at: changes.weights,
         noise: args.noise.clone(),
         video: args.video.to_input(),
+        video_on: args.encoders.video_on,
         out: match &reserved {
             Some(folder) => folder.path().to_path_buf(),
             None => args.out.clone().unwrap_or_else(free_dir),
@@ -331,7 +317,7 @@ pub fn run(args: &Args) -> CliResult {
         wire_dump: args.wire_dump,
         poison: args.poison,
         oversubscribe: args.oversubscribe,
-        text: TextOptions { on: args.text_on, unload: args.text_unload },
+        text: args.encoders.to_text_options(),
         delays,
         device: args.device,
         drill: args.arm_fault.clone(),

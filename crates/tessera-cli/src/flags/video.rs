@@ -19,6 +19,11 @@ pub struct VideoArgs {
     /// is at most this, above 0 and at most 1 [default: 0.8]
     #[arg(long, value_name = "LEVEL", requires = "video", value_parser = parse_strength)]
     video_strength: Option<f32>,
+
+    /// Begin chunks with much motion with less noise, as StreamDiffusionV2 does: up to 0.1 below
+    /// --video-strength
+    #[arg(long, requires = "video")]
+    video_motion: bool,
 }
 
 impl VideoArgs {
@@ -26,7 +31,8 @@ impl VideoArgs {
     #[must_use]
     pub fn to_input(&self) -> Option<VideoInput> {
         let strength = self.video_strength.unwrap_or(DEFAULT_STRENGTH);
-        self.video.clone().map(|path| VideoInput { path, strength })
+        let follows_motion = self.video_motion;
+        self.video.clone().map(|path| VideoInput { path, strength, follows_motion })
     }
 }
 

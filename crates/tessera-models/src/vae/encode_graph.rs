@@ -4,7 +4,7 @@
 use tessera_ir::{DType, Opcode, Program, Type, ValueId};
 
 use super::VaeConfig;
-use super::graph::{ANCHOR_FRAME, Kernel, LatentScale, MediaPhases, Past, VaeBuilder};
+use super::graph::{ANCHOR_FRAME, BUFFER_FAMILY, Kernel, LatentScale, MediaPhases, Past, VaeBuilder};
 use crate::video_model::VideoModel;
 
 /// What the encoder does where it halves frames.
@@ -18,22 +18,45 @@ enum FrameStep {
     Halve,
 }
 
-/// Builds the programs that encode a video in order, one latent at a time: `encode.open` the first frame of a
-/// scene, and `encode.rest` the frames of each later latent.
+/// Names of the phases that encode a video in order on the leader's CPU: the first frame of a scene, and the
+/// frames of each later latent.
+pub const VIDEO_PHASES: [&str; 2] = ["encode.open", "encode.rest"];
+
+/// Names of the same phases for a device of the leader's host.
+pub const VIDEO_DEVICE_PHASES: [&str; 2] = ["encode.open.device", "encode.rest.device"];
+
+/// Family of the history buffers of the phases for a device. A plan declares a buffer of one name with one
+/// dtype, and those of the phases for a CPU stay f32 where a device has bf16.
+const DEVICE_BUFFERS: &str = "vae.device.";
+
+/// Builds the programs that encode a video in order, one latent at a time: for the leader's CPU, and for a
+/// device of its host.
 ///
 /// One latent per program serves the first chunk of a scene, which has one latent less to encode after the
 /// first, and all others; no larger group divides both.
-pub(crate) fn encode_video_programs(m: &VideoModel, vae: &VaeConfig) -> [Program; 2] {
-    let [frames, ..] = vae.stride();
-    [("encode.open", 1, FrameStep::PassFirst), ("encode.rest", frames, FrameStep::Halve)].map(
-        |(name, frames, step)| {
-            let mut v = VaeBuilder::new(m, vae, name, MediaPhases::BesideCalls);
-            let pixels = Type::new(DType::F32, [frames, m.stream.height, m.stream.width, 3]);
-            let x = v.graph.builder.set_label("pixels").add_input("pixels", pixels);
-            let tokens = emit_encoder(&mut v, x, step);
-            v.finish("latents", tokens)
-        },
-    )
+pub(crate) fn encode_video_programs(m: &VideoModel, vae: &VaeConfig) -> Vec<Program> {
+    let [frames_per_latent, ..] = vae.stride();
+    let steps = [(1, FrameStep::PassFirst), (frames_per_latent, FrameStep::Halve)];
+    let places = [
+        (VIDEO_PHASES, MediaPhases::BesideCalls, BUFFER_FAMILY),
+        (VIDEO_DEVICE_PHASES, MediaPhases::BesideCallsOnDevice, DEVICE_BUFFERS),
+    ];
+    let mut programs = Vec::new();
+    for (names, media, buffer_family) in places {
+        for (name, (frames, step)) in names.into_iter().zip(steps) {
+            let v = VaeBuilder { buffer_family, ..VaeBuilder::new(m, vae, name, media) };
+            programs.push(encode_frames(v, frames, step));
+        }
+    }
+    programs
+}
+
+fn encode_frames(mut v: VaeBuilder<'_>, frames: u64, step: FrameStep) -> Program {
+    let stream = &v.graph.model.stream;
+    let pixels = Type::new(DType::F32, [frames, stream.height, stream.width, 3]);
+    let x = v.graph.builder.set_label("pixels").add_input("pixels", pixels);
+    let tokens = emit_encoder(&mut v, x, step);
+    v.finish("latents", tokens)
 }
 
 /// Builds the program that encodes one pixel frame on its own, as the first of a scene: the anchor of the

@@ -188,7 +188,12 @@ pub(super) struct VaeBuilder<'a> {
     pub(super) vae: &'a VaeConfig,
     pub(super) past: Past,
     pub(super) media: MediaPhases,
+    /// Prefix of the names of the history buffers.
+    pub(super) buffer_family: &'static str,
 }
+
+/// Prefix of the history buffers of all phases but those that a plan also holds for a CPU.
+pub(super) const BUFFER_FAMILY: &str = "vae.";
 
 impl<'a> VaeBuilder<'a> {
     /// Creates a builder of a program with history.
@@ -200,7 +205,7 @@ impl<'a> VaeBuilder<'a> {
     ) -> VaeBuilder<'a> {
         let mut graph = GraphBuilder::new(m, name);
         graph.set_location(media.location());
-        VaeBuilder { graph, vae, past: Past::Buffers, media }
+        VaeBuilder { graph, vae, past: Past::Buffers, media, buffer_family: BUFFER_FAMILY }
     }
 
     /// Returns whether the program decodes the first latent of a scene.
@@ -377,13 +382,13 @@ impl<'a> VaeBuilder<'a> {
 
     fn read_history(&mut self, name: &str, x: ValueId, frames: u64) -> ValueId {
         let ty = self.history_type(x, frames);
-        self.graph.read_buffer(&format!("vae.{name}"), frames, ty)
+        self.graph.read_buffer(&format!("{}{name}", self.buffer_family), frames, ty)
     }
 
     /// Emits the write of the newest `kept` frames of x, or of the history and x if x has fewer.
     pub(super) fn write_history(&mut self, name: &str, x: ValueId, kept: u64, history: Option<ValueId>) {
-        let (frames, ty, buffer) =
-            (self.frame_shape(x)[0], self.history_type(x, kept), format!("vae.{name}"));
+        let (frames, ty) = (self.frame_shape(x)[0], self.history_type(x, kept));
+        let buffer = format!("{}{name}", self.buffer_family);
         if frames >= kept {
             let last = match frames - kept {
                 0 => x,
@@ -437,7 +442,7 @@ impl<'a> VaeBuilder<'a> {
         self.graph.builder.set_attr("parts", 3u64);
         let parts = self.graph.emit_op(Opcode::ChannelsToFrames, &[qkv]);
         let ty = Type::new(DType::F32, [t, h, w, c]);
-        let buffer = format!("vae.{name}.frames{t}");
+        let buffer = format!("{}{name}.frames{t}", self.buffer_family);
         let mut attended = parts;
         for frame in 0..t {
             let [q, k, v] = [0, 1, 2].map(|part| self.emit_rows(parts, 3 * frame + part, 1));

@@ -5,7 +5,7 @@ mod tiny;
 use std::path::{Path, PathBuf};
 
 use tessera_base::Diagnostics;
-use tessera_models::{VaeConfig, WordEncoder};
+use tessera_models::{VIDEO_DEVICE_PHASES, VaeConfig, WordEncoder};
 use tessera_plan::{Mapping, MediaPlacement};
 use tessera_weights::{WeightFiles, WeightSet};
 
@@ -85,7 +85,7 @@ impl VaeCase {
 
     fn load_encoder(&self) -> VideoEncoder {
         let vae = self.open_weights().unwrap();
-        VideoEncoder::load(&self.plan, Some(vae)).unwrap()
+        VideoEncoder::load(&self.plan, Some(vae), None).unwrap()
     }
 
     /// Returns frames [height, width, 3] of the file's video, whose planes are [3, frames, height, width].
@@ -245,6 +245,28 @@ fn an_encoded_scene_depends_on_its_own_frames_alone() {
     for (frames, opens_scene) in [(0..8, true), (0..0, true), (0..3, false)] {
         let refused = encoder.encode_chunk(&case.video_frames(frames.clone()), opens_scene).unwrap_err();
         assert_eq!(refused.code.id, "T0016", "{frames:?}");
+    }
+}
+
+#[test]
+fn programs_for_a_gpu_encode_the_same_latents() {
+    let case = VaeCase::open(&fixture(), "resident");
+    let mut by_cpu = case.load_encoder();
+    for phase in VIDEO_DEVICE_PHASES {
+        let program = case.plan.sealed.rank_program(phase, Rank(0)).unwrap();
+        assert!(program.captured_graph().unwrap().is_some(), "{phase} is captured");
+    }
+    // The plan computes in f32, so that a CPU can run what is meant for a GPU.
+    let seat = MeshRank { mesh: *case.plan.sealed.mesh(), rank: Rank(0) };
+    let backend = Box::new(open_cpu_backend(seat, CoreUse::All).unwrap());
+    let vae = Some(case.open_weights().unwrap());
+    let mut for_gpu = VideoEncoder::load_into(backend, &case.plan, VIDEO_DEVICE_PHASES, vae).unwrap();
+    // A run before the first scene leaves nothing behind.
+    for_gpu.warm_up(&case.plan).unwrap();
+    for (frames, opens_scene) in [(0..9, true), (9..13, false), (0..1, true)] {
+        let pixels = case.video_frames(frames.clone());
+        let [a, b] = [&mut by_cpu, &mut for_gpu].map(|e| e.encode_chunk(&pixels, opens_scene).unwrap());
+        assert!(a == b, "frames {frames:?}");
     }
 }
 

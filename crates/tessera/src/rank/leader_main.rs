@@ -162,7 +162,7 @@ impl LazyVideo {
             Some(source) => source,
             None => {
                 let vae = orders.open_model(plan)?.open_vae_weights().map_err(first_diagnostic)?;
-                let encoder = VideoEncoder::load(plan, vae)?;
+                let encoder = VideoEncoder::load(plan, vae, orders.leader.video_gpu)?;
                 self.source.insert(VideoSource::open(input, &plan.video, encoder)?)
             }
         };
@@ -184,7 +184,7 @@ fn media_factory(
     Box::new(move || {
         let model = orders.open_model(&plan)?;
         let text = model.open_text_encoder().map_err(first_diagnostic)?;
-        let text = PromptRows::load_at(&plan, text, orders.text)?;
+        let text = PromptRows::load_at(&plan, text, orders.leader.text)?;
         let vae = model.open_vae_weights().map_err(first_diagnostic)?;
         let pipeline = RunMediaPipeline::new(&plan, text, vae, &orders, pipes, record)?;
         let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
