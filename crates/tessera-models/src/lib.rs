@@ -11,6 +11,7 @@
 
 mod calls;
 mod codes;
+mod forward_pass;
 mod graph;
 mod graph_builder;
 mod lm;
@@ -31,7 +32,9 @@ pub use graph::build_phases;
 pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
 pub use presets::Preset;
 pub use schedule::SigmaStep;
-pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps};
+pub use stream_config::{
+    Guidance, PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps,
+};
 pub use umt5::{
     TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights,
 };
