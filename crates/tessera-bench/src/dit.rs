@@ -141,7 +141,7 @@ impl BenchRank {
             window_frames: video.stream.window_frames,
             sink_frames: video.stream.sink_frames,
             frame_tokens: video.frame_tokens(),
-            text: random_normals(video.wan.text_len * video.wan.text_dim, 0),
+            text: random_normals(video.text_rows() * video.wan.text_dim, 0),
             noise: random_normals(video.chunk_tokens() * video.wan.token_width(), 1),
         })
     }

@@ -107,6 +107,58 @@ fn a_sink_and_its_recaches_have_the_same_bits_on_every_mesh() {
 }
 
 #[test]
+fn guidance_has_the_same_bits_on_every_mesh_and_differs_from_a_stream_without_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut n = 0;
+    let mut golden = |more: &[&str]| {
+        n += 1;
+        let fixed = ["fixtures/wan-odd", "--chunks", "4", "--cut-at", "3", "--prompt", "a red square"];
+        let changes = ["--at", "2:square moves"];
+        let out = dir.path().join(n.to_string());
+        json_field(&stream_json(&out, &[&fixed, &changes[..], more].concat()), "golden")
+    };
+    let guided = ["--guidance", "3", "--negative-prompt", "slowly left"];
+    let one = golden(&guided);
+    for mesh in [&["--mesh", "tp=2"][..], &["--mesh", "pp=2"], &["--mesh", "tp=5", "--topology", "pp1"]] {
+        assert_eq!(golden(&[&guided, mesh].concat()), one, "{mesh:?}");
+    }
+    let plain = golden(&[]);
+    let unconditional = golden(&["--guidance", "3"]);
+    assert!(plain != one && unconditional != one && plain != unconditional);
+    assert_eq!(golden(&["--guidance", "1"]), plain, "a scale of 1 has no effect");
+
+    let settings = dir.path().join("guided.toml");
+    let text = fs::read_to_string(repo_root().join("fixtures/wan-odd/stream.toml")).unwrap();
+    let table = "[guidance]\nscale = 5\nnegative_prompt = \"slowly left\"\n";
+    fs::write(&settings, format!("{text}{table}")).unwrap();
+    let stream = ["--stream", settings.to_str().unwrap()];
+    assert_ne!(golden(&stream), one, "the scale is another one");
+    assert_eq!(golden(&[&stream[..], &["--guidance", "3"]].concat()), one, "the option overrides the file");
+}
+
+#[test]
+fn bad_guidance_is_refused_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    for (more, code, hint) in [
+        (&["--guidance", "0"][..], "T0411", "distilled"),
+        (&["--guidance", "-3"], "T0411", "distilled"),
+        (&["--guidance", "NaN"], "T0411", "distilled"),
+        (&["--guidance", "inf"], "T0411", "distilled"),
+        (&["--negative-prompt", "left"], "T0411", "--guidance SCALE"),
+        (&["--guidance", "3", "--negative-prompt", "blurry"], "T0421", "known words"),
+    ] {
+        let fixed =
+            ["stream", "fixtures/wan-odd", "--prompt", "a red square", "--out", out.to_str().unwrap()];
+        let o = run_stream(&[&fixed, more].concat());
+        let said = to_text(&o.stdout) + &to_text(&o.stderr);
+        assert_eq!(o.status.code(), Some(1), "{more:?}: {said}");
+        assert!(said.contains(code) && said.contains(hint), "{more:?}: {said}");
+        assert!(!out.exists());
+    }
+}
+
+#[test]
 fn without_gpus_a_benchmark_reports_one_error_before_any_process_starts() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("trace.json");

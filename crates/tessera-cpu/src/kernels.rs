@@ -115,6 +115,7 @@ mod tests {
         let key = DrawKey { seed: 9, chunk: 1, draw: 2 };
         keep(rows * d, &mut |o| renoise(&pool, o, &x, 0.3, key, 7));
         keep(rows * d, &mut |o| to_x0(&pool, o, &x, &y, 0.7));
+        keep(rows * d, &mut |o| guide(&pool, o, &x, &y, 5.5));
         let spec = RopeSpec { head_dim: 44, grid: [1, 1, rows], start: 3, frame_stride: 1 };
         keep(rows * d, &mut |o| rope(&pool, o, &x, d, 0, &RopeTables::new(spec)));
         results

@@ -433,6 +433,13 @@ fn elementwise_kernels_agree_with_double_precision() {
         renoise(pool, &mut out, &x, 0.3, key, first as u64);
         let want = x.iter().zip(&noise[first..]).map(|(x, z)| (1.0 - 0.3f32) * x + 0.3f32 * z);
         assert_eq!(out, want.collect::<Vec<f32>>());
+        guide(pool, &mut out, &x, &y, 5.5);
+        let want = x.iter().zip(&y).map(|(x, y)| (f(*y) + 5.5 * (f(*x) - f(*y))) as f32);
+        assert_eq!(out, want.collect::<Vec<f32>>());
+        guide(pool, &mut out, &x, &y, 1.0);
+        assert_eq!(out, x, "a scale of 1 is the prediction with the prompt");
+        guide(pool, &mut out, &x, &x, 5.5);
+        assert_eq!(out, x, "two equal predictions are the result");
         to_x0(pool, &mut out, &x, &y, 0.9375);
         let want = x.iter().zip(&y).map(|(x, p)| (f(*x) - 0.9375 * f(*p)) as f32);
         assert_eq!(out, want.collect::<Vec<f32>>());

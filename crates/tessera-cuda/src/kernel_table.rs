@@ -65,6 +65,11 @@ kernel_signatures! {
         x: DevicePtr<f32>, flow: DevicePtr<f32>, sigma: DevicePtr<f32>, out: DevicePtr<f32>, n: i64,
     } = TO_X0 "to_x0";
 
+    /// Moves a prediction away from the one with a negative prompt.
+    Guide {
+        x: DevicePtr<f32>, y: DevicePtr<f32>, scale: f64, out: DevicePtr<f32>, n: i64,
+    } = GUIDE "guide";
+
     /// Copies rows to the row index that device memory holds.
     PutRows { from: DevicePtr<Word>, to: DevicePtr<Word>, row: DevicePtr<i64>, words: i64, n: i64 } =
         PUT_ROWS_16 "put_rows_16", PUT_ROWS_4 "put_rows_4", PUT_ROWS_2 "put_rows_2";

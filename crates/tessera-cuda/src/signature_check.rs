@@ -81,7 +81,7 @@ fn compare_params(kernel: &SourceKernel, declared: &[Param], sizes: &BTreeMap<St
 fn value_bytes(ty: &str) -> Option<usize> {
     match ty {
         "int" | "u32" | "float" => Some(4),
-        "i64" | "u64" => Some(8),
+        "i64" | "u64" | "double" => Some(8),
         _ => None,
     }
 }

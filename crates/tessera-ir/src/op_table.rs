@@ -274,6 +274,8 @@ Compute ComputeOp {
         "(1 − sigma) · x + sigma · normal. The normal of an element is keyed by (seed, chunk, draw, index of the element in the global tensor).";
     ToX0 "to_x0" (x: Operand, flow: Operand) [sigma: Operand] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Aligned(2), ByRow],
         "x − sigma · flow, computed in f64.";
+    Guide "guide" (x: Operand, y: Operand) [] {scale: Positive} -> 1, false, [Elementwise, PerResult(3), Fixed(F32), Aligned(2), ByRow],
+        "y + scale · (x − y), computed in f64: classifier-free guidance of the prediction x with a prompt, away from the prediction y with a negative prompt.";
     SpaceTimeToDepth "space_time_to_depth" (x: Operand) [] {patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
         "Converts pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
     DepthToSpaceTime "depth_to_space_time" (x: Operand) [] {grid: Extents<3>, patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],

@@ -139,7 +139,7 @@ impl RuleContext<'_> {
             }
             V::Cast(v) => one(self.cast_type(v)?),
             V::Quantize(_) => self.quantize_types(),
-            V::ToX0(_) => one(self.same_type(0, 1)?),
+            V::ToX0(_) | V::Guide(_) => one(self.same_type(0, 1)?),
             V::LayerNorm(_) => one(self.row_norm_type(&[1, 2], 1)?),
             V::RmsNorm(v) => one(self.row_norm_type(&[1], v.segments)?),
             V::NormModulate(v) => one(self.norm_modulate_type(v)?),

@@ -19,7 +19,7 @@ cache window a multiple of the chunk size and at least one chunk, and the channe
 The recompute regime needs a window of exactly two chunks. \
 A sink (`cache.sink`) is a multiple of the chunk size, smaller than the window, and needs the resident regime, as does \
 `cache.recache`, for which the window must hold one more chunk than the sink and the new one. `cache.positions` lies between the window \
-and the RoPE table. A window or a sink that config.json states (local_attn_size, sink_size) must be the stream's. The window, the rows and the columns of tokens may each not \
+and the RoPE table. A scale of guidance (`guidance.scale`, `--guidance`) is above 0 and at most 1000, and a negative prompt needs one. A window or a sink that config.json states (local_attn_size, sink_size) must be the stream's. The window, the rows and the columns of tokens may each not \
 be longer than the model's RoPE table (rope_max_seq_len in config.json), which defines the positions. Steps must decrease, \
 and a warped step must be an integer, because it is a row of the noise schedule. A final step 0 is dropped for a model that \
 predicts the flow, since σ = 0 does not move its input, and rejected for one that predicts x0, which would run once more. A tensor of more than 2^40 elements, a call of more than \

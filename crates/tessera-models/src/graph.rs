@@ -7,6 +7,7 @@
 
 use tessera_ir::{DType, Opcode, Program, Type, ValueId};
 
+use crate::forward_pass::ForwardPass;
 use crate::graph_builder::GraphBuilder;
 use crate::umt5::encode_text_phases;
 use crate::vae::{
@@ -165,6 +166,18 @@ impl GraphBuilder<'_> {
         (e, e0)
     }
 
+    /// Emits the modulations of all blocks under guidance, whose second pass reads them again. In its block
+    /// each would take the slot of a larger value that has just ended, and keep it until then.
+    fn emit_shared_modulations(&mut self, e0: ValueId) {
+        if self.model.stream.guidance.is_none() {
+            return;
+        }
+        for i in 0..self.model.wan.layers {
+            self.set_location(&format!("block.{i}"));
+            self.emit_modulation(&format!("blocks.{i}.modulation"), 6, e0);
+        }
+    }
+
     fn patch_embedding(&mut self, x: ValueId) -> ValueId {
         let (d, p) = (self.model.wan.dim, self.model.wan.token_width());
         self.set_location("first");
@@ -183,33 +196,39 @@ impl GraphBuilder<'_> {
         x: ValueId,
         e0: ValueId,
         position: ChunkPosition,
+        pass: ForwardPass,
     ) -> (ValueId, ValueId) {
         let (d, hd) = (self.model.wan.dim, self.head_dim());
         let n = format!("blocks.{i}");
         self.set_location(&format!("block.{i}"));
-        let table = self.emit_weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
-        let m = self.emit_op(Opcode::Modulation, &[table, e0]);
+        let m = self.emit_modulation(&format!("{n}.modulation"), 6, e0);
         let a = self.emit_norm_modulate(x, m, 0, 1);
         let k = self.emit_linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
         let k = self.emit_rms_norm(k, &format!("{n}.self_attn.norm_k"));
         let k = self.emit_rope(k, position.start);
         let v = self.emit_linear(&format!("{n}.self_attn.v"), a, d, "col", hd, None);
         let cache = self.self_cache_type();
-        self.write_buffer(&format!("kv.{i}.k"), cache.clone(), k, Some(position.row));
-        self.write_buffer(&format!("kv.{i}.v"), cache, v, Some(position.row));
+        self.write_buffer(&pass.name_keys("kv", i), cache.clone(), k, Some(position.row));
+        self.write_buffer(&pass.name_values("kv", i), cache, v, Some(position.row));
         (a, m)
     }
 
     /// Emits a whole block that attends to `frames` cached frames, including this chunk's.
-    fn emit_block(&mut self, i: u64, x: ValueId, e0: ValueId, position: ChunkPosition) -> ValueId {
+    fn emit_block(
+        &mut self,
+        i: u64,
+        x: ValueId,
+        e0: ValueId,
+        position: ChunkPosition,
+        pass: ForwardPass,
+    ) -> ValueId {
         let (d, hd, f, eps) =
             (self.model.wan.dim, self.head_dim(), self.model.wan.ffn_dim, self.model.wan.eps);
         let n = format!("blocks.{i}");
         // The query comes first, so that its sums of squares can share a collective with the keys'
         // sums.
         self.set_location(&format!("block.{i}"));
-        let table = self.emit_weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
-        let m = self.emit_op(Opcode::Modulation, &[table, e0]);
+        let m = self.emit_modulation(&format!("{n}.modulation"), 6, e0);
         let a = self.emit_norm_modulate(x, m, 0, 1);
         let q = self.emit_linear(&format!("{n}.self_attn.q"), a, d, "col", hd, None);
         let k = self.emit_linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
@@ -219,11 +238,11 @@ impl GraphBuilder<'_> {
         let q = self.emit_rope(q, position.start);
         let k = self.emit_rope(k, position.start);
         let cache = self.self_cache_type();
-        self.write_buffer(&format!("kv.{i}.k"), cache.clone(), k, Some(position.row));
-        self.write_buffer(&format!("kv.{i}.v"), cache.clone(), v, Some(position.row));
+        self.write_buffer(&pass.name_keys("kv", i), cache.clone(), k, Some(position.row));
+        self.write_buffer(&pass.name_values("kv", i), cache.clone(), v, Some(position.row));
         let rows = position.frames * self.model.frame_tokens();
-        let ks = self.read_buffer(&format!("kv.{i}.k"), rows, cache.clone());
-        let vs = self.read_buffer(&format!("kv.{i}.v"), rows, cache);
+        let ks = self.read_buffer(&pass.name_keys("kv", i), rows, cache.clone());
+        let vs = self.read_buffer(&pass.name_values("kv", i), rows, cache);
         if let Some(bias) = position.bias {
             // The bias applies to past frames only: neither to the anchor nor to this chunk.
             let l = self.model.frame_tokens() as i64;
@@ -242,8 +261,8 @@ impl GraphBuilder<'_> {
         let q = self.emit_rms_norm(q, &format!("{n}.cross_attn.norm_q"));
         let cross = self.cross_cache_type();
         let len = self.model.wan.text_len;
-        let k = self.read_buffer(&format!("cross.{i}.k"), len, cross.clone());
-        let v = self.read_buffer(&format!("cross.{i}.v"), len, cross);
+        let k = self.read_buffer(&pass.name_keys("cross", i), len, cross.clone());
+        let v = self.read_buffer(&pass.name_values("cross", i), len, cross);
         let o = self.emit_attention(q, k, v);
         let o = self.emit_linear(&format!("{n}.cross_attn.o"), o, d, "row", hd, None);
         let x = self.emit_op(Opcode::GateResidual, &[x, o]);
@@ -254,11 +273,52 @@ impl GraphBuilder<'_> {
         self.emit_gate_residual(x, y, m, 5)
     }
 
+    /// Emits the writes of every block's keys and values of a prompt's rows.
+    fn write_prompt(&mut self, rows: ValueId, pass: ForwardPass) {
+        let (d, hd) = (self.model.wan.dim, self.model.wan.head_dim());
+        let h = self.emit_linear("text_embedding.0", rows, d, "whole", 1, Some("gelu_tanh"));
+        let c = self.emit_linear("text_embedding.2", h, d, "whole", 1, None);
+        for i in 0..self.model.wan.layers {
+            self.set_location(&format!("block.{i}"));
+            let n = format!("blocks.{i}.cross_attn");
+            let k = self.emit_linear(&format!("{n}.k"), c, d, "col", hd, None);
+            let k = self.emit_rms_norm(k, &format!("{n}.norm_k"));
+            let v = self.emit_linear(&format!("{n}.v"), c, d, "col", hd, None);
+            let cross = self.cross_cache_type();
+            self.write_buffer(&pass.name_keys("cross", i), cross.clone(), k, None);
+            self.write_buffer(&pass.name_values("cross", i), cross, v, None);
+        }
+    }
+
+    /// Emits all blocks and the output head.
+    fn emit_forward(
+        &mut self,
+        x: ValueId,
+        (e, e0): (ValueId, ValueId),
+        position: ChunkPosition,
+        pass: ForwardPass,
+    ) -> ValueId {
+        let mut h = x;
+        for i in 0..self.model.wan.layers {
+            h = self.emit_block(i, h, e0, position, pass);
+        }
+        self.output_head(h, e)
+    }
+
+    /// Emits the prediction of a denoising step: that of the prompt, moved away from that of the
+    /// negative prompt under guidance. The last stage moves it, so that one tensor returns to the first.
+    fn emit_prediction(&mut self, x: ValueId, time: (ValueId, ValueId), position: ChunkPosition) -> ValueId {
+        let y = self.emit_forward(x, time, position, ForwardPass::Prompt);
+        let Some(scale) = self.model.stream.guidance.as_ref().map(|g| g.scale) else { return y };
+        let negative = self.emit_forward(x, time, position, ForwardPass::Negative);
+        self.builder.set_attr("scale", scale);
+        self.emit_op(Opcode::Guide, &[y, negative])
+    }
+
     fn output_head(&mut self, x: ValueId, e: ValueId) -> ValueId {
-        let (d, p) = (self.model.wan.dim, self.model.wan.token_width());
+        let p = self.model.wan.token_width();
         self.set_location("last");
-        let table = self.emit_weight("head.modulation", &[1, 2, d], "whole", 1);
-        let m = self.emit_op(Opcode::Modulation, &[table, e]);
+        let m = self.emit_modulation("head.modulation", 2, e);
         let a = self.emit_norm_modulate(x, m, 0, 1);
         self.emit_linear("head.head", a, p, "whole", 1, None)
     }
@@ -277,26 +337,25 @@ struct ChunkPosition {
     bias: Option<ValueId>,
 }
 
-/// Builds the keys and values of the prompt for every block's cross-attention.
+/// Builds the keys and values of the prompt for every block's cross-attention. Under guidance the
+/// input holds the rows of the negative prompt below those of the prompt: one tensor, whose digest the
+/// ranks compare, and none that a call could lack.
 fn text_phase(m: &VideoModel) -> Program {
     let mut g = GraphBuilder::new(m, "text");
-    let (d, hd) = (m.wan.dim, m.wan.head_dim());
+    let passes = ForwardPass::list(m);
     g.set_location("all");
-    let x = g
-        .builder
-        .set_label("text")
-        .add_input("text", Type::new(DType::F32, [m.wan.text_len, m.wan.text_dim]));
-    let h = g.emit_linear("text_embedding.0", x, d, "whole", 1, Some("gelu_tanh"));
-    let c = g.emit_linear("text_embedding.2", h, d, "whole", 1, None);
-    for i in 0..m.wan.layers {
-        g.set_location(&format!("block.{i}"));
-        let n = format!("blocks.{i}.cross_attn");
-        let k = g.emit_linear(&format!("{n}.k"), c, d, "col", hd, None);
-        let k = g.emit_rms_norm(k, &format!("{n}.norm_k"));
-        let v = g.emit_linear(&format!("{n}.v"), c, d, "col", hd, None);
-        let cross = g.cross_cache_type();
-        g.write_buffer(&format!("cross.{i}.k"), cross.clone(), k, None);
-        g.write_buffer(&format!("cross.{i}.v"), cross, v, None);
+    let text =
+        g.builder.set_label("text").add_input("text", Type::new(DType::F32, [m.text_rows(), m.wan.text_dim]));
+    for (n, pass) in (0..).zip(passes) {
+        g.set_location("all");
+        let rows = match passes.len() {
+            1 => text,
+            _ => {
+                g.builder.set_attr("row", n * m.wan.text_len).set_attr("rows", m.wan.text_len);
+                g.emit_op(Opcode::TakeRows, &[text])
+            }
+        };
+        g.write_prompt(rows, *pass);
     }
     g.finish()
 }
@@ -350,14 +409,12 @@ fn denoise_phase(m: &VideoModel, fill: u64) -> Program {
     let biased = m.context_regime() == ContextRegime::Recompute && fill > 0;
     let bias = biased.then(|| g.emit_scalar("bias", Type::scalar(DType::F32)));
     let at = ChunkPosition { start, row, frames: fill + m.stream.chunk_frames, bias };
-    let (e, e0) = g.time_conditioning();
+    let time = g.time_conditioning();
+    g.emit_shared_modulations(time.1);
     g.set_location("first");
     let x = g.read_buffer("x", tokens.shape[0], tokens.clone());
-    let mut h = g.patch_embedding(x);
-    for i in 0..m.wan.layers {
-        h = g.emit_block(i, h, e0, at);
-    }
-    let y = g.output_head(h, e);
+    let h = g.patch_embedding(x);
+    let y = g.emit_prediction(h, time, at);
     g.set_location("first");
     let x0 = match sigma {
         Some(sigma) => {
@@ -389,6 +446,7 @@ fn refresh_phase(m: &VideoModel, kind: RefreshKind) -> Program {
     let row = g.emit_scalar("row", Type::scalar(DType::I64));
     let at = ChunkPosition { start, row, frames: fill + m.stream.chunk_frames, bias: None };
     let (_, e0) = g.time_conditioning();
+    g.emit_shared_modulations(e0);
     g.set_location("first");
     let x = match kind {
         RefreshKind::Clean(_) => g.read_buffer("latent", tokens.shape[0], tokens),
@@ -397,11 +455,14 @@ fn refresh_phase(m: &VideoModel, kind: RefreshKind) -> Program {
             g.builder.set_label("context").add_input("context", tokens)
         }
     };
-    let mut h = g.patch_embedding(x);
-    for i in 0..m.wan.layers - 1 {
-        h = g.emit_block(i, h, e0, at);
+    let x = g.patch_embedding(x);
+    for pass in ForwardPass::list(m) {
+        let mut h = x;
+        for i in 0..m.wan.layers - 1 {
+            h = g.emit_block(i, h, e0, at, *pass);
+        }
+        g.write_keys_values(m.wan.layers - 1, h, e0, at, *pass);
     }
-    g.write_keys_values(m.wan.layers - 1, h, e0, at);
     g.finish()
 }
 
@@ -413,13 +474,13 @@ fn rebase_phase(m: &VideoModel) -> Program {
     let hd = m.wan.head_dim();
     let grid = m.stream.token_grid(&m.wan).map(|x| x as i64).to_vec();
     let sink = m.stream.sink_frames * m.frame_tokens();
-    for i in 0..m.wan.layers {
+    for (pass, i) in ForwardPass::list(m).iter().flat_map(|p| (0..m.wan.layers).map(move |i| (p, i))) {
         g.set_location(&format!("block.{i}"));
-        let cache = g.self_cache_type();
+        let (cache, keys) = (g.self_cache_type(), pass.name_keys("kv", i));
         if sink > 0 {
             g.builder.set_attr("row", sink);
         }
-        let k = g.read_buffer(&format!("kv.{i}.k"), cache.shape[0] - sink, cache.clone());
+        let k = g.read_buffer(&keys, cache.shape[0] - sink, cache.clone());
         g.builder
             .set_attr("head_dim", hd)
             .set_attr("grid", grid.clone())
@@ -429,7 +490,7 @@ fn rebase_phase(m: &VideoModel) -> Program {
         if sink > 0 {
             g.builder.set_attr("first_row", sink);
         }
-        g.write_buffer(&format!("kv.{i}.k"), cache, k, None);
+        g.write_buffer(&keys, cache, k, None);
     }
     g.finish()
 }
@@ -628,6 +689,46 @@ mod tests {
         let without_text =
             |m: &VideoModel| calls(m).into_iter().filter(|(n, _)| !n.contains("text")).collect::<Vec<_>>();
         assert_eq!(without_text(&recached), without_text(&kept));
+    }
+
+    /// Counts the ops of a kind in a program.
+    fn count_ops(p: &Program, opcode: Opcode) -> usize {
+        p.ops.iter().filter(|o| o.opcode == opcode).count()
+    }
+
+    #[test]
+    fn guidance_runs_the_blocks_twice_with_caches_of_their_own() {
+        for regime in
+            ["", "[cache]\nmode = \"recompute\"\n", "[cache]\nwindow_frames = 12\nsink = 3\nrecache = true\n"]
+        {
+            let (plain, guided) = (tiny(regime), tiny(&format!("{regime}[guidance]\nscale = 3\n")));
+            assert_eq!(
+                list_calls(&plain, MediaPhases::BesideCalls),
+                list_calls(&guided, MediaPhases::BesideCalls)
+            );
+            let phases = |m| build_phases(m, MediaPhases::BesideCalls);
+            for (one, two) in phases(&plain).iter().zip(&phases(&guided)) {
+                let name = &one.name;
+                assert_eq!(name, &two.name);
+                let doubled = ["text", "denoise", "clean", "recompute", "rebase"];
+                let factor = if doubled.contains(&name.split('.').next().unwrap()) { 2 } else { 1 };
+                for opcode in [Opcode::Attention, Opcode::CacheWrite, Opcode::Rope] {
+                    let latents =
+                        if opcode == Opcode::CacheWrite && name.starts_with("denoise") { 1 } else { 0 };
+                    let own = count_ops(one, opcode) - latents;
+                    assert_eq!(count_ops(two, opcode) - latents, factor * own, "{name}, {}", opcode.name());
+                }
+                for opcode in [Opcode::Weight, Opcode::Modulation, Opcode::TimeEmbed] {
+                    assert_eq!(count_ops(two, opcode), count_ops(one, opcode), "{name}, {}", opcode.name());
+                }
+                assert_eq!(count_ops(two, Opcode::Guide), usize::from(name.starts_with("denoise")), "{name}");
+                let buffers = |p: &Program| p.buffers.iter().map(|b| b.name.clone()).collect::<BTreeSet<_>>();
+                let negative = buffers(two).difference(&buffers(one)).cloned().collect::<Vec<_>>();
+                let caches = |p: &Program| buffers(p).iter().filter(|b| b.contains('.')).count();
+                assert_eq!(negative.len(), (factor - 1) * caches(one), "{name}: {negative:?}");
+                assert!(negative.iter().all(|b| b.contains(".negative.")), "{negative:?}");
+            }
+        }
     }
 
     #[test]

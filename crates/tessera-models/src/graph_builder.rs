@@ -1,5 +1,7 @@
 //! Builds the logical programs of a model, op by op.
 
+use std::collections::BTreeMap;
+
 use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
 
 use crate::video_model::VideoModel;
@@ -9,11 +11,22 @@ pub(crate) struct GraphBuilder<'a> {
     pub(crate) builder: Builder,
     pub(crate) model: &'a VideoModel,
     location: String,
+    /// The weights so far. A program with two passes through the blocks reads each weight twice.
+    weights: BTreeMap<String, ValueId>,
+    /// The modulations so far, by the name of their table. Both passes have the same ones, and a GPU adds
+    /// all of them in one launch only if each table is read once.
+    modulations: BTreeMap<String, ValueId>,
 }
 
 impl<'a> GraphBuilder<'a> {
     pub(crate) fn new(model: &'a VideoModel, name: &str) -> GraphBuilder<'a> {
-        GraphBuilder { builder: Builder::new_logical(name), model, location: "first".into() }
+        GraphBuilder {
+            builder: Builder::new_logical(name),
+            model,
+            location: "first".into(),
+            weights: BTreeMap::new(),
+            modulations: BTreeMap::new(),
+        }
     }
 
     pub(crate) fn finish(self) -> Program {
@@ -33,13 +46,31 @@ impl<'a> GraphBuilder<'a> {
         self.builder.add_op(opcode, operands)
     }
 
+    /// Emits a weight, or returns the one of this name that the program has already.
     pub(crate) fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
+        if let Some(weight) = self.weights.get(name) {
+            return *weight;
+        }
         let at = self.location.clone();
         self.builder.set_attr("at", at.as_str()).set_attr("part", part);
         if unit > 1 {
             self.builder.set_attr("unit", unit);
         }
-        self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape))
+        let weight = self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape));
+        self.weights.insert(name.to_string(), weight);
+        weight
+    }
+
+    /// Emits the sum of a table [1, parts, dim] and a time embedding, or returns the one of this name that
+    /// the program has already.
+    pub(crate) fn emit_modulation(&mut self, name: &str, parts: u64, embedding: ValueId) -> ValueId {
+        if let Some(modulation) = self.modulations.get(name) {
+            return *modulation;
+        }
+        let table = self.emit_weight(name, &[1, parts, self.model.wan.dim], "whole", 1);
+        let modulation = self.emit_op(Opcode::Modulation, &[table, embedding]);
+        self.modulations.insert(name.to_string(), modulation);
+        modulation
     }
 
     pub(crate) fn read_buffer(&mut self, buffer: &str, rows: u64, ty: Type) -> ValueId {

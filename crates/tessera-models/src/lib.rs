@@ -11,6 +11,7 @@
 
 mod calls;
 mod codes;
+mod forward_pass;
 mod graph;
 mod graph_builder;
 mod lm;
@@ -32,7 +33,7 @@ pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
 pub use presets::Preset;
 pub use schedule::SigmaStep;
 pub use stream_config::{
-    DecoderQuality, PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps,
+    DecoderQuality, Guidance, PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps,
 };
 pub use umt5::{
     TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights,

@@ -2,6 +2,7 @@
 //! encoder and decoder.
 
 mod contradictions;
+mod guidance;
 
 use tessera_base::Diagnostics;
 use tessera_base::config::{ConfigReader, quote_toml};
@@ -11,6 +12,8 @@ use crate::presets::{Preset, parse_over_preset};
 use crate::schedule::{SigmaStep, compute_sigma_steps};
 use crate::vae::{TinyDecoderConfig, VaeConfig};
 use crate::wan_config::STRIDE_MAX;
+
+pub use guidance::Guidance;
 
 /// The quantity that the model predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -154,6 +157,8 @@ pub struct StreamConfig {
     pub warp: bool,
     /// Whether the model predicts the flow, which `to_x0` converts, or x0 itself.
     pub prediction: PredictionTarget,
+    /// Guidance of every prediction, for a model that was not distilled with one.
+    pub guidance: Option<Guidance>,
     /// Whether a call carries the noise of its first denoising step. The later steps draw theirs.
     pub given_noise: bool,
     /// Whether the plan can encode an input video: only a causal VAE does.
@@ -205,6 +210,7 @@ impl StreamConfig {
         let (mut schedule, mut words, mut decoder) =
             (root.read_table("schedule"), root.read_table("text"), root.read_table("decoder"));
         let (mut noise, mut input) = (root.read_table("noise"), root.read_table("input"));
+        let mut guidance = root.read_optional_table("guidance");
         let stride = latent.read_numbers("stride", &[4.0, 8.0, 8.0]);
         let mut config = StreamConfig {
             width: video.read_count("width", None),
@@ -230,6 +236,7 @@ impl StreamConfig {
                 "x0" => PredictionTarget::X0,
                 _ => PredictionTarget::Flow,
             },
+            guidance: guidance.as_mut().map(Guidance::read),
             given_noise: noise.read_choice("source", &["seed", "call"], "seed") == "call",
             takes_video: input.read_flag("video", false),
             text: words.read_named("encoder", &TextEncoder::ALL, TextEncoder::name, TextEncoder::None),
@@ -259,6 +266,7 @@ impl StreamConfig {
         }
         let mut ds: Diagnostics = [root, video, latent, cache, schedule, noise, input, words, decoder]
             .into_iter()
+            .chain(guidance)
             .flat_map(ConfigReader::finish)
             .chain(vae_problems)
             .collect();
@@ -318,11 +326,12 @@ impl StreamConfig {
             quality => format!("quality = \"{}\"\n", quality.name()),
         };
         let input = if self.takes_video { "[input]\nvideo = true\n\n" } else { "" };
+        let guidance = self.guidance.as_ref().map_or(String::new(), Guidance::to_toml);
         let noise = if self.given_noise { "[noise]\nsource = \"call\"\n\n" } else { "" };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\n{sink}{positions}{recache}bias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{quality}{dimensions}",
+prediction = \"{prediction}\"\n\n{guidance}{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{quality}{dimensions}",
             self.width,
             self.height,
             self.fps,

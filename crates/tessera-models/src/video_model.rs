@@ -53,6 +53,13 @@ impl VideoModel {
         if self.stream.recompute { ContextRegime::Recompute } else { ContextRegime::Resident }
     }
 
+    /// Returns the rows of the input `text`: those of the prompt and, under guidance, those of the negative
+    /// prompt below them.
+    #[must_use]
+    pub fn text_rows(&self) -> u64 {
+        if self.stream.guidance.is_some() { 2 * self.wan.text_len } else { self.wan.text_len }
+    }
+
     /// Returns the number of tokens of one latent frame.
     #[must_use]
     pub fn frame_tokens(&self) -> u64 {

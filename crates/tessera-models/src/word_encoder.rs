@@ -67,6 +67,14 @@ impl WordEncoder {
         Ok(WordEncoder { rows, table, dim, text_len, seed: None })
     }
 
+    /// Encodes a negative prompt, which may be empty: zero rows alone.
+    ///
+    /// # Errors
+    /// As [`WordEncoder::encode`], without T0420.
+    pub fn encode_negative(&self, prompt: &str) -> Result<Vec<f32>, Box<Diagnostic>> {
+        if prompt.trim().is_empty() { Ok(vec![0.0; self.text_len * self.dim]) } else { self.encode(prompt) }
+    }
+
     /// Encodes a prompt as [text_len, text_dim], padded with zero rows.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use tessera_ir::{Bundle, DType, Op, OpKind, Opcode, Program, ValueId, print};
 use tessera_models::{TEXT_DEVICE_PHASE, TEXT_PHASE, Umt5Config, VideoModel};
-use tessera_plan::{DtypePolicy, LogicalModel, Mapping, Strategy, lower, precision};
+use tessera_plan::{DecoderPrecision, DtypePolicy, LogicalModel, Mapping, Strategy, lower, precision};
 use tessera_reference::Tensor;
 
 use crate::run::{generator, max_difference};
@@ -49,7 +49,13 @@ fn matmuls_are_rounded_and_long_lived_values_are_not() {
     for extra in ["", "[cache]\nmode = \"recompute\"\n[schedule]\nprediction = \"x0\"\n"] {
         let l = generator(2, 2, 14, extra);
         for phase in &l.phases {
-            let p = precision::apply_dtype_policy(phase, DtypePolicy::Bf16, Strategy::Ulysses).unwrap();
+            let p = precision::apply_dtype_policy(
+                phase,
+                DtypePolicy::Bf16,
+                Strategy::Ulysses,
+                DecoderPrecision::Exact,
+            )
+            .unwrap();
             for b in &p.buffers {
                 let kept = if b.name.contains('.') { DType::Bf16 } else { DType::F32 };
                 assert_eq!(b.ty.dtype, kept, "{} of @{}", b.name, p.name);
@@ -214,7 +220,8 @@ fn sharded_programs_compute_the_same_as_unsharded_ones() {
 fn e4m3_weights(l: &LogicalModel, strategy: Strategy) -> BTreeSet<String> {
     let mut out = BTreeSet::new();
     for phase in &l.phases {
-        let p = precision::apply_dtype_policy(phase, DtypePolicy::Fp8, strategy).unwrap();
+        let p = precision::apply_dtype_policy(phase, DtypePolicy::Fp8, strategy, DecoderPrecision::Exact)
+            .unwrap();
         let mut quantized = BTreeSet::new();
         for op in &p.ops {
             match op.opcode {
@@ -251,7 +258,9 @@ fn matmuls_of_blocks_are_quantized() {
     // Queries, keys and values of a block read one value.
     let l = generator(2, 3, 14, "");
     let denoise = l.phases.iter().find(|p| p.name == "denoise.fill3").unwrap();
-    let p = precision::apply_dtype_policy(denoise, DtypePolicy::Fp8, Strategy::Ulysses).unwrap();
+    let p =
+        precision::apply_dtype_policy(denoise, DtypePolicy::Fp8, Strategy::Ulysses, DecoderPrecision::Exact)
+            .unwrap();
     let count = |o| p.ops.iter().filter(|op| op.opcode == o).count();
     assert_eq!((count(Opcode::Quantize), count(Opcode::Cast)), (3 * 6, 2));
 }

@@ -107,6 +107,7 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
             let sigma = cx.scalar(v.sigma)?;
             zip_elements(cx.tensor(v.x)?, cx.tensor(v.flow)?, |x, flow| x - sigma * flow)
         }
+        V::Guide(v) => zip_elements(cx.tensor(v.x)?, cx.tensor(v.y)?, |x, y| y + v.scale * (x - y)),
         V::SpaceTimeToDepth(v) => pixels::space_time_to_depth(cx, v),
         V::DepthToSpaceTime(v) => pixels::depth_to_space_time(cx, v),
         V::Conv3d(v) => image::conv3d(cx, v),

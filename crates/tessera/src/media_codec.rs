@@ -127,9 +127,14 @@ impl MediaCodec {
         self.video.stream.decoder
     }
 
+    /// Returns the tensor that a call with this prompt carries: its rows, and below them those of the
+    /// negative prompt under guidance.
     pub(crate) fn encode_text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
-        let rows = self.text.encode(prompt)?;
-        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], rows)
+        let mut rows = self.text.encode(prompt)?.to_vec();
+        if let Some(guidance) = &self.video.stream.guidance {
+            rows.extend(self.text.encode_negative(&guidance.negative_prompt)?);
+        }
+        Tensor::from_f32("text", &[self.video.text_rows(), self.video.wan.text_dim], &rows)
     }
 
     /// Returns the bytes of a chunk's pixels, in the order of [`MediaCodec::decode_pixels`].

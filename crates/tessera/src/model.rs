@@ -50,6 +50,10 @@ pub struct Overrides {
     pub given_noise: Option<bool>,
     /// Whether calls may begin with an input video, instead of the streaming config's choice.
     pub takes_video: Option<bool>,
+    /// Scale of classifier-free guidance, instead of the streaming config's.
+    pub guidance: Option<f64>,
+    /// Negative prompt of the guidance, instead of the streaming config's.
+    pub negative_prompt: Option<String>,
     /// File with encoded prompts, instead of the model's own text encoder.
     pub text_embeddings: Option<PathBuf>,
     /// File of a tiny decoder, instead of the model's own decoder.
@@ -92,6 +96,8 @@ impl Model {
         if let Some(steps) = &overrides.steps {
             video.stream.set_steps(steps.clone());
         }
+        let negative = overrides.negative_prompt.as_deref();
+        video.stream.set_guidance(overrides.guidance, negative).map_err(|d| vec![d])?;
         if let Some(file) = &overrides.text_embeddings {
             // The path is relative to the working folder here, and to the model's folder in the settings.
             let path = std::path::absolute(file).unwrap_or_else(|_| file.clone());

@@ -99,6 +99,18 @@ impl PromptRows {
         self.cached.truncate(CACHED_PROMPTS);
         Ok(&self.cached[0].1)
     }
+
+    /// Returns the rows [text_len, text_dim] of a negative prompt. A table of words has none for an empty
+    /// one, which is then all padding.
+    ///
+    /// # Errors
+    /// Why the prompt cannot be encoded.
+    pub(crate) fn encode_negative(&mut self, prompt: &str) -> Result<Vec<f32>, Diagnostic> {
+        match &self.encoder {
+            RowSource::Lookup(PromptEncoder::Words(words)) => words.encode_negative(prompt).map_err(|d| *d),
+            _ => self.encode(prompt).map(<[f32]>::to_vec),
+        }
+    }
 }
 
 impl RowSource {

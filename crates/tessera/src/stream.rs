@@ -221,6 +221,8 @@ pub(crate) fn check_stream(
         Ok(encoder) => {
             let prompts = std::iter::once(&options.prompt).chain(options.prompts_at.iter().map(|(_, p)| p));
             ds.extend(prompts.filter_map(|p| encoder.check_prompt(p).err()));
+            let negative = plan.video.stream.guidance.as_ref().map(|g| &g.negative_prompt);
+            ds.extend(negative.and_then(|p| encoder.check_negative_prompt(p).err()));
         }
         Err(e) => ds.extend(e),
     }

@@ -235,6 +235,17 @@ impl PromptEncoder {
             PromptEncoder::File(prompts) => prompts.read_rows(prompt).map(drop),
         }
     }
+
+    /// Checks, without the encoder's program, that a negative prompt can be encoded.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    pub fn check_negative_prompt(&self, prompt: &str) -> Result<(), Diagnostic> {
+        match self {
+            PromptEncoder::Words(words) => words.encode_negative(prompt).map(drop).map_err(|d| *d),
+            PromptEncoder::Umt5(_) | PromptEncoder::File(_) => self.check_prompt(prompt),
+        }
+    }
 }
 
 impl Umt5Files {

@@ -165,6 +165,21 @@ mapping_flags! {
     quality: DecoderQuality,
 
     [OfModel]
+    /// Classifier-free guidance: move each prediction away from that of a negative prompt, by this
+    /// factor of their difference [default: the model's]
+    ///
+    /// Each forward then runs twice, with two KV caches. Published scales lie between 3 and 7. Distilled
+    /// models need none.
+    #[arg(long, value_name = "SCALE", allow_negative_numbers = true)]
+    guidance: f64,
+
+    [OfModel]
+    /// Negative prompt of --guidance, or of the guidance that the model's stream.toml sets [default: the
+    /// model's, or an empty one]
+    #[arg(long, value_name = "TEXT")]
+    negative_prompt: String,
+
+    [OfModel]
     /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
     #[arg(long, value_name = "LIST")]
     steps: String,
@@ -383,6 +398,8 @@ impl MappingArgs {
             stream_file: self.stream.clone(),
             given_noise: self.noise_source,
             takes_video: self.video_input,
+            guidance: self.guidance,
+            negative_prompt: self.negative_prompt.clone(),
             text_embeddings: self.text_embeddings.clone(),
             decoder_file: self.decoder.clone(),
             decoder_quality: self.quality,

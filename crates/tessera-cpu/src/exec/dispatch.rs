@@ -12,9 +12,9 @@ use crate::Pool;
 use crate::kernels::{
     ConvSpec, DistanceBias, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache,
     RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time,
-    gate_residual, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify, relative_attention,
-    relu, renoise, rms_norm, rms_scale, rope, row_square_sum, scale_shift, silu, soft_clamp, softmax,
-    space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
+    gate_residual, guide, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify,
+    relative_attention, relu, renoise, rms_norm, rms_scale, rope, row_square_sum, scale_shift, silu,
+    soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
 };
 
 impl CpuBackend {
@@ -173,6 +173,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::ToX0(v) => bind_values(v, [v.x, v.flow, v.sigma], |r, _, [x, flow, sigma]| {
             to_x0(r.pool, r.out, x, flow, f64::from(sigma[0]));
         }),
+        C::Guide(v) => bind_values(v, [v.x, v.y], |r, v, [x, y]| guide(r.pool, r.out, x, y, v.scale)),
         C::SpaceTimeToDepth(v) => bind_values(v, [v.x], |r, v, [x]| {
             space_time_to_depth(r.out, x, pixel_geometry(v.stride, r.inputs.shape(v.x)));
         }),
@@ -205,10 +206,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
             map_elements(r.pool, r.out, x, |x| soft_clamp(x, v.limit as f32));
         }),
         C::Embed(v) => bind_op(v, |r, v| r.run_embed(v)),
-        C::TakeRows(v) => bind_values(v, [v.x], |r, v, [x]| {
-            let (row, rows) = (v.row as usize, v.rows as usize);
-            take_range(r.out, x, r.inputs.shape(v.x), 0, row..row + rows);
-        }),
+        C::TakeRows(v) => bind_values(v, [v.x], |r, v, x| r.run_take_rows(v, x)),
         C::TakeShard(v) => bind_values(v, [v.x], |r, v, x| r.run_take_shard(v, x)),
         C::Pad(v) => bind_values(v, [v.x], |r, v, [x]| r.run_pad(v, x)),
         C::Compact(v) => bind_values(v, [v.x], |r, v, [x]| r.run_compact(v, x)),
@@ -384,6 +382,11 @@ impl KernelRun<'_> {
         let first = (x.global_row(v.x) * x.width(v.x)) as u64;
         renoise(self.pool, self.out, x.values(v.x)?, x.scalar(v.sigma)?, key, first);
         Ok(())
+    }
+
+    fn run_take_rows(&mut self, v: &views::TakeRows, [x]: [&[f32]; 1]) {
+        let (row, rows) = (v.row as usize, v.rows as usize);
+        take_range(self.out, x, self.inputs.shape(v.x), 0, row..row + rows);
     }
 
     fn run_take_shard(&mut self, v: &views::TakeShard, [x]: [&[f32]; 1]) {

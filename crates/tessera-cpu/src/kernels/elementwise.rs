@@ -55,6 +55,14 @@ pub fn to_x0(pool: &Pool, out: &mut [f32], x: &[f32], pred: &[f32], sigma: f64) 
     });
 }
 
+/// Computes `out = y + scale · (x − y)` in f64, rounded once.
+pub fn guide(pool: &Pool, out: &mut [f32], x: &[f32], y: &[f32], scale: f64) {
+    assert!(out.len() == x.len() && x.len() == y.len());
+    pool.for_each_block(out, BLOCK_ELEMENTS, 4 * x.len(), |i, o| {
+        guide_block(o, &x[i * BLOCK_ELEMENTS..], &y[i * BLOCK_ELEMENTS..], scale);
+    });
+}
+
 /// Computes `out[F, width]`: for each timestep t, `width / 2` cosines, then as many sines, of `t ·
 /// 10000^(−i / half)`, in f64.
 ///
@@ -126,6 +134,15 @@ vectorized! {
     fn to_x0_block(out: &mut [f32], x: &[f32], pred: &[f32], sigma: f64) {
         for ((o, x), p) in out.iter_mut().zip(x).zip(pred) {
             *o = (f64::from(*x) - sigma * f64::from(*p)) as f32;
+        }
+    }
+}
+
+vectorized! {
+    fn guide_block(out: &mut [f32], x: &[f32], y: &[f32], scale: f64) {
+        for ((o, x), y) in out.iter_mut().zip(x).zip(y) {
+            let (x, y) = (f64::from(*x), f64::from(*y));
+            *o = (y + scale * (x - y)) as f32;
         }
     }
 }

@@ -209,6 +209,11 @@ extern "C" __global__ void to_x0(const float *x, const float *flow, const float 
     ELEMENT_INDEX(n);
     out[i] = (float)((double)x[i] - (double)*sigma * (double)flow[i]);
 }
+extern "C" __global__ void guide(const float *x, const float *y, double scale, float *out, i64 n) {
+    ELEMENT_INDEX(n);
+    double from = y[i];
+    out[i] = (float)(from + scale * ((double)x[i] - from));
+}
 
 // Copies rows to a destination whose row index is read from device memory. Rows are copied in words
 // of W; each thread copies WORDS_PER_THREAD words.

@@ -92,6 +92,7 @@ impl StreamConfig {
         if let Some(message) = self.describe_excess(model) {
             refuse(message);
         }
+        ds.extend(self.guidance.as_ref().and_then(|g| g.find_problem(file)));
         if ds.is_empty() {
             ds.extend(self.find_useless_noise(file));
         }
@@ -246,8 +247,9 @@ impl StreamConfig {
         let text = 2 * to_u128(model.text_len) * d * (to_u128(model.text_dim) + d);
         let time = 2 * to_u128(chunk) * d * (to_u128(model.freq_dim) + 7 * d);
         let ends = 4 * tokens * d * to_u128(model.token_width());
-        let total =
-            to_u128(model.layers) * (block + 4 * to_u128(model.text_len) * d * d) + text + time + ends;
+        let passes = if self.guidance.is_some() { 2 } else { 1 };
+        let total = passes
+            * (to_u128(model.layers) * (block + 4 * to_u128(model.text_len) * d * d) + text + time + ends);
         (total > OPERATIONS_MAX)
             .then(|| format!("one forward of a chunk is {total} operations, more than 2^60"))
     }

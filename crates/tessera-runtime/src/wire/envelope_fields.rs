@@ -59,7 +59,7 @@ pub const ENVELOPE_FIELDS: &[EnvelopeField] = &[
     envelope_field("phases", "list of (program, scalars)", "INFER", "Programs to run, in order; a program outside the sealed plan is rejected", "T0722"),
     envelope_field("predicted_state", "digest", "INFER", "Leader and ranks must predict the same cache state", "T0712"),
     envelope_field("reload", "struct", "RELOAD only", "Source and digest of the weights that every rank loads between the same two calls", "T0732"),
-    envelope_field("text", "tensor", "reset_cross", "Prompt embedding, sent only when it changes", "T0735"),
+    envelope_field("text", "tensor", "reset_cross", "Prompt embedding, under guidance with the negative prompt's below it; sent only when it changes", "T0735"),
     envelope_field("noise", "tensor", "the plan takes given noise", "Noise of the first denoise step of a chunk, so that a reference run can be repeated", "T0735"),
     envelope_field("video", "tensor", "the call begins with an input video", "Encoded latents of an input video, which only the leader reads; the phases state the step that adds noise to them", "T0735"),
     envelope_field("context", "tensor, in a second message", "recompute", "Context latents, which depend on the previous chunk's output", "T0735"),

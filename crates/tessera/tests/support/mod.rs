@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+pub mod cases;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -150,8 +152,20 @@ pub fn max_error(a: &[f32], b: &[f32]) -> f32 {
 
 /// Runs the phase `text` with the encoded rows of a prompt, padded with zeros.
 pub fn text_step(m: &Model, set: &WeightSet, prompt: &str) -> ScriptStep {
-    let rows = set.read_whole_f32(prompt).unwrap();
-    let mut padded = vec![0.0; (m.video.wan.text_len * m.video.wan.text_dim) as usize];
-    padded[..rows.len()].copy_from_slice(&rows);
-    ScriptStep::Phase { name: "text".into(), scalars: vec![], inputs: vec![("text", padded)] }
+    text_phase(padded_rows(m, set, prompt))
+}
+
+/// As [`text_step`], with the rows of a negative prompt below those of the prompt.
+pub fn guided_text_step(m: &Model, prompt: (&WeightSet, &str), negative: (&WeightSet, &str)) -> ScriptStep {
+    text_phase([padded_rows(m, prompt.0, prompt.1), padded_rows(m, negative.0, negative.1)].concat())
+}
+
+fn text_phase(rows: Vec<f32>) -> ScriptStep {
+    ScriptStep::Phase { name: "text".into(), scalars: vec![], inputs: vec![("text", rows)] }
+}
+
+fn padded_rows(m: &Model, set: &WeightSet, prompt: &str) -> Vec<f32> {
+    let mut rows = set.read_whole_f32(prompt).unwrap();
+    rows.resize((m.video.wan.text_len * m.video.wan.text_dim) as usize, 0.0);
+    rows
 }

@@ -199,6 +199,7 @@ fn build_compute(
         C::TimeEmbed(v) => f32_only().and_then(|()| kernels::build_time_embed(s, v, out)),
         C::Renoise(v) => kernels::build_renoise(s, &s.p.ops[i], v),
         C::ToX0(v) => f32_only().and_then(|()| kernels::build_to_x0(s, v, out)),
+        C::Guide(v) => f32_only().and_then(|()| kernels::build_guide(s, v, out)),
         C::SpaceTimeToDepth(v) => {
             f32_only_pixels(s, i, v.patch)?;
             kernels::build_space_to_depth(s, (v.x, out), v.stride, false)

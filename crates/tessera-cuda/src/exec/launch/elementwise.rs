@@ -10,10 +10,11 @@ use crate::gemm::shape::GemmShape;
 use crate::kernel_params::Kernel;
 use crate::kernel_table::{
     ADD_BF16, ADD_F32, Add, BIAS_ACT_BF16, BIAS_ACT_F32, BMM, BiasAct, Bmm, CAST_BF16_E4M3, CAST_BF16_F32,
-    CAST_F32_BF16, CAST_F32_E4M3, Cast, CastE4m3, EMBED_BF16, EMBED_F32, Embed, MODULATION, MUL_BF16,
-    MUL_F32, Modulation, Mul, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize, RENOISE,
-    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SOFTMAX_BF16,
-    SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0, TimeEmbed, ToX0,
+    CAST_F32_BF16, CAST_F32_E4M3, Cast, CastE4m3, EMBED_BF16, EMBED_F32, Embed, GUIDE, Guide, MODULATION,
+    MUL_BF16, MUL_F32, Modulation, Mul, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize,
+    RENOISE, ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM,
+    SOFTMAX_BF16, SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0,
+    TimeEmbed, ToX0,
 };
 use crate::kernels::KernelLaunch;
 
@@ -139,6 +140,12 @@ pub(super) fn build_to_x0(s: &LaunchSite<'_>, v: &views::ToX0, out: ValueId) -> 
     let args =
         ToX0 { x: s.at(v.x)?, flow: s.at(v.flow)?, sigma: s.at(v.sigma)?, out: s.at(out)?, n: n as i64 };
     Ok(KernelLaunch::elements(TO_X0, n, args))
+}
+
+pub(super) fn build_guide(s: &LaunchSite<'_>, v: &views::Guide, out: ValueId) -> Built {
+    let n = s.p.type_of(out).element_count();
+    let args = Guide { x: s.at(v.x)?, y: s.at(v.y)?, scale: v.scale, out: s.at(out)?, n: n as i64 };
+    Ok(KernelLaunch::elements(GUIDE, n, args))
 }
 
 /// Builds the reordering of pixels into latent tokens, or of tokens into pixels if `is_inverse`.
