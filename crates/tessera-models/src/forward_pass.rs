@@ -17,7 +17,7 @@ pub(crate) enum ForwardPass {
 
 impl ForwardPass {
     /// Returns the passes of every forward of a model, in order.
-    pub(crate) fn list(m: &VideoModel) -> &'static [ForwardPass] {
+    pub(crate) fn list_passes(m: &VideoModel) -> &'static [ForwardPass] {
         match m.stream.guidance {
             Some(_) => &[ForwardPass::Prompt, ForwardPass::Negative],
             None => &[ForwardPass::Prompt],

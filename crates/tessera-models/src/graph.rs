@@ -342,7 +342,7 @@ struct ChunkPosition {
 /// ranks compare, and none that a call could lack.
 fn text_phase(m: &VideoModel) -> Program {
     let mut g = GraphBuilder::new(m, "text");
-    let passes = ForwardPass::list(m);
+    let passes = ForwardPass::list_passes(m);
     g.set_location("all");
     let text =
         g.builder.set_label("text").add_input("text", Type::new(DType::F32, [m.text_rows(), m.wan.text_dim]));
@@ -456,7 +456,7 @@ fn refresh_phase(m: &VideoModel, kind: RefreshKind) -> Program {
         }
     };
     let x = g.patch_embedding(x);
-    for pass in ForwardPass::list(m) {
+    for pass in ForwardPass::list_passes(m) {
         let mut h = x;
         for i in 0..m.wan.layers - 1 {
             h = g.emit_block(i, h, e0, at, *pass);
@@ -474,7 +474,7 @@ fn rebase_phase(m: &VideoModel) -> Program {
     let hd = m.wan.head_dim();
     let grid = m.stream.token_grid(&m.wan).map(|x| x as i64).to_vec();
     let sink = m.stream.sink_frames * m.frame_tokens();
-    for (pass, i) in ForwardPass::list(m).iter().flat_map(|p| (0..m.wan.layers).map(move |i| (p, i))) {
+    for (pass, i) in ForwardPass::list_passes(m).iter().flat_map(|p| (0..m.wan.layers).map(move |i| (p, i))) {
         g.set_location(&format!("block.{i}"));
         let (cache, keys) = (g.self_cache_type(), pass.name_keys("kv", i));
         if sink > 0 {

@@ -270,7 +270,6 @@ impl MeshEngine {
                 program.ops.iter().filter(|o| o.opcode == Opcode::Output).filter_map(|o| {
                     Some((o.name.clone()?, program.type_of(*o.operands.first()?).shape.clone()))
                 });
-            let outputs = outputs.collect();
             let written = program.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite);
             let written = written.filter_map(|o| program.buffers.get(o.buffer?.0 as usize));
             let phase = LoadedPhase {
@@ -280,24 +279,19 @@ impl MeshEngine {
                 inputs: names(Opcode::Input),
                 trace: own.trace_digest,
                 mesh_facts: whole.get(name)?.clone(),
-                outputs,
+                outputs: outputs.collect(),
                 written_buffers: written.map(|b| b.name.clone()).collect(),
             };
             phases.insert(name.to_string(), phase);
         }
-        let mut outputs = phases.values().flat_map(|p| &p.outputs);
-        let pixels = match outputs.any(|(name, _)| name.starts_with(PIXELS)) {
-            true => PixelConverter::new()?,
-            false => PixelConverter::single_thread(),
-        };
         let mut shards = WeightFingerprints::new(plan, rank);
         shards.fingerprint_loaded(&*backend, weights)?;
         let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
         let count = ProgramCount { loaded, ..ProgramCount::default() };
         Ok(MeshEngine {
             backend,
+            pixels: open_converter(&phases)?,
             phases,
-            pixels,
             outputs: Vec::new(),
             program_count: count,
             executed: BTreeSet::new(),
@@ -366,6 +360,15 @@ impl MeshEngine {
     #[must_use]
     pub fn memory_bytes(&self) -> [u64; 3] {
         self.backend.memory_bytes()
+    }
+}
+
+/// Opens a converter with threads if a phase outputs pixels.
+fn open_converter(phases: &BTreeMap<String, LoadedPhase>) -> Result<PixelConverter, Diagnostic> {
+    let mut outputs = phases.values().flat_map(|p| &p.outputs);
+    match outputs.any(|(name, _)| name.starts_with(PIXELS)) {
+        true => PixelConverter::new(),
+        false => Ok(PixelConverter::single_thread()),
     }
 }
 

@@ -90,7 +90,7 @@ pub enum JoinEvent {
 #[derive(Debug)]
 pub enum JoinReport {
     /// Outcome of rank 0, which owns the run directory.
-    Leader(StreamReport),
+    Leader(Box<StreamReport>),
     /// Outcome of another rank, with the failure that it observed.
     Rank(Option<Failure>),
     /// Another rank was stopped because rank 0 was interrupted twice.
@@ -229,7 +229,7 @@ fn run_rank_zero(
         }
         Err(panic) => std::panic::resume_unwind(panic),
     };
-    Ok(JoinReport::Leader(close_run(plan, options, failure, interrupted)))
+    Ok(JoinReport::Leader(Box::new(close_run(plan, options, failure, interrupted))))
 }
 
 enum OwnedLeaderEvent {

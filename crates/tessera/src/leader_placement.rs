@@ -67,7 +67,7 @@ pub(crate) fn place_leader_programs(
     let pixels_gpu = place_pixels(plan, gpus).map_err(|d| vec![d])?;
     let mut places = LeaderPlaces { pixels_gpu, ..LeaderPlaces::on_cpu(options) };
     let mut encoders = Encoder::list(plan, model, options);
-    // A GPU that the user requests has room before one that would only be faster.
+    // A GPU that the user requests has memory before one that would only be faster.
     encoders.sort_by_key(|e| e.on != EncoderDevice::Gpu);
     let Some((gpus, first_rank_of_host)) = gpus else {
         let refused =
@@ -75,10 +75,13 @@ pub(crate) fn place_leader_programs(
         let refused: Diagnostics = refused.collect();
         return if refused.is_empty() { Ok((places, Vec::new())) } else { Err(refused) };
     };
-    let mut room = LeaderGpus::new(plan, gpus, first_rank_of_host, pixels_gpu).map_err(|d| vec![d])?;
+    let mut leader_gpus = LeaderGpus::new(plan, gpus, first_rank_of_host, pixels_gpu).map_err(|d| vec![d])?;
     let (mut notes, mut refused) = (Vec::new(), Vec::new());
     for encoder in encoders {
-        match encoder.check_programs(plan).and_then(|()| room.take(&encoder, encoder.device_bytes(plan))) {
+        match encoder
+            .check_programs(plan)
+            .and_then(|()| leader_gpus.take(&encoder, encoder.device_bytes(plan)))
+        {
             Ok(gpu) if encoder.part == LeaderPart::Text => places.text.gpu = Some(gpu),
             Ok(gpu) => places.video_gpu = Some(gpu),
             Err(d) if encoder.on == EncoderDevice::Gpu => {

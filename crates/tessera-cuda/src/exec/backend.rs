@@ -91,7 +91,7 @@ impl Backend for CudaBackend {
     }
 
     fn audit_weights_while_waiting(&mut self, bytes: u64) -> AuditResult {
-        self.waiting_audit.request(bytes)
+        self.waiting_audit.replace_request(bytes)
     }
 
     fn reload_weights(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {

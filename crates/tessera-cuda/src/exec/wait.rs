@@ -43,7 +43,7 @@ impl CudaBackend {
             }
             if started.elapsed() < Duration::from_micros(200) {
                 std::hint::spin_loop();
-            } else if !self.waiting_audit.step(&mut self.weights) {
+            } else if !self.waiting_audit.run_step(&mut self.weights) {
                 std::thread::sleep(Duration::from_micros(20));
             }
         }

@@ -70,13 +70,13 @@ pub(super) struct WaitingAudit {
 
 impl WaitingAudit {
     /// Replaces what is left of the last request, and returns what was done since then.
-    pub(super) fn request(&mut self, bytes: u64) -> AuditResult {
+    pub(super) fn replace_request(&mut self, bytes: u64) -> AuditResult {
         self.bytes_left = bytes;
         std::mem::take(&mut self.done)
     }
 
     /// Hashes a step of the request. Returns `false` if nothing is left to do.
-    pub(super) fn step(&mut self, weights: &mut DeviceWeights) -> bool {
+    pub(super) fn run_step(&mut self, weights: &mut DeviceWeights) -> bool {
         if self.bytes_left == 0 {
             return false;
         }

@@ -39,7 +39,8 @@ pub(super) fn conv3d(cx: &OpContext<'_>, v: &views::Conv3d) -> TensorResult {
     let scales = v.w_scale.map(|s| vector_data(cx.tensor(s)?, m)).transpose()?;
     Ok(Tensor::from_fn(&[t2, h2, w2, m], |i| {
         let (frame, row, column, channel) = (i / (h2 * w2 * m), i / (w2 * m) % h2, i / m % w2, i % m);
-        let mut sum = 0.0;
+        let bias = bias.map_or(0.0, |b| b[channel]);
+        let mut sum = if scales.is_some() { 0.0 } else { bias };
         for (tap, w_tap) in weight.row(channel).chunks_exact(c).enumerate() {
             let (dt, dy, dx) = (tap / (kh * kw), tap / kw % kh, tap % kw);
             // A tap outside of the frame and of its halo reads a zero.
@@ -56,7 +57,7 @@ pub(super) fn conv3d(cx: &OpContext<'_>, v: &views::Conv3d) -> TensorResult {
                 sum += line[x * c..][..c].iter().zip(w_tap).map(|(a, b)| a * b).sum::<f64>();
             }
         }
-        scales.map_or(1.0, |s| s[channel]) * sum + bias.map_or(0.0, |b| b[channel])
+        scales.map_or(sum, |s| s[channel] * sum + bias)
     }))
 }
 
