@@ -241,3 +241,20 @@ fn the_digest_of_all_weights_covers_the_vae() {
     fs::write(&weights, bytes).unwrap();
     assert_ne!(digest("after"), before);
 }
+
+#[test]
+fn a_fast_decoder_is_refused_without_gpus_and_for_a_tiny_decoder() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model_folder(dir.path(), "mode = \"resident\"");
+    let out = dir.path().join("out");
+    for options in [&["--quality", "fast"][..], &["--quality", "fast", "--media", "mesh", "--mesh", "tp=2"]] {
+        let (status, text) = stream(&model, &out, options);
+        assert_eq!(status, Some(1), "{text}");
+        for word in ["T0610", "e4m3 on GPUs", "--quality exact"] {
+            assert!(text.contains(word), "no `{word}` in {text}");
+        }
+    }
+    use_tiny_decoder(&model);
+    let (status, text) = stream(&model, &out, &["--quality", "fast"]);
+    assert!(status == Some(1) && text.contains("decoder.kind is tiny"), "{text}");
+}

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use tessera_base::Diagnostics;
 use tessera_models::{VIDEO_DEVICE_PHASES, VaeConfig, WordEncoder};
 use tessera_plan::{Mapping, MediaPlacement};
+use tessera_runtime::wire::Dtype;
 use tessera_weights::{WeightFiles, WeightSet};
 
 use super::*;
@@ -349,4 +350,27 @@ fn the_leader_allocates_what_is_planned_for_its_programs() {
     let allocated: u64 = codec.backend.memory_bytes().iter().sum();
     let deviation = allocated as f64 / planned.total_bytes() as f64 - 1.0;
     assert!(deviation.abs() <= 0.05, "{:?} bytes of {planned:?}", codec.backend.memory_bytes());
+}
+
+/// A call of a fast decoder returns the exact decode of a scene's first frame beside the frames.
+#[test]
+fn a_fast_decode_is_compared_with_the_exact_frame_which_is_not_delivered() {
+    let mut codec = VaeCase::open(&fixture(), "resident").load_codec();
+    let frames = |name: &str, count: usize, value: u8| {
+        Tensor::new(name, Dtype::U8, &[count as u64, 2, 2, 3], vec![value; 12 * count]).unwrap()
+    };
+    let outputs = Tensors(vec![
+        frames("pixels.exact", 1, 100),
+        frames("pixels.first", 1, 101),
+        frames("pixels.rest", 8, 50),
+    ]);
+    let delivered: Vec<&str> = delivered_pixels(&outputs).map(Tensor::name).collect();
+    assert_eq!(delivered, ["pixels.first", "pixels.rest"]);
+    codec.check_fast_decode(0, &[101; 108], &outputs).unwrap();
+    assert!((codec.take_psnr_db().unwrap() - 48.13).abs() < 0.01);
+    let other = Tensors(vec![frames("pixels.exact", 1, 200)]);
+    let refused = codec.check_fast_decode(5, &[101; 108], &other).unwrap_err();
+    assert_eq!(refused.code.id, "T0085");
+    codec.check_fast_decode(1, &[101; 108], &Tensors(Vec::new())).unwrap();
+    assert_eq!(codec.take_psnr_db(), None, "an exact decoder has nothing to compare");
 }
