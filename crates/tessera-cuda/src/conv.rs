@@ -205,6 +205,7 @@ impl ConvTile {
             * s.frames as u64
     }
 
+    /// Returns the dtype of the operands that the kernel multiplies.
     fn dtype(self) -> DType {
         if self.is_e4m3 { DType::E4m3 } else { DType::Bf16 }
     }

@@ -104,7 +104,7 @@ macro_rules! c_types {
 c_types! {
     i32 = "int", u32 = "u32", i64 = "i64", f32 = "float", f64 = "double", CUtensorMap = "TensorMap",;
     f32 = ["float"], i64 = ["i64"], u32 = ["u32"], Bf16 = ["bf16"], E4m3 = ["e4m3"], CosSin = ["float2"],
-    Element = ["float", "bf16", "T"], Word = ["u16", "u32", "uint4"],
+    Element = ["float", "bf16", "T"], Stored = ["float", "bf16", "e4m3"], Word = ["u16", "u32", "uint4"],
 }
 
 /// A device address of elements of `T`; 0 stands for an absent operand.
@@ -159,6 +159,10 @@ pub(crate) enum CosSin {}
 /// An f32 or a bf16: the kernel's name, or the macros that it is compiled with, say which.
 #[derive(Debug)]
 pub(crate) enum Element {}
+
+/// An f32, a bf16 or an e4m3, which the kernel's name states.
+#[derive(Debug)]
+pub(crate) enum Stored {}
 
 /// A word of 2, 4 or 16 bytes, which the kernel's name states.
 #[derive(Debug)]

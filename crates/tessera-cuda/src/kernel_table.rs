@@ -4,19 +4,16 @@
 use crate::collectives::Targets;
 use crate::conv_shape::ConvShape;
 use crate::kernel_params::{
-    Bf16, CosSin, DevicePtr, E4m3, Element, KernelParam, ParamType, Word, kernel_signatures,
+    Bf16, CosSin, DevicePtr, E4m3, Element, KernelParam, ParamType, Stored, Word, kernel_signatures,
 };
 
 kernel_signatures! {
     ELEMENTWISE_TABLE:
 
-    /// Converts `n` elements.
-    Cast { x: DevicePtr<Element>, out: DevicePtr<Element>, n: i64 } =
-        CAST_F32_BF16 "cast_f32_bf16", CAST_BF16_F32 "cast_bf16_f32";
-
-    /// Converts `n` elements to e4m3, saturating at its largest number.
-    CastE4m3 { x: DevicePtr<Element>, out: DevicePtr<E4m3>, n: i64 } =
-        CAST_F32_E4M3 "cast_f32_e4m3", CAST_BF16_E4M3 "cast_bf16_e4m3";
+    /// Converts `n` elements; e4m3 saturates at its largest number.
+    Cast { x: DevicePtr<Element>, out: DevicePtr<Stored>, n: i64 } =
+        CAST_F32_BF16 "cast_f32_bf16", CAST_BF16_F32 "cast_bf16_f32", CAST_F32_E4M3 "cast_f32_e4m3",
+        CAST_BF16_E4M3 "cast_bf16_e4m3";
 
     /// Adds a bias per column, unless it is absent, and applies an activation.
     BiasAct {
@@ -109,21 +106,17 @@ kernel_signatures! {
         bias: DevicePtr<Element>, residual: DevicePtr<Element>, out: DevicePtr<Element>, shape: ConvShape,
     } = CONV_F32 "conv_f32", CONV_BF16 "conv_bf16";
 
-    /// Normalises the channels of each cell, and applies SiLU if `is_silu`.
+    /// Normalises the channels of each cell, and applies SiLU if `is_silu`. The name states the dtype of the
+    /// result; x is bf16 for e4m3.
     NormaliseCells {
-        x: DevicePtr<Element>, w: DevicePtr<f32>, out: DevicePtr<Element>, channels: i32, eps: f32,
+        x: DevicePtr<Element>, w: DevicePtr<f32>, out: DevicePtr<Stored>, channels: i32, eps: f32,
         is_silu: i32, cells: i64,
     } = NORMALISE_CELLS_BF16_8X16 "normalise_cells_bf16_8x16",
         NORMALISE_CELLS_BF16_8X32 "normalise_cells_bf16_8x32",
         NORMALISE_CELLS_BF16_1X32 "normalise_cells_bf16_1x32",
         NORMALISE_CELLS_F32_4X32 "normalise_cells_f32_4x32",
-        NORMALISE_CELLS_F32_1X32 "normalise_cells_f32_1x32";
-
-    /// Normalises the channels of each cell, applies SiLU if `is_silu`, and converts the result to e4m3.
-    NormaliseCellsE4m3 {
-        x: DevicePtr<Bf16>, w: DevicePtr<f32>, out: DevicePtr<E4m3>, channels: i32, eps: f32, is_silu: i32,
-        cells: i64,
-    } = NORMALISE_CELLS_E4M3_8X16 "normalise_cells_e4m3_8x16",
+        NORMALISE_CELLS_F32_1X32 "normalise_cells_f32_1x32",
+        NORMALISE_CELLS_E4M3_8X16 "normalise_cells_e4m3_8x16",
         NORMALISE_CELLS_E4M3_8X32 "normalise_cells_e4m3_8x32";
 
     /// Repeats rows and columns of frames, in words.

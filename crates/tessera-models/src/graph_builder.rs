@@ -11,8 +11,6 @@ pub(crate) struct GraphBuilder<'a> {
     pub(crate) builder: Builder,
     pub(crate) model: &'a VideoModel,
     location: String,
-    /// The weights so far. A program with two passes through the blocks reads each weight twice.
-    weights: BTreeMap<String, ValueId>,
     /// The modulations so far, by the name of their table. Both passes have the same ones, and a GPU adds
     /// all of them in one launch only if each table is read once.
     modulations: BTreeMap<String, ValueId>,
@@ -24,7 +22,6 @@ impl<'a> GraphBuilder<'a> {
             builder: Builder::new_logical(name),
             model,
             location: "first".into(),
-            weights: BTreeMap::new(),
             modulations: BTreeMap::new(),
         }
     }
@@ -46,19 +43,15 @@ impl<'a> GraphBuilder<'a> {
         self.builder.add_op(opcode, operands)
     }
 
-    /// Emits a weight, or returns the one of this name that the program has already.
+    /// Emits a weight, or returns the one of this name that the program has already: the second pass through
+    /// the blocks reads each weight again.
     pub(crate) fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
-        if let Some(weight) = self.weights.get(name) {
-            return *weight;
-        }
         let at = self.location.clone();
         self.builder.set_attr("at", at.as_str()).set_attr("part", part);
         if unit > 1 {
             self.builder.set_attr("unit", unit);
         }
-        let weight = self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape));
-        self.weights.insert(name.to_string(), weight);
-        weight
+        self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape))
     }
 
     /// Emits the sum of a table [1, parts, dim] and a time embedding, or returns the one of this name that

@@ -133,6 +133,7 @@ fn check_fast_decoder(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagn
     Some(
         Diagnostic::error(&T0610, message)
             .with_label("mapping", format!("media = \"{}\"", mapping.media.name()))
+            .with_label("mapping", format!("dtype = \"{}\"", mapping.dtype.name()))
             .with_hint("use --dtype bf16 or fp8 with --media mesh, replicas or outside, or --quality exact"),
     )
 }

@@ -118,8 +118,7 @@ impl<'a> DtypePass<'a> {
         for op in p.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
             let v = op.results[0];
             let mut wants = pass.readers[v.0 as usize].iter().map(|i| pass.required_dtype(&p.ops[*i], v));
-            let is_bf16 = wants.next() == Some(Some(DType::Bf16)) && wants.all(|w| w == Some(DType::Bf16));
-            if is_bf16 {
+            if wants.next() == Some(Some(DType::Bf16)) && wants.all(|w| w == Some(DType::Bf16)) {
                 pass.dtypes[v.0 as usize] = DType::Bf16;
             }
         }
@@ -155,7 +154,7 @@ impl<'a> DtypePass<'a> {
     fn select_fast_convolutions(&mut self) {
         let p = self.program;
         for op in &p.ops {
-            let Some(v) = self.fast_convolution(op) else { continue };
+            let Some(v) = self.view_fast_convolution(op) else { continue };
             self.fast_frames[v.x.0 as usize] = true;
             self.quantized[v.w.0 as usize] = true;
             let history = v.history.and_then(|h| self.defs[h.0 as usize]).and_then(|d| p.ops[d].buffer);
@@ -165,7 +164,7 @@ impl<'a> DtypePass<'a> {
 
     /// Returns an op as a convolution of a fast decoder, if it is one: of 3×3×3 over the SiLU of a norm, which
     /// nothing else computes with, with a kernel in e4m3 for its channels.
-    fn fast_convolution(&self, op: &Op) -> Option<views::Conv3d> {
+    fn view_fast_convolution(&self, op: &Op) -> Option<views::Conv3d> {
         let Ok(OpView::Conv3d(v)) = op.view() else { return None };
         let p = self.program;
         let maker = |v: ValueId| self.defs[v.0 as usize].map(|d| &p.ops[d]);
@@ -200,16 +199,13 @@ impl<'a> DtypePass<'a> {
     fn select_quantized_weights(&mut self, strategy: Strategy) {
         for weight in self.program.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
             let v = weight.results[0];
-            if self.quantized[v.0 as usize] {
-                continue;
-            }
             let cut_by_inputs = strategy == Strategy::Megatron && weight.part_hint() == Some("row");
             let plain = !cut_by_inputs && weight.weight_load().is_none();
             let readers = &self.readers[v.0 as usize];
             let reads = |i: &usize| {
                 self.is_block_matmul(&self.program.ops[*i]) && self.program.ops[*i].operands[1] == v
             };
-            self.quantized[v.0 as usize] = plain && !readers.is_empty() && readers.iter().all(reads);
+            self.quantized[v.0 as usize] |= plain && !readers.is_empty() && readers.iter().all(reads);
         }
     }
 
@@ -255,9 +251,7 @@ impl<'a> DtypePass<'a> {
     fn required_dtype(&self, op: &Op, v: ValueId) -> RequiredDtype {
         match op.operands.iter().position(|o| *o == v) {
             Some(at) => self.operand_dtype(op, at),
-            None => {
-                self.keyed_operand_dtype(op, op.keyed.iter().find(|(_, o)| *o == v).map_or("", |(k, _)| k))
-            }
+            None => op.keyed.iter().find(|(_, o)| *o == v).and_then(|(k, _)| self.keyed_operand_dtype(op, k)),
         }
     }
 

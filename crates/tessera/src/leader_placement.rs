@@ -66,7 +66,7 @@ pub(crate) fn place_leader_programs(
 ) -> Result<(LeaderPlaces, Diagnostics), Diagnostics> {
     let pixels_gpu = place_pixels(plan, gpus).map_err(|d| vec![d])?;
     let mut places = LeaderPlaces { pixels_gpu, ..LeaderPlaces::on_cpu(options) };
-    let mut encoders = Encoder::list(plan, model, options);
+    let mut encoders = Encoder::list_movable(plan, model, options);
     // A GPU that the user requests has memory before one that would only be faster.
     encoders.sort_by_key(|e| e.on != EncoderDevice::Gpu);
     let Some((gpus, first_rank_of_host)) = gpus else {
@@ -80,7 +80,7 @@ pub(crate) fn place_leader_programs(
     for encoder in encoders {
         match encoder
             .check_programs(plan)
-            .and_then(|()| leader_gpus.take(&encoder, encoder.device_bytes(plan)))
+            .and_then(|()| leader_gpus.reserve_memory(&encoder, encoder.device_bytes(plan)))
         {
             Ok(gpu) if encoder.part == LeaderPart::Text => places.text.gpu = Some(gpu),
             Ok(gpu) => places.video_gpu = Some(gpu),
@@ -113,7 +113,7 @@ struct Encoder {
 impl Encoder {
     /// Lists the encoders of a run that have programs and are not pinned to the CPU. That of a video comes
     /// first: every chunk waits for it, and only a chunk with a new prompt for that of text.
-    fn list(plan: &Plan, model: &Model, options: &StreamOptions) -> Vec<Encoder> {
+    fn list_movable(plan: &Plan, model: &Model, options: &StreamOptions) -> Vec<Encoder> {
         let stream = &plan.video.stream;
         let video = Encoder {
             part: LeaderPart::Video,
@@ -210,7 +210,7 @@ impl LeaderGpus {
 
     /// Returns the GPU of an encoder that needs `bytes`, and counts them there. The encoder of a video runs
     /// where pixels are decoded beside the calls, because the generator is busier than the decoder.
-    fn take(&mut self, encoder: &Encoder, bytes: u64) -> Result<u32, Diagnostic> {
+    fn reserve_memory(&mut self, encoder: &Encoder, bytes: u64) -> Result<u32, Diagnostic> {
         let shared = self.pixels.filter(|_| encoder.part == LeaderPart::Video);
         let gpu = shared.map_or_else(|| self.own.clone(), Ok)?;
         let memory = self.memory.entry(gpu).or_default();

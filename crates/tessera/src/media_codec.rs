@@ -43,10 +43,6 @@ pub(crate) struct MediaCodec {
     decodes_in_calls: bool,
     delays: Option<MediaDelays>,
     intervals: Vec<MediaInterval>,
-    /// The exact first frame of the scene that the last chunk opened, until it is compared.
-    exact_frame: Option<Vec<u8>>,
-    /// What the last comparison found, until it is recorded.
-    psnr_db: Option<f64>,
 }
 
 /// The decoded first latent of a chunk. A decoder with history decodes each latent exactly once.
@@ -113,8 +109,6 @@ impl MediaCodec {
             decodes_in_calls,
             delays,
             intervals: Vec::new(),
-            exact_frame: None,
-            psnr_db: None,
         })
     }
 
@@ -148,42 +142,33 @@ impl MediaCodec {
             self.intervals.clear();
             return Ok(delivered_pixels(outputs).map(Tensor::data).collect::<Vec<_>>().concat());
         }
-        let exact = opens_scene.then(|| self.decode_exactly(outputs)).transpose()?.flatten();
-        self.exact_frame = exact.map(|pixels| self.converter.to_rgb(&pixels));
         let pixels = self.decode_pixels(chunk, outputs, opens_scene)?;
         Ok(self.converter.to_rgb(&pixels))
     }
 
-    /// Compares the first frame of a fast decoder with the exact one, where a scene opens.
+    /// Compares the first frame of a fast decoder with the exact one, where a scene opens, and returns their
+    /// peak signal-to-noise ratio in decibels. `None` if there is nothing to compare.
     ///
     /// # Errors
-    /// T0085 if they differ by more than a fast decoder may.
+    /// T0085 if they differ by more than a fast decoder may, or why the exact frame cannot be decoded.
     pub(crate) fn check_fast_decode(
         &mut self,
         chunk: u32,
         pixels: &[u8],
         outputs: &Tensors,
-    ) -> Result<(), Diagnostic> {
-        let exact = self.exact_frame.take();
-        if let Some(exact) = exact.as_deref().or_else(|| outputs.get(EXACT_PIXELS).map(Tensor::data)) {
-            self.psnr_db = Some(compare_with_exact(chunk, pixels, exact)?);
+        opens_scene: bool,
+    ) -> Result<Option<f64>, Diagnostic> {
+        if let Some(exact) = outputs.get(EXACT_PIXELS) {
+            return compare_with_exact(chunk, pixels, exact.data()).map(Some);
         }
-        Ok(())
-    }
-
-    /// Takes the ratio that the last comparison of a fast decoder found.
-    pub(crate) fn take_psnr_db(&mut self) -> Option<f64> {
-        self.psnr_db.take()
-    }
-
-    /// Decodes the first latent of a scene exactly, if the decoder is a fast one. No history changes.
-    fn decode_exactly(&mut self, outputs: &Tensors) -> Result<Option<Vec<f32>>, Diagnostic> {
-        if !self.loaded.contains_key(EXACT_DECODE_PHASE) {
+        if !opens_scene || !self.loaded.contains_key(EXACT_DECODE_PHASE) {
             return Ok(None);
         }
+        // The program reads and writes no history, so it may run after the decode of the chunk.
         let latents = f32_values(find_latents(outputs)?);
         let frame = &latents[..self.frame_len().min(latents.len())];
-        self.run_program(EXACT_DECODE_PHASE, "latents", frame, "pixels").map(Some)
+        let exact = self.run_program(EXACT_DECODE_PHASE, "latents", frame, "pixels")?;
+        compare_with_exact(chunk, pixels, &self.converter.to_rgb(&exact)).map(Some)
     }
 
     /// Returns the pixels [frames, height, width, 3] of a chunk; empty for a model without a

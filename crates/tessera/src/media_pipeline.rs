@@ -79,7 +79,7 @@ impl MediaPipeline for RunMediaPipeline {
 
     fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic> {
         let rgb = self.codec.decode_frames(chunk, outputs, opens_scene)?;
-        self.codec.check_fast_decode(chunk, &rgb, outputs)?;
+        let psnr_db = self.codec.check_fast_decode(chunk, &rgb, outputs, opens_scene)?;
         let latents = find_latents(outputs)?;
         let written = Instant::now();
         let frames = self.writer.write_chunk(&rgb, latents.data())?;
@@ -87,7 +87,7 @@ impl MediaPipeline for RunMediaPipeline {
         let mut record = lock_record(&self.record);
         record.record_media_laps(chunk, self.codec.take_intervals());
         self.check_output(&record)?;
-        record.record_delivery(chunk, frames, latents.data(), self.codec.take_psnr_db())?;
+        record.record_delivery(chunk, frames, latents.data(), psnr_db)?;
         Ok(frames)
     }
 

@@ -51,7 +51,7 @@ impl LeaderPart {
     pub(crate) fn from_phase(phase: &str) -> LeaderPart {
         match phase {
             TEXT_PHASE | TEXT_DEVICE_PHASE => LeaderPart::Text,
-            _ if [VIDEO_PHASES, VIDEO_DEVICE_PHASES].concat().contains(&phase) => LeaderPart::Video,
+            _ if VIDEO_PHASES.contains(&phase) || VIDEO_DEVICE_PHASES.contains(&phase) => LeaderPart::Video,
             _ => LeaderPart::Pixels,
         }
     }

@@ -42,7 +42,7 @@ impl PixelConverter {
 
     /// Converts values in [−1, 1] to bytes. A NaN becomes 0.
     pub(crate) fn to_rgb(&self, values: &[f32]) -> Vec<u8> {
-        self.convert(values).0
+        self.convert_values(values).0
     }
 
     /// Converts values in [−1, 1] to bytes.
@@ -50,14 +50,14 @@ impl PixelConverter {
     /// # Errors
     /// The number of values that are NaN or infinite.
     pub(crate) fn to_finite_rgb(&self, values: &[f32]) -> Result<Vec<u8>, usize> {
-        match self.convert(values) {
+        match self.convert_values(values) {
             (bytes, 0) => Ok(bytes),
             (_, count) => Err(count),
         }
     }
 
     /// Returns the bytes of values, and the number of values that are not finite.
-    fn convert(&self, values: &[f32]) -> (Vec<u8>, usize) {
+    fn convert_values(&self, values: &[f32]) -> (Vec<u8>, usize) {
         let mut bytes = vec![0; values.len()];
         let nonfinite = AtomicUsize::new(0);
         self.pool.for_each_block(&mut bytes, VALUES_PER_BLOCK, values.len(), |i, to| {

@@ -181,8 +181,8 @@ impl WeightFingerprints {
     }
 
     /// Hashes as many weights as the time of a call allows and compares them with their
-    /// fingerprints; a backend that waits for a device does so during the next call. `call_ns` is the time of the call's phases and `digest_ns` the time of its
-    /// other digests. Returns a result if a shard changed, and at the end of a round.
+    /// fingerprints; a backend that waits for a device does so during the next call. `call_ns` is the
+    /// time of the call's phases and `digest_ns` the time of its other digests. Returns a result if a shard changed, and at the end of a round.
     pub(crate) fn rehash(
         &mut self,
         backend: &mut dyn Backend,

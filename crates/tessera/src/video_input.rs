@@ -35,7 +35,7 @@ impl VideoInput {
     /// # Errors
     /// T0079 if the plan has none.
     pub(crate) fn check_strength(&self, video: &VideoModel) -> Result<(), Diagnostic> {
-        self.find_first_step(video, self.new_strength().lowest()).map(drop)
+        self.find_first_step(video, self.new_strength().lowest_possible()).map(drop)
     }
 
     fn new_strength(&self) -> VideoStrength {
@@ -102,7 +102,7 @@ impl VideoSource {
                 None => return Ok(None),
             }
         }
-        let strength = self.strength.next(&pixels, frame_len, opens_scene);
+        let strength = self.strength.next_strength(&pixels, frame_len, opens_scene);
         let step = self.input.find_first_step(&self.video, strength)?;
         let latents = self.encoder.encode_chunk(&pixels, opens_scene)?;
         let shape = [self.video.chunk_tokens(), self.video.wan.token_width()];

@@ -34,13 +34,13 @@ impl VideoStrength {
     }
 
     /// Returns the lowest strength that a chunk can have.
-    pub(crate) fn lowest(&self) -> f64 {
+    pub(crate) fn lowest_possible(&self) -> f64 {
         if self.motion.is_some() { self.base - MOTION_EFFECT } else { self.base }
     }
 
     /// Returns the strength of the next chunk, of `pixels` [frames, `frame_len`]. The first chunk of a scene has
     /// the base: no frame precedes it, and no chunk's strength.
-    pub(crate) fn next(&mut self, pixels: &[f32], frame_len: usize, opens_scene: bool) -> f64 {
+    pub(crate) fn next_strength(&mut self, pixels: &[f32], frame_len: usize, opens_scene: bool) -> f64 {
         let Some(state) = &mut self.motion else { return self.base };
         state.previous = if opens_scene {
             self.base
@@ -79,23 +79,23 @@ mod tests {
     fn motion_lowers_the_strength_as_the_published_formula_does() {
         let mut strength = VideoStrength::new(0.8, true);
         // The first chunk of a scene moves and has the base.
-        assert_eq!(strength.next(&frames(&[-1.0, 1.0]), 4, true), 0.8);
+        assert_eq!(strength.next_strength(&frames(&[-1.0, 1.0]), 4, true), 0.8);
         // (0.8 − 0.1 · 0) · 0.9 + 0.1 · 0.8
-        assert_close(strength.next(&frames(&[1.0, 1.0]), 4, false), 0.8);
+        assert_close(strength.next_strength(&frames(&[1.0, 1.0]), 4, false), 0.8);
         // A difference of 0.125 is d = 0.625: (0.8 − 0.0625) · 0.9 + 0.08
-        assert_close(strength.next(&frames(&[0.875, 0.875]), 4, false), 0.743_75);
+        assert_close(strength.next_strength(&frames(&[0.875, 0.875]), 4, false), 0.743_75);
         // From 0.2 on, d = 1: 0.7 · 0.9 + 0.1 · 0.74375, and then 0.1 of the strength before
-        assert_close(strength.next(&frames(&[0.875, -0.875]), 4, false), 0.704_375);
-        assert_close(strength.next(&frames(&[0.875, 0.625]), 4, false), 0.700_437_5);
+        assert_close(strength.next_strength(&frames(&[0.875, -0.875]), 4, false), 0.704_375);
+        assert_close(strength.next_strength(&frames(&[0.875, 0.625]), 4, false), 0.700_437_5);
         // A still chunk returns to the base but for a tenth.
-        assert_close(strength.next(&frames(&[0.625, 0.625]), 4, false), 0.790_043_75);
-        assert_eq!(strength.next(&frames(&[0.0, 0.5]), 4, true), 0.8, "a scene begins anew");
+        assert_close(strength.next_strength(&frames(&[0.625, 0.625]), 4, false), 0.790_043_75);
+        assert_eq!(strength.next_strength(&frames(&[0.0, 0.5]), 4, true), 0.8, "a scene begins anew");
     }
 
     #[test]
     fn the_largest_difference_within_a_chunk_counts_and_the_frame_before_it() {
         let base = VideoStrength::new(0.5, true);
-        assert_eq!((base.lowest(), VideoStrength::new(0.5, false).lowest()), (0.4, 0.5));
+        assert_eq!((base.lowest_possible(), VideoStrength::new(0.5, false).lowest_possible()), (0.4, 0.5));
         // Half of the values differ by 0.25: the RMS difference is 0.25 / √2.
         let half = [0.0, 0.0, 0.25, 0.25];
         let moved = [frames(&[0.0]), half.to_vec(), half.to_vec()].concat();
@@ -107,7 +107,7 @@ mod tests {
     fn without_motion_every_chunk_has_the_base() {
         let mut strength = VideoStrength::new(0.6, false);
         for opens_scene in [true, false, false] {
-            assert_eq!(strength.next(&frames(&[-1.0, 1.0]), 4, opens_scene), 0.6);
+            assert_eq!(strength.next_strength(&frames(&[-1.0, 1.0]), 4, opens_scene), 0.6);
         }
     }
 }

@@ -8,11 +8,14 @@
 mod support;
 
 use support::cases::run_cases;
-use support::{TOLERANCE, fixture, guided_text_step, max_error, open_tensors, plan_mesh, text_step, tokens};
-use tessera::{Model, Overrides, Plan, plan};
+use support::{
+    TOLERANCE, assert_seals_under_every_policy, fixture, guided_text_step, max_error, open_tensors,
+    plan_mesh, text_step, tokens,
+};
+use tessera::{Model, Overrides, Plan};
 use tessera_ir::{Program, op_workload};
 use tessera_mesh::Rank;
-use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
+use tessera_plan::{Numerics, Strategy};
 use tessera_weights::WeightSet;
 
 const SCALE: f64 = 3.5;
@@ -28,7 +31,7 @@ struct GuidedFixture {
 }
 
 impl GuidedFixture {
-    fn all() -> Vec<GuidedFixture> {
+    fn open_all() -> Vec<GuidedFixture> {
         let open = |name, recompute| GuidedFixture {
             name,
             recompute,
@@ -77,7 +80,7 @@ fn tolerance() -> f32 {
 
 #[test]
 fn guided_flows_are_the_combination_of_both_references() {
-    for f in GuidedFixture::all() {
+    for f in GuidedFixture::open_all() {
         let m = f.model(Some(SCALE));
         let found = f.guided(&m, &one_rank(&m), &f.negative);
         assert!(found.len() >= 6, "{}: {} cases", f.name, found.len());
@@ -96,7 +99,7 @@ fn guided_flows_are_the_combination_of_both_references() {
 
 #[test]
 fn guided_flows_are_the_combination_of_two_streams_of_their_own() {
-    for f in GuidedFixture::all() {
+    for f in GuidedFixture::open_all() {
         let m = f.model(Some(SCALE));
         let guided = f.guided(&m, &one_rank(&m), &f.negative);
         let (positive, negative) = (f.plain(&f.positive), f.plain(&f.negative));
@@ -110,7 +113,7 @@ fn guided_flows_are_the_combination_of_two_streams_of_their_own() {
 
 #[test]
 fn a_scale_of_one_or_two_equal_prompts_give_the_bits_of_a_stream_without_guidance() {
-    for f in GuidedFixture::all() {
+    for f in GuidedFixture::open_all() {
         let plain = f.plain(&f.positive);
         let m = f.model(Some(1.0));
         assert_eq!(f.guided(&m, &one_rank(&m), &f.negative), plain, "{} with a scale of 1", f.name);
@@ -121,7 +124,7 @@ fn a_scale_of_one_or_two_equal_prompts_give_the_bits_of_a_stream_without_guidanc
 
 #[test]
 fn guided_flows_have_the_same_bits_on_every_mesh() {
-    for f in GuidedFixture::all() {
+    for f in GuidedFixture::open_all() {
         let m = f.model(Some(SCALE));
         let one = f.guided(&m, &one_rank(&m), &f.negative);
         let meshes: &[&str] = match f.name {
@@ -146,7 +149,7 @@ fn guided_flows_have_the_same_bits_on_every_mesh() {
 
 #[test]
 fn megatron_agrees_within_rounding() {
-    for f in GuidedFixture::all() {
+    for f in GuidedFixture::open_all() {
         let m = f.model(Some(SCALE));
         let plan = |mesh| plan_mesh(&m, mesh, Strategy::Megatron, Numerics::Standard);
         let one = f.guided(&m, &plan("tp=1"), &f.negative);
@@ -161,7 +164,7 @@ fn megatron_agrees_within_rounding() {
 
 #[test]
 fn a_plan_with_guidance_has_twice_the_caches_and_the_forwards_and_the_same_weights() {
-    for f in GuidedFixture::all() {
+    for f in GuidedFixture::open_all() {
         let (plain, guided) = (one_rank(&f.model(None)), one_rank(&f.model(Some(SCALE))));
         let memory = |p: &Plan| p.sealed.rank_memory(Rank(0)).unwrap();
         let step = |p: &Plan| (**p.sealed.rank_program("denoise.fill3", Rank(0)).unwrap()).clone();
@@ -194,17 +197,6 @@ fn guidance_seals_under_every_policy_with_a_sink_and_a_recache() {
             let s = &mut m.video.stream;
             (s.window_frames, s.sink_frames, s.recache) = (12, 3, true);
         }
-        for strategy in [Strategy::Ulysses, Strategy::Megatron] {
-            for dtype in [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8] {
-                let overlap_chunks = if strategy == Strategy::Megatron { 2 } else { 1 };
-                for topology in [Topology::Mesh, Topology::Pp1] {
-                    let mesh = "tp=2,pp=3".parse().unwrap();
-                    let mapping =
-                        Mapping { mesh, strategy, dtype, overlap_chunks, topology, ..Mapping::default() };
-                    plan::plan_model(&m.video, &m.name, "", &mapping)
-                        .unwrap_or_else(|ds| panic!("{ds:#?}\n{}", mapping.to_toml()));
-                }
-            }
-        }
+        assert_seals_under_every_policy(&m);
     }
 }

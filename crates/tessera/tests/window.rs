@@ -9,12 +9,13 @@
 mod support;
 
 use support::{
-    ScriptStep, TOLERANCE, fixture, max_error, open_tensors, plan_mesh, run_script, text_step, tokens,
+    ScriptStep, TOLERANCE, assert_seals_under_every_policy, fixture, max_error, open_tensors, plan_mesh,
+    run_script, text_step, tokens,
 };
 use tessera::engine::build_program_index;
-use tessera::{Model, Overrides, Plan, plan};
+use tessera::{Model, Overrides, Plan};
 use tessera_device::Scalar;
-use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
+use tessera_plan::{Numerics, Strategy};
 use tessera_runtime::director::{ChunkRequest, DenoiseStep, Director, SceneCut, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 use tessera_runtime::wire::{PhaseCall, ScalarArg};
@@ -176,20 +177,7 @@ fn without_the_sink_or_the_recache_the_flows_differ() {
 
 #[test]
 fn a_sink_and_a_recache_seal_under_every_policy() {
-    let m = model("wan-even", 3, true);
-    for strategy in [Strategy::Ulysses, Strategy::Megatron] {
-        for dtype in [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8] {
-            // Row chunks overlap the all-reduces of megatron alone.
-            let overlap_chunks = if strategy == Strategy::Megatron { 2 } else { 1 };
-            for topology in [Topology::Mesh, Topology::Pp1] {
-                let mesh = "tp=2,pp=3".parse().unwrap();
-                let mapping =
-                    Mapping { mesh, strategy, dtype, overlap_chunks, topology, ..Mapping::default() };
-                plan::plan_model(&m.video, &m.name, "", &mapping)
-                    .unwrap_or_else(|ds| panic!("{ds:#?}\n{}", mapping.to_toml()));
-            }
-        }
-    }
+    assert_seals_under_every_policy(&model("wan-even", 3, true));
 }
 
 #[test]

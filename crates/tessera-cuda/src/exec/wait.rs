@@ -14,8 +14,8 @@ const DEVICE_STALL_GRACE: Duration = Duration::from_secs(2);
 
 impl CudaBackend {
     /// Waits until the device completes the program. Spins at first because a phase may be short,
-    /// then audits weights and sleeps between polls. Reports progress to the observer. Fails if a collective fails, or
-    /// if the device makes no progress for longer than the peer timeout.
+    /// then audits weights and sleeps between polls. Reports progress to the observer. Fails if a
+    /// collective fails, or if the device makes no progress for longer than the peer timeout.
     pub(super) fn wait_for_device(&mut self, p: &Program, observer: &mut dyn Observer) -> Result<(), Fault> {
         let mut reporter = ProgressReporter::new(p);
         let mut last_progress = Instant::now();

@@ -39,31 +39,34 @@ fn gpus_of_leader() -> LeaderGpus {
 #[test]
 fn an_encoder_must_fit_beside_what_else_runs_there() {
     let mut gpus = LeaderGpus { pixels: None, ..gpus_of_leader() };
-    let refused = gpus.take(&TEXT, 20 * GIB + 1).unwrap_err();
+    let refused = gpus.reserve_memory(&TEXT, 20 * GIB + 1).unwrap_err();
     assert_eq!(refused.code.id, "T0804");
     for part in ["20.00 GiB", "60.00 GiB of what else runs there", "GPU 0 has 80.00 GiB free"] {
         assert!(refused.message.contains(part), "{}", refused.message);
     }
-    assert_eq!(gpus.take(&TEXT, 20 * GIB).unwrap(), 0);
+    assert_eq!(gpus.reserve_memory(&TEXT, 20 * GIB).unwrap(), 0);
     let alone = BTreeMap::from([(0, GpuMemory { free: 0, taken: 0 })]);
-    let refused = LeaderGpus { memory: alone, ..gpus }.take(&TEXT, GIB).unwrap_err();
+    let refused = LeaderGpus { memory: alone, ..gpus }.reserve_memory(&TEXT, GIB).unwrap_err();
     assert!(!refused.message.contains("beside"), "{}", refused.message);
 }
 
 #[test]
 fn two_encoders_must_fit_together() {
     let mut gpus = LeaderGpus { pixels: None, ..gpus_of_leader() };
-    assert_eq!(gpus.take(&VIDEO, 8 * GIB).unwrap(), 0);
-    let refused = gpus.take(&TEXT, 13 * GIB).unwrap_err();
+    assert_eq!(gpus.reserve_memory(&VIDEO, 8 * GIB).unwrap(), 0);
+    let refused = gpus.reserve_memory(&TEXT, 13 * GIB).unwrap_err();
     assert!(refused.message.contains("68.00 GiB of what else runs there"), "{}", refused.message);
-    assert_eq!(gpus.take(&TEXT, 12 * GIB).unwrap(), 0, "a refused encoder takes no memory");
+    assert_eq!(gpus.reserve_memory(&TEXT, 12 * GIB).unwrap(), 0, "a refused encoder takes no memory");
 }
 
 #[test]
 fn a_video_is_encoded_where_pixels_are_decoded_and_text_beside_the_rank() {
     let mut gpus = gpus_of_leader();
-    assert_eq!((gpus.take(&VIDEO, 70 * GIB).unwrap(), gpus.take(&TEXT, GIB).unwrap()), (3, 0));
-    let refused = gpus.take(&VIDEO, 1).unwrap_err();
+    assert_eq!(
+        (gpus.reserve_memory(&VIDEO, 70 * GIB).unwrap(), gpus.reserve_memory(&TEXT, GIB).unwrap()),
+        (3, 0)
+    );
+    let refused = gpus.reserve_memory(&VIDEO, 1).unwrap_err();
     assert!(refused.message.contains("80.00 GiB of what else runs there"), "{}", refused.message);
 }
 

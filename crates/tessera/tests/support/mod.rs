@@ -13,7 +13,7 @@ use tessera::{Model, Plan, communicators, plan};
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{Backend, CallData, MeshRank, Observer, ProgramHandle, Scalar};
 use tessera_mesh::Rank;
-use tessera_plan::{Mapping, Numerics, Strategy};
+use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
 use tessera_weights::{WeightFiles, WeightSet};
 
 /// Maximum absolute error against the reference, in f32.
@@ -21,6 +21,23 @@ pub const TOLERANCE: f32 = 2e-5;
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
+}
+
+/// Asserts that a model seals on tensor and pipeline ranks with every strategy, dtype and place of the leader.
+pub fn assert_seals_under_every_policy(m: &Model) {
+    for strategy in [Strategy::Ulysses, Strategy::Megatron] {
+        for dtype in [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8] {
+            // Row chunks overlap the all-reduces of megatron alone.
+            let overlap_chunks = if strategy == Strategy::Megatron { 2 } else { 1 };
+            for topology in [Topology::Mesh, Topology::Pp1] {
+                let mesh = "tp=2,pp=3".parse().unwrap();
+                let mapping =
+                    Mapping { mesh, strategy, dtype, overlap_chunks, topology, ..Mapping::default() };
+                plan::plan_model(&m.video, &m.name, "", &mapping)
+                    .unwrap_or_else(|ds| panic!("{ds:#?}\n{}", mapping.to_toml()));
+            }
+        }
+    }
 }
 
 /// Opens a file of tensors of a fixture.

@@ -10,11 +10,10 @@ use crate::gemm::shape::GemmShape;
 use crate::kernel_params::Kernel;
 use crate::kernel_table::{
     ADD_BF16, ADD_F32, Add, BIAS_ACT_BF16, BIAS_ACT_F32, BMM, BiasAct, Bmm, CAST_BF16_E4M3, CAST_BF16_F32,
-    CAST_F32_BF16, CAST_F32_E4M3, Cast, CastE4m3, EMBED_BF16, EMBED_F32, Embed, GUIDE, Guide, MODULATION,
-    MUL_BF16, MUL_F32, Modulation, Mul, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize,
-    RENOISE, ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM,
-    SOFTMAX_BF16, SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0,
-    TimeEmbed, ToX0,
+    CAST_F32_BF16, CAST_F32_E4M3, Cast, EMBED_BF16, EMBED_F32, Embed, GUIDE, Guide, MODULATION, MUL_BF16,
+    MUL_F32, Modulation, Mul, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize, RENOISE,
+    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SOFTMAX_BF16,
+    SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0, TimeEmbed, ToX0,
 };
 use crate::kernels::KernelLaunch;
 
@@ -202,15 +201,11 @@ pub(super) fn build_bmm(s: &LaunchSite<'_>, v: &views::Bmm, out: ValueId) -> Bui
 /// Builds a cast to another dtype.
 pub(super) fn build_cast(s: &LaunchSite<'_>, v: &views::Cast, out: ValueId) -> Built {
     let n = s.p.type_of(out).element_count();
-    let to_e4m3 = |kernel| {
-        let args = CastE4m3 { x: s.at(v.x)?, out: s.at(out)?, n: n as i64 };
-        Ok(KernelLaunch::elements(kernel, n, args))
-    };
     let kernel = match (s.p.type_of(v.x).dtype, s.p.type_of(out).dtype) {
         (DType::F32, DType::Bf16) => CAST_F32_BF16,
         (DType::Bf16, DType::F32) => CAST_BF16_F32,
-        (DType::F32, DType::E4m3) => return to_e4m3(CAST_F32_E4M3),
-        (DType::Bf16, DType::E4m3) => return to_e4m3(CAST_BF16_E4M3),
+        (DType::F32, DType::E4m3) => CAST_F32_E4M3,
+        (DType::Bf16, DType::E4m3) => CAST_BF16_E4M3,
         (a, b) => return cuda_failure(format!("no kernel casts from {a} to {b}")),
     };
     Ok(KernelLaunch::elements(kernel, n, Cast { x: s.at(v.x)?, out: s.at(out)?, n: n as i64 }))

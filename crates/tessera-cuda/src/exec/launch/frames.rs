@@ -14,9 +14,9 @@ use crate::kernel_table::{
     CLAMP_BF16, CLAMP_F32, CONV_BF16, CONV_F32, Clamp, FRAME_ATTENTION, FrameAttention,
     NORMALISE_CELLS_BF16_1X32, NORMALISE_CELLS_BF16_8X16, NORMALISE_CELLS_BF16_8X32,
     NORMALISE_CELLS_E4M3_8X16, NORMALISE_CELLS_E4M3_8X32, NORMALISE_CELLS_F32_1X32, NORMALISE_CELLS_F32_4X32,
-    NormaliseCells, NormaliseCellsE4m3, PATCH_CELLS_2, PATCH_CELLS_4, PatchCells, PlainConv, REPEAT_CELLS_2,
-    REPEAT_CELLS_4, REPEAT_CELLS_16, RepeatCells, SCALE_SHIFT_BF16, SCALE_SHIFT_F32, SPLIT_CHANNELS_2,
-    SPLIT_CHANNELS_4, SPLIT_CHANNELS_16, ScaleShift, SplitChannels,
+    NormaliseCells, PATCH_CELLS_2, PATCH_CELLS_4, PatchCells, PlainConv, REPEAT_CELLS_2, REPEAT_CELLS_4,
+    REPEAT_CELLS_16, RepeatCells, SCALE_SHIFT_BF16, SCALE_SHIFT_F32, SPLIT_CHANNELS_2, SPLIT_CHANNELS_4,
+    SPLIT_CHANNELS_16, ScaleShift, SplitChannels,
 };
 use crate::kernels::{HeadBlocks, KernelLaunch};
 
@@ -94,32 +94,16 @@ pub(super) fn build_norm(s: &LaunchSite<'_>, v: &views::RmsNorm, out: ValueId, i
     let ty = s.p.type_of(v.x);
     let channels = last_extent(ty);
     let cells = ty.element_count() / channels.max(1);
-    let is_silu = i32::from(is_silu);
-    if s.p.type_of(out).dtype == DType::E4m3 {
-        let args = NormaliseCellsE4m3 {
-            x: s.at(v.x)?,
-            w: s.at(v.w)?,
-            out: s.at(out)?,
-            channels: channels as i32,
-            eps: v.eps as f32,
-            is_silu,
-            cells: cells as i64,
-        };
-        return match (ty.dtype, channels) {
-            (DType::Bf16, c) if c % 8 == 0 && c <= 128 => {
-                Ok(KernelLaunch::elements(NORMALISE_CELLS_E4M3_8X16, cells * 16, args))
-            }
-            (DType::Bf16, c) if c % 8 == 0 => {
-                Ok(KernelLaunch::elements(NORMALISE_CELLS_E4M3_8X32, cells * 32, args))
-            }
-            (dtype, c) => cuda_failure(format!("a norm of {c} channels from {dtype} to e4m3")),
-        };
-    }
-    let (kernel, lanes) = match (ty.dtype, channels) {
-        (DType::Bf16, c) if c % 8 == 0 && c <= 128 => (NORMALISE_CELLS_BF16_8X16, 16),
-        (DType::Bf16, c) if c % 8 == 0 => (NORMALISE_CELLS_BF16_8X32, 32),
-        (DType::Bf16, _) => (NORMALISE_CELLS_BF16_1X32, 32),
-        (_, c) if c % 4 == 0 => (NORMALISE_CELLS_F32_4X32, 32),
+    let (kernel, lanes) = match (ty.dtype, s.p.type_of(out).dtype, channels) {
+        (DType::Bf16, DType::E4m3, c) if c % 8 == 0 && c <= 128 => (NORMALISE_CELLS_E4M3_8X16, 16),
+        (DType::Bf16, DType::E4m3, c) if c % 8 == 0 => (NORMALISE_CELLS_E4M3_8X32, 32),
+        (dtype, DType::E4m3, c) => {
+            return cuda_failure(format!("a norm of {c} channels from {dtype} to e4m3"));
+        }
+        (DType::Bf16, _, c) if c % 8 == 0 && c <= 128 => (NORMALISE_CELLS_BF16_8X16, 16),
+        (DType::Bf16, _, c) if c % 8 == 0 => (NORMALISE_CELLS_BF16_8X32, 32),
+        (DType::Bf16, ..) => (NORMALISE_CELLS_BF16_1X32, 32),
+        (_, _, c) if c % 4 == 0 => (NORMALISE_CELLS_F32_4X32, 32),
         _ => (NORMALISE_CELLS_F32_1X32, 32),
     };
     let args = NormaliseCells {
@@ -128,7 +112,7 @@ pub(super) fn build_norm(s: &LaunchSite<'_>, v: &views::RmsNorm, out: ValueId, i
         out: s.at(out)?,
         channels: channels as i32,
         eps: v.eps as f32,
-        is_silu,
+        is_silu: i32::from(is_silu),
         cells: cells as i64,
     };
     Ok(KernelLaunch::elements(kernel, cells * lanes, args))
