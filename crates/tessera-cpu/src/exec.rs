@@ -263,9 +263,12 @@ impl Backend for CpuBackend {
         CacheChecks { contents: true, halos: true }
     }
 
-    fn digest_buffer(&self, name: &str) -> Option<u64> {
-        let buffer = &self.memory.buffers[*self.buffer_index.get(name)?];
-        Some(xxh3_64(bytemuck::cast_slice(buffer)))
+    fn digest_buffers(&mut self, names: &[&str]) -> Option<Vec<u64>> {
+        let digest = |name: &&str| {
+            let buffer = &self.memory.buffers[*self.buffer_index.get(*name)?];
+            Some(xxh3_64(bytemuck::cast_slice(buffer)))
+        };
+        names.iter().map(digest).collect()
     }
 
     fn swap_halos(&mut self) -> bool {

@@ -7,6 +7,7 @@
 //! later runs allocate, compile and capture nothing.
 
 mod backend;
+mod buffer_digests;
 mod call_checks;
 mod capture;
 mod comm_groups;
@@ -51,6 +52,7 @@ use crate::kernels::KernelSet;
 use crate::libraries::Libraries;
 use crate::nccl::UniqueId;
 
+use buffer_digests::BufferDigests;
 use comm_groups::CommGroups;
 use op_support::{read_supported, unsupported_streams};
 use rope_tables::RopeTables;
@@ -104,6 +106,8 @@ pub struct CudaBackend {
     waiting_audit: WaitingAudit,
     buffers: Vec<DeviceBuffer>,
     buffer_index: BTreeMap<String, usize>,
+    /// What digests all buffers; `None` before the first digest after a load.
+    buffer_digests: Option<BufferDigests>,
     /// Bytes of the slots of the program with the most, because only one program runs at a time.
     slot_bytes: u64,
     slot_memory: Option<SlotMemory>,
@@ -269,6 +273,7 @@ impl CudaBackend {
             waiting_audit: WaitingAudit::default(),
             buffers: Vec::new(),
             buffer_index: BTreeMap::new(),
+            buffer_digests: None,
             slot_bytes: 0,
             slot_memory: None,
             outputs: BTreeMap::new(),

@@ -4,7 +4,8 @@
 use crate::collectives::Targets;
 use crate::conv_shape::ConvShape;
 use crate::kernel_params::{
-    Bf16, CosSin, DevicePtr, E4m3, Element, KernelParam, ParamType, Stored, Word, kernel_signatures,
+    Bf16, CosSin, DevicePtr, E4m3, Element, KernelParam, ParamType, PointerElement, Stored, Word,
+    kernel_signatures,
 };
 
 kernel_signatures! {
@@ -147,8 +148,33 @@ kernel_signatures! {
     Clamp { x: DevicePtr<Element>, out: DevicePtr<Element>, limit: f32, is_soft: i32, n: i64 } =
         CLAMP_F32 "clamp_f32", CLAMP_BF16 "clamp_bf16";
 
+    /// Adds the mixed words of pieces of buffers to a sum per buffer.
+    DigestPieces { pieces: DevicePtr<BufferPiece>, is_wanted: DevicePtr<u32>, sums: DevicePtr<u64> } =
+        DIGEST_PIECES "digest_pieces";
+
     /// Never ends.
     Spin {} = SPIN "spin";
+}
+
+/// An element of a table in device memory, with the layout of `BufferPiece` in buffers.cu: consecutive bytes
+/// of one buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct BufferPiece {
+    pub(crate) address: u64,
+    /// Units of 16 bytes of the buffer before this piece.
+    pub(crate) first: u64,
+    pub(crate) bytes: u32,
+    /// Index of the buffer among those that are digested.
+    pub(crate) buffer: u32,
+}
+
+#[allow(unsafe_code, reason = "a promise about the layout of a struct")]
+// SAFETY: 8 + 8 + 4 + 4 bytes of integers, aligned to 8, so the struct has no padding.
+unsafe impl bytemuck::NoUninit for BufferPiece {}
+
+impl PointerElement for BufferPiece {
+    const C_TYPES: &'static [&'static str] = &["BufferPiece"];
 }
 
 kernel_signatures! {

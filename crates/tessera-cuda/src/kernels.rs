@@ -18,6 +18,7 @@ pub(crate) const HOPPER: &str = include_str!("kernels/hopper.cuh");
 /// Extents of a convolution, for both of its kernels.
 pub(crate) const CONV_SHAPE: &str = include_str!("kernels/conv.cuh");
 const FRAMES: &str = include_str!("kernels/frames.cu");
+const BUFFERS: &str = include_str!("kernels/buffers.cu");
 const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
 const RMS_ROPE: &str = include_str!("kernels/rms_rope.cu");
@@ -277,7 +278,7 @@ impl KernelSet {
 
 /// Returns the CUDA source of the elementwise kernels.
 pub(crate) fn elementwise_source() -> String {
-    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}")
+    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{BUFFERS}")
 }
 
 /// Returns the function `wgmma_step`, which multiplies 64 rows by `columns` columns. It is generated

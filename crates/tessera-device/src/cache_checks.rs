@@ -5,7 +5,7 @@ use std::fmt;
 /// Which checks of the caches a backend offers, beside the count of resets that every backend keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheChecks {
-    /// Digests of buffers where they are stored ([`crate::Backend::digest_buffer`]).
+    /// Digests of buffers where they are stored ([`crate::Backend::digest_buffers`]).
     pub contents: bool,
     /// Comparison of every halo with digests of the rows that its neighbours sent
     /// ([`crate::Observer::on_other_halo`]).

@@ -284,10 +284,11 @@ pub trait Backend {
         CacheChecks::default()
     }
 
-    /// Returns a digest of a buffer's present contents, made where the buffer is stored, or `None` if
-    /// there is no such buffer or if the backend does not offer it ([`CacheChecks::contents`]). A rank
-    /// compares it with its own digests of the same run alone.
-    fn digest_buffer(&self, _name: &str) -> Option<u64> {
+    /// Returns a digest of the present contents of each of these buffers, in their order, made where the
+    /// buffers are stored. The change of a single bit always changes a digest. Returns `None` if there is no
+    /// such buffer, or if the backend does not offer digests ([`CacheChecks::contents`]). Backends mix the
+    /// bytes in different ways, so a rank compares a digest only with its own of the same run.
+    fn digest_buffers(&mut self, _names: &[&str]) -> Option<Vec<u64>> {
         None
     }
 

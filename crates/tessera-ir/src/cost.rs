@@ -3,7 +3,7 @@
 use tessera_base::{Bytes, Flops};
 
 use crate::op_traits::FlopCount;
-use crate::{Op, OpView, Opcode, Program, ValueId};
+use crate::{Op, OpView, Opcode, Program, ValueId, views};
 
 /// Cost of one op on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -55,6 +55,20 @@ pub fn op_workload(p: &Program, op: &Op) -> OpWorkload {
     }
 }
 
+/// Returns how many pairs of a frame of the result and a frame of the kernel a convolution multiplies: all of
+/// them with a history. Without one, the kernel's first frames lie on zeros before the first frame of x, and no
+/// kernel needs to multiply these.
+#[must_use]
+pub fn count_frame_taps(p: &Program, op: &Op, v: &views::Conv3d) -> Option<u64> {
+    let frames = *p.type_of(*op.results.first()?).shape.first()?;
+    let step = v.stride.map_or(1, |s| s[0]);
+    let absent = |frame: u64| match v.history {
+        Some(_) => 0,
+        None => v.pad_frames.saturating_sub(frame * step).min(v.kernel[0].saturating_sub(1)),
+    };
+    Some((0..frames).map(|frame| v.kernel[0] - absent(frame)).sum())
+}
+
 /// Returns the FLOPs of an op that multiplies matrices; `None` for other ops.
 fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
     let extent = |v: ValueId, dim: usize| p.type_of(v).shape.get(dim).copied();
@@ -66,7 +80,13 @@ fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
             let [n, r] = [v.q, v.k].map(|x| p.type_of(x).element_count() / d.max(1));
             Some(4 * n * d * r + 10 * n * r * (d / v.head_dim))
         }
-        OpView::Conv3d(v) => Some(2 * out()? * extent(v.w, 1)?),
+        OpView::Conv3d(v) => {
+            let frames = *p.type_of(*op.results.first()?).shape.first()?;
+            Some(
+                2 * out()? / frames.max(1) * extent(v.w, 1)? / v.kernel[0].max(1)
+                    * count_frame_taps(p, op, &v)?,
+            )
+        }
         // Every key may be within the length.
         OpView::RelativeAttention(v) => {
             let (n, d, r) = (extent(v.q, 0)?, extent(v.q, 1)?, extent(v.k, 0)?);

@@ -5,6 +5,9 @@
 //! buffer that a call did not write keeps its older digest, so a write that the program does not contain is
 //! found as well. The digest is of this rank alone: no other rank holds the same rows. A backend that
 //! digests no buffers still counts its resets.
+//!
+//! In the recompute regime each call writes the KV caches before it reads them, so what they held before is
+//! of no use, and the rank reads them for no digest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,6 +23,8 @@ const NAMED_BUFFERS: usize = 3;
 pub(crate) struct CacheAudit {
     /// The part of every buffer that this rank holds, such as `dim 0 [24..48) of 96`, by buffer name.
     slices: BTreeMap<String, String>,
+    /// Buffers that every call writes before it reads them.
+    rebuilt: BTreeSet<String>,
     /// Digest of every buffer when it was last written.
     digests: BTreeMap<String, u64>,
     /// Buffers that were written since.
@@ -41,9 +46,11 @@ struct Scene {
 }
 
 impl CacheAudit {
-    pub(crate) fn new(slices: BTreeMap<String, String>) -> CacheAudit {
+    /// Begins an audit of the buffers of `slices`, of which every call writes those of `rebuilt` before it
+    /// reads them.
+    pub(crate) fn new(slices: BTreeMap<String, String>, rebuilt: BTreeSet<String>) -> CacheAudit {
         let written = slices.keys().cloned().collect();
-        CacheAudit { slices, written, ..CacheAudit::default() }
+        CacheAudit { slices, rebuilt, written, ..CacheAudit::default() }
     }
 
     /// Returns the part of every buffer that this rank holds, by buffer name.
@@ -64,11 +71,11 @@ impl CacheAudit {
     }
 
     /// Remembers the buffers at the end of a call.
-    pub(crate) fn end_call(&mut self, backend: &dyn Backend, call: &ReadyCall) {
-        for name in std::mem::take(&mut self.written) {
-            if let Some(digest) = backend.digest_buffer(&name) {
-                self.digests.insert(name, digest);
-            }
+    pub(crate) fn end_call(&mut self, backend: &mut dyn Backend, call: &ReadyCall) {
+        let written = std::mem::take(&mut self.written);
+        let kept: Vec<&str> = written.difference(&self.rebuilt).map(String::as_str).collect();
+        if let Some(digests) = backend.digest_buffers(&kept) {
+            self.digests.extend(kept.iter().map(ToString::to_string).zip(digests));
         }
         self.scene.chunks += u32::from(call.action == CallAction::Infer);
         self.last_call = call.call_id;
@@ -76,7 +83,7 @@ impl CacheAudit {
 
     /// Compares the buffers with those at the end of the last call, and their history with the scene that
     /// `call` continues.
-    pub(crate) fn find_faults(&mut self, backend: &dyn Backend, call: &ReadyCall) -> Vec<CacheFault> {
+    pub(crate) fn find_faults(&mut self, backend: &mut dyn Backend, call: &ReadyCall) -> Vec<CacheFault> {
         let lost = self.find_lost_scene(backend, call).map(CacheFault::Lost);
         let changed = self.find_changes(backend, call).map(CacheFault::Changed);
         lost.into_iter().chain(changed).collect()
@@ -103,10 +110,11 @@ impl CacheAudit {
         })
     }
 
-    fn find_changes(&self, backend: &dyn Backend, call: &ReadyCall) -> Option<String> {
-        let changes: Vec<String> = (self.digests.iter())
-            .filter_map(|(name, then)| {
-                let now = backend.digest_buffer(name)?;
+    fn find_changes(&self, backend: &mut dyn Backend, call: &ReadyCall) -> Option<String> {
+        let names: Vec<&str> = self.digests.keys().map(String::as_str).collect();
+        let now = backend.digest_buffers(&names)?;
+        let changes: Vec<String> = (self.digests.iter().zip(now))
+            .filter_map(|((name, then), now)| {
                 let slice = self.slices.get(name).map_or("", String::as_str);
                 (now != *then).then(|| format!("`{name}` {slice}: digest {then:016x} then, {now:016x} now"))
             })
@@ -163,16 +171,16 @@ mod tests {
             let slots = Slots { slot_bytes: Vec::new(), value_slots: vec![None; p.values.len()] };
             let program = cpu.load(&Arc::new(p), &slots, &mut NoWeights).unwrap_or_else(|d| panic!("{d:#?}"));
             let slices = ["kv", "vae.conv"].map(|name| (name.to_string(), "whole".to_string()));
-            let mut rig = Rig { cpu, program, audit: CacheAudit::new(slices.into()) };
+            let mut rig = Rig { cpu, program, audit: CacheAudit::new(slices.into(), BTreeSet::new()) };
             rig.cpu.reset_buffers();
             rig.audit.note_reset(&rig.cpu, 0);
-            rig.audit.end_call(&rig.cpu, &call(1, 0, CallAction::Warmup, false));
+            rig.audit.end_call(&mut rig.cpu, &call(1, 0, CallAction::Warmup, false));
             rig
         }
 
         /// Runs a call that writes `kv`, and returns what the rank finds before it.
         fn run(&mut self, call: &ReadyCall) -> Vec<CacheFault> {
-            let found = self.audit.find_faults(&self.cpu, call);
+            let found = self.audit.find_faults(&mut self.cpu, call);
             if call.meta.as_ref().is_some_and(|m| m.reset_kv) {
                 self.cpu.reset_buffers();
                 self.audit.note_reset(&self.cpu, call.cache_epoch);
@@ -181,7 +189,7 @@ mod tests {
             let data = CallData { inputs: BTreeMap::from([("x", &x[..])]), ..CallData::default() };
             self.cpu.run(self.program, &data, &mut NoObserver).unwrap();
             self.audit.note_written(&BTreeSet::from(["kv".to_string()]));
-            self.audit.end_call(&self.cpu, call);
+            self.audit.end_call(&mut self.cpu, call);
             found
         }
 
@@ -225,7 +233,7 @@ mod tests {
         for (name, elements) in [("kv", 15), ("vae.conv", 6)] {
             for (at, bit) in (0..elements).flat_map(|at| (0..32).map(move |bit| (at, bit))) {
                 rig.flip(name, at, bit);
-                let found = rig.audit.find_faults(&rig.cpu, &chunk_call(3));
+                let found = rig.audit.find_faults(&mut rig.cpu, &chunk_call(3));
                 let [CacheFault::Changed(text)] = &found[..] else { panic!("{name} {at} {bit}: {found:?}") };
                 assert!(text.starts_with("call 3, chunk 1: 1 of 2 caches"), "{text}");
                 assert!(text.contains(&format!("`{name}` whole: digest ")), "{text}");
@@ -243,10 +251,23 @@ mod tests {
         rig.flip("vae.conv", 0, 3);
         // The call does not write the buffer, so the rank keeps its digest from before the call.
         rig.audit.note_written(&BTreeSet::from(["kv".to_string()]));
-        rig.audit.end_call(&rig.cpu, &chunk_call(3));
+        rig.audit.end_call(&mut rig.cpu, &chunk_call(3));
         assert!(
             matches!(&rig.run(&chunk_call(4))[..], [CacheFault::Changed(text)] if text.contains("vae.conv"))
         );
+    }
+
+    #[test]
+    fn a_cache_that_every_call_rebuilds_is_not_compared() {
+        let mut rig = Rig::new();
+        rig.audit = CacheAudit::new(rig.audit.slices.clone(), BTreeSet::from(["kv".to_string()]));
+        rig.audit.end_call(&mut rig.cpu, &call(1, 0, CallAction::Warmup, false));
+        rig.flip("kv", 3, 5);
+        assert_eq!(rig.run(&chunk_call(2)), []);
+        rig.flip("vae.conv", 3, 5);
+        let found = rig.audit.find_faults(&mut rig.cpu, &chunk_call(3));
+        let [CacheFault::Changed(text)] = &found[..] else { panic!("{found:?}") };
+        assert!(text.contains("1 of 1 caches") && text.contains("`vae.conv`"), "{text}");
     }
 
     // proves: K-16
@@ -257,7 +278,7 @@ mod tests {
         assert_eq!(rig.run(&chunk_call(2)), [], "nothing is lost before the first chunk");
         assert_eq!(rig.run(&chunk_call(3)), []);
         rig.cpu.reset_buffers();
-        let found = rig.audit.find_faults(&rig.cpu, &chunk_call(4));
+        let found = rig.audit.find_faults(&mut rig.cpu, &chunk_call(4));
         let [CacheFault::Lost(lost), CacheFault::Changed(_)] = &found[..] else { panic!("{found:?}") };
         assert!(lost.contains("call 4, chunk 2") && lost.contains("after 2 chunks"), "{lost}");
 
@@ -265,7 +286,7 @@ mod tests {
         rig.run(&chunk_call(2));
         assert_eq!(rig.run(&call(3, 1, CallAction::Infer, true)), [], "a cut");
         assert_eq!(rig.run(&call(4, 1, CallAction::Infer, false)), []);
-        let found = rig.audit.find_faults(&rig.cpu, &call(5, 2, CallAction::Infer, false));
+        let found = rig.audit.find_faults(&mut rig.cpu, &call(5, 2, CallAction::Infer, false));
         assert!(
             matches!(&found[..], [CacheFault::Lost(text)] if text.contains("last emptied in epoch 1")),
             "{found:?}"

@@ -19,7 +19,7 @@ use tessera_runtime::engine::{
     RehashResult, ReloadedWeights, T0737,
 };
 use tessera_runtime::parity::KERNEL_KEY;
-use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
+use tessera_runtime::program_index::{ArgKind, InputSpec, PhaseKind, ProgramIndex, ProgramInfo};
 use tessera_runtime::tripwire::{T0751, T0773, T0785};
 use tessera_runtime::wire::{Dtype, PhaseCall, RankMemory, ScalarArg, ShardFingerprint, Tensor, Tensors};
 use tessera_runtime::{Digest, Failure, FailureClass, T0770, T0771};
@@ -284,6 +284,10 @@ impl MeshEngine {
             };
             phases.insert(name.to_string(), phase);
         }
+        // The first phase of each call but the first of a scene: it writes what the others read.
+        let recompute =
+            phases.iter().filter(|(name, _)| PhaseKind::from_program(name) == Some(PhaseKind::Recompute));
+        let rebuilt = recompute.flat_map(|(_, phase)| phase.written_buffers.iter().cloned()).collect();
         let mut shards = WeightFingerprints::new(plan, rank);
         shards.fingerprint_loaded(&*backend, weights)?;
         let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
@@ -298,7 +302,7 @@ impl MeshEngine {
             warmed_up: false,
             made_at_warmup: 0,
             weight_fingerprints: shards,
-            caches: CacheAudit::new(buffers),
+            caches: CacheAudit::new(buffers, rebuilt),
             phases_ns: 0,
             output_at_ns: 0,
             flight_record: None,
@@ -528,11 +532,11 @@ impl Engine for MeshEngine {
     }
 
     fn audit_caches(&mut self, call: &ReadyCall) -> Vec<CacheFault> {
-        self.caches.find_faults(&*self.backend, call)
+        self.caches.find_faults(&mut *self.backend, call)
     }
 
     fn remember_caches(&mut self, call: &ReadyCall) {
-        self.caches.end_call(&*self.backend, call);
+        self.caches.end_call(&mut *self.backend, call);
     }
 
     fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {

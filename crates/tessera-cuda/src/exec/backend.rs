@@ -12,8 +12,8 @@ use crate::kernel_table::SPIN;
 use tessera_base::Diagnostic;
 use tessera_device::dtype::from_e4m3_bits;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, FingerprintHasher, JoinedCommunicator,
-    LoadedProgram, MemoryUse, Observer, ProgramHandle, WeightSource,
+    AbortFn, AuditResult, Backend, CacheChecks, CallData, Fault, Fingerprint, FingerprintHasher,
+    JoinedCommunicator, LoadedProgram, MemoryUse, Observer, ProgramHandle, WeightSource,
 };
 use tessera_ir::{CapturedGraph, DType, Program, Slots};
 
@@ -30,6 +30,7 @@ impl Backend for CudaBackend {
         let prepared = self.prepare_program(program, slots, weights)?;
         self.slot_bytes = self.slot_bytes.max(place_in_order(&slots.slot_bytes).1);
         self.slot_memory = None;
+        self.buffer_digests = None;
         self.programs.push(prepared);
         Ok(ProgramHandle(self.programs.len() - 1))
     }
@@ -104,6 +105,18 @@ impl Backend for CudaBackend {
 
     fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
         self.context.make_current().is_ok() && self.weights.overwrite_element(name, index, value)
+    }
+
+    fn cache_checks(&self) -> CacheChecks {
+        CacheChecks { contents: true, halos: false }
+    }
+
+    fn digest_buffers(&mut self, names: &[&str]) -> Option<Vec<u64>> {
+        let indices: Vec<usize> =
+            names.iter().map(|n| self.buffer_index.get(*n).copied()).collect::<Option<_>>()?;
+        // An unreadable device fails the next run, which reports the error in detail.
+        let digests = self.digest_all_buffers(&indices).ok()?;
+        Some(indices.iter().map(|i| digests[*i]).collect())
     }
 
     fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint> {

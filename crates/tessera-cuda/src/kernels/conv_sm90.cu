@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_tiles(const ConvShape &s, const CellMaps &m
     int frame_taps = s.kernel_rows * s.kernel_columns;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Tile t = locate_tile(s, tile);
-        for (int kernel_frame = 0; kernel_frame < s.kernel_frames; kernel_frame++) {
+        for (int kernel_frame = first_kernel_frame(s, t.frame); kernel_frame < s.kernel_frames; kernel_frame++) {
             int frame = t.frame * s.frame_step + kernel_frame - s.past;
             for (int channel = 0; channel < s.in_channels; channel += CHANNEL_STEP) {
                 for (int tap = 0; tap < frame_taps; tap++) {
@@ -216,8 +216,8 @@ __device__ __forceinline__ void compute_tiles(const ConvShape &s, Epilogue epilo
         first_cell[i] = matrix_descriptor(patches, 16, PATCH_WIDTH * 128) + (rows[i] * PATCH_WIDTH + columns[i]) * 8;
     }
     u64 first_w = matrix_descriptor(w_tiles, 16, 1024);
-    int patch_count = s.kernel_frames * div_up(s.in_channels, CHANNEL_STEP) * s.kernel_rows * s.kernel_columns / TAPS;
     int patches_per_step = s.kernel_rows * s.kernel_columns / TAPS;
+    int patches_per_frame = div_up(s.in_channels, CHANNEL_STEP) * patches_per_step;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Tile t = locate_tile(s, tile);
         float d[SQUARES][OUT_TILE / 2];
@@ -226,6 +226,7 @@ __device__ __forceinline__ void compute_tiles(const ConvShape &s, Epilogue epilo
         // Stages of the tap before, which are released once its multiply-adds are complete.
         int last_w = -1, last_patch = -1;
         int channel = 0, step_patch = 0, more = 0;
+        int patch_count = (s.kernel_frames - first_kernel_frame(s, t.frame)) * patches_per_frame;
         for (int p = 0; p < patch_count; p++) {
             mbarrier_wait(&bars.patch_full[patch.stage], patch.phase);
             int slices = min(CHANNEL_STEP, s.in_channels - channel + SLICE - 1) / SLICE;

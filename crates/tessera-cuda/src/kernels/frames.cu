@@ -42,8 +42,11 @@ template <typename T> __device__ void conv_cells(const T *x, const T *history, c
         places[j].frame = i < cells ? (int)(i / s.width / s.height) * s.frame_step - s.past : s.in_frames;
     }
     int stage_taps = max(1, CONV_STEP / s.in_channels);
-    CellPlace first_place = {0, 0, 0};
-    for (int first_tap = 0; first_tap < taps; first_tap += stage_taps) {
+    // Of the block's cells, the last ones lie in the frame with the most taps.
+    i64 end = ((i64)(blockIdx.x / channel_tiles) + 1) * (blockDim.x / 32) * CELLS_PER_WARP;
+    CellPlace first_place = {first_kernel_frame(s, (int)((min(end, cells) - 1) / s.width / s.height)), 0, 0};
+    int skipped_taps = first_place.frame * s.kernel_rows * s.kernel_columns;
+    for (int first_tap = skipped_taps; first_tap < taps; first_tap += stage_taps) {
         int tap_count = min(stage_taps, taps - first_tap);
         for (int step = 0; step < s.in_channels; step += CONV_STEP) {
             int count = min(CONV_STEP, s.in_channels - step), total = tap_count * count;

@@ -215,33 +215,28 @@ fn recompute_shows_every_prompt_at_once() {
     watch.assert_valid("recompute, every prompt");
 }
 
-/// Streams each prompt for 200 chunks and checks a few of them.
-fn check_prompt_for_200_chunks(regime: Regime, prompts: [Prompt; 2]) {
+/// Streams a prompt for 200 chunks and checks a few of them.
+fn check_prompt_for_200_chunks(regime: Regime, prompt: Prompt) {
     let world = world();
-    for prompt in prompts {
-        let mut watch = ClipChecker::new(&world);
-        let mut at = Vec::new();
-        stream(regime, ONE_RANK, requests(&[prompt; 200], SEED), |chunk| {
-            if [0, 1, 50, 100, 150, 199].contains(&chunk.chunk) {
-                at.push(format!("{}: {:.1} dB", chunk.chunk, watch.check_chunk(&chunk, prompt).psnr));
-            }
-        });
-        watch.assert_valid(&format!("{regime:?}, {} ({})", prompt.text(), at.join(", ")));
-    }
+    let (mut watch, mut at) = (ClipChecker::new(&world), Vec::new());
+    stream(regime, ONE_RANK, requests(&[prompt; 200], SEED), |chunk| {
+        if [0, 1, 50, 100, 150, 199].contains(&chunk.chunk) {
+            at.push(format!("{}: {:.1} dB", chunk.chunk, watch.check_chunk(&chunk, prompt).psnr));
+        }
+    });
+    watch.assert_valid(&format!("{regime:?}, {} ({})", prompt.text(), at.join(", ")));
 }
 
-// Together the four prompts show every colour, shape and direction.
+// One prompt per regime, because a stream of 200 chunks takes half a minute. The ignored test below runs all.
 
 #[test]
 fn resident_holds_a_prompt_for_200_chunks() {
-    let prompt = |color, shape, direction| Prompt { color, shape, direction };
-    check_prompt_for_200_chunks(Regime::Resident, [prompt(0, 2, 2), prompt(1, 1, 1)]);
+    check_prompt_for_200_chunks(Regime::Resident, Prompt { color: 0, shape: 2, direction: 2 });
 }
 
 #[test]
 fn recompute_holds_a_prompt_for_200_chunks() {
-    let prompt = |color, shape, direction| Prompt { color, shape, direction };
-    check_prompt_for_200_chunks(Regime::Recompute, [prompt(2, 0, 0), prompt(3, 2, 3)]);
+    check_prompt_for_200_chunks(Regime::Recompute, Prompt { color: 3, shape: 1, direction: 3 });
 }
 
 #[test]
