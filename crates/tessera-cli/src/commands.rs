@@ -7,6 +7,7 @@ pub mod check;
 pub mod doctor;
 pub mod drill;
 pub mod explain;
+pub mod generate;
 pub mod lint;
 pub mod measure;
 pub mod models;

@@ -23,7 +23,8 @@ use clap::{Parser, Subcommand};
 use tessera_base::DiagnosticFormat;
 
 use commands::{
-    autopsy, bench, bringup, check, doctor, drill, explain, lint, measure, models, plan, record, stream, wire,
+    autopsy, bench, bringup, check, doctor, drill, explain, generate, lint, measure, models, plan, record,
+    stream, wire,
 };
 use output::{CliError, CliResult};
 use parse::invalid_argument;
@@ -32,6 +33,7 @@ const EXAMPLES: &str = "\
 Examples:
   tessera stream models/demo                              stream the demo model on one rank
   tessera stream models/demo --mesh tp=2 --chunks 24      the same on two ranks
+  tessera generate Qwen3-8B --prompt 'The sea is'         continue a text with a language model
   tessera plan models/demo --mesh tp=2 --out my-plan      plan and verify without running
   tessera check my-plan                                   verify a saved plan again
   tessera autopsy out/demo-1                              find out which rank failed or blocks a run
@@ -64,6 +66,7 @@ enum CliCommand {
     Bench(Box<bench::Args>),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
+    Generate(generate::Args),
     /// Run one rank of a stream. `tessera stream` starts this; do not run it directly.
     #[command(hide = true)]
     Rank,
@@ -100,6 +103,7 @@ fn main() -> ExitCode {
         CliCommand::Wire(args) => (args.format().into(), wire::run(&args)),
         CliCommand::Bringup(args) => (args.format.into(), bringup::run(&args)),
         CliCommand::Explain(args) => (args.format.into(), explain::run(&args)),
+        CliCommand::Generate(args) => (args.format.into(), generate::run(&args)),
         CliCommand::Stream(args) => (args.format.into(), stream::run(&args)),
         CliCommand::Bench(args) => (args.format().into(), bench::run(&args)),
         CliCommand::BenchRank { rank, orders } => return ExitCode::from(bench::run_rank(rank, &orders)),

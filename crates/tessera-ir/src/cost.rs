@@ -92,6 +92,12 @@ fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
             let (n, d, r) = (extent(v.q, 0)?, extent(v.q, 1)?, extent(v.k, 0)?);
             Some(4 * n * d * r + 11 * n * r * (d / v.head_dim))
         }
+        // Every position that the table of pages can hold may be attended to.
+        OpView::PagedAttention(v) => {
+            let (n, d, m) = (extent(v.q, 0)?, extent(v.q, 1)?, extent(v.pages, 1)? * v.page_rows);
+            let keys = v.window.map_or(m, |w| m.min(w.saturating_add(v.sink)));
+            Some(4 * n * d * keys + 10 * n * keys * (d / v.head_dim))
+        }
         OpView::Bmm(v) => Some(2 * out()? * p.type_of(v.x).shape.last()?),
         // Assumes that no token is dropped at any of its experts.
         OpView::MoeRoute(v) => Some(2 * out()? * extent(v.x, 1)? * v.top_k),

@@ -222,8 +222,8 @@ Source SourceOp {
 Sink SinkOp {
     Output "output" (x: Operand) [] {} -> 0, false, [None, Zero, Fixed(F32), Whole, Own],
         "Returns a value to the host.";
-    CacheWrite "cache.write" (x: Operand) [row: OptOperand] {first_row: Or<Index, 0>} -> 0, false, [Copy, Zero, Buffer, Aligned(1), Own],
-        "Writes the operand to rows of the buffer that start at `row` (default 0), plus `first_row` if given.";
+    CacheWrite "cache.write" (x: Operand) [pages: OptOperand, row: OptOperand, start: OptOperand] {first_row: Or<Index, 0>, page_rows: Opt<Count>} -> 0, false, [Copy, Zero, Buffer, Aligned(1), Own],
+        "Writes the operand to rows of the buffer that start at `row` (default 0), plus `first_row` if given. With `pages`, `start` and `page_rows` the buffer is a pool of pages: row i of sequence s goes to the row of position start[s] + i, as `paged_attention` defines it; rows of absent sequences are not written.";
 }
 Compute ComputeOp {
     Matmul "matmul" (x: Operand, w: Operand) [bias: OptOperand, x_scale: OptOperand, w_scale: OptOperand] {act: Opt<Act>, segments: Or<Count, 1>} -> 1, false, [Gemm, FromExtents, Matmul, Aligned(1), Own],
@@ -262,6 +262,14 @@ Compute ComputeOp {
         "softmax(q · kᵀ / √head_dim + bias) · v per head; the bias is added to the scores of key rows bias_rows[0]..bias_rows[1].";
     RelativeAttention "relative_attention" (q: Operand, k: Operand, v: Operand, table: Vector) [length: Operand] {head_dim: Count, max_distance: Count} -> 1, false, [Attention, FromExtents, FirstOperand, Whole, ByRow],
         "softmax(q · kᵀ + table[bucket(j − i), head]) · v per head, over the keys j < length of query i. The table [buckets, heads] serves both directions: its first half the keys at distance m = i − j ≥ 0, its second half those at m = j − i > 0. With b buckets per direction, m < e = ⌊b / 2⌋ has bucket m, and a larger m has min(b − 1, e + ⌊ln(m / e) / ln(max_distance / e) · (b − e)⌋).";
+    Rotary "rotary" (x: Operand, frequencies: Vector) [start: Operand] {head_dim: Count, scale: Or<Positive, 1>} -> 1, false, [Elementwise, PerResult(4), FirstOperand, Whole, ByRow],
+        "Rotary embedding of token sequences: x [b·n, h·head_dim] holds n rows of each of b sequences, and start [b] the position of the first row of each. With m frequencies, 2·m ≤ head_dim, the channels i and i + m of each head, i < m, are rotated by the angle position · frequencies[i] and multiplied by `scale`; channels from 2·m on stay.";
+    HeadNorm "head_norm" (x: Operand, w: Vector) [] {eps: NonNegative, head_dim: Count} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
+        "RMS norm of each head: divides each `head_dim` consecutive columns of a row of x by their root mean square, and multiplies by w [head_dim].";
+    PagedAttention "paged_attention" (q: Operand, k: Operand, v: Operand) [pages: Operand, start: Operand] {head_dim: Count, page_rows: Count, sink: Or<Index, 0>, window: Opt<Count>} -> 1, false, [Attention, FromExtents, FirstOperand, Whole, Own],
+        "Causal attention of token sequences over KV caches in pages, per head softmax(q · kᵀ / √head_dim) · v. q [b·n, h·head_dim] holds n rows of each of b sequences; start [b] is the position of the first row of each, or −1 for an absent sequence, whose result is zeros. k and v are [rows, g·head_dim] with g dividing h: query head i reads KV head ⌊i·g / h⌋. Position p of sequence s lies in row pages[s, ⌊p / page_rows⌋] · page_rows + p mod page_rows, for pages [b, m]. A query at position p attends to the positions up to p; with `window`, to the last `window` of them and to the first `sink`.";
+    Sample "sample" (logits: Operand) [draw: Operand, seed: Operand, temperature: Operand, top_k: Operand, top_p: Operand] {} -> 1, false, [Elementwise, PerOperand(20), Fixed(F32), Whole, Own],
+        "One id per row of logits [b, vocabulary], as whole numbers [b] in f32; each keyed operand is [b]. With temperature 0, the id of the largest logit, ties to the lower id. Otherwise ids are sorted by falling logit, ties to the lower id; the first `top_k` remain (all if 0), and of these the fewest whose probabilities softmax(logits / temperature) add up to at least `top_p`. Of the remaining ids the first is taken at which the running sum of probabilities exceeds u · their sum, where u is the uniform number of (seed, draw). Computed in f64.";
     Softmax "softmax" (x: Operand) [] {dim: Opt<Dim>} -> 1, false, [Elementwise, PerResult(12), FirstOperand, Whole, Refused],
         "exp(x) divided by its sum along `dim` (default: the last dim); the maximum is subtracted first.";
     Bmm "bmm" (x: Operand, y: Operand) [] {scale: Or<Number, 1>, transposed: Or<Flag, 0>} -> 1, false, [GroupedGemm, FromExtents, FirstOperand, Whole, Refused],

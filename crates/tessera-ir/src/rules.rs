@@ -8,6 +8,7 @@ mod buffers;
 mod compute;
 mod embedding;
 mod image;
+mod language;
 mod possible_types;
 mod resharding;
 mod softmax_bmm_moe;
@@ -150,6 +151,10 @@ impl RuleContext<'_> {
             V::Rope(v) => one(self.rope_type(v)?),
             V::Attention(v) => one(self.attention_type(v)?),
             V::RelativeAttention(v) => one(self.relative_attention_type(v)?),
+            V::Rotary(v) => one(self.rotary_type(v)?),
+            V::HeadNorm(v) => one(self.head_norm_type(v)?),
+            V::PagedAttention(v) => one(self.paged_attention_type(v)?),
+            V::Sample(_) => one(self.sample_type()?),
             V::Softmax(v) => one(self.softmax_type(v)?),
             V::Bmm(v) => one(self.bmm_type(v)?),
             V::MoeRoute(v) => one(self.moe_route_type(v)?),

@@ -87,6 +87,10 @@ some layers only), and the op rows do not describe this value. An estimate that 
 model, so the config is rejected. The hint lists the accepted values.\n\n\
 Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.";
 
+    T0433: "language model cannot run",
+    "The config describes a model that `tessera plan` can estimate, but no program here computes one of its parts: the message names it. Models of the families Llama, Mistral, Qwen2 and Qwen3 run: attention with grouped KV heads and rotary positions, \
+RMS norms, and feed-forward layers with a gate.";
+
     T0450: "text encoder is not a UMT5 encoder that can run",
     "With `encoder = \"umt5\"` in stream.toml, the folder text_encoder holds the encoder's own config.json in the format of \
 transformers. A key there selects another architecture or another feed-forward layer, for which the program would produce \

@@ -29,7 +29,11 @@ pub mod zoo;
 pub use calls::list_calls;
 pub use codes::CODES;
 pub use graph::build_phases;
-pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
+pub use lm::{
+    AttentionKind, DecoderModel, ExpertConfig, LanguageModel, MlpConfig, NormKind, PagedCache,
+    ROTARY_FREQUENCIES, RotaryConfig, RotaryScaling, TokenBucket, TokenInput, TokenOutput,
+    build_token_phases, token_phase_name,
+};
 pub use presets::Preset;
 pub use schedule::SigmaStep;
 pub use stream_config::{

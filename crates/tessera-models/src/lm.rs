@@ -1,10 +1,18 @@
-//! Language models for estimates: dims from their own config, converted to op rows. They are not
-//! executable.
+//! Language models: dims from their own config, converted to op rows for estimates, and the programs of those
+//! that run.
 
 mod analytic_model;
 mod config;
+mod decoder;
+mod graph;
 #[cfg(test)]
 mod tests;
+
+pub use decoder::{DecoderModel, RotaryConfig, RotaryScaling};
+pub use graph::{
+    PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput, TokenOutput, build_token_phases,
+    token_phase_name,
+};
 
 /// Dimensions of a decoder-only language model.
 #[derive(Debug, Clone, PartialEq)]

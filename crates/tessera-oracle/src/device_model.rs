@@ -510,7 +510,7 @@ fn accessed_rows(p: &Program, op: &Op) -> (u64, u64) {
     let all = p.buffer(b).ty.shape.first().copied().unwrap_or(1);
     match op.view() {
         Ok(OpView::CacheRead(v)) => (v.row, v.row + v.rows.unwrap_or(all)),
-        Ok(OpView::CacheWrite(v)) if v.row.is_none() => {
+        Ok(OpView::CacheWrite(v)) if v.row.is_none() && v.pages.is_none() => {
             let rows = p.type_of(v.x).shape.first().copied().unwrap_or(all);
             (v.first_row, v.first_row + rows)
         }

@@ -12,13 +12,16 @@ pub struct LogicalModel {
     pub phases: Vec<Program>,
     /// Legal calls: a name and its phases in order.
     pub calls: Vec<(String, Vec<String>)>,
-    /// Number of attention heads per block, over all ranks of tp.
+    /// Number of attention heads per block that tp may divide: of KV heads, if fewer than query heads.
     pub heads: u64,
+    /// Columns of a head.
+    pub head_dim: u64,
     /// Width of the residual stream.
     pub hidden_size: u64,
     /// Width of the feed-forward layer.
     pub ffn_size: u64,
-    /// Video tokens per generated chunk: the rows that a block processes in one call.
+    /// The rows that a block processes in one call: the video tokens of a chunk, or the largest number of text
+    /// tokens.
     pub tokens: u64,
     /// Number of transformer blocks, over all stages.
     pub blocks: u64,

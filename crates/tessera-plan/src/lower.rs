@@ -326,11 +326,7 @@ impl<'a> Lowering<'a> {
             analysis,
             is_active: mesh.outside_count() == 0
                 || analysis.is_leader_phase == (target == LoweringTarget::Leader),
-            sharding: ShardingRules {
-                strategy: mapping.strategy,
-                tp,
-                head_dim: logical.hidden_size / logical.heads,
-            },
+            sharding: ShardingRules { strategy: mapping.strategy, tp, head_dim: logical.head_dim },
             mesh_invariant: mapping.numerics == Numerics::MeshInvariant,
             latent_rows: (analysis.is_media_phase && mapping.media == MediaPlacement::Mesh)
                 .then(|| frames::latent_rows(program))
@@ -411,6 +407,8 @@ impl<'a> Lowering<'a> {
             (LoweringRule::Own, Ok(OpView::CacheWrite(v))) => self.lower_cache_write(op, &v, s),
             (LoweringRule::Own, Ok(OpView::CacheRead(_))) => self.lower_cache_read(op, s),
             (LoweringRule::Own, Ok(OpView::Attention(v))) => self.lower_attention(op, &v, s),
+            (LoweringRule::Own, Ok(OpView::PagedAttention(v))) => self.lower_paged_attention(op, &v, s),
+            (LoweringRule::Own, Ok(OpView::Sample(_))) => self.lower_sample(op, s),
             (LoweringRule::Own, Ok(OpView::Output(_))) => self.lower_output(op, s),
             (LoweringRule::Own, Ok(OpView::Quantize(_))) => self.lower_quantize(op, s),
             // `check_opcodes` has refused the third kind, and sources are lowered where they are read.

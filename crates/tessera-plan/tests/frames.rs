@@ -53,6 +53,7 @@ latents_mean = [-0.4, -0.1, 0.2, 0.5]\nlatents_std = [1.5, 1.75, 2.0, 2.25]\n"
         calls: vec![("call".into(), PHASES.map(String::from).to_vec())],
         phases,
         heads: m.wan.heads,
+        head_dim: m.wan.head_dim(),
         hidden_size: m.wan.dim,
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),

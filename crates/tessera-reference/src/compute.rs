@@ -2,6 +2,7 @@
 
 mod attention;
 mod image;
+mod language;
 mod norms;
 mod pixels;
 mod rows;
@@ -14,6 +15,8 @@ use crate::rank_values::RankValues;
 use crate::round::rounding_to;
 use crate::tensor::TensorResult;
 use crate::{Tensor, tile_ops};
+
+pub(crate) use language::write_pages;
 
 /// The position of an operand in its global tensor: the start of each dim on this rank, and the
 /// global extents.
@@ -95,6 +98,10 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::Rope(v) => attention::rope(cx, v),
         V::Attention(v) => attention::attention(cx, v),
         V::RelativeAttention(v) => attention::relative_attention(cx, v),
+        V::Rotary(v) => language::rotary(cx, v),
+        V::HeadNorm(v) => language::head_norm(cx, v),
+        V::PagedAttention(v) => language::paged_attention(cx, v),
+        V::Sample(v) => language::sample(cx, v),
         V::Softmax(v) => tile_ops::softmax(v, cx.tensor(v.x)?),
         V::Bmm(v) => tile_ops::batched_matmul(v, cx.tensor(v.x)?, cx.tensor(v.y)?),
         V::MoeRoute(v) => {

@@ -360,6 +360,10 @@ impl Evaluator {
 
     fn write_rows(&mut self, r: &RankEvaluator<'_>, op: &Op, v: &views::CacheWrite) -> Result<(), String> {
         let value = r.values.tensor_value(v.x)?;
+        if let (Some(pages), Some(start), Some(page_rows)) = (v.pages, v.start, v.page_rows) {
+            let table = (r.values.tensor_value(pages)?, r.values.tensor_value(start)?);
+            return compute::write_pages(self.buffer_mut(r, op)?, value, table, page_rows);
+        }
         let row = match v.row {
             None => 0,
             Some(row) => r.values.int_value(row)?,

@@ -7,4 +7,9 @@ format of the library tokenizers, or spiece.model, the format of SentencePiece. 
 the reference pipelines. The file is damaged, of another kind (BPE, a Git LFS pointer, a login page), or its ids do not fit: \
 the end of a prompt must have id 1, and no id may lie outside of the encoder's vocabulary.\n\n\
 Fetch the folder `tokenizer` again from the publisher of the model, and compare its hash.";
+
+    T0452: "tokenizer of a language model cannot be used",
+    "A language model reads and writes the ids of its own tokenizer.json, the format of the library tokenizers. The file is damaged or \
+of another kind (a Git LFS pointer, a login page), or it has ids for which the model's embedding has no row.\n\n\
+Fetch tokenizer.json again from the publisher of the model.";
 }

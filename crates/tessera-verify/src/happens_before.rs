@@ -250,7 +250,7 @@ fn accessed_rows(p: &Program, op: &Op) -> (u64, u64) {
     let all = p.buffer(b).ty.shape.first().copied().unwrap_or(1);
     match op.view() {
         Ok(OpView::CacheRead(read)) => (read.row, read.row.saturating_add(read.rows.unwrap_or(all))),
-        Ok(OpView::CacheWrite(write)) if write.row.is_none() => {
+        Ok(OpView::CacheWrite(write)) if write.row.is_none() && write.pages.is_none() => {
             let written = p.type_of(write.x).shape.first().copied().unwrap_or(all);
             (write.first_row, write.first_row.saturating_add(written))
         }

@@ -257,6 +257,7 @@ mod tests {
         );
     }
 
+    // proves: K-15
     #[test]
     fn a_cache_that_every_call_rebuilds_is_not_compared() {
         let mut rig = Rig::new();

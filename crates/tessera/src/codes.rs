@@ -199,4 +199,17 @@ Use taew2_1.pth. If the file is a decoder that you trained for Wan2.1 yourself, 
 first frame is decoded exactly too, and the two are compared: their peak signal-to-noise ratio (PSNR) stands in the \
 summary of the run and as `decoder_psnr_db` in its record. A ratio below 30 dB, which is visible, ends the run. The \
 weights of this VAE then have a range that fp8 does not represent well: decode with `--quality exact`.";
+
+    T0086: "text does not fit the plan of a language model",
+    "A plan of a language model fixes every shape: the number of texts that are generated at once, and the positions of the KV \
+caches, which a prompt and what follows it share. A text needs a prompt of at least one id, room for at least one more, and a \
+seed below 2^24. The model itself ends at `max_position_embeddings` of its config.json.\n\n\
+Shorten the prompt, or lower `--max-tokens`.";
+
+    T0087: "rank of a language model failed",
+    "A rank could not finish a call, or two ranks that must agree returned other ids. The message names the rank, the call and \
+the program; a note gives the code of the check that ended it. The caches of the run hold a part of the call, so it does not \
+continue.\n\n\
+Run it again. Ranks that differ twice with the same call point to a defect of this program or of the host's memory: keep the \
+command and the model.";
 }

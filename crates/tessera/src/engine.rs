@@ -284,10 +284,6 @@ impl MeshEngine {
             };
             phases.insert(name.to_string(), phase);
         }
-        // The first phase of each call but the first of a scene: it writes what the others read.
-        let recompute =
-            phases.iter().filter(|(name, _)| PhaseKind::from_program(name) == Some(PhaseKind::Recompute));
-        let rebuilt = recompute.flat_map(|(_, phase)| phase.written_buffers.iter().cloned()).collect();
         let mut shards = WeightFingerprints::new(plan, rank);
         shards.fingerprint_loaded(&*backend, weights)?;
         let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
@@ -295,6 +291,7 @@ impl MeshEngine {
         Ok(MeshEngine {
             backend,
             pixels: open_converter(&phases)?,
+            caches: CacheAudit::new(buffers, list_rebuilt_buffers(&phases)),
             phases,
             outputs: Vec::new(),
             program_count: count,
@@ -302,7 +299,6 @@ impl MeshEngine {
             warmed_up: false,
             made_at_warmup: 0,
             weight_fingerprints: shards,
-            caches: CacheAudit::new(buffers, rebuilt),
             phases_ns: 0,
             output_at_ns: 0,
             flight_record: None,
@@ -365,6 +361,14 @@ impl MeshEngine {
     pub fn memory_bytes(&self) -> [u64; 3] {
         self.backend.memory_bytes()
     }
+}
+
+/// Returns the buffers that every call writes before it reads them: those of the recompute phase, which is the
+/// first of each call but the first of a scene.
+fn list_rebuilt_buffers(phases: &BTreeMap<String, LoadedPhase>) -> BTreeSet<String> {
+    let recompute =
+        phases.iter().filter(|(name, _)| PhaseKind::from_program(name) == Some(PhaseKind::Recompute));
+    recompute.flat_map(|(_, phase)| phase.written_buffers.iter().cloned()).collect()
 }
 
 /// Opens a converter with threads if a phase outputs pixels.

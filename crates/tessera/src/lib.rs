@@ -30,6 +30,7 @@ pub mod files;
 pub mod flight;
 pub mod frame_pipe;
 mod frame_writer;
+pub mod generate;
 pub mod gpu_placement;
 pub mod gpus;
 mod host_memory;

@@ -131,6 +131,7 @@ pub fn logical_model(m: &VideoModel, media: MediaPlacement) -> LogicalModel {
         phases: build_phases(m, media),
         calls: list_calls(m, media),
         heads: m.wan.heads,
+        head_dim: m.wan.head_dim(),
         hidden_size: m.wan.dim,
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),

@@ -1,5 +1,7 @@
 //! The kernel of each compute op, and its run on the values of a program.
 
+mod language;
+
 use tessera_base::random::DrawKey;
 use tessera_device::{CallData, Fault, MeshRank};
 use tessera_ir::{CommAxis, ComputeOp, Program, Type, ValueId, views};
@@ -12,8 +14,8 @@ use crate::Pool;
 use crate::kernels::{
     ConvSpec, DistanceBias, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache,
     RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time,
-    gate_residual, guide, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify,
-    relative_attention, relu, renoise, rms_norm, rms_scale, rope, row_square_sum, scale_shift, silu,
+    gate_residual, guide, head_norm, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify,
+    relative_attention, relu, renoise, rms_norm, rms_scale, rope, rotary, row_square_sum, scale_shift, silu,
     soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
 };
 
@@ -165,6 +167,15 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::Rope(v) => bind_op(v, |r, v| r.run_rope(v)),
         C::Attention(v) => bind_op(v, |r, v| r.run_attention(v)),
         C::RelativeAttention(v) => bind_op(v, |r, v| r.run_relative_attention(v)),
+        C::Rotary(v) => bind_values(v, [v.x, v.frequencies, v.start], |r, v, [x, frequencies, start]| {
+            let widths = (r.inputs.width(v.x), v.head_dim as usize);
+            rotary(r.pool, r.out, x, widths, (frequencies, v.scale as f32), start);
+        }),
+        C::HeadNorm(v) => {
+            bind_values(v, [v.x, v.w], |r, v, [x, w]| head_norm(r.pool, r.out, x, w, v.eps as f32))
+        }
+        C::PagedAttention(v) => bind_op(v, |r, v| r.run_paged_attention(v)),
+        C::Sample(v) => bind_op(v, |r, v| r.run_sample(v)),
         C::Softmax(v) => bind_values(v, [v.x], |r, v, [x]| softmax(r.pool, r.out, x, r.inputs.width(v.x))),
         C::Bmm(v) => bind_values(v, [v.x, v.y], |r, v, x| r.run_bmm(v, x)),
         C::MoeRoute(_) => return Err("MoE routing as one op"),

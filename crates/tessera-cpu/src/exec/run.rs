@@ -7,6 +7,7 @@ use tessera_ir::{Op, OpByKind, Opcode, OrderOp, SinkOp, ValueId, views};
 
 use super::memory_check::MemoryCheck;
 use super::{CpuBackend, OutputValue, PreparedProgram};
+use crate::kernels::{PageTable, write_pages};
 use crate::transport::Ticket;
 
 /// Collectives in flight during one run: by ticket value, the index in `endpoints` and the ticket.
@@ -110,6 +111,9 @@ impl CpuBackend {
         v: &views::CacheWrite,
         call: &CallData<'_>,
     ) -> Result<(), Fault> {
+        if v.pages.is_some() {
+            return self.write_buffer_pages(prepared, op, v, call);
+        }
         let p = &*prepared.program;
         let source = &prepared.locations[v.x.0 as usize];
         let width: usize = p.type_of(v.x).shape[1..].iter().product::<u64>() as usize;
@@ -138,6 +142,35 @@ impl CpuBackend {
                 ))),
             }
         });
+        self.memory.buffers[b] = buffer;
+        result
+    }
+
+    fn write_buffer_pages(
+        &mut self,
+        prepared: &PreparedProgram,
+        op: &Op,
+        v: &views::CacheWrite,
+        call: &CallData<'_>,
+    ) -> Result<(), Fault> {
+        let (Some(pages), Some(start), Some(page_rows)) = (v.pages, v.start, v.page_rows) else {
+            return Err(Fault::Failed(format!(
+                "@{}: a write to pages without a table",
+                prepared.program.name
+            )));
+        };
+        let width = prepared.program.type_of(v.x).shape[1..].iter().product::<u64>() as usize;
+        let b = op.buffer.map_or(0, |b| prepared.buffers[b.0 as usize]);
+        let mut buffer = std::mem::take(&mut self.memory.buffers[b]);
+        let memory = self.memory.view_all();
+        let view = |v: ValueId| memory.view_value(&prepared.locations[v.0 as usize], call);
+        let result = (|| {
+            let capacity = buffer.len() / width.max(1);
+            let table = PageTable::new(view(pages)?, view(start)?, page_rows as usize, capacity)
+                .map_err(|why| Fault::Failed(format!("@{}: {why}", prepared.program.name)))?;
+            write_pages(&mut buffer, view(v.x)?, width, &table);
+            Ok(())
+        })();
         self.memory.buffers[b] = buffer;
         result
     }

@@ -191,7 +191,9 @@ fn count_roundings(cast: &[&Program]) -> f64 {
             let last_extent = |v: ValueId| p.type_of(v).shape.last().copied().unwrap_or(1);
             let Ok(view) = op.view() else { continue };
             let terms = match view {
-                V::Pad(_) | V::Compact(_) | V::TakeRows(_) | V::TakeShard(_) | V::Embed(_) => continue,
+                V::Pad(_) | V::Compact(_) | V::TakeRows(_) | V::TakeShard(_) | V::Embed(_) | V::Sample(_) => {
+                    continue;
+                }
                 V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) => continue,
                 V::UpsampleNearest(_) | V::ChannelsToFrames(_) | V::Patchify(_) | V::Unpatchify(_) => {
                     continue;
@@ -208,6 +210,8 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 V::Softmax(v) => last_extent(v.x),
                 V::Bmm(v) => last_extent(v.x),
                 V::RelativeAttention(v) => extent(v.k, 0) + v.head_dim,
+                V::PagedAttention(v) => extent(v.pages, 1) * v.page_rows + v.head_dim,
+                V::HeadNorm(v) => v.head_dim,
                 V::Attention(v) => p.type_of(v.k).element_count() / last_extent(v.k) + v.head_dim,
                 _ if op.opcode.table_row().kind == OpKind::Compute => 1,
                 _ => continue,

@@ -45,7 +45,7 @@ impl RuleContext<'_> {
 
     pub(super) fn check_cache_write(&self, write: &views::CacheWrite) -> RuleResult<()> {
         let (b, v) = (self.buffer_type()?, self.operands[0]);
-        let rows_fit = matches!((b.shape.first(), v.shape.first()), (Some(b), Some(v)) if v <= b);
+        let rows_fit = matches!((b.shape.first(), v.shape.first()), (Some(b), Some(v)) if v <= b || write.pages.is_some());
         if b.dtype != v.dtype || b.shape.get(1..) != v.shape.get(1..) || !rows_fit {
             return rule_error(
                 &T0210,
@@ -57,6 +57,9 @@ impl RuleContext<'_> {
                 &T0214,
                 format!("{} cannot be written to {}", self.display_operand(0), b.display_on(self.mesh)),
             );
+        }
+        if let Some(pool) = self.page_pool(write)? {
+            return self.check_page_write(write.x, pool, b);
         }
         let (first, rows, have) = (write.first_row, v.shape[0], b.shape[0]);
         if first.saturating_add(rows) > have {

@@ -109,6 +109,10 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
         let fits = match (*k, op.opcode) {
             ("bias" | "x_scale" | "w_scale", Opcode::Matmul)
             | ("bias" | "halo" | "history" | "w_scale", Opcode::Conv3d) => is_float(t.dtype),
+            // Their rules check the shapes of what a batch of sequences has per sequence.
+            ("start", Opcode::Rotary)
+            | ("pages" | "start", Opcode::PagedAttention | Opcode::CacheWrite)
+            | (_, Opcode::Sample) => t.dtype == DType::F32 && t.layout.is_replicated(),
             ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
             _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
         };
@@ -117,6 +121,9 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
                 "bias" | "sigma" => "a float scalar",
                 "x_scale" | "w_scale" => "a vector of f32",
                 "history" => "frames",
+                "pages" => "a replicated matrix of f32",
+                "start" if op.opcode != Opcode::Rope => "a replicated vector of f32",
+                _ if op.opcode == Opcode::Sample => "a replicated vector of f32",
                 _ => "an i64 scalar",
             };
             return rule_error(

@@ -86,6 +86,16 @@ impl LanguageModel {
     /// # Errors
     /// Returns one diagnostic per problem.
     pub fn parse(file: &str, text: &str) -> Result<LanguageModel, Diagnostics> {
+        LanguageModel::parse_with_window(file, text, false).map(|(model, _)| model)
+    }
+
+    /// As [`LanguageModel::parse`], and returns the sliding window of a model that has one. Estimates have no
+    /// windows, so without `accepts_window` such a model is rejected.
+    pub(super) fn parse_with_window(
+        file: &str,
+        text: &str,
+        accepts_window: bool,
+    ) -> Result<(LanguageModel, Option<u64>), Diagnostics> {
         let mut f = ConfigReader::new(file, "", parse_json(file, text)?);
         f.ignore_keys(IGNORED);
         let named = f.take_value("architectures");
@@ -108,14 +118,15 @@ impl LanguageModel {
                 )]);
             }
         };
-        let mut r = ArchitectureReader { config: f, file };
+        let mut r = ArchitectureReader { config: f, file, accepts_window, window: None };
         let mut model = read(&mut r);
+        let window = r.window;
         model.name = name.filter(|n| !n.is_empty()).unwrap_or_else(|| architecture.to_string());
         let mut ds = r.config.finish();
         if ds.is_empty() {
             ds = find_contradictions(file, &model);
         }
-        if ds.is_empty() { Ok(model) } else { Err(ds) }
+        if ds.is_empty() { Ok((model, window)) } else { Err(ds) }
     }
 }
 
@@ -139,6 +150,9 @@ fn unknown_architecture(file: &str, message: String, near: Option<&str>) -> Diag
 struct ArchitectureReader<'a> {
     config: ConfigReader<'a>,
     file: &'a str,
+    accepts_window: bool,
+    /// The sliding window of all layers, once it was read.
+    window: Option<u64>,
 }
 
 impl ArchitectureReader<'_> {
@@ -249,7 +263,10 @@ fn read_llama(r: &mut ArchitectureReader) -> LanguageModel {
 }
 
 fn read_mistral(r: &mut ArchitectureReader) -> LanguageModel {
-    r.accept_only("sliding_window", &["null"]);
+    match r.accepts_window {
+        true => r.window = r.optional_count("sliding_window"),
+        false => r.accept_only("sliding_window", &["null"]),
+    }
     r.read_common()
 }
 

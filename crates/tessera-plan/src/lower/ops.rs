@@ -180,11 +180,12 @@ impl Lowering<'_> {
             1
         };
         let x = self.reshard(x, ty.layout.on_axis(Axis::Tp), s, unit);
-        let row = v.row.map(|r| self.local_value(r, s));
+        let keyed = [("pages", v.pages), ("row", v.row), ("start", v.start)]
+            .map(|(k, value)| value.map(|value| (k, self.local_value(value, s))));
         let b = &mut self.stages[s].builder;
-        b.copy_attrs(op, &["first_row"]);
-        if let Some(row) = row {
-            b.add_keyed("row", row);
+        b.copy_attrs(op, &["first_row", "page_rows"]);
+        for (k, value) in keyed.into_iter().flatten() {
+            b.add_keyed(k, value);
         }
         b.write_buffer(buffer, x);
     }
@@ -216,6 +217,31 @@ impl Lowering<'_> {
             b.add_keyed("bias", bias);
         }
         let y = b.add_op(Opcode::Attention, &[q, k, v]);
+        self.set_result(op, s, y);
+    }
+
+    /// Lowers attention over pages: each rank has the query heads that read its KV heads.
+    pub(super) fn lower_paged_attention(&mut self, op: &Op, v: &views::PagedAttention, s: usize) {
+        let [q, k, values, pages, start] =
+            [v.q, v.k, v.v, v.pages, v.start].map(|value| self.local_value(value, s));
+        let b = &mut self.stages[s].builder;
+        b.copy_attrs(op, &["head_dim", "page_rows", "sink", "window"]);
+        b.add_keyed("pages", pages).add_keyed("start", start);
+        let y = b.add_op(Opcode::PagedAttention, &[q, k, values]);
+        self.set_result(op, s, y);
+    }
+
+    /// Lowers the choice of tokens, for which every rank needs the logits of the whole vocabulary.
+    pub(super) fn lower_sample(&mut self, op: &Op, s: usize) {
+        let logits = self.local_value(op.operands[0], s);
+        let logits = self.reshard(logits, AxisLayout::Replicated, s, 1);
+        let keyed: Vec<(&'static str, ValueId)> =
+            op.keyed.iter().map(|(k, v)| (*k, self.local_value(*v, s))).collect();
+        let b = &mut self.stages[s].builder;
+        for (k, v) in keyed {
+            b.add_keyed(k, v);
+        }
+        let y = b.add_op(Opcode::Sample, &[logits]);
         self.set_result(op, s, y);
     }
 

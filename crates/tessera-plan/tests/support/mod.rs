@@ -9,6 +9,7 @@ pub fn logical(m: &VideoModel) -> LogicalModel {
         phases: build_phases(m, MediaPhases::BesideCalls),
         calls: list_calls(m, MediaPhases::BesideCalls),
         heads: m.wan.heads,
+        head_dim: m.wan.head_dim(),
         hidden_size: m.wan.dim,
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),

@@ -135,6 +135,7 @@ pub(in crate::exec) fn build_op(
             copy_whole(s, v.x, s.host_output_address(op)?)
         }
         // Rows that are interleaved with those of other values.
+        OpByKind::Sink(SinkOp::CacheWrite(v)) if v.pages.is_some() => cuda_failure("a write to pages"),
         OpByKind::Sink(SinkOp::CacheWrite(v)) if s.row_pitch(v.x) != last_extent(s.p.type_of(v.x)) => {
             build_rms_rope(s, (None, None, Some((i, v))), targets).map(StepWork::Kernel)
         }
@@ -176,6 +177,9 @@ fn build_compute(
         C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
+        C::Rotary(_) | C::HeadNorm(_) | C::PagedAttention(_) | C::Sample(_) => {
+            return cuda_failure("an op of a language model");
+        }
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
         C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),
         C::LayerNorm(v) => build_residual_norm(s, None, Some((i, NormView::Affine(v))), None),

@@ -1,0 +1,259 @@
+//! `tessera generate`: continues texts with a language model.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use tessera::Mapping;
+use tessera::codes::T0086;
+use tessera::generate::{
+    CallTimes, FinishReason, GeneratedText, LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest,
+    TokenOutput, TokenRun,
+};
+use tessera::terminal::print_stderr_line;
+use tessera_base::Diagnostic;
+
+use crate::codes::T0030;
+use crate::flags::mapping::{parse_mesh, require_axes};
+use crate::output::{CliError, CliResult, OutputFormat, write_stdout};
+use crate::parse::invalid_argument;
+
+const EXAMPLES: &str = "\
+Examples:
+  tessera generate Llama-3.1-8B --prompt 'The sea is'
+  tessera generate Qwen3-8B --mesh tp=2 --prompt 'The sea is' --max-tokens 200 --temperature 0.7 --seed 1
+  tessera generate Qwen3-8B --prompt 'One.' --prompt 'Two.'           several texts at once
+  tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
+
+The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Qwen2 and Qwen3 run, in f32 on
+the CPU. The ranks are threads of this process. The text goes to standard output as it is generated, the speed to standard error.
+
+Exit status: 0 success, 1 the model or a text was rejected, 2 usage error.";
+
+/// Continue texts with a language model
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES, allow_negative_numbers = true)]
+pub struct Args {
+    /// Folder of the model
+    #[arg(value_name = "FOLDER")]
+    model: PathBuf,
+
+    /// Text to continue; may be repeated
+    #[arg(long, value_name = "TEXT", required_unless_present = "prompt_ids")]
+    prompt: Vec<String>,
+
+    /// Ids to continue, for a folder without a tokenizer; may be repeated
+    #[arg(long, value_name = "LIST", conflicts_with = "prompt")]
+    prompt_ids: Vec<String>,
+
+    /// Largest number of ids to generate per text
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+
+    /// Divisor of the logits: 0 takes the likeliest id, and larger values make unlikely ids more frequent
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f32,
+
+    /// Choose among the N likeliest ids; 0 for all
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    top_k: u32,
+
+    /// Choose among the likeliest ids that have this probability together
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    top_p: f32,
+
+    /// Seed of the choices, below 2^24; equal seeds give equal texts on every mesh
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u32,
+
+    /// Mesh axes and their sizes: tp shards each block, pp splits the blocks into stages
+    #[arg(long, value_name = "MESH", value_parser = require_axes, default_value = "tp=1")]
+    mesh: String,
+
+    /// Threads of each rank [default: the cores of this host, divided among the ranks]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+
+    /// Ids of a prompt that one call reads
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    prompt_rows: u16,
+
+    /// Format of the texts and of diagnostics
+    #[arg(long, value_enum, default_value_t)]
+    pub format: OutputFormat,
+}
+
+/// Generates the texts and prints them.
+pub fn run(args: &Args) -> CliResult {
+    check_sampling(args)?;
+    let model = TextModel::open(&args.model)?;
+    let prompts = read_prompts(args, &model)?;
+    let mapping = Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() };
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let settings = LanguageSettings {
+        sequences: prompts.len() as u64,
+        positions: longest as u64 + u64::from(args.max_tokens),
+        prompt_rows: u64::from(args.prompt_rows).min(longest.max(1) as u64),
+        output: TokenOutput::Next,
+    };
+    let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings)?);
+    let ranks = plan.sealed.mesh().iter().count();
+    let threads = args.threads.map_or_else(|| (available_cores() / ranks).max(1), usize::from);
+    print_stderr_line(&format!(
+        "plan {}: {} rank{} of {threads} thread{}, {} positions in pages of {}",
+        plan.sealed.digest_hex().get(..12).unwrap_or_default(),
+        ranks,
+        plural(ranks),
+        plural(threads),
+        settings.positions,
+        plan.cache.page_rows,
+    ));
+    let mut run = TokenRun::load(&plan, &args.model, threads)?;
+    let sampling =
+        Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
+    let requests: Vec<TextRequest> = prompts
+        .iter()
+        .map(|prompt| TextRequest { prompt: prompt.clone(), max_ids: args.max_tokens as usize, sampling })
+        .collect();
+    // Several texts at once would mix, so they are printed when they have ended.
+    let streams = requests.len() == 1 && args.format == OutputFormat::Text;
+    let mut printer = TextPrinter { model: &model, ids: Vec::new(), printed: 0, error: None };
+    let texts = run.generate(&requests, |event| {
+        if streams {
+            printer.print(event.id, event.finish.is_some());
+        }
+    })?;
+    if let Some(d) = printer.error {
+        return Err(d.into());
+    }
+    match args.format {
+        OutputFormat::Json => write_stdout(&format!("{}\n", describe_texts(&model, &plan, &texts, &run)?))?,
+        OutputFormat::Text if streams => write_stdout("\n")?,
+        OutputFormat::Text => {
+            for (i, text) in texts.iter().enumerate() {
+                write_stdout(&format!("{}: {}\n", i + 1, show_ids(&model, &text.ids)?))?;
+            }
+        }
+    }
+    print_stderr_line(&format!(
+        "prompts: {}; texts: {}",
+        describe_speed(run.prefill),
+        describe_speed(run.decode)
+    ));
+    Ok(0)
+}
+
+fn check_sampling(args: &Args) -> Result<(), CliError> {
+    let reject = |option: &str, value: f32, why: &str, example: &str| {
+        Err(CliError::usage(invalid_argument(option, &value.to_string(), why, example)))
+    };
+    if !args.temperature.is_finite() || args.temperature < 0.0 {
+        return reject("--temperature", args.temperature, "it is not a number from 0", "0.7");
+    }
+    if !(args.top_p > 0.0 && args.top_p <= 1.0) {
+        return reject("--top-p", args.top_p, "it is not a probability above 0", "0.95");
+    }
+    Ok(())
+}
+
+/// Returns the ids of every prompt.
+fn read_prompts(args: &Args, model: &TextModel) -> Result<Vec<Vec<u32>>, CliError> {
+    if !args.prompt_ids.is_empty() {
+        return args.prompt_ids.iter().map(|list| parse_ids(list)).collect();
+    }
+    let Some(tokenizer) = &model.tokenizer else {
+        return Err(CliError::usage(
+            Diagnostic::error(&T0030, format!("{} has no tokenizer.json", model.dir.display()))
+                .with_hint("give the prompt as --prompt-ids, or fetch tokenizer.json from the publisher"),
+        ));
+    };
+    let encode = |text: &String| match tokenizer.encode(text) {
+        Ok(ids) if ids.is_empty() => {
+            Err(CliError::from(Diagnostic::error(&T0086, format!("the prompt {text:?} has no ids"))))
+        }
+        Ok(ids) => Ok(ids),
+        Err(d) => Err(d.into()),
+    };
+    args.prompt.iter().map(encode).collect()
+}
+
+fn parse_ids(list: &str) -> Result<Vec<u32>, CliError> {
+    let ids: Option<Vec<u32>> = list.split(',').map(|id| id.trim().parse().ok()).collect();
+    ids.ok_or_else(|| {
+        CliError::usage(invalid_argument("--prompt-ids", list, "it is not a list of ids", "17,4,99"))
+    })
+}
+
+/// Prints a text while it is generated.
+struct TextPrinter<'a> {
+    model: &'a TextModel,
+    ids: Vec<u32>,
+    /// Bytes of the text that are printed.
+    printed: usize,
+    error: Option<Diagnostic>,
+}
+
+impl TextPrinter<'_> {
+    fn print(&mut self, id: u32, is_last: bool) {
+        self.ids.push(id);
+        let result = show_ids(self.model, &self.ids).and_then(|text| {
+            // An id may hold a part of a character, which shows once the rest has come.
+            let is_partial = text.ends_with('\u{fffd}') && !is_last;
+            match text.get(self.printed..).filter(|_| !is_partial) {
+                Some(new) => {
+                    self.printed = text.len();
+                    write_stdout(new)
+                }
+                None => Ok(()),
+            }
+        });
+        if let Err(d) = result {
+            self.error.get_or_insert(d);
+        }
+    }
+}
+
+/// Returns the text of ids, or the ids themselves for a folder without a tokenizer.
+fn show_ids(model: &TextModel, ids: &[u32]) -> Result<String, Diagnostic> {
+    match &model.tokenizer {
+        Some(tokenizer) => tokenizer.decode(ids),
+        None => Ok(ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")),
+    }
+}
+
+fn describe_texts(
+    model: &TextModel,
+    plan: &LanguagePlan,
+    texts: &[GeneratedText],
+    run: &TokenRun,
+) -> Result<serde_json::Value, Diagnostic> {
+    let mut described = Vec::new();
+    for text in texts {
+        let finish = match text.finish {
+            FinishReason::EndId => "end",
+            FinishReason::Length => "length",
+        };
+        described.push(json!({"text": show_ids(model, &text.ids)?, "ids": text.ids, "finish": finish}));
+    }
+    let speed = |t: CallTimes| json!({"calls": t.calls, "ids": t.rows, "seconds": t.time.as_secs_f64()});
+    Ok(json!({
+        "plan": plan.sealed.digest_hex(),
+        "texts": described,
+        "prompts": speed(run.prefill),
+        "decode": speed(run.decode),
+    }))
+}
+
+fn describe_speed(times: CallTimes) -> String {
+    let seconds = times.time.max(Duration::from_nanos(1)).as_secs_f64();
+    format!("{} ids in {seconds:.2} s, {:.1} per second", times.rows, times.rows as f64 / seconds)
+}
+
+fn available_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn plural(n: usize) -> &'static str {
+    if n == 1 { "" } else { "s" }
+}

@@ -1,0 +1,46 @@
+//! Ops of a language model: attention over pages and the choice of tokens.
+
+use tessera_device::Fault;
+use tessera_ir::views;
+
+use super::KernelRun;
+use crate::kernels::{CausalWindow, GroupedHeads, PageTable, SamplingRule, paged_attention, sample_id};
+
+impl KernelRun<'_> {
+    pub(super) fn run_paged_attention(&mut self, v: &views::PagedAttention) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let capacity = x.shape(v.k)[0] as usize;
+        let table = PageTable::new(x.values(v.pages)?, x.values(v.start)?, v.page_rows as usize, capacity)
+            .map_err(Fault::Failed)?;
+        let heads =
+            GroupedHeads { q_width: x.width(v.q), kv_width: x.width(v.k), head_dim: v.head_dim as usize };
+        let causal = CausalWindow { window: v.window.map(|w| w as usize), sink: v.sink as usize };
+        let operands = [x.values(v.q)?, x.values(v.k)?, x.values(v.v)?];
+        paged_attention(self.pool, self.scratch, self.out, operands, heads, &table, causal);
+        Ok(())
+    }
+
+    pub(super) fn run_sample(&mut self, v: &views::Sample) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let (logits, width) = (x.values(v.logits)?, x.width(v.logits));
+        let [temperature, top_p] = [x.values(v.temperature)?, x.values(v.top_p)?];
+        let counts = [x.values(v.top_k)?, x.values(v.seed)?, x.values(v.draw)?];
+        if let Some(n) =
+            counts.iter().copied().flatten().find(|n| n.fract() != 0.0 || !(0.0..16_777_216.0).contains(*n))
+        {
+            return Err(Fault::Failed(format!("{n} is no top_k, seed or draw: a whole number below 2^24")));
+        }
+        for (i, (id, logits)) in self.out.iter_mut().zip(logits.chunks_exact(width)).enumerate() {
+            let [top_k, seed, draw] = counts.map(|c| c[i] as u32);
+            let rule = SamplingRule {
+                temperature: temperature[i],
+                top_k: top_k as usize,
+                top_p: top_p[i],
+                seed,
+                draw,
+            };
+            *id = sample_id(logits, rule) as f32;
+        }
+        Ok(())
+    }
+}

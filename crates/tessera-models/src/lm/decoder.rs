@@ -1,0 +1,219 @@
+//! The language models that run: what their programs need beside the extents.
+
+use serde_json::Value;
+use tessera_base::{Diagnostic, Diagnostics};
+
+use super::{AttentionKind, LanguageModel, NormKind};
+use crate::codes::{T0431, T0432, T0433};
+
+/// A decoder-only language model that runs: grouped-query attention with rotary positions, RMS norms, and gated
+/// feed-forward layers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DecoderModel {
+    /// Its extents.
+    pub extents: LanguageModel,
+    /// Number of query heads.
+    pub heads: u64,
+    /// Number of KV heads.
+    pub kv_heads: u64,
+    /// Columns of a head.
+    pub head_dim: u64,
+    /// Term of the RMS norms that keeps their divisor above 0.
+    pub norm_eps: f64,
+    /// Rotary positions.
+    pub rotary: RotaryConfig,
+    /// Last positions that a token attends to; `None` for all.
+    pub window: Option<u64>,
+    /// Largest number of positions of a sequence.
+    pub max_positions: u64,
+    /// Ids that end a text.
+    pub end_ids: Vec<u32>,
+}
+
+/// Rotary positions of a model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RotaryConfig {
+    /// Base of the geometric series of frequencies.
+    pub theta: f64,
+    /// Change of the frequencies for more positions than a model was first trained with.
+    pub scaling: RotaryScaling,
+}
+
+/// How the rotary frequencies of a model were changed for more positions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RotaryScaling {
+    /// Not at all.
+    None,
+    /// All are divided by a factor.
+    Linear {
+        /// Divisor of every frequency.
+        factor: f64,
+    },
+    /// As in Llama 3.1: low frequencies are divided by a factor, high ones stay, and those between are
+    /// interpolated.
+    Llama3 {
+        /// Divisor of the low frequencies.
+        factor: f64,
+        /// Turns within the original positions below which a frequency is low.
+        low_freq_factor: f64,
+        /// Turns above which a frequency is high.
+        high_freq_factor: f64,
+        /// Positions that the model was first trained with.
+        original_positions: f64,
+    },
+}
+
+impl DecoderModel {
+    /// Parses the `config.json` of a model that is to run. `file` appears only in diagnostics.
+    ///
+    /// # Errors
+    /// The errors of [`LanguageModel::parse`], or T0433 for each property that no program here computes.
+    pub fn parse(file: &str, text: &str) -> Result<DecoderModel, Diagnostics> {
+        let (extents, window) = LanguageModel::parse_with_window(file, text, true)?;
+        // It was parsed a moment ago.
+        let config: Value = serde_json::from_str(text).unwrap_or_default();
+        let mut ds = find_missing_parts(file, &extents);
+        let rotary = read_rotary(file, &config).unwrap_or_else(|d| {
+            ds.push(*d);
+            RotaryConfig { theta: 1.0, scaling: RotaryScaling::None }
+        });
+        let number = |key: &str, default| config.get(key).and_then(Value::as_f64).unwrap_or(default);
+        let norm_eps = number("rms_norm_eps", 1e-6);
+        if norm_eps < 0.0 {
+            ds.push(
+                Diagnostic::error(&T0431, format!("`rms_norm_eps` is {norm_eps}"))
+                    .with_label(file, "this key"),
+            );
+        }
+        let AttentionKind::Grouped { heads, kv_heads, head_dim, .. } = extents.attention else {
+            return Err(ds);
+        };
+        if !ds.is_empty() {
+            return Err(ds);
+        }
+        let max_positions = number("max_position_embeddings", 4096.0).max(1.0) as u64;
+        let end_ids = read_ids(config.get("eos_token_id"));
+        Ok(DecoderModel {
+            extents,
+            heads,
+            kv_heads,
+            head_dim,
+            norm_eps,
+            rotary,
+            window,
+            max_positions,
+            end_ids,
+        })
+    }
+
+    /// Returns the rotary frequencies of a head, in radians per position.
+    #[must_use]
+    pub fn rotary_frequencies(&self) -> Vec<f32> {
+        let pairs = self.head_dim / 2;
+        (0..pairs)
+            .map(|i| {
+                let plain = self.rotary.theta.powf(-((2 * i) as f64) / self.head_dim as f64);
+                self.rotary.scaling.scale_frequency(plain) as f32
+            })
+            .collect()
+    }
+}
+
+impl RotaryScaling {
+    fn scale_frequency(self, plain: f64) -> f64 {
+        match self {
+            RotaryScaling::None => plain,
+            RotaryScaling::Linear { factor } => plain / factor,
+            RotaryScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => {
+                let turns = original_positions * plain / std::f64::consts::TAU;
+                if turns < low_freq_factor {
+                    return plain / factor;
+                }
+                if turns > high_freq_factor {
+                    return plain;
+                }
+                let share = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                (1.0 - share) * plain / factor + share * plain
+            }
+        }
+    }
+}
+
+/// Lists the properties of a model that no program here computes.
+fn find_missing_parts(file: &str, m: &LanguageModel) -> Diagnostics {
+    let missing = [
+        (m.experts.is_some(), "it routes tokens to experts"),
+        (m.norm != NormKind::Rms, "its norms are layer norms"),
+        (m.learned_positions > 0, "its positions are learned"),
+        (!m.mlp.gated, "its feed-forward layers have no gate"),
+        (m.mlp.bias, "its feed-forward layers have biases"),
+        (matches!(m.attention, AttentionKind::Latent { .. }), "its attention keeps latents in place of keys"),
+        (
+            matches!(m.attention, AttentionKind::Grouped { head_dim, .. } if !head_dim.is_multiple_of(2)),
+            "its heads have an odd number of columns",
+        ),
+    ];
+    let refuse = |what: &str| {
+        Diagnostic::error(&T0433, format!("{} cannot run: {what}", m.name))
+            .with_label(file, "this config")
+            .with_hint("models of Llama, Mistral, Qwen2 and Qwen3 run; `tessera plan` estimates the others")
+    };
+    missing.into_iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| refuse(what)).collect()
+}
+
+fn read_rotary(file: &str, config: &Value) -> Result<RotaryConfig, Box<Diagnostic>> {
+    // Newer releases of transformers write one object, older ones two keys.
+    let object =
+        ["rope_parameters", "rope_scaling"].iter().find_map(|k| config.get(k).filter(|v| v.is_object()));
+    let number = |of: Option<&Value>, key: &str| of.and_then(|o| o.get(key)).and_then(Value::as_f64);
+    let theta =
+        number(object, "rope_theta").or_else(|| number(Some(config), "rope_theta")).unwrap_or(10_000.0);
+    let kind = object.and_then(|o| o.get("rope_type").or_else(|| o.get("type"))).and_then(Value::as_str);
+    let reject = |code, message: String, hint: &str| {
+        Box::new(Diagnostic::error(code, message).with_label(file, "the rotary positions").with_hint(hint))
+    };
+    let required = |key: &str| {
+        number(object, key).filter(|x| *x > 0.0).ok_or_else(|| {
+            reject(
+                &T0431,
+                format!("`{key}` of {} positions is missing", kind.unwrap_or_default()),
+                "give a number above 0",
+            )
+        })
+    };
+    let scaling = match kind {
+        None | Some("default") => RotaryScaling::None,
+        Some("linear") => RotaryScaling::Linear { factor: required("factor")? },
+        Some("llama3") => RotaryScaling::Llama3 {
+            factor: required("factor")?,
+            low_freq_factor: required("low_freq_factor")?,
+            high_freq_factor: required("high_freq_factor")?,
+            original_positions: required("original_max_position_embeddings")?,
+        },
+        Some(other) => {
+            return Err(reject(
+                &T0432,
+                format!("rotary positions of type `{other}` are not supported"),
+                "accepted: default, linear, llama3",
+            ));
+        }
+    };
+    if theta <= 1.0 || number(object, "partial_rotary_factor").is_some_and(|f| f != 1.0) {
+        return Err(reject(
+            &T0432,
+            format!("rotary positions with base {theta}, of a part of a head"),
+            "accepted: a base above 1, whole heads",
+        ));
+    }
+    Ok(RotaryConfig { theta, scaling })
+}
+
+/// Reads one id, or a list of them.
+fn read_ids(value: Option<&Value>) -> Vec<u32> {
+    let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
+    match value {
+        Some(Value::Array(list)) => list.iter().filter_map(id).collect(),
+        Some(one) => id(one).into_iter().collect(),
+        None => Vec::new(),
+    }
+}

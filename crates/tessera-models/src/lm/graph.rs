@@ -1,0 +1,283 @@
+//! The logical programs of a language model: one per bucket of sequences and of rows per sequence.
+//!
+//! A call brings the same number of rows of each of its sequences. Their keys and values go to pages of the KV
+//! caches, so a sequence may continue in any later call. How many rows count, and at which position they begin,
+//! are values of the call: no shape depends on a length. Rows beyond the end of a prompt are computed and never
+//! read again, because the next call of their sequence overwrites their keys and values.
+
+use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
+
+use super::AttentionKind;
+use super::DecoderModel;
+
+/// Name of the weight that holds the rotary frequencies of a head. No checkpoint has it; the config states it.
+pub const ROTARY_FREQUENCIES: &str = "rotary.frequencies";
+
+/// The number of sequences of a call, and of rows of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct TokenBucket {
+    /// Sequences of a call.
+    pub sequences: u64,
+    /// Rows of each sequence: 1 for a decode step, more for a part of a prompt.
+    pub rows: u64,
+}
+
+/// The extents of the KV caches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PagedCache {
+    /// Positions of a page.
+    pub page_rows: u64,
+    /// Pages of the pool, which all sequences share.
+    pub pages: u64,
+    /// Largest number of pages of one sequence.
+    pub pages_per_sequence: u64,
+}
+
+/// What a program returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenOutput {
+    /// `next` [sequences]: the id that is chosen after the last row of each sequence.
+    Next,
+    /// `logits` [sequences · rows, vocabulary] of every row.
+    Logits,
+}
+
+/// The inputs of a call, by the names in the programs. `n` is the number of sequences of the bucket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenInput;
+
+impl TokenInput {
+    /// Tensor [n · rows]: the ids of the rows, sequence by sequence.
+    pub const IDS: &str = "ids";
+    /// Numbers [n, pages per sequence]: the pages of each sequence, −1 behind the last.
+    pub const PAGES: &str = "pages";
+    /// Numbers [n]: the position of the first row of each sequence, −1 for an absent one.
+    pub const START: &str = "start";
+    /// Numbers [n]: the row, among all of the call, after which the next id of each sequence is chosen.
+    pub const LAST: &str = "last";
+    /// Numbers [n]: how the next id of each sequence is chosen, as op `sample` defines it.
+    pub const SAMPLING: [&str; 5] = ["draw", "seed", "temperature", "top_k", "top_p"];
+}
+
+/// Returns the name of the program of a bucket.
+#[must_use]
+pub fn token_phase_name(bucket: TokenBucket) -> String {
+    format!("tokens.b{}.n{}", bucket.sequences, bucket.rows)
+}
+
+/// Builds the program of each bucket.
+///
+/// # Panics
+/// Never panics for a parsed [`DecoderModel`], whose dimensions satisfy every rule used here.
+#[must_use]
+pub fn build_token_phases(
+    m: &DecoderModel,
+    cache: PagedCache,
+    buckets: &[TokenBucket],
+    output: TokenOutput,
+) -> Vec<Program> {
+    buckets.iter().map(|bucket| build_phase(m, cache, *bucket, output)).collect()
+}
+
+fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output: TokenOutput) -> Program {
+    let mut g = DecoderBuilder {
+        builder: Builder::new_logical(&token_phase_name(bucket)),
+        model: m,
+        cache,
+        location: "first".to_string(),
+    };
+    let b = bucket.sequences;
+    let ids = g.emit_input(TokenInput::IDS, &[b * bucket.rows]);
+    g.location = "all".to_string();
+    let pages = g.emit_numbers(TokenInput::PAGES, &[b, cache.pages_per_sequence]);
+    let start = g.emit_numbers(TokenInput::START, &[b]);
+    let frequencies = g.emit_weight(ROTARY_FREQUENCIES, &[m.head_dim / 2], "whole", 1);
+    let at = TokenPlaces { pages, start, frequencies };
+    g.location = "first".to_string();
+    let table = g.emit_weight("model.embed_tokens.weight", &[m.extents.vocab, m.extents.width], "whole", 1);
+    let mut x = g.emit_op(Opcode::Embed, &[ids, table]);
+    for i in 0..m.extents.layers {
+        x = g.emit_block(i, x, at);
+    }
+    g.location = "last".to_string();
+    if output == TokenOutput::Next {
+        let last = g.emit_numbers(TokenInput::LAST, &[b]);
+        x = g.emit_op(Opcode::Embed, &[last, x]);
+    }
+    let x = g.emit_norm("model.norm", x);
+    let head = if m.extents.tied_embedding { "model.embed_tokens" } else { "lm_head" };
+    let logits = g.emit_linear(head, x, m.extents.vocab, ("col", 1), false, None);
+    let (name, value) = match output {
+        TokenOutput::Logits => ("logits", logits),
+        TokenOutput::Next => {
+            let numbers = TokenInput::SAMPLING.map(|name| (name, g.emit_numbers(name, &[b])));
+            for (name, value) in numbers {
+                g.builder.add_keyed(name, value);
+            }
+            ("next", g.emit_op(Opcode::Sample, &[logits]))
+        }
+    };
+    g.builder.set_attr("at", "last");
+    g.builder.add_output(name, value);
+    match g.builder.finish() {
+        Ok(p) => p,
+        Err(e) => panic!("a parsed language model violates a rule of the op table: {}", e[0].message),
+    }
+}
+
+/// Where the rows of a call lie in their sequences and in the caches.
+#[derive(Clone, Copy)]
+struct TokenPlaces {
+    pages: ValueId,
+    start: ValueId,
+    frequencies: ValueId,
+}
+
+struct DecoderBuilder<'a> {
+    builder: Builder,
+    model: &'a DecoderModel,
+    cache: PagedCache,
+    /// Attribute `at` of the next ops.
+    location: String,
+}
+
+impl DecoderBuilder<'_> {
+    fn emit_block(&mut self, i: u64, x: ValueId, at: TokenPlaces) -> ValueId {
+        let m = self.model;
+        let (d, hd, group) = (m.extents.width, m.head_dim, m.heads / m.kv_heads);
+        let (qkv_bias, out_bias, qk_norm) = match m.extents.attention {
+            AttentionKind::Grouped { qkv_bias, out_bias, qk_norm, .. } => (qkv_bias, out_bias, qk_norm),
+            AttentionKind::Latent { .. } => (false, false, false),
+        };
+        self.location = format!("block.{i}");
+        let n = format!("model.layers.{i}");
+        let a = self.emit_norm(&format!("{n}.input_layernorm"), x);
+        // A rank holds whole KV heads, and the query heads that read them.
+        let q_part = ("col", group * hd);
+        let mut q =
+            self.emit_linear(&format!("{n}.self_attn.q_proj"), a, m.heads * hd, q_part, qkv_bias, None);
+        let mut k = self.emit_linear(
+            &format!("{n}.self_attn.k_proj"),
+            a,
+            m.kv_heads * hd,
+            ("col", hd),
+            qkv_bias,
+            None,
+        );
+        let v = self.emit_linear(
+            &format!("{n}.self_attn.v_proj"),
+            a,
+            m.kv_heads * hd,
+            ("col", hd),
+            qkv_bias,
+            None,
+        );
+        if qk_norm {
+            q = self.emit_head_norm(&format!("{n}.self_attn.q_norm"), q);
+            k = self.emit_head_norm(&format!("{n}.self_attn.k_norm"), k);
+        }
+        let q = self.emit_rotary(q, at);
+        let k = self.emit_rotary(k, at);
+        let keys = self.cache_rows(&format!("kv.k.{i}"), k, at);
+        let values = self.cache_rows(&format!("kv.v.{i}"), v, at);
+        self.set_page_attrs(at);
+        self.builder.set_attr("head_dim", hd);
+        if let Some(window) = m.window {
+            self.builder.set_attr("window", window);
+        }
+        let o = self.emit_op(Opcode::PagedAttention, &[q, keys, values]);
+        let o = self.emit_linear(&format!("{n}.self_attn.o_proj"), o, d, ("row", group * hd), out_bias, None);
+        let x = self.emit_op(Opcode::Add, &[x, o]);
+
+        let a = self.emit_norm(&format!("{n}.post_attention_layernorm"), x);
+        let inner = m.extents.mlp.inner;
+        let gate = self.emit_linear(&format!("{n}.mlp.gate_proj"), a, inner, ("col", 1), false, Some("silu"));
+        let up = self.emit_linear(&format!("{n}.mlp.up_proj"), a, inner, ("col", 1), false, None);
+        let h = self.emit_op(Opcode::Mul, &[gate, up]);
+        let y = self.emit_linear(&format!("{n}.mlp.down_proj"), h, d, ("row", 1), false, None);
+        self.emit_op(Opcode::Add, &[x, y])
+    }
+
+    /// Writes rows to their pages of a cache, and returns the view of the whole cache.
+    fn cache_rows(&mut self, name: &str, rows: ValueId, at: TokenPlaces) -> ValueId {
+        let width = self.model.kv_heads * self.model.head_dim;
+        let ty = Type::new(DType::F32, [self.cache.pages * self.cache.page_rows, width]);
+        let buffer = self.builder.declare_buffer(name, ty);
+        self.set_page_attrs(at);
+        self.builder.set_attr("at", self.location.as_str());
+        self.builder.write_buffer(buffer, rows);
+        self.builder.set_attr("at", self.location.as_str());
+        self.builder.read_buffer(buffer)
+    }
+
+    fn set_page_attrs(&mut self, at: TokenPlaces) {
+        self.builder.set_attr("page_rows", self.cache.page_rows);
+        self.builder.add_keyed("pages", at.pages);
+        self.builder.add_keyed("start", at.start);
+    }
+
+    fn emit_rotary(&mut self, x: ValueId, at: TokenPlaces) -> ValueId {
+        self.builder.set_attr("head_dim", self.model.head_dim).add_keyed("start", at.start);
+        self.emit_op(Opcode::Rotary, &[x, at.frequencies])
+    }
+
+    fn emit_head_norm(&mut self, name: &str, x: ValueId) -> ValueId {
+        let (eps, hd) = (self.model.norm_eps, self.model.head_dim);
+        let w = self.emit_weight(&format!("{name}.weight"), &[hd], "whole", 1);
+        self.builder.set_attr("eps", eps).set_attr("head_dim", hd);
+        self.emit_op(Opcode::HeadNorm, &[x, w])
+    }
+
+    fn emit_norm(&mut self, name: &str, x: ValueId) -> ValueId {
+        let w = self.emit_weight(&format!("{name}.weight"), &[self.model.extents.width], "whole", 1);
+        self.builder.set_attr("eps", self.model.norm_eps);
+        self.emit_op(Opcode::RmsNorm, &[x, w])
+    }
+
+    /// Emits act(x · wᵀ + bias). `part` and `unit` tell a strategy how it may shard the weight.
+    fn emit_linear(
+        &mut self,
+        name: &str,
+        x: ValueId,
+        out: u64,
+        (part, unit): (&str, u64),
+        has_bias: bool,
+        act: Option<&str>,
+    ) -> ValueId {
+        let k = self.builder.type_of(x).shape[1];
+        let w = self.emit_weight(&format!("{name}.weight"), &[out, k], part, unit);
+        if has_bias {
+            let bias_part = if part == "col" { "col" } else { "whole" };
+            let b = self.emit_weight(&format!("{name}.bias"), &[out], bias_part, unit);
+            self.builder.add_keyed("bias", b);
+        }
+        if let Some(act) = act {
+            self.builder.set_attr("act", act);
+        }
+        self.emit_op(Opcode::Matmul, &[x, w])
+    }
+
+    fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
+        self.builder.set_attr("at", self.location.as_str()).set_attr("part", part);
+        if unit > 1 {
+            self.builder.set_attr("unit", unit);
+        }
+        self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape))
+    }
+
+    fn emit_input(&mut self, name: &str, shape: &[u64]) -> ValueId {
+        self.builder.set_attr("at", self.location.as_str());
+        self.builder.set_label(name).add_input(name, Type::new(DType::F32, shape))
+    }
+
+    /// Emits numbers of the call, which are the same on every rank.
+    fn emit_numbers(&mut self, name: &str, shape: &[u64]) -> ValueId {
+        self.builder.set_attr("at", self.location.as_str());
+        self.builder.set_label(name).add_call_scalar(name, Type::new(DType::F32, shape))
+    }
+
+    fn emit_op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
+        self.builder.set_attr("at", self.location.as_str());
+        self.builder.add_op(opcode, operands)
+    }
+}

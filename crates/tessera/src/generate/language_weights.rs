@@ -1,0 +1,83 @@
+//! The weights of a language model: the tensors of its files, and the rotary frequencies that its config states.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_device::{MeshRank, WeightSource};
+use tessera_ir::{Opcode, Type};
+use tessera_mesh::Rank;
+use tessera_models::{DecoderModel, ROTARY_FREQUENCIES};
+use tessera_verify::SealedPlan;
+use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
+
+/// The weights of a language model.
+#[derive(Debug)]
+pub(super) struct LanguageWeights {
+    set: WeightSet,
+    frequencies: Vec<f32>,
+}
+
+impl LanguageWeights {
+    /// Finds every tensor that the programs of a plan read.
+    ///
+    /// # Errors
+    /// T0501 to T0508: a missing shard, a damaged file, or tensors that are missing, superfluous or of another
+    /// shape.
+    pub(super) fn open(
+        dir: &Path,
+        model: &DecoderModel,
+        plan: &SealedPlan,
+    ) -> Result<LanguageWeights, Diagnostics> {
+        let files = WeightFiles::open(dir)?;
+        let stored: Vec<&str> = files.iter_tensors().map(|t| t.name).collect();
+        // A checkpoint may hold the tied head a second time.
+        let has_copy = model.extents.tied_embedding && stored.contains(&TIED_HEAD);
+        let mut expected = list_expected(plan);
+        if has_copy {
+            expected.push(ExpectedTensor {
+                name: TIED_HEAD.to_string(),
+                aliases: Vec::new(),
+                shape: vec![model.extents.vocab, model.extents.width],
+            });
+        }
+        let set = files.resolve(&expected)?;
+        Ok(LanguageWeights { set, frequencies: model.rotary_frequencies() })
+    }
+}
+
+/// The head of a model without tied embeddings.
+const TIED_HEAD: &str = "lm_head.weight";
+
+/// Lists the tensors that the programs read, with their global shapes.
+fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
+    let mesh = plan.mesh();
+    let mut shapes: BTreeMap<String, Vec<u64>> = BTreeMap::new();
+    for (phase, rank) in plan.phase_names().iter().flat_map(|p| mesh.iter().map(move |r: Rank| (p, r))) {
+        let Some(program) = plan.rank_program(phase, rank) else { continue };
+        for op in program.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
+            let (Some(name), Some(result)) = (&op.name, op.results.first()) else { continue };
+            let ty = program.type_of(*result);
+            shapes.insert(name.clone(), ty.layout.global_shape(&ty.shape, mesh));
+        }
+    }
+    shapes.remove(ROTARY_FREQUENCIES);
+    shapes.into_iter().map(|(name, shape)| ExpectedTensor { name, aliases: Vec::new(), shape }).collect()
+}
+
+impl WeightSource for LanguageWeights {
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        _load: Option<&str>,
+        rank: &MeshRank,
+    ) -> Result<Vec<f32>, Diagnostic> {
+        if name == ROTARY_FREQUENCIES {
+            return Ok(self.frequencies.clone());
+        }
+        let dims = ty.layout.global_ranges(&ty.shape, &rank.mesh, rank.coord());
+        let ranges: Vec<_> = dims.into_iter().map(|(start, len)| start..start + len).collect();
+        self.set.read_f32(name, &ranges)
+    }
+}

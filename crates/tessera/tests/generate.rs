@@ -1,0 +1,124 @@
+//! Language models against transformers: logits, and greedy continuations, on several meshes.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tessera::Mapping;
+use tessera::generate::{LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest, TokenRun};
+use tessera_models::TokenOutput;
+use tessera_weights::WeightFiles;
+
+const DENSE: [&str; 4] = ["llama", "qwen3", "qwen2", "mistral"];
+
+fn folder(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/lm").join(family)
+}
+
+/// What transformers computes for a folder.
+struct Reference {
+    prompts: [Vec<u32>; 2],
+    logits: [Vec<f32>; 2],
+    continuations: [Vec<u32>; 2],
+}
+
+impl Reference {
+    fn read(family: &str) -> Reference {
+        let file = folder(family).join("reference.safetensors");
+        let set = WeightFiles::open_file(&file).unwrap().resolve_as_is().unwrap();
+        let values = |name: &str| set.read_whole_f32(name).unwrap();
+        let both = |name: &str| [0, 1].map(|i| values(&format!("{name}.{i}")));
+        let ids = |v: Vec<f32>| v.into_iter().map(|id| id as u32).collect::<Vec<u32>>();
+        Reference {
+            prompts: both("prompt").map(ids),
+            logits: both("logits"),
+            continuations: both("continuation").map(ids),
+        }
+    }
+}
+
+/// Loads a model over a mesh; `prompt_rows` is the size of the pieces in which prompts are read.
+fn load(family: &str, mesh: &str, prompt_rows: u64, output: TokenOutput) -> TokenRun {
+    let mut model = TextModel::open(&folder(family)).unwrap().decoder;
+    // The reference ignores the ends of texts.
+    model.end_ids.clear();
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
+    let settings = LanguageSettings { sequences: 2, positions: 128, prompt_rows, output };
+    let plan =
+        LanguagePlan::new(&model, &mapping, settings).unwrap_or_else(|ds| panic!("{family} {mesh}: {ds:#?}"));
+    TokenRun::load(&Arc::new(plan), &folder(family), 1)
+        .unwrap_or_else(|ds| panic!("{family} {mesh}: {ds:#?}"))
+}
+
+/// Returns the meshes that have a KV head for every rank of tp.
+fn meshes(family: &str) -> Vec<&'static str> {
+    let decoder = TextModel::open(&folder(family)).unwrap().decoder;
+    let all = [("tp=1", 1), ("tp=2", 2), ("pp=2", 1), ("tp=2,pp=2", 2), ("tp=4", 4)];
+    all.into_iter().filter(|(_, tp)| *tp <= decoder.kv_heads).map(|(mesh, _)| mesh).collect()
+}
+
+#[test]
+fn logits_are_those_of_transformers_on_every_mesh() {
+    for family in DENSE {
+        let reference = Reference::read(family);
+        for mesh in meshes(family) {
+            // Pieces of 5 rows divide neither prompt.
+            let mut run = load(family, mesh, 5, TokenOutput::Logits);
+            for (prompt, expected) in reference.prompts.iter().zip(&reference.logits) {
+                let found = run.compute_logits(prompt).unwrap();
+                assert_eq!(found.len(), expected.len());
+                let largest = expected.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+                let far =
+                    found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest;
+                println!("{family} {mesh}, {} ids: {far:.1e}", prompt.len());
+                assert!(far <= 2e-5, "{family} {mesh}, {} ids: {far:e} of the largest logit", prompt.len());
+            }
+        }
+    }
+}
+
+#[test]
+fn greedy_texts_are_those_of_transformers_alone_and_in_a_batch() {
+    for family in DENSE {
+        let reference = Reference::read(family);
+        let request = |i: usize| TextRequest {
+            prompt: reference.prompts[i].clone(),
+            max_ids: 64,
+            sampling: Sampling::default(),
+        };
+        for mesh in meshes(family) {
+            let mut run = load(family, mesh, 16, TokenOutput::Next);
+            for batch in [&[0][..], &[1], &[0, 1], &[1, 0]] {
+                let requests: Vec<TextRequest> = batch.iter().map(|i| request(*i)).collect();
+                let mut streamed = vec![Vec::new(); batch.len()];
+                let texts = run.generate(&requests, |event| streamed[event.text].push(event.id)).unwrap();
+                for ((text, streamed), i) in texts.iter().zip(&streamed).zip(batch) {
+                    assert_eq!(
+                        text.ids, reference.continuations[*i],
+                        "{family} {mesh}, prompt {i} of {batch:?}"
+                    );
+                    assert_eq!(&text.ids, streamed);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sampled_texts_depend_on_the_seed_and_neither_on_the_mesh_nor_on_the_batch() {
+    let reference = Reference::read("llama");
+    let request = |i: usize, seed| TextRequest {
+        prompt: reference.prompts[i].clone(),
+        max_ids: 24,
+        sampling: Sampling { temperature: 0.8, top_k: 40, top_p: 0.95, seed },
+    };
+    let sample = |mesh: &str, requests: &[TextRequest]| {
+        let texts = load("llama", mesh, 16, TokenOutput::Next).generate(requests, |_| {}).unwrap();
+        texts.into_iter().map(|t| t.ids).collect::<Vec<_>>()
+    };
+    let alone = sample("tp=1", &[request(1, 7)]);
+    assert_eq!(sample("tp=2", &[request(1, 7)]), alone);
+    assert_eq!(sample("pp=2", &[request(0, 3), request(1, 7)])[1], alone[0]);
+    assert_ne!(sample("tp=1", &[request(1, 8)]), alone);
+}
