@@ -219,6 +219,13 @@ fn estimate_op(m: &MachineModel, p: &Program, defs: &[Option<usize>], op: &Op) -
         (KernelClass::Attention, Ok(OpView::Attention(v))) => {
             kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, [v.q, v.k], v.head_dim)))
         }
+        (KernelClass::Attention, Ok(OpView::PagedAttention(v))) => {
+            // Every position that the table of pages can hold may be attended to.
+            let sizes = attention_sizes(p, [v.q, v.k], v.head_dim);
+            let keys = dim_extent(p, v.pages, 1) * v.page_rows as f64;
+            let keys = v.window.map_or(keys, |w| keys.min((w + v.sink) as f64));
+            kernel(OpActivity::Attention, m.attention_ns(&AttentionWork { keys, ..sizes }))
+        }
         (KernelClass::Attention, Ok(OpView::RelativeAttention(v))) => {
             kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, [v.q, v.k], v.head_dim)))
         }
@@ -247,6 +254,16 @@ fn grouped_gemm_ns(m: &MachineModel, p: &Program, op: &Op, view: &OpView) -> Opt
             let columns = op.results.first().map_or(1.0, |r| p.type_of(*r).element_count() as f64 / rows);
             let batch = (p.type_of(*y).element_count() as f64 / (k * columns)).max(1.0);
             Some(m.grouped_gemm_ns(batch, rows / batch, columns, k, value_precision(p, *x)))
+        }
+        OpView::GroupedMatmul(v) => {
+            let [groups, columns, k] = [0, 1, 2].map(|dim| dim_extent(p, v.w, dim));
+            Some(m.grouped_gemm_ns(
+                groups,
+                v.rows as f64 / groups.max(1.0),
+                columns,
+                k,
+                value_precision(p, v.x),
+            ))
         }
         OpView::MoeRoute(v) => {
             let bank: Vec<f64> = p.buffer(op.buffer?).ty.shape.iter().map(|n| *n as f64).collect();

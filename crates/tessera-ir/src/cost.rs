@@ -99,6 +99,7 @@ fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
             Some(4 * n * d * keys + 10 * n * keys * (d / v.head_dim))
         }
         OpView::Bmm(v) => Some(2 * out()? * p.type_of(v.x).shape.last()?),
+        OpView::GroupedMatmul(v) => Some(2 * v.rows * extent(v.w, 1)? * extent(v.w, 2)?),
         // Assumes that no token is dropped at any of its experts.
         OpView::MoeRoute(v) => Some(2 * out()? * extent(v.x, 1)? * v.top_k),
         _ => None,

@@ -276,6 +276,20 @@ Compute ComputeOp {
         "Batched matmul: scale · x · y for x [..., n, k] and y [..., k, m]; with `transposed = true`, y is [..., m, k].";
     MoeRoute "moe_route" (x: Operand, gates: Operand) [] {a2a_axis: MeshAxis, capacity_factor: Positive, pack_fused: Or<Flag, 0>, policy: Opt<TokenPolicy>, quantize_fp8: Or<Flag, 0>, top_k: Or<Count, 2>} -> 1, false, [GroupedGemm, FromExtents, Fixed(F32), Whole, Refused],
     "Σ g · (x · Wᵉᵀ) over the `top_k` experts of each token with the largest weights g (default 2, ties to the lower expert), for x [tokens, d], g [tokens, experts] and the buffer W [experts, d_out, d]. An expert accepts tokens in order, at most ⌈capacity_factor · tokens · top_k / experts⌉; further tokens are dropped. Logical programs only: `a2a_axis` is the mesh axis of the all-to-all, `pack_fused` packs tokens inside of the matmul and changes no bit, and `quantize_fp8` sends tokens of 8 bits, which `policy = \"fp8_e4m3\"` must allow.";
+    TopKExperts "top_k_experts" (logits: Operand) [] {top_k: Count} -> 1, false, [Elementwise, PerOperand(8), Fixed(F32), Whole, ByRow],
+        "The `top_k` experts of each token with the largest logits [tokens, experts], largest first, ties to the lower expert: whole numbers [tokens, top_k].";
+    ExpertWeights "expert_weights" (logits: Operand, experts: Operand) [] {renormalise: Or<Flag, 0>} -> 1, false, [Elementwise, PerOperand(10), Fixed(F32), Whole, ByRow],
+        "The weights of the chosen experts [tokens, k]: the softmax of logits [tokens, experts] over all experts, divided by the sum of the chosen ones with `renormalise`.";
+    ExpertSlots "expert_slots" (experts: Operand) [] {capacity: Count} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Whole, ByRow],
+        "The slot of each choice [tokens, k]: an expert gives its slots 0, 1, … to the tokens that chose it, in their order; beyond `capacity` a choice has the slot −1.";
+    ExpertCounts "expert_counts" (experts: Operand, slots: Operand) [] {groups: Count} -> 1, false, [Elementwise, PerOperand(1), Fixed(F32), Whole, Own],
+        "The number of slots that each of `groups` experts has given away: [groups, 1].";
+    ExpertPack "expert_pack" (x: Operand, experts: Operand, slots: Operand) [] {capacity: Count, groups: Count} -> 1, false, [Copy, Zero, FirstOperand, Whole, Own],
+        "Copies the rows of x [tokens, d] to the slots of their experts: [groups, capacity, d], with zeros in the slots that no token has.";
+    GroupedMatmul "grouped_matmul" (x: Operand, w: Operand, counts: Operand) [] {act: Opt<Act>, rows: Count} -> 1, false, [GroupedGemm, FromExtents, Matmul, Whole, Own],
+        "act(x[e] · w[e]ᵀ) for each group e, with x [groups, slots, k] and w [groups, m, k], in the first counts[e] slots, for counts [groups, 1]; the others are zeros. `rows` is the largest number of such slots of all groups together.";
+    ExpertCombine "expert_combine" (y: Operand, experts: Operand, slots: Operand, weights: Operand) [] {} -> 1, true, [Elementwise, PerResult(4), FirstOperand, Whole, Own],
+        "Σ weights[t, j] · y[experts[t, j], slots[t, j]] for each token t, added by ascending expert, with y [groups, capacity, d]. A choice with the slot −1 adds nothing.";
     TimeEmbed "time_embed" (timesteps: Operand) [] {width: Count} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
         "Sinusoidal embedding of each timestep in f64: cosines, then sines; base 10000.";
     Renoise "renoise" (x: Operand) [sigma: Operand, seed: Operand, chunk: Operand, draw: Operand] {} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
@@ -304,8 +318,8 @@ Compute ComputeOp {
         "Each element of x, limited to −limit..=limit; NaN stays NaN.";
     SoftClamp "soft_clamp" (x: Operand) [] {limit: Positive} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
         "limit · tanh(x / limit), element by element.";
-    Embed "embed" (ids: Operand, table: Operand) [] {} -> 1, false, [Copy, Zero, Fixed(F32), Whole, ByRow],
-        "Row ids[i] of table [rows, d] for each i of ids [n], as [n, d] in f32. The table may be stored in bf16. The ids are whole numbers in f32, which is exact below 2^24.";
+    Embed "embed" (ids: Operand, table: Operand) [] {} -> 1, false, [Copy, Zero, Fixed(F32), Whole, Own],
+        "Row ids[i] of table [rows, d] for each i of ids [n], as [n, d] in f32. The table may be stored in bf16. The ids are whole numbers in f32, which is exact below 2^24. If the rows of the table are sharded, the ids are those of the whole table, and the result is partial: ids of other shards give zeros.";
     TakeRows "take_rows" (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
         "Rows `row..row + rows` of x.";
     TakeShard "take_shard" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],

@@ -7,6 +7,7 @@
 mod buffers;
 mod compute;
 mod embedding;
+mod experts;
 mod image;
 mod language;
 mod possible_types;
@@ -158,6 +159,13 @@ impl RuleContext<'_> {
             V::Softmax(v) => one(self.softmax_type(v)?),
             V::Bmm(v) => one(self.bmm_type(v)?),
             V::MoeRoute(v) => one(self.moe_route_type(v)?),
+            V::TopKExperts(v) => one(self.top_k_experts_type(v)?),
+            V::ExpertWeights(_) => one(self.expert_weights_type()?),
+            V::ExpertSlots(_) => one(self.expert_slots_type()?),
+            V::ExpertCounts(v) => one(self.expert_counts_type(v)?),
+            V::ExpertPack(v) => one(self.expert_pack_type(v)?),
+            V::GroupedMatmul(v) => one(self.grouped_matmul_type(v)?),
+            V::ExpertCombine(_) => one(self.expert_combine_type()?),
             V::TimeEmbed(v) => one(self.time_embed_type(v)?),
             V::SpaceTimeToDepth(v) => one(self.space_time_to_depth_type(v)?),
             V::DepthToSpaceTime(v) => one(self.depth_to_space_time_type(v)?),

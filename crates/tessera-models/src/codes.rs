@@ -88,7 +88,7 @@ model, so the config is rejected. The hint lists the accepted values.\n\n\
 Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.";
 
     T0433: "language model cannot run",
-    "The config describes a model that `tessera plan` can estimate, but no program here computes one of its parts: the message names it. Models of the families Llama, Mistral, Qwen2 and Qwen3 run: attention with grouped KV heads and rotary positions, \
+    "The config describes a model that `tessera plan` can estimate, but no program here computes one of its parts: the message names it. Models of the families Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE run: attention with grouped KV heads and rotary positions, \
 RMS norms, and feed-forward layers with a gate.";
 
     T0450: "text encoder is not a UMT5 encoder that can run",

@@ -8,7 +8,7 @@ mod graph;
 #[cfg(test)]
 mod tests;
 
-pub use decoder::{DecoderModel, RotaryConfig, RotaryScaling};
+pub use decoder::{DecoderModel, ExpertLayers, ExpertNames, RotaryConfig, RotaryScaling};
 pub use graph::{
     PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput, TokenOutput, build_token_phases,
     token_phase_name,

@@ -25,6 +25,8 @@ pub struct LogicalModel {
     pub tokens: u64,
     /// Number of transformer blocks, over all stages.
     pub blocks: u64,
+    /// Number of experts of a block; 0 for a model without experts.
+    pub experts: u64,
     /// Precision of the convolutions that decode pixels.
     pub decoder: DecoderPrecision,
 }
@@ -37,6 +39,7 @@ impl LogicalModel {
             ffn_size: self.ffn_size,
             tokens: self.tokens,
             blocks: self.blocks,
+            experts: self.experts,
         }
     }
 }

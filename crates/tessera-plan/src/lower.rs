@@ -7,6 +7,7 @@
 //! runs the others, and each has an empty program for the phases of the other.
 
 mod collectives;
+mod experts;
 mod frames;
 mod ops;
 mod values;
@@ -298,14 +299,15 @@ impl<'a> Lowering<'a> {
         for n in &mapping.blocks {
             stage_bounds.push(stage_bounds[stage_bounds.len() - 1] + n);
         }
-        let (tp, pp) = match target {
-            LoweringTarget::Mesh { .. } => (mesh.axis_size(Axis::Tp), mesh.axis_size(Axis::Pp)),
-            LoweringTarget::Leader => (1, 1),
+        let [tp, pp, ep] = match target {
+            LoweringTarget::Mesh { .. } => [Axis::Tp, Axis::Pp, Axis::Ep].map(|axis| mesh.axis_size(axis)),
+            LoweringTarget::Leader => [1; 3],
         };
         let streams: Vec<StreamKind> = [
             Some(StreamKind::Compute),
             (tp > 1).then_some(StreamKind::TpCollective),
             (pp > 1).then_some(StreamKind::Pp),
+            (ep > 1).then_some(StreamKind::A2a),
         ]
         .into_iter()
         .flatten()
@@ -326,7 +328,7 @@ impl<'a> Lowering<'a> {
             analysis,
             is_active: mesh.outside_count() == 0
                 || analysis.is_leader_phase == (target == LoweringTarget::Leader),
-            sharding: ShardingRules { strategy: mapping.strategy, tp, head_dim: logical.head_dim },
+            sharding: ShardingRules { strategy: mapping.strategy, tp, ep, head_dim: logical.head_dim },
             mesh_invariant: mapping.numerics == Numerics::MeshInvariant,
             latent_rows: (analysis.is_media_phase && mapping.media == MediaPlacement::Mesh)
                 .then(|| frames::latent_rows(program))
@@ -409,6 +411,15 @@ impl<'a> Lowering<'a> {
             (LoweringRule::Own, Ok(OpView::Attention(v))) => self.lower_attention(op, &v, s),
             (LoweringRule::Own, Ok(OpView::PagedAttention(v))) => self.lower_paged_attention(op, &v, s),
             (LoweringRule::Own, Ok(OpView::Sample(_))) => self.lower_sample(op, s),
+            (LoweringRule::Own, Ok(OpView::Embed(_))) => self.lower_with_sum(op, s),
+            (LoweringRule::Own, Ok(OpView::ExpertCounts(_) | OpView::ExpertPack(_))) => {
+                self.lower_to_experts(op, s);
+            }
+            (LoweringRule::Own, Ok(OpView::ExpertCombine(v))) => {
+                self.return_from_experts(v.y, s);
+                self.lower_with_sum(op, s);
+            }
+            (LoweringRule::Own, Ok(OpView::GroupedMatmul(_))) => self.lower_as_is(op, s),
             (LoweringRule::Own, Ok(OpView::Output(_))) => self.lower_output(op, s),
             (LoweringRule::Own, Ok(OpView::Quantize(_))) => self.lower_quantize(op, s),
             // `check_opcodes` has refused the third kind, and sources are lowered where they are read.

@@ -368,6 +368,8 @@ pub struct ModelExtents {
     pub tokens: u64,
     /// Number of transformer blocks, over all stages.
     pub blocks: u64,
+    /// Number of experts of a block; 0 for a model without experts.
+    pub experts: u64,
 }
 
 #[cfg(test)]
@@ -375,7 +377,7 @@ mod tests {
     use super::*;
 
     const E: ModelExtents =
-        ModelExtents { heads: 12, hidden_size: 1536, ffn_size: 8960, tokens: 4680, blocks: 30 };
+        ModelExtents { heads: 12, hidden_size: 1536, ffn_size: 8960, tokens: 4680, blocks: 30, experts: 0 };
 
     fn codes_for(mesh: &str, f: impl Fn(&mut Mapping)) -> Vec<&'static str> {
         let mut m = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };

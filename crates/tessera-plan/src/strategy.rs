@@ -61,6 +61,7 @@ fn expected_part(p: &Program, op: &Op) -> Option<&'static str> {
 pub(crate) struct ShardingRules {
     pub(crate) strategy: Strategy,
     pub(crate) tp: u32,
+    pub(crate) ep: u32,
     /// Width of a head: the unit of sharded heads.
     pub(crate) head_dim: u64,
 }
@@ -76,6 +77,16 @@ impl ShardingRules {
         match part.and_then(|p| p.dim_index(shape.len())) {
             Some(dim) => self.shard_layout(dim, shape[dim], unit),
             None => AxisLayout::Replicated,
+        }
+    }
+
+    /// Returns the layout over ep of a weight: the matrices of experts are sharded by expert.
+    pub(crate) fn expert_layout(&self, shape: &[u64]) -> AxisLayout {
+        match shape {
+            [experts, _, _] if self.ep > 1 => {
+                Shard::new(0, *experts, 1, self.ep).map_or(AxisLayout::Replicated, AxisLayout::Shard)
+            }
+            _ => AxisLayout::Replicated,
         }
     }
 

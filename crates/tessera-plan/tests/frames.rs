@@ -58,6 +58,7 @@ latents_mean = [-0.4, -0.1, 0.2, 0.5]\nlatents_std = [1.5, 1.75, 2.0, 2.25]\n"
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
+        experts: 0,
         decoder: DecoderPrecision::Exact,
     }
 }

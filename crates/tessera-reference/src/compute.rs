@@ -1,6 +1,7 @@
 //! Computes the ops of one rank, element by element.
 
 mod attention;
+mod experts;
 mod image;
 mod language;
 mod norms;
@@ -108,6 +109,13 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
             let experts = cx.buffer.as_ref().ok_or("names no buffer")?;
             tile_ops::moe_route(v, cx.tensor(v.x)?, cx.tensor(v.gates)?, experts)
         }
+        V::TopKExperts(v) => experts::top_k_experts(cx, v),
+        V::ExpertWeights(v) => experts::expert_weights(cx, v),
+        V::ExpertSlots(v) => experts::expert_slots(cx, v),
+        V::ExpertCounts(v) => experts::expert_counts(cx, v),
+        V::ExpertPack(v) => experts::expert_pack(cx, v),
+        V::GroupedMatmul(v) => experts::grouped_matmul(cx, v),
+        V::ExpertCombine(v) => experts::expert_combine(cx, v),
         V::TimeEmbed(v) => time_embed(cx, v),
         V::Renoise(v) => renoise(cx, v),
         V::ToX0(v) => {
@@ -219,11 +227,16 @@ fn add_bias(x: &Tensor, bias: Option<&Tensor>, act: Option<Activation>) -> Tenso
         let b = vector_data(b, m)?;
         y.data_mut().iter_mut().enumerate().for_each(|(i, y)| *y += b[i % m]);
     }
-    Ok(match act {
-        None => y,
-        Some(Activation::Silu) => map_elements(&y, silu),
-        Some(Activation::GeluTanh) => map_elements(&y, gelu_tanh),
-    })
+    Ok(map_elements(&y, |y| activate(act, y)))
+}
+
+/// Applies an activation, if there is one.
+fn activate(act: Option<Activation>, x: f64) -> f64 {
+    match act {
+        None => x,
+        Some(Activation::Silu) => silu(x),
+        Some(Activation::GeluTanh) => gelu_tanh(x),
+    }
 }
 
 fn time_embed(cx: &OpContext<'_>, v: &views::TimeEmbed) -> TensorResult {

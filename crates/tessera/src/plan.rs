@@ -136,6 +136,7 @@ pub fn logical_model(m: &VideoModel, media: MediaPlacement) -> LogicalModel {
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
+        experts: 0,
         decoder: match m.stream.decoder_quality {
             DecoderQuality::Exact => DecoderPrecision::Exact,
             DecoderQuality::Fast => DecoderPrecision::Fast,

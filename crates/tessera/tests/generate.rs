@@ -10,7 +10,7 @@ use tessera::generate::{LanguagePlan, LanguageSettings, Sampling, TextModel, Tex
 use tessera_models::TokenOutput;
 use tessera_weights::WeightFiles;
 
-const DENSE: [&str; 4] = ["llama", "qwen3", "qwen2", "mistral"];
+const FAMILIES: [&str; 6] = ["llama", "qwen3", "qwen2", "mistral", "mixtral", "qwen3-moe"];
 
 fn folder(family: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/lm").join(family)
@@ -55,12 +55,19 @@ fn load(family: &str, mesh: &str, prompt_rows: u64, output: TokenOutput) -> Toke
 fn meshes(family: &str) -> Vec<&'static str> {
     let decoder = TextModel::open(&folder(family)).unwrap().decoder;
     let all = [("tp=1", 1), ("tp=2", 2), ("pp=2", 1), ("tp=2,pp=2", 2), ("tp=4", 4)];
-    all.into_iter().filter(|(_, tp)| *tp <= decoder.kv_heads).map(|(mesh, _)| mesh).collect()
+    let mut meshes: Vec<_> =
+        all.into_iter().filter(|(_, tp)| *tp <= decoder.kv_heads).map(|(mesh, _)| mesh).collect();
+    meshes.extend(match family {
+        "mixtral" => &["ep=5"][..],
+        "qwen3-moe" => &["ep=2", "ep=3", "tp=2,ep=2", "ep=2,pp=2"],
+        _ => &[],
+    });
+    meshes
 }
 
 #[test]
 fn logits_are_those_of_transformers_on_every_mesh() {
-    for family in DENSE {
+    for family in FAMILIES {
         let reference = Reference::read(family);
         for mesh in meshes(family) {
             // Pieces of 5 rows divide neither prompt.
@@ -80,7 +87,7 @@ fn logits_are_those_of_transformers_on_every_mesh() {
 
 #[test]
 fn greedy_texts_are_those_of_transformers_alone_and_in_a_batch() {
-    for family in DENSE {
+    for family in FAMILIES {
         let reference = Reference::read(family);
         let request = |i: usize| TextRequest {
             prompt: reference.prompts[i].clone(),
@@ -121,4 +128,18 @@ fn sampled_texts_depend_on_the_seed_and_neither_on_the_mesh_nor_on_the_batch() {
     assert_eq!(sample("tp=2", &[request(1, 7)]), alone);
     assert_eq!(sample("pp=2", &[request(0, 3), request(1, 7)])[1], alone[0]);
     assert_ne!(sample("tp=1", &[request(1, 8)]), alone);
+}
+
+// The results of experts are added by ascending expert on every mesh.
+#[test]
+fn logits_have_the_same_bits_for_any_number_of_ranks_that_share_the_experts() {
+    for (family, meshes) in [("mixtral", &["ep=5"][..]), ("qwen3-moe", &["ep=2", "ep=3", "ep=6"])] {
+        let prompt = &Reference::read(family).prompts[1];
+        let logits = |mesh: &str| load(family, mesh, 8, TokenOutput::Logits).compute_logits(prompt).unwrap();
+        let alone: Vec<u32> = logits("ep=1").into_iter().map(f32::to_bits).collect();
+        for mesh in meshes {
+            let found: Vec<u32> = logits(mesh).into_iter().map(f32::to_bits).collect();
+            assert!(found == alone, "{family} {mesh}");
+        }
+    }
 }

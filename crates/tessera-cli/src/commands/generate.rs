@@ -26,8 +26,8 @@ Examples:
   tessera generate Qwen3-8B --prompt 'One.' --prompt 'Two.'           several texts at once
   tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
 
-The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Qwen2 and Qwen3 run, in f32 on
-the CPU. The ranks are threads of this process. The text goes to standard output as it is generated, the speed to standard error.
+The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral,
+Qwen2, Qwen3 and Qwen3-MoE run, in f32 on the CPU. The ranks are threads of this process. The text goes to standard output as it is generated, the speed to standard error.
 
 Exit status: 0 success, 1 the model or a text was rejected, 2 usage error.";
 
@@ -67,7 +67,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u32,
 
-    /// Mesh axes and their sizes: tp shards each block, pp splits the blocks into stages
+    /// Mesh axes and their sizes: tp shards each block, ep shares the experts, pp splits the blocks into stages
     #[arg(long, value_name = "MESH", value_parser = require_axes, default_value = "tp=1")]
     mesh: String,
 

@@ -31,18 +31,31 @@ pub(super) fn take_rows_by_id<T>(
     out: &mut [f32],
     ids: &[f32],
     table: &[T],
+    rows: TableRows,
     widen: impl Fn(&T) -> f32,
 ) -> Result<(), Fault> {
     let width = (out.len() / ids.len().max(1)).max(1);
-    let rows = table.len() / width;
     for (o, id) in out.chunks_exact_mut(width).zip(ids) {
-        if id.fract() != 0.0 || !(0.0..rows as f32).contains(id) {
-            return Err(Fault::Failed(format!("id {id} is not a row of a table with {rows} rows")));
+        if id.fract() != 0.0 || !(0.0..rows.all as f32).contains(id) {
+            return Err(Fault::Failed(format!("id {id} is not a row of a table with {} rows", rows.all)));
         }
-        let row = &table[*id as usize * width..][..width];
-        o.iter_mut().zip(row).for_each(|(o, x)| *o = widen(x));
+        let row =
+            (*id as usize).checked_sub(rows.first).and_then(|row| table.get(row * width..)?.get(..width));
+        match row {
+            Some(row) => o.iter_mut().zip(row).for_each(|(o, x)| *o = widen(x)),
+            None => o.fill(0.0),
+        }
     }
     Ok(())
+}
+
+/// The rows of a table of which this rank may hold a shard.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TableRows {
+    /// First row that this rank holds.
+    pub(super) first: usize,
+    /// Rows of the whole table.
+    pub(super) all: usize,
 }
 
 /// Copies blocks of `have` elements of `x` to blocks of `want`, and fills the rest of each with zeros.

@@ -1,5 +1,6 @@
 //! The kernel of each compute op, and its run on the values of a program.
 
+mod experts;
 mod language;
 
 use tessera_base::random::DrawKey;
@@ -7,7 +8,9 @@ use tessera_device::{CallData, Fault, MeshRank};
 use tessera_ir::{CommAxis, ComputeOp, Program, Type, ValueId, views};
 use tessera_mesh::AxisLayout;
 
-use super::data_movement::{add_modulation, compact_padding, pad_zeros, take_range, take_rows_by_id};
+use super::data_movement::{
+    TableRows, add_modulation, compact_padding, pad_zeros, take_range, take_rows_by_id,
+};
 use super::memory::{MemoryView, ValueLocation, WeightData};
 use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
@@ -178,6 +181,13 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::Sample(v) => bind_op(v, |r, v| r.run_sample(v)),
         C::Softmax(v) => bind_values(v, [v.x], |r, v, [x]| softmax(r.pool, r.out, x, r.inputs.width(v.x))),
         C::Bmm(v) => bind_values(v, [v.x, v.y], |r, v, x| r.run_bmm(v, x)),
+        C::TopKExperts(v) => bind_op(v, |r, v| r.run_top_k_experts(v)),
+        C::ExpertWeights(v) => bind_op(v, |r, v| r.run_expert_weights(v)),
+        C::ExpertSlots(v) => bind_op(v, |r, v| r.run_expert_slots(v)),
+        C::ExpertCounts(v) => bind_op(v, |r, v| r.run_expert_counts(v)),
+        C::ExpertPack(v) => bind_op(v, |r, v| r.run_expert_pack(v)),
+        C::GroupedMatmul(v) => bind_op(v, |r, v| r.run_grouped_matmul(v)),
+        C::ExpertCombine(v) => bind_op(v, |r, v| r.run_expert_combine(v)),
         C::MoeRoute(_) => return Err("MoE routing as one op"),
         C::TimeEmbed(v) => bind_values(v, [v.timesteps], |r, _, [timesteps]| time_embed(r.out, timesteps)),
         C::Renoise(v) => bind_op(v, |r, v| r.run_renoise(v)),
@@ -358,13 +368,18 @@ impl KernelRun<'_> {
 
     fn run_embed(&mut self, v: &views::Embed) -> Result<(), Fault> {
         let x = &self.inputs;
-        let ids = x.values(v.ids)?;
+        let (ids, ty) = (x.values(v.ids)?, x.type_of(v.table));
+        let (mesh, coord) = (&x.placement.mesh, x.placement.coord());
+        let rows = TableRows {
+            first: ty.layout.global_ranges(&ty.shape, mesh, coord)[0].0 as usize,
+            all: ty.layout.global_shape(&ty.shape, mesh)[0] as usize,
+        };
         if let ValueLocation::Weight(w) = x.location(v.table)
             && let WeightData::Bf16(table) = &x.memory.weights[*w]
         {
-            return take_rows_by_id(self.out, ids, table, |x| widen_to_f32(*x));
+            return take_rows_by_id(self.out, ids, table, rows, |x| widen_to_f32(*x));
         }
-        take_rows_by_id(self.out, ids, x.values(v.table)?, |x| *x)
+        take_rows_by_id(self.out, ids, x.values(v.table)?, rows, |x| *x)
     }
 
     fn run_relative_attention(&mut self, v: &views::RelativeAttention) -> Result<(), Fault> {

@@ -191,7 +191,16 @@ fn count_roundings(cast: &[&Program]) -> f64 {
             let last_extent = |v: ValueId| p.type_of(v).shape.last().copied().unwrap_or(1);
             let Ok(view) = op.view() else { continue };
             let terms = match view {
-                V::Pad(_) | V::Compact(_) | V::TakeRows(_) | V::TakeShard(_) | V::Embed(_) | V::Sample(_) => {
+                V::Pad(_)
+                | V::Compact(_)
+                | V::TakeRows(_)
+                | V::TakeShard(_)
+                | V::Embed(_)
+                | V::Sample(_)
+                | V::TopKExperts(_)
+                | V::ExpertSlots(_)
+                | V::ExpertCounts(_)
+                | V::ExpertPack(_) => {
                     continue;
                 }
                 V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) => continue,
@@ -212,6 +221,9 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 V::RelativeAttention(v) => extent(v.k, 0) + v.head_dim,
                 V::PagedAttention(v) => extent(v.pages, 1) * v.page_rows + v.head_dim,
                 V::HeadNorm(v) => v.head_dim,
+                V::ExpertWeights(v) => extent(v.logits, 1),
+                V::GroupedMatmul(v) => extent(v.w, 2),
+                V::ExpertCombine(v) => extent(v.experts, 1),
                 V::Attention(v) => p.type_of(v.k).element_count() / last_extent(v.k) + v.head_dim,
                 _ if op.opcode.table_row().kind == OpKind::Compute => 1,
                 _ => continue,

@@ -1,7 +1,9 @@
-//! Rules of the ops of a text encoder: the rows of a table by id, and attention with a bias by
-//! distance.
+//! Rules of the rows of a table by id, and of attention with a bias by distance.
 //!
-//! A text encoder runs on one rank, the leader. The rules therefore accept replicated operands only.
+//! A text encoder, whose op the latter is, runs on one rank, the leader. Its rule accepts replicated operands
+//! only.
+
+use tessera_mesh::AxisLayout;
 
 use super::{RuleContext, RuleResult, rule_error};
 use crate::codes::{T0210, T0215};
@@ -10,9 +12,16 @@ use crate::{DType, Type, views};
 impl RuleContext<'_> {
     pub(super) fn embed_type(&self) -> RuleResult<Type> {
         let [_, d] = self.matrix_shape(1)?;
-        [0, 1].into_iter().try_for_each(|operand| self.check_replicated(operand))?;
+        self.check_replicated(0)?;
+        let layout = self.combine_layouts(&self.operand_layouts()[1..], |l| match l[0] {
+            AxisLayout::Replicated => Some(AxisLayout::Replicated),
+            AxisLayout::Shard(rows) if rows.dim == 0 => self.partial_layout(rows),
+            _ => None,
+        })?;
         match (&self.operands[0].shape[..], self.operands[0].dtype, self.operands[1].dtype) {
-            (&[n], DType::F32, DType::F32 | DType::Bf16) => Ok(Type::new(DType::F32, [n, d])),
+            (&[n], DType::F32, DType::F32 | DType::Bf16) => {
+                Ok(Type { dtype: DType::F32, shape: vec![n, d], layout })
+            }
             _ => rule_error(
                 &T0210,
                 format!(

@@ -323,8 +323,16 @@ fn read_qwen3_moe(r: &mut ArchitectureReader) -> LanguageModel {
     let listed = r.config.read_numbers("mlp_only_layers", &[]);
     r.accept_only("shared_expert_intermediate_size", &["null", "0"]);
     let dense = |layer: &u64| !(layer + 1).is_multiple_of(step) || listed.contains(&(*layer as f64));
+    // Newer releases of transformers write the name that Mixtral has.
+    let count = match r.optional_count("num_local_experts") {
+        Some(count) => {
+            r.config.ignore_keys(&["num_experts"]);
+            count
+        }
+        None => r.required_count("num_experts"),
+    };
     m.experts = Some(ExpertConfig {
-        count: r.required_count("num_experts"),
+        count,
         top_k: r.required_count("num_experts_per_tok"),
         inner: r.required_count("moe_intermediate_size"),
         gated: true,

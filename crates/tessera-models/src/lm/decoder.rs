@@ -22,12 +22,42 @@ pub struct DecoderModel {
     pub norm_eps: f64,
     /// Rotary positions.
     pub rotary: RotaryConfig,
+    /// The layers with experts, if there are any.
+    pub experts: Option<ExpertLayers>,
     /// Last positions that a token attends to; `None` for all.
     pub window: Option<u64>,
     /// Largest number of positions of a sequence.
     pub max_positions: u64,
     /// Ids that end a text.
     pub end_ids: Vec<u32>,
+}
+
+/// The layers whose feed-forward part is a choice of experts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExpertLayers {
+    /// Experts of a layer.
+    pub count: u64,
+    /// Experts that each token is sent to.
+    pub top_k: u64,
+    /// Inner width of an expert.
+    pub inner: u64,
+    /// Whether the weights of a token's experts add up to 1.
+    pub renormalise: bool,
+    /// Layers without experts, ascending.
+    pub dense_layers: Vec<u64>,
+    /// Names of the tensors.
+    pub names: ExpertNames,
+}
+
+/// Names of the tensors of experts, behind that of the layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertNames {
+    /// The router.
+    pub router: &'static str,
+    /// The list of experts, each of which has its number as a name.
+    pub experts: &'static str,
+    /// The gate, up and down matrices of an expert.
+    pub parts: [&'static str; 3],
 }
 
 /// Rotary positions of a model.
@@ -91,9 +121,11 @@ impl DecoderModel {
         if !ds.is_empty() {
             return Err(ds);
         }
+        let experts = read_expert_layers(&extents, &config);
         let max_positions = number("max_position_embeddings", 4096.0).max(1.0) as u64;
         let end_ids = read_ids(config.get("eos_token_id"));
         Ok(DecoderModel {
+            experts,
             extents,
             heads,
             kv_heads,
@@ -142,7 +174,9 @@ impl RotaryScaling {
 /// Lists the properties of a model that no program here computes.
 fn find_missing_parts(file: &str, m: &LanguageModel) -> Diagnostics {
     let missing = [
-        (m.experts.is_some(), "it routes tokens to experts"),
+        (m.experts.as_ref().is_some_and(|e| !e.gated), "its experts have no gate"),
+        (m.experts.as_ref().is_some_and(|e| e.shared_inner > 0), "every token passes through shared experts"),
+        (m.experts.as_ref().is_some_and(|e| e.router_bias), "its router corrects the choice of experts"),
         (m.norm != NormKind::Rms, "its norms are layer norms"),
         (m.learned_positions > 0, "its positions are learned"),
         (!m.mlp.gated, "its feed-forward layers have no gate"),
@@ -156,9 +190,35 @@ fn find_missing_parts(file: &str, m: &LanguageModel) -> Diagnostics {
     let refuse = |what: &str| {
         Diagnostic::error(&T0433, format!("{} cannot run: {what}", m.name))
             .with_label(file, "this config")
-            .with_hint("models of Llama, Mistral, Qwen2 and Qwen3 run; `tessera plan` estimates the others")
+            .with_hint("models of Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE run; `tessera plan` estimates the others")
     };
     missing.into_iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| refuse(what)).collect()
+}
+
+fn read_expert_layers(m: &LanguageModel, config: &Value) -> Option<ExpertLayers> {
+    let e = m.experts.as_ref()?;
+    let names = config.get("architectures").map(Value::to_string).unwrap_or_default();
+    let is_mixtral = names.contains("Mixtral");
+    let stated = config.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(false);
+    Some(ExpertLayers {
+        count: e.count,
+        top_k: e.top_k,
+        inner: e.inner,
+        renormalise: is_mixtral || stated,
+        dense_layers: e.dense_layers.clone(),
+        names: match is_mixtral {
+            true => ExpertNames {
+                router: "block_sparse_moe.gate",
+                experts: "block_sparse_moe.experts",
+                parts: ["w1", "w3", "w2"],
+            },
+            false => ExpertNames {
+                router: "mlp.gate",
+                experts: "mlp.experts",
+                parts: ["gate_proj", "up_proj", "down_proj"],
+            },
+        },
+    })
 }
 
 fn read_rotary(file: &str, config: &Value) -> Result<RotaryConfig, Box<Diagnostic>> {

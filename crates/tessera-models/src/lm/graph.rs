@@ -5,10 +5,11 @@
 //! are values of the call: no shape depends on a length. Rows beyond the end of a prompt are computed and never
 //! read again, because the next call of their sequence overwrites their keys and values.
 
-use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
+use tessera_ir::{Attr, Builder, DType, Opcode, Program, Type, ValueId};
 
 use super::AttentionKind;
 use super::DecoderModel;
+use super::decoder::ExpertLayers;
 
 /// Name of the weight that holds the rotary frequencies of a head. No checkpoint has it; the config states it.
 pub const ROTARY_FREQUENCIES: &str = "rotary.frequencies";
@@ -94,7 +95,7 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
     let frequencies = g.emit_weight(ROTARY_FREQUENCIES, &[m.head_dim / 2], "whole", 1);
     let at = TokenPlaces { pages, start, frequencies };
     g.location = "first".to_string();
-    let table = g.emit_weight("model.embed_tokens.weight", &[m.extents.vocab, m.extents.width], "whole", 1);
+    let table = g.emit_weight("model.embed_tokens.weight", &[m.extents.vocab, m.extents.width], "col", 1);
     let mut x = g.emit_op(Opcode::Embed, &[ids, table]);
     for i in 0..m.extents.layers {
         x = g.emit_block(i, x, at);
@@ -190,12 +191,53 @@ impl DecoderBuilder<'_> {
         let x = self.emit_op(Opcode::Add, &[x, o]);
 
         let a = self.emit_norm(&format!("{n}.post_attention_layernorm"), x);
-        let inner = m.extents.mlp.inner;
+        let y = match &m.experts {
+            Some(experts) if !experts.dense_layers.contains(&i) => self.emit_experts(&n, a, experts),
+            _ => self.emit_dense(&n, a),
+        };
+        self.emit_op(Opcode::Add, &[x, y])
+    }
+
+    fn emit_dense(&mut self, n: &str, a: ValueId) -> ValueId {
+        let (d, inner) = (self.model.extents.width, self.model.extents.mlp.inner);
         let gate = self.emit_linear(&format!("{n}.mlp.gate_proj"), a, inner, ("col", 1), false, Some("silu"));
         let up = self.emit_linear(&format!("{n}.mlp.up_proj"), a, inner, ("col", 1), false, None);
         let h = self.emit_op(Opcode::Mul, &[gate, up]);
-        let y = self.emit_linear(&format!("{n}.mlp.down_proj"), h, d, ("row", 1), false, None);
-        self.emit_op(Opcode::Add, &[x, y])
+        self.emit_linear(&format!("{n}.mlp.down_proj"), h, d, ("row", 1), false, None)
+    }
+
+    /// Emits the experts of a layer. Every expert has a slot for every token, so no token is dropped.
+    fn emit_experts(&mut self, n: &str, a: ValueId, e: &ExpertLayers) -> ValueId {
+        let (d, tokens) = (self.model.extents.width, self.builder.type_of(a).shape[0]);
+        let router = format!("{n}.{}", e.names.router);
+        let logits = self.emit_linear(&router, a, e.count, ("whole", 1), false, None);
+        self.builder.set_attr("top_k", e.top_k);
+        let chosen = self.emit_op(Opcode::TopKExperts, &[logits]);
+        if e.renormalise {
+            self.builder.set_attr("renormalise", Attr::Bool(true));
+        }
+        let weights = self.emit_op(Opcode::ExpertWeights, &[logits, chosen]);
+        self.builder.set_attr("capacity", tokens);
+        let slots = self.emit_op(Opcode::ExpertSlots, &[chosen]);
+        self.builder.set_attr("groups", e.count);
+        let counts = self.emit_op(Opcode::ExpertCounts, &[chosen, slots]);
+        self.builder.set_attr("groups", e.count).set_attr("capacity", tokens);
+        let rows = self.emit_op(Opcode::ExpertPack, &[a, chosen, slots]);
+        let grouped = |g: &mut Self, x, name: &str, [m, k]: [u64; 2], part: &str, act: Option<&str>| {
+            let w =
+                g.emit_weight(&format!("{n}.{}.*.{name}.weight", e.names.experts), &[e.count, m, k], part, 1);
+            if let Some(act) = act {
+                g.builder.set_attr("act", act);
+            }
+            g.builder.set_attr("rows", tokens * e.top_k);
+            g.emit_op(Opcode::GroupedMatmul, &[x, w, counts])
+        };
+        let [gate, up, down] = e.names.parts;
+        let gate = grouped(self, rows, gate, [e.inner, d], "col", Some("silu"));
+        let up = grouped(self, rows, up, [e.inner, d], "col", None);
+        let h = self.emit_op(Opcode::Mul, &[gate, up]);
+        let y = grouped(self, h, down, [d, e.inner], "row", None);
+        self.emit_op(Opcode::ExpertCombine, &[y, chosen, slots, weights])
     }
 
     /// Writes rows to their pages of a cache, and returns the view of the whole cache.

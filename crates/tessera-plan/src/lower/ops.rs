@@ -245,6 +245,32 @@ impl Lowering<'_> {
         self.set_result(op, s, y);
     }
 
+    /// Lowers an op whose operands keep their layouts. Its result may be partial.
+    pub(super) fn lower_as_is(&mut self, op: &Op, s: usize) {
+        let y = self.emit_as_is(op, s);
+        self.set_result(op, s, y);
+    }
+
+    /// As [`Lowering::lower_as_is`], and sums a partial result over the ranks.
+    pub(super) fn lower_with_sum(&mut self, op: &Op, s: usize) {
+        let y = self.emit_as_is(op, s);
+        match self.tp_layout(y, s) {
+            AxisLayout::Partial { .. } => self.set_reduced_result(op, s, y),
+            AxisLayout::Replicated | AxisLayout::Shard(_) => self.set_result(op, s, y),
+        }
+    }
+
+    pub(super) fn emit_as_is(&mut self, op: &Op, s: usize) -> ValueId {
+        let operands: Vec<ValueId> = op.operands.iter().map(|v| self.local_value(*v, s)).collect();
+        let b = &mut self.stages[s].builder;
+        let mut attrs = op.attrs.clone();
+        for logical_only in ["at", "part", "unit"] {
+            attrs.remove(logical_only);
+        }
+        b.set_attrs(attrs);
+        b.add_op(op.opcode, &operands)
+    }
+
     pub(super) fn lower_output(&mut self, op: &Op, s: usize) {
         let x = self.local_value(op.operands[0], s);
         let x = self.reshard(x, AxisLayout::Replicated, s, 1);

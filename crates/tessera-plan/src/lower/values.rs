@@ -34,7 +34,13 @@ impl Lowering<'_> {
             Opcode::Weight => self.sharding.weight_layout(op, &logical.shape),
             _ => AxisLayout::Replicated,
         };
-        let ty = self.local_type(&logical, layout, s);
+        let mut ty = self.local_type(&logical, layout, s);
+        if op.opcode == Opcode::Weight
+            && let AxisLayout::Shard(experts) = self.sharding.expert_layout(&logical.shape)
+        {
+            ty = ty.with_axis_layout(Axis::Ep, AxisLayout::Shard(experts));
+            ty.shape[0] /= u64::from(self.sharding.ep);
+        }
         let name = op.name.clone().unwrap_or_default();
         let b = &mut self.stages[s].builder;
         b.copy_attrs(op, &["load"]);

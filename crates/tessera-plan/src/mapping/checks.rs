@@ -89,9 +89,10 @@ impl Mapping {
     #[must_use]
     pub fn check_fit(&self, e: &ModelExtents) -> Diagnostics {
         let mut ds = self.check_consistency();
+        ds.extend(self.check_experts(e));
         for axis in [Axis::Ep, Axis::Dp] {
             let n = self.mesh.axis_size(axis);
-            if n > 1 {
+            if n > 1 && (axis == Axis::Dp || e.experts == 0) {
                 let why =
                     if axis == Axis::Ep { "the model has no experts" } else { "a stream is one sequence" };
                 ds.push(
@@ -126,6 +127,20 @@ impl Mapping {
             ds.extend(self.check_invariant_trees(e));
         }
         ds
+    }
+
+    /// Checks that every rank of ep has the same number of experts.
+    fn check_experts(&self, e: &ModelExtents) -> Option<Diagnostic> {
+        let ep = u64::from(self.mesh.axis_size(Axis::Ep));
+        if e.experts == 0 || e.experts.is_multiple_of(ep) {
+            return None;
+        }
+        let even: Vec<u64> = (1..=e.experts).filter(|n| e.experts.is_multiple_of(*n)).collect();
+        Some(
+            Diagnostic::error(&T0602, format!("ep = {ep} does not divide {} experts", e.experts))
+                .with_label("mesh", self.mesh.to_string())
+                .with_hint(format!("use ep = {}", format_choices(&even))),
+        )
     }
 
     /// Checks that every rank of tp has a head and a unit of what the strategy shards.

@@ -48,6 +48,7 @@ impl<'a> EquivalentBlocks<'a> {
             ffn_size: l.ffn_size,
             tokens: l.tokens,
             blocks,
+            experts: l.experts,
             decoder: l.decoder,
         }
     }
@@ -236,6 +237,7 @@ mod tests {
             ffn_size: 8,
             tokens: 4,
             blocks,
+            experts: 0,
             decoder: crate::DecoderPrecision::Exact,
         }
     }

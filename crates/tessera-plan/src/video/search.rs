@@ -404,6 +404,7 @@ fn without_unused_phases(l: &LogicalModel, phases: &[String]) -> LogicalModel {
         ffn_size: l.ffn_size,
         tokens: l.tokens,
         blocks: l.blocks,
+        experts: l.experts,
         decoder: l.decoder,
     }
 }
@@ -586,6 +587,7 @@ mod tests {
             ffn_size: m.wan.ffn_dim,
             tokens: m.chunk_tokens(),
             blocks: m.wan.layers,
+            experts: 0,
             decoder: crate::DecoderPrecision::Exact,
         }
     }

@@ -14,6 +14,7 @@ pub fn logical(m: &VideoModel) -> LogicalModel {
         ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
+        experts: 0,
         decoder: DecoderPrecision::Exact,
     }
 }

@@ -18,10 +18,15 @@ pub(super) fn embed(cx: &OpContext<'_>, v: &views::Embed) -> TensorResult {
     let [rows, d] = table.shape()[..] else {
         return Err(format!("table {:?} is not a matrix", table.shape()));
     };
-    if let Some(id) = ids.data().iter().find(|id| id.fract() != 0.0 || **id < 0.0 || **id >= rows as f64) {
-        return Err(format!("id {id} is not a row of a table with {rows} rows"));
+    let position = cx.position(v.table);
+    let (first, all) = (position.global_row(0), position.global[0]);
+    if let Some(id) = ids.data().iter().find(|id| id.fract() != 0.0 || **id < 0.0 || **id >= all as f64) {
+        return Err(format!("id {id} is not a row of a table with {all} rows"));
     }
-    Ok(Tensor::from_fn(&[ids.data().len(), d], |i| table.row(ids.data()[i / d] as usize)[i % d]))
+    Ok(Tensor::from_fn(&[ids.data().len(), d], |i| match (ids.data()[i / d] as usize).checked_sub(first) {
+        Some(row) if row < rows => table.row(row)[i % d],
+        _ => 0.0,
+    }))
 }
 
 pub(super) fn take_own_shard(cx: &OpContext<'_>, v: &views::TakeShard) -> TensorResult {

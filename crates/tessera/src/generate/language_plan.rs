@@ -105,9 +105,10 @@ fn logical_model(
         heads: m.kv_heads,
         head_dim: m.head_dim,
         hidden_size: m.extents.width,
-        ffn_size: m.extents.mlp.inner,
+        ffn_size: m.experts.as_ref().map_or(m.extents.mlp.inner, |e| e.inner),
         tokens: buckets.iter().map(|b| b.sequences * b.rows).max().unwrap_or(1),
         blocks: m.extents.layers,
+        experts: m.experts.as_ref().map_or(0, |e| e.count),
         decoder: DecoderPrecision::Exact,
     }
 }

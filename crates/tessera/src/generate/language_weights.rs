@@ -49,6 +49,15 @@ impl LanguageWeights {
 /// The head of a model without tied embeddings.
 const TIED_HEAD: &str = "lm_head.weight";
 
+/// The part of a weight's name that stands for the number of each expert: a program reads the matrices of all
+/// experts as one weight, whose first dim is the expert.
+const EVERY_EXPERT: &str = ".*.";
+
+/// Returns the name of the tensor of one expert.
+fn expert_tensor(name: &str, expert: u64) -> String {
+    name.replace(EVERY_EXPERT, &format!(".{expert}."))
+}
+
 /// Lists the tensors that the programs read, with their global shapes.
 fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
     let mesh = plan.mesh();
@@ -62,7 +71,13 @@ fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
         }
     }
     shapes.remove(ROTARY_FREQUENCIES);
-    shapes.into_iter().map(|(name, shape)| ExpectedTensor { name, aliases: Vec::new(), shape }).collect()
+    let tensor =
+        |name: String, shape: &[u64]| ExpectedTensor { name, aliases: Vec::new(), shape: shape.to_vec() };
+    let expand = |(name, shape): (String, Vec<u64>)| match name.contains(EVERY_EXPERT) {
+        true => (0..shape[0]).map(|e| tensor(expert_tensor(&name, e), &shape[1..])).collect(),
+        false => vec![tensor(name, &shape)],
+    };
+    shapes.into_iter().flat_map(expand).collect()
 }
 
 impl WeightSource for LanguageWeights {
@@ -78,6 +93,13 @@ impl WeightSource for LanguageWeights {
         }
         let dims = ty.layout.global_ranges(&ty.shape, &rank.mesh, rank.coord());
         let ranges: Vec<_> = dims.into_iter().map(|(start, len)| start..start + len).collect();
-        self.set.read_f32(name, &ranges)
+        if !name.contains(EVERY_EXPERT) {
+            return self.set.read_f32(name, &ranges);
+        }
+        let mut all = Vec::new();
+        for expert in ranges[0].clone() {
+            all.extend(self.set.read_f32(&expert_tensor(name, expert), &ranges[1..])?);
+        }
+        Ok(all)
     }
 }

@@ -177,8 +177,19 @@ fn build_compute(
         C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
-        C::Rotary(_) | C::HeadNorm(_) | C::PagedAttention(_) | C::Sample(_) => {
-            return cuda_failure("an op of a language model");
+        C::Rotary(_)
+        | C::HeadNorm(_)
+        | C::PagedAttention(_)
+        | C::Sample(_)
+        | C::TopKExperts(_)
+        | C::ExpertWeights(_)
+        | C::ExpertSlots(_)
+        | C::ExpertCounts(_)
+        | C::ExpertPack(_)
+        | C::GroupedMatmul(_)
+        | C::ExpertCombine(_) => return cuda_failure("an op of a language model"),
+        C::Embed(v) if !s.p.type_of(v.table).layout.is_replicated() => {
+            return cuda_failure("a table whose rows are sharded");
         }
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
         C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),
