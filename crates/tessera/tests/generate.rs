@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tessera::Mapping;
-use tessera::generate::{LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest, TokenRun};
+use tessera::generate::{
+    FinishReason, LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest, TokenRun,
+};
 use tessera_models::TokenOutput;
 use tessera_weights::WeightFiles;
 
@@ -141,5 +143,30 @@ fn logits_have_the_same_bits_for_any_number_of_ranks_that_share_the_experts() {
             let found: Vec<u32> = logits(mesh).into_iter().map(f32::to_bits).collect();
             assert!(found == alone, "{family} {mesh}");
         }
+    }
+}
+
+#[test]
+fn the_demo_model_writes_the_text_that_pytorch_computes_in_f64() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tales");
+    let golden: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(dir.join("golden.json")).unwrap()).unwrap();
+    let list = |key: &str| {
+        golden[key].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect::<Vec<_>>()
+    };
+    let model = TextModel::open(&dir).unwrap();
+    let tokenizer = model.tokenizer.as_ref().unwrap();
+    let prompt = tokenizer.encode(golden["prompt"].as_str().unwrap()).unwrap();
+    assert_eq!(prompt, list("ids"));
+    for mesh in ["tp=1", "tp=2", "pp=3"] {
+        let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
+        let settings =
+            LanguageSettings { sequences: 1, positions: 128, prompt_rows: 64, output: TokenOutput::Next };
+        let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings).unwrap());
+        let request = TextRequest { prompt: prompt.clone(), max_ids: 120, sampling: Sampling::default() };
+        let texts = TokenRun::load(&plan, &dir, 1).unwrap().generate(&[request], |_| {}).unwrap();
+        assert_eq!(texts[0].ids, list("continuation"), "{mesh}");
+        assert_eq!(texts[0].finish, FinishReason::EndId);
+        assert_eq!(tokenizer.decode(&texts[0].ids).unwrap(), golden["text"].as_str().unwrap());
     }
 }
