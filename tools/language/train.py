@@ -3,7 +3,7 @@
     python tools/language/train.py                                  # the committed model, one thread
     python tools/language/train.py --out /tmp/tales --steps 20      # a dry run
 
-A run is deterministic for a seed on one thread of one kind of CPU.
+All random numbers of a run come from one seed, on one thread.
 """
 
 import argparse

@@ -474,3 +474,59 @@ fn lint_finds_a_conditional_collective_and_certifies_nothing() {
     assert!(success_stdout(&tessera_in(dir.path(), &["lint", "."])).contains("suppressed by comments: 1"));
     assert_failed(&tessera_in(dir.path(), &["lint", "none.py"]), 2, &["T1430", "does not exist"]);
 }
+
+#[test]
+fn generate_continues_texts_on_every_mesh_and_names_what_does_not_fit() {
+    let text = |more: &[&str]| {
+        let args = ["generate", "models/tales", "--prompt", "The red circle", "--max-tokens", "120"];
+        success_stdout(&run_tessera(&[&args[..], more].concat()))
+    };
+    let alone = text(&[]);
+    assert!(alone.starts_with(" has a ring.") && alone.ends_with("The end.\n"), "{alone}");
+    assert_eq!(text(&["--mesh", "tp=2"]), alone);
+    let json: serde_json::Value =
+        serde_json::from_str(&text(&["--prompt", "One day", "--format", "json"])).unwrap();
+    assert_eq!(json["texts"][0]["text"].as_str().unwrap().to_string() + "\n", alone);
+    assert_eq!(
+        (json["texts"].as_array().unwrap().len(), json["texts"][0]["finish"].as_str()),
+        (2, Some("end"))
+    );
+    let moe = |mesh: &'static str| {
+        ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "17,4", "--max-tokens", "9", "--mesh", mesh]
+    };
+    assert_eq!(success_stdout(&run_tessera(&moe("ep=3"))), success_stdout(&run_tessera(&moe("ep=1"))));
+    assert_fails(&moe("ep=4"), 1, &["T0602", "ep = 4 does not divide 6 experts", "1, 2, 3 or 6"]);
+    let llama = |more: &[&'static str]| [&["generate", "fixtures/lm/llama"], more].concat();
+    assert_fails(&llama(&["--prompt", "x"]), 2, &["T0030", "no tokenizer.json", "--prompt-ids"]);
+    assert_fails(&llama(&["--prompt-ids", "1,999"]), 1, &["T0086", "id 999", "211 ids"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--max-tokens", "600"]), 1, &["T0086", "601 positions"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--mesh", "tp=3"]), 1, &["T0602", "2 heads"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--mesh", "ep=2"]), 1, &["T0601", "no experts"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--temperature", "-1"]), 2, &["--temperature"]);
+    assert_fails(&["generate", "nowhere", "--prompt", "x"], 1, &["T0010", "nowhere"]);
+    assert_fails(&["generate", "models/demo", "--prompt", "x"], 1, &["T0430", "LlamaForCausalLM"]);
+}
+
+#[test]
+fn generate_names_a_missing_shard_and_a_tokenizer_of_another_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let shards = dir.path().join("llama");
+    copy_folder(&repo_root().join("fixtures/lm/llama"), &shards);
+    let lost = fs::read_dir(&shards).unwrap().map(|f| f.unwrap().path());
+    let lost = lost.filter(|p| p.to_string_lossy().contains("-of-")).max().unwrap();
+    fs::remove_file(&lost).unwrap();
+    let ids = ["generate", shards.to_str().unwrap(), "--prompt-ids", "1"];
+    assert_fails(&ids, 1, &["T0501", &lost.file_name().unwrap().to_string_lossy()]);
+    let other = dir.path().join("other");
+    copy_folder(&repo_root().join("fixtures/lm/llama"), &other);
+    fs::copy(repo_root().join("models/tales/tokenizer.json"), other.join("tokenizer.json")).unwrap();
+    let text = ["generate", other.to_str().unwrap(), "--prompt", "x"];
+    assert_fails(&text, 1, &["T0452", "has the id 895", "has 211 ids"]);
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for file in fs::read_dir(from).unwrap().map(|f| f.unwrap()).filter(|f| f.path().is_file()) {
+        fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+}
