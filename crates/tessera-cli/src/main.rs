@@ -33,7 +33,7 @@ const EXAMPLES: &str = "\
 Examples:
   tessera stream models/demo                              stream the demo model on one rank
   tessera stream models/demo --mesh tp=2 --chunks 24      the same on two ranks
-  tessera generate Qwen3-8B --prompt 'The sea is'         continue a text with a language model
+  tessera generate models/tales --prompt 'The red circle' continue a text with a language model
   tessera plan models/demo --mesh tp=2 --out my-plan      plan and verify without running
   tessera check my-plan                                   verify a saved plan again
   tessera autopsy out/demo-1                              find out which rank failed or blocks a run

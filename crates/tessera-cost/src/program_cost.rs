@@ -10,9 +10,7 @@ mod kernel_fusion;
 use std::collections::BTreeSet;
 
 use tessera_ir::op_traits::KernelClass;
-use tessera_ir::{
-    DType, Op, OpView, Opcode, PeerPosition, Program, ValueId, count_frame_taps, op_workload, views,
-};
+use tessera_ir::{DType, Op, OpView, Opcode, PeerPosition, Program, ValueId, op_workload, views};
 use tessera_mesh::{Cluster, Group, Mesh, Precision, Rank};
 
 use crate::{AttentionWork, CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
@@ -314,12 +312,12 @@ fn estimate_gemm(m: &MachineModel, p: &Program, op: &Op, v: &views::Matmul) -> O
 
 /// Returns the time of a convolution of frames, whose weights are [m, kt·kh·kw·c].
 fn convolution_ns(m: &MachineModel, p: &Program, op: &Op, v: &views::Conv3d) -> f64 {
-    let [channels, k] = [0, 1].map(|d| dim_extent(p, v.w, d));
-    let cells = op.results.first().map_or(0.0, |r| p.type_of(*r).element_count() as f64) / channels.max(1.0);
-    let frames = op.results.first().map_or(1, |r| p.type_of(*r).shape[0]);
-    let taps =
-        count_frame_taps(p, op, v).map_or(1.0, |taps| taps as f64 / (frames * v.kernel[0]).max(1) as f64);
-    m.convolution_ns(cells, channels, k * taps, kernel_fusion::op_traffic(p, op), value_precision(p, v.x))
+    let channels = dim_extent(p, v.w, 0);
+    let elements = op.results.first().map_or(0.0, |r| p.type_of(*r).element_count() as f64);
+    // The extent that the FLOPs count: without a history some of the kernel's frames lie on zeros.
+    let k = op_workload(p, op).flops.0 as f64 / (2.0 * elements.max(1.0));
+    let (cells, bytes) = (elements / channels.max(1.0), kernel_fusion::op_traffic(p, op));
+    m.convolution_ns(cells, channels, k, bytes, value_precision(p, v.x))
 }
 
 /// Returns the time of a memory-bound kernel that also computes.

@@ -55,18 +55,16 @@ pub fn op_workload(p: &Program, op: &Op) -> OpWorkload {
     }
 }
 
-/// Returns how many pairs of a frame of the result and a frame of the kernel a convolution multiplies: all of
-/// them with a history. Without one, the kernel's first frames lie on zeros before the first frame of x, and no
-/// kernel needs to multiply these.
-#[must_use]
-pub fn count_frame_taps(p: &Program, op: &Op, v: &views::Conv3d) -> Option<u64> {
-    let frames = *p.type_of(*op.results.first()?).shape.first()?;
+/// Returns how many pairs of one of `frames` frames of the result and a frame of the kernel a convolution
+/// multiplies: all of them with a history. Without one, the kernel's first frames lie on zeros before the first
+/// frame of x, and no kernel needs to multiply these.
+fn count_frame_taps(v: &views::Conv3d, frames: u64) -> u64 {
     let step = v.stride.map_or(1, |s| s[0]);
     let absent = |frame: u64| match v.history {
         Some(_) => 0,
         None => v.pad_frames.saturating_sub(frame * step).min(v.kernel[0].saturating_sub(1)),
     };
-    Some((0..frames).map(|frame| v.kernel[0] - absent(frame)).sum())
+    (0..frames).map(|frame| v.kernel[0] - absent(frame)).sum()
 }
 
 /// Returns the FLOPs of an op that multiplies matrices; `None` for other ops.
@@ -82,10 +80,8 @@ fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
         }
         OpView::Conv3d(v) => {
             let frames = *p.type_of(*op.results.first()?).shape.first()?;
-            Some(
-                2 * out()? / frames.max(1) * extent(v.w, 1)? / v.kernel[0].max(1)
-                    * count_frame_taps(p, op, &v)?,
-            )
+            let per_tap = 2 * out()? / frames.max(1) * extent(v.w, 1)? / v.kernel[0].max(1);
+            Some(per_tap * count_frame_taps(&v, frames))
         }
         // Every key may be within the length.
         OpView::RelativeAttention(v) => {

@@ -33,7 +33,7 @@ pub use attr_kind::{Activation, CommAxis, Transport, WeightLoad};
 pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use codes::CODES;
-pub use cost::{OpWorkload, count_frame_taps, op_workload};
+pub use cost::{OpWorkload, op_workload};
 pub use fragment::{Fragment, FragmentOp, SpannedName, print_fragment};
 pub use ids::{BufferId, StreamId, ValueId};
 pub use op_table::{

@@ -409,7 +409,6 @@ impl<'a> Lowering<'a> {
             (LoweringRule::Own, Ok(OpView::CacheWrite(v))) => self.lower_cache_write(op, &v, s),
             (LoweringRule::Own, Ok(OpView::CacheRead(_))) => self.lower_cache_read(op, s),
             (LoweringRule::Own, Ok(OpView::Attention(v))) => self.lower_attention(op, &v, s),
-            (LoweringRule::Own, Ok(OpView::PagedAttention(v))) => self.lower_paged_attention(op, &v, s),
             (LoweringRule::Own, Ok(OpView::Sample(_))) => self.lower_sample(op, s),
             (LoweringRule::Own, Ok(OpView::Embed(_))) => self.lower_with_sum(op, s),
             (LoweringRule::Own, Ok(OpView::ExpertCounts(_) | OpView::ExpertPack(_))) => {
@@ -419,7 +418,10 @@ impl<'a> Lowering<'a> {
                 self.return_from_experts(v.y, s);
                 self.lower_with_sum(op, s);
             }
-            (LoweringRule::Own, Ok(OpView::GroupedMatmul(_))) => self.lower_as_is(op, s),
+            // A rank has the query heads that read its KV heads.
+            (LoweringRule::Own, Ok(OpView::GroupedMatmul(_) | OpView::PagedAttention(_))) => {
+                self.lower_as_is(op, s);
+            }
             (LoweringRule::Own, Ok(OpView::Output(_))) => self.lower_output(op, s),
             (LoweringRule::Own, Ok(OpView::Quantize(_))) => self.lower_quantize(op, s),
             // `check_opcodes` has refused the third kind, and sources are lowered where they are read.

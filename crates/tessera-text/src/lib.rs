@@ -11,6 +11,7 @@ mod charsmap;
 mod clean;
 mod codes;
 mod fix_text;
+mod json_file;
 mod sentence_piece;
 mod spiece_file;
 mod text_tokenizer;

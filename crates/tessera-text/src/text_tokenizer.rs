@@ -4,6 +4,7 @@ use tessera_base::Diagnostic;
 use tokenizers::Tokenizer;
 
 use crate::codes::T0452;
+use crate::json_file::read_tokenizer;
 
 /// A tokenizer of a language model.
 pub struct TextTokenizer(Tokenizer);
@@ -20,16 +21,7 @@ impl TextTokenizer {
     /// # Errors
     /// T0452 with what is wrong with the file.
     pub fn from_json(file: &str, bytes: &[u8]) -> Result<TextTokenizer, Diagnostic> {
-        let refuse = |why: String| {
-            Diagnostic::error(&T0452, "the tokenizer cannot be used")
-                .with_label(file, why)
-                .with_hint("fetch the file again from the publisher of the model")
-        };
-        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|e| refuse(e.to_string()))?;
-        // A prompt is neither padded nor cut: its length decides how many calls it takes.
-        tokenizer.with_padding(None);
-        tokenizer.with_truncation(None).map_err(|e| refuse(e.to_string()))?;
-        Ok(TextTokenizer(tokenizer))
+        read_tokenizer(&T0452, file, bytes).map(TextTokenizer)
     }
 
     /// Checks that a model whose embedding has this many rows has one for each id.
@@ -64,9 +56,17 @@ impl TextTokenizer {
     /// # Errors
     /// T0452 if the tokenizer fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String, Diagnostic> {
-        self.0.decode(ids, true).map_err(|e| {
-            Diagnostic::error(&T0452, "the generated ids have no text")
-                .with_label("the tokenizer", e.to_string())
-        })
+        self.0.decode(ids, true).map_err(|e| refuse_ids(&e))
     }
+
+    /// Returns a function that takes the ids of a text one by one, and returns the text that each adds. An id that
+    /// holds a part of a character adds nothing until the rest has come.
+    pub fn decode_one_by_one(&self) -> impl FnMut(u32) -> Result<String, Diagnostic> + '_ {
+        let mut stream = self.0.decode_stream(true);
+        move |id| Ok(stream.step(id).map_err(|e| refuse_ids(&e))?.unwrap_or_default())
+    }
+}
+
+fn refuse_ids(e: &tokenizers::Error) -> Diagnostic {
+    Diagnostic::error(&T0452, "the generated ids have no text").with_label("the tokenizer", e.to_string())
 }

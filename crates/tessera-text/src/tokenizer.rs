@@ -5,6 +5,7 @@ use tokenizers::Tokenizer;
 
 use crate::clean::clean_prompt;
 use crate::codes::T0451;
+use crate::json_file::{read_tokenizer, refuse_file};
 use crate::sentence_piece::SentencePieceModel;
 
 /// Id that ends every prompt, in every T5 vocabulary.
@@ -41,15 +42,8 @@ impl PromptTokenizer {
     /// # Errors
     /// T0451 if the file is damaged, or does not end a prompt with id 1.
     pub fn from_json(file: &str, bytes: &[u8]) -> Result<PromptTokenizer, Diagnostic> {
-        let refuse = |why: String| {
-            Diagnostic::error(&T0451, "the tokenizer cannot be used")
-                .with_label(file, why)
-                .with_hint("fetch the file again from the publisher of the model")
-        };
-        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|e| refuse(e.to_string()))?;
-        // Length and padding are the encoder's, not the file's.
-        tokenizer.with_padding(None);
-        tokenizer.with_truncation(None).map_err(|e| refuse(e.to_string()))?;
+        let refuse = |why: String| refuse_file(&T0451, file, why);
+        let tokenizer = read_tokenizer(&T0451, file, bytes)?;
         let empty = tokenizer.encode("", true).map_err(|e| refuse(e.to_string()))?;
         if empty.get_ids() != [END_ID] {
             return Err(refuse(format!(

@@ -18,7 +18,7 @@ use crate::rank_config::RankConfig;
 use crate::terminal::{print_stderr, print_stderr_line};
 use context::report_refusal;
 
-pub(crate) use context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup};
+pub(crate) use context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, build_cpu_backend};
 pub(crate) use leader_main::run_as_leader;
 pub(crate) use worker_main::run_follower;
 

@@ -21,13 +21,14 @@ use crate::parse::invalid_argument;
 
 const EXAMPLES: &str = "\
 Examples:
-  tessera generate Llama-3.1-8B --prompt 'The sea is'
+  tessera generate models/tales --prompt 'The red circle' --max-tokens 120      a small model of the repository
   tessera generate Qwen3-8B --mesh tp=2 --prompt 'The sea is' --max-tokens 200 --temperature 0.7 --seed 1
-  tessera generate Qwen3-8B --prompt 'One.' --prompt 'Two.'           several texts at once
+  tessera generate Qwen3-8B --prompt 'One.' --prompt 'Two.'                     several texts at once
   tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
 
-The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral,
-Qwen2, Qwen3 and Qwen3-MoE run, in f32 on the CPU. The ranks are threads of this process. The text goes to standard output as it is generated, the speed to standard error.
+The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral, Qwen2,
+Qwen3 and Qwen3-MoE run, in f32 on the CPU. The ranks are threads of this process. The text goes to standard output as
+it is generated, and the speed to standard error.
 
 Exit status: 0 success, 1 the model or a text was rejected, 2 usage error.";
 
@@ -99,13 +100,11 @@ pub fn run(args: &Args) -> CliResult {
     };
     let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings)?);
     let ranks = plan.sealed.mesh().iter().count();
-    let threads = args.threads.map_or_else(|| (available_cores() / ranks).max(1), usize::from);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = args.threads.map_or((cores / ranks).max(1), usize::from);
     print_stderr_line(&format!(
-        "plan {}: {} rank{} of {threads} thread{}, {} positions in pages of {}",
+        "plan {}: ranks: {ranks}, threads of each: {threads}, positions: {} in pages of {}",
         plan.sealed.digest_hex().get(..12).unwrap_or_default(),
-        ranks,
-        plural(ranks),
-        plural(threads),
         settings.positions,
         plan.cache.page_rows,
     ));
@@ -118,15 +117,14 @@ pub fn run(args: &Args) -> CliResult {
         .collect();
     // Several texts at once would mix, so they are printed when they have ended.
     let streams = requests.len() == 1 && args.format == OutputFormat::Text;
-    let mut printer = TextPrinter { model: &model, ids: Vec::new(), printed: 0, error: None };
+    let mut show_next = show_one_by_one(&model);
+    let mut printed = Ok(());
     let texts = run.generate(&requests, |event| {
-        if streams {
-            printer.print(event.id, event.finish.is_some());
+        if streams && printed.is_ok() {
+            printed = show_next(event.id).and_then(|text| write_stdout(&text));
         }
     })?;
-    if let Some(d) = printer.error {
-        return Err(d.into());
-    }
+    printed?;
     match args.format {
         OutputFormat::Json => write_stdout(&format!("{}\n", describe_texts(&model, &plan, &texts, &run)?))?,
         OutputFormat::Text if streams => write_stdout("\n")?,
@@ -185,31 +183,13 @@ fn parse_ids(list: &str) -> Result<Vec<u32>, CliError> {
     })
 }
 
-/// Prints a text while it is generated.
-struct TextPrinter<'a> {
-    model: &'a TextModel,
-    ids: Vec<u32>,
-    /// Bytes of the text that are printed.
-    printed: usize,
-    error: Option<Diagnostic>,
-}
-
-impl TextPrinter<'_> {
-    fn print(&mut self, id: u32, is_last: bool) {
-        self.ids.push(id);
-        let result = show_ids(self.model, &self.ids).and_then(|text| {
-            // An id may hold a part of a character, which shows once the rest has come.
-            let is_partial = text.ends_with('\u{fffd}') && !is_last;
-            match text.get(self.printed..).filter(|_| !is_partial) {
-                Some(new) => {
-                    self.printed = text.len();
-                    write_stdout(new)
-                }
-                None => Ok(()),
-            }
-        });
-        if let Err(d) = result {
-            self.error.get_or_insert(d);
+/// Returns a function that takes the ids of a text one by one, and returns what each adds to the text.
+fn show_one_by_one(model: &TextModel) -> Box<dyn FnMut(u32) -> Result<String, Diagnostic> + '_> {
+    match &model.tokenizer {
+        Some(tokenizer) => Box::new(tokenizer.decode_one_by_one()),
+        None => {
+            let mut space = "";
+            Box::new(move |id| Ok(format!("{}{id}", std::mem::replace(&mut space, " "))))
         }
     }
 }
@@ -248,12 +228,4 @@ fn describe_texts(
 fn describe_speed(times: CallTimes) -> String {
     let seconds = times.time.max(Duration::from_nanos(1)).as_secs_f64();
     format!("{} ids in {seconds:.2} s, {:.1} per second", times.rows, times.rows as f64 / seconds)
-}
-
-fn available_cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-fn plural(n: usize) -> &'static str {
-    if n == 1 { "" } else { "s" }
 }

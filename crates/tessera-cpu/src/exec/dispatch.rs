@@ -17,9 +17,10 @@ use crate::Pool;
 use crate::kernels::{
     ConvSpec, DistanceBias, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache,
     RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time,
-    gate_residual, guide, head_norm, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify,
-    relative_attention, relu, renoise, rms_norm, rms_scale, rope, rotary, row_square_sum, scale_shift, silu,
-    soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
+    gate_residual, guide, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify,
+    relative_attention, relu, renoise, rms_norm, rms_scale, rope, rotate_heads, row_square_sum, scale_shift,
+    silu, soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest,
+    widen_to_f32,
 };
 
 impl CpuBackend {
@@ -172,10 +173,11 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::RelativeAttention(v) => bind_op(v, |r, v| r.run_relative_attention(v)),
         C::Rotary(v) => bind_values(v, [v.x, v.frequencies, v.start], |r, v, [x, frequencies, start]| {
             let widths = (r.inputs.width(v.x), v.head_dim as usize);
-            rotary(r.pool, r.out, x, widths, (frequencies, v.scale as f32), start);
+            rotate_heads(r.pool, r.out, x, widths, (frequencies, v.scale as f32), start);
         }),
         C::HeadNorm(v) => {
-            bind_values(v, [v.x, v.w], |r, v, [x, w]| head_norm(r.pool, r.out, x, w, v.eps as f32))
+            // A head is a row as wide as the weights.
+            bind_values(v, [v.x, v.w], |r, v, [x, w]| rms_norm(r.pool, r.out, x, w, 1, v.eps as f32))
         }
         C::PagedAttention(v) => bind_op(v, |r, v| r.run_paged_attention(v)),
         C::Sample(v) => bind_op(v, |r, v| r.run_sample(v)),
@@ -369,11 +371,8 @@ impl KernelRun<'_> {
     fn run_embed(&mut self, v: &views::Embed) -> Result<(), Fault> {
         let x = &self.inputs;
         let (ids, ty) = (x.values(v.ids)?, x.type_of(v.table));
-        let (mesh, coord) = (&x.placement.mesh, x.placement.coord());
-        let rows = TableRows {
-            first: ty.layout.global_ranges(&ty.shape, mesh, coord)[0].0 as usize,
-            all: ty.layout.global_shape(&ty.shape, mesh)[0] as usize,
-        };
+        let all = ty.layout.global_shape(&ty.shape, &x.placement.mesh)[0];
+        let rows = TableRows { first: x.global_row(v.table), all: all as usize };
         if let ValueLocation::Weight(w) = x.location(v.table)
             && let WeightData::Bf16(table) = &x.memory.weights[*w]
         {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use tessera_device::{Backend, CallData, Fault, Observer, check_input};
 use tessera_ir::{Op, OpByKind, Opcode, OrderOp, SinkOp, ValueId, views};
 
+use super::memory::MemoryView;
 use super::memory_check::MemoryCheck;
 use super::{CpuBackend, OutputValue, PreparedProgram};
 use crate::kernels::{PageTable, write_pages};
@@ -111,67 +112,68 @@ impl CpuBackend {
         v: &views::CacheWrite,
         call: &CallData<'_>,
     ) -> Result<(), Fault> {
-        if v.pages.is_some() {
-            return self.write_buffer_pages(prepared, op, v, call);
-        }
         let p = &*prepared.program;
-        let source = &prepared.locations[v.x.0 as usize];
-        let width: usize = p.type_of(v.x).shape[1..].iter().product::<u64>() as usize;
-        let row = match v.row {
-            None => 0,
-            Some(row) => prepared.locations[row.0 as usize].integer_scalar(call)?,
-        };
-        let row = row.saturating_add_unsigned(v.first_row);
+        let width = p.type_of(v.x).shape[1..].iter().product::<u64>() as usize;
         let b = op.buffer.map_or(0, |b| prepared.buffers[b.0 as usize]);
         // The buffer is taken out while its source is read, because the source may be another
         // buffer.
         let mut buffer = std::mem::take(&mut self.memory.buffers[b]);
-        let result = self.memory.view_all().view_value(source, call).and_then(|data| {
-            let start = usize::try_from(row).ok().and_then(|r| r.checked_mul(width));
-            let end = start.and_then(|s| s.checked_add(data.len())).filter(|e| *e <= buffer.len());
-            match (start, end) {
-                (Some(s), Some(e)) => {
-                    buffer[s..e].copy_from_slice(data);
-                    Ok(())
-                }
-                _ => Err(Fault::Failed(format!(
-                    "@{}: rows {row} + {} exceed a cache of {} rows",
-                    p.name,
-                    data.len() / width.max(1),
-                    buffer.len() / width.max(1)
-                ))),
-            }
-        });
+        let memory = self.memory.view_all();
+        let source = BufferSource { prepared, memory, call, view: v };
+        let result = match v.pages {
+            None => source.write_rows(&mut buffer, width),
+            Some(pages) => source.write_pages(&mut buffer, width, pages),
+        };
         self.memory.buffers[b] = buffer;
-        result
+        result.map_err(|fault| match fault {
+            Fault::Failed(why) => Fault::Failed(format!("@{}: {why}", p.name)),
+            other => other,
+        })
+    }
+}
+
+/// The operands of a write to a buffer.
+struct BufferSource<'a> {
+    prepared: &'a PreparedProgram,
+    memory: MemoryView<'a>,
+    call: &'a CallData<'a>,
+    view: &'a views::CacheWrite,
+}
+
+impl BufferSource<'_> {
+    fn values(&self, v: ValueId) -> Result<&[f32], Fault> {
+        self.memory.view_value(&self.prepared.locations[v.0 as usize], self.call)
     }
 
-    fn write_buffer_pages(
-        &mut self,
-        prepared: &PreparedProgram,
-        op: &Op,
-        v: &views::CacheWrite,
-        call: &CallData<'_>,
-    ) -> Result<(), Fault> {
-        let (Some(pages), Some(start), Some(page_rows)) = (v.pages, v.start, v.page_rows) else {
-            return Err(Fault::Failed(format!(
-                "@{}: a write to pages without a table",
-                prepared.program.name
-            )));
+    fn write_rows(&self, buffer: &mut [f32], width: usize) -> Result<(), Fault> {
+        let row = match self.view.row {
+            None => 0,
+            Some(row) => self.prepared.locations[row.0 as usize].integer_scalar(self.call)?,
         };
-        let width = prepared.program.type_of(v.x).shape[1..].iter().product::<u64>() as usize;
-        let b = op.buffer.map_or(0, |b| prepared.buffers[b.0 as usize]);
-        let mut buffer = std::mem::take(&mut self.memory.buffers[b]);
-        let memory = self.memory.view_all();
-        let view = |v: ValueId| memory.view_value(&prepared.locations[v.0 as usize], call);
-        let result = (|| {
-            let capacity = buffer.len() / width.max(1);
-            let table = PageTable::new(view(pages)?, view(start)?, page_rows as usize, capacity)
-                .map_err(|why| Fault::Failed(format!("@{}: {why}", prepared.program.name)))?;
-            write_pages(&mut buffer, view(v.x)?, width, &table);
-            Ok(())
-        })();
-        self.memory.buffers[b] = buffer;
-        result
+        let row = row.saturating_add_unsigned(self.view.first_row);
+        let data = self.values(self.view.x)?;
+        let start = usize::try_from(row).ok().and_then(|r| r.checked_mul(width));
+        let end = start.and_then(|s| s.checked_add(data.len())).filter(|e| *e <= buffer.len());
+        match (start, end) {
+            (Some(s), Some(e)) => {
+                buffer[s..e].copy_from_slice(data);
+                Ok(())
+            }
+            _ => Err(Fault::Failed(format!(
+                "rows {row} + {} exceed a cache of {} rows",
+                data.len() / width.max(1),
+                buffer.len() / width.max(1)
+            ))),
+        }
+    }
+
+    fn write_pages(&self, buffer: &mut [f32], width: usize, pages: ValueId) -> Result<(), Fault> {
+        let (Some(start), Some(page_rows)) = (self.view.start, self.view.page_rows) else {
+            return Err(Fault::Failed("a write to pages without their start and size".to_string()));
+        };
+        let capacity = buffer.len() / width.max(1);
+        let table = PageTable::new(self.values(pages)?, self.values(start)?, page_rows as usize, capacity);
+        write_pages(buffer, self.values(self.view.x)?, width, &table.map_err(Fault::Failed)?);
+        Ok(())
     }
 }

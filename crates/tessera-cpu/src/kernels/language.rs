@@ -1,5 +1,4 @@
-//! Kernels of a language model: rotary embedding, norms of heads, causal attention over pages, and the choice of
-//! the next token.
+//! Kernels of a language model: rotary embedding, causal attention over pages, and the choice of the next id.
 
 use tessera_base::random::philox4x32;
 
@@ -14,7 +13,7 @@ use crate::simd::{exp, sum_lanes, vectorized};
 ///
 /// # Panics
 /// Panics if the rows do not divide among the sequences.
-pub fn rotary(
+pub fn rotate_heads(
     pool: &Pool,
     out: &mut [f32],
     x: &[f32],
@@ -43,29 +42,6 @@ pub fn rotary(
             out[2 * m..].copy_from_slice(&x[2 * m..]);
         }
     });
-}
-
-/// Divides each head of `x`, as many columns as `w` has, by its root mean square, and multiplies by `w`.
-///
-/// # Panics
-/// Panics if a length does not match.
-pub fn head_norm(pool: &Pool, out: &mut [f32], x: &[f32], w: &[f32], eps: f32) {
-    let head = w.len();
-    assert!(out.len() == x.len() && x.len().is_multiple_of(head));
-    pool.for_each_block(out, 64 * head, 4 * x.len(), |i, out| {
-        for (j, out) in out.chunks_exact_mut(head).enumerate() {
-            norm_head(out, &x[(64 * i + j) * head..][..head], w, eps);
-        }
-    });
-}
-
-vectorized! {
-    fn norm_head(out: &mut [f32], x: &[f32], w: &[f32], eps: f32) {
-        let scale = 1.0 / (sum_lanes(x, |x| x * x) / x.len() as f32 + eps).sqrt();
-        for ((out, x), w) in out.iter_mut().zip(x).zip(w) {
-            *out = x * scale * w;
-        }
-    }
 }
 
 /// The heads of queries, and which KV heads they read.
@@ -232,7 +208,7 @@ pub fn sample_id(logits: &[f32], rule: SamplingRule) -> usize {
         kept >= enough
     });
     let count = count.map_or(weights.len(), |last| last + 1);
-    let target = uniform(rule.seed, rule.draw) * weights[..count].iter().sum::<f64>();
+    let target = draw_uniform(rule.seed, rule.draw) * weights[..count].iter().sum::<f64>();
     let mut sum = 0.0;
     let chosen = weights[..count].iter().position(|w| {
         sum += w;
@@ -242,7 +218,7 @@ pub fn sample_id(logits: &[f32], rule: SamplingRule) -> usize {
 }
 
 /// Returns the uniform number of a draw, in [0, 1): 53 bits of a Philox block.
-fn uniform(seed: u32, draw: u32) -> f64 {
+fn draw_uniform(seed: u32, draw: u32) -> f64 {
     let [low, high, ..] = philox4x32([draw, 0, 0, u32::from_be_bytes(*b"samp")], [seed, 0]);
     ((u64::from(high) << 32 | u64::from(low)) >> 11) as f64 / (1_u64 << 53) as f64
 }

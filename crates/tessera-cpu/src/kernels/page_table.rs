@@ -8,8 +8,6 @@ pub struct PageTable<'a> {
     pages: &'a [f32],
     start: &'a [f32],
     page_rows: usize,
-    /// Rows of the pool.
-    capacity: usize,
 }
 
 impl<'a> PageTable<'a> {
@@ -35,7 +33,7 @@ impl<'a> PageTable<'a> {
         if let Some(page) = pages.iter().find(|p| **p >= count as f32) {
             return Err(format!("page {page} of a pool of {count} pages"));
         }
-        Ok(PageTable { pages, start, page_rows, capacity })
+        Ok(PageTable { pages, start, page_rows })
     }
 
     /// Returns the number of sequences.
@@ -57,8 +55,7 @@ impl<'a> PageTable<'a> {
         let per_sequence = self.pages.len() / self.start.len();
         let page = position / self.page_rows;
         let page = (page < per_sequence).then(|| self.pages[sequence * per_sequence + page])?;
-        let row = (page >= 0.0).then(|| page as usize * self.page_rows + position % self.page_rows)?;
-        (row < self.capacity).then_some(row)
+        (page >= 0.0).then(|| page as usize * self.page_rows + position % self.page_rows)
     }
 
     /// Returns the positions to which the query at `position` attends, in ascending order: all up to its own, or

@@ -77,7 +77,7 @@ impl BufferDigests {
     ///
     /// # Safety
     /// The buffers given to [`BufferDigests::new`] must be allocated, and no work on the device may write
-    /// them meanwhile.
+    /// them until this call returns.
     pub(super) unsafe fn run(&self, is_wanted: &[bool], kernels: &mut KernelSet) -> CudaResult<Vec<u64>> {
         let words: Vec<u32> = is_wanted.iter().copied().map(u32::from).collect();
         copy_to_device(self.is_wanted.slice(0, self.buffer_count)?, &words)?;

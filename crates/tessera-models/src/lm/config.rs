@@ -65,6 +65,15 @@ const IGNORED: &[&str] = &[
     "use_cache",
 ];
 
+/// A config.json that was read.
+pub(super) struct ParsedConfig {
+    pub(super) model: LanguageModel,
+    /// Name of the architecture, one of [`READERS`].
+    pub(super) architecture: &'static str,
+    /// The sliding window of all layers, if there is one.
+    pub(super) window: Option<u64>,
+}
+
 type ReadFn = fn(&mut ArchitectureReader) -> LanguageModel;
 
 /// Config readers by architecture name.
@@ -86,16 +95,16 @@ impl LanguageModel {
     /// # Errors
     /// Returns one diagnostic per problem.
     pub fn parse(file: &str, text: &str) -> Result<LanguageModel, Diagnostics> {
-        LanguageModel::parse_with_window(file, text, false).map(|(model, _)| model)
+        LanguageModel::parse_config(file, text, false).map(|config| config.model)
     }
 
-    /// As [`LanguageModel::parse`], and returns the sliding window of a model that has one. Estimates have no
-    /// windows, so without `accepts_window` such a model is rejected.
-    pub(super) fn parse_with_window(
+    /// As [`LanguageModel::parse`], with what a run needs besides. Estimates have no sliding windows, so without
+    /// `accepts_window` a model that has one is rejected.
+    pub(super) fn parse_config(
         file: &str,
         text: &str,
         accepts_window: bool,
-    ) -> Result<(LanguageModel, Option<u64>), Diagnostics> {
+    ) -> Result<ParsedConfig, Diagnostics> {
         let mut f = ConfigReader::new(file, "", parse_json(file, text)?);
         f.ignore_keys(IGNORED);
         let named = f.take_value("architectures");
@@ -126,7 +135,7 @@ impl LanguageModel {
         if ds.is_empty() {
             ds = find_contradictions(file, &model);
         }
-        if ds.is_empty() { Ok((model, window)) } else { Err(ds) }
+        if ds.is_empty() { Ok(ParsedConfig { model, architecture, window }) } else { Err(ds) }
     }
 }
 

@@ -1,8 +1,10 @@
 //! The language models that run: what their programs need beside the extents.
 
 use serde_json::Value;
+use tessera_base::config::{ConfigReader, parse_json};
 use tessera_base::{Diagnostic, Diagnostics};
 
+use super::config::ParsedConfig;
 use super::{AttentionKind, LanguageModel, NormKind};
 use crate::codes::{T0431, T0432, T0433};
 
@@ -10,7 +12,7 @@ use crate::codes::{T0431, T0432, T0433};
 /// feed-forward layers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderModel {
-    /// Its extents.
+    /// The extents that an estimate needs too.
     pub extents: LanguageModel,
     /// Number of query heads.
     pub heads: u64,
@@ -20,7 +22,7 @@ pub struct DecoderModel {
     pub head_dim: u64,
     /// Term of the RMS norms that keeps their divisor above 0.
     pub norm_eps: f64,
-    /// Rotary positions.
+    /// How positions rotate queries and keys.
     pub rotary: RotaryConfig,
     /// The layers with experts, if there are any.
     pub experts: Option<ExpertLayers>,
@@ -52,11 +54,11 @@ pub struct ExpertLayers {
 /// Names of the tensors of experts, behind that of the layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertNames {
-    /// The router.
+    /// Name of the matrix that scores the experts.
     pub router: &'static str,
-    /// The list of experts, each of which has its number as a name.
+    /// Name of the list of experts, in which each has its number as a name.
     pub experts: &'static str,
-    /// The gate, up and down matrices of an expert.
+    /// Names of the gate, up and down matrices of an expert.
     pub parts: [&'static str; 3],
 }
 
@@ -72,9 +74,9 @@ pub struct RotaryConfig {
 /// How the rotary frequencies of a model were changed for more positions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RotaryScaling {
-    /// Not at all.
+    /// The frequencies are those of `theta`.
     None,
-    /// All are divided by a factor.
+    /// All frequencies are divided by a factor.
     Linear {
         /// Divisor of every frequency.
         factor: f64,
@@ -99,16 +101,19 @@ impl DecoderModel {
     /// # Errors
     /// The errors of [`LanguageModel::parse`], or T0433 for each property that no program here computes.
     pub fn parse(file: &str, text: &str) -> Result<DecoderModel, Diagnostics> {
-        let (extents, window) = LanguageModel::parse_with_window(file, text, true)?;
-        // It was parsed a moment ago.
-        let config: Value = serde_json::from_str(text).unwrap_or_default();
-        let mut ds = find_missing_parts(file, &extents);
-        let rotary = read_rotary(file, &config).unwrap_or_else(|d| {
-            ds.push(*d);
+        let ParsedConfig { model: extents, architecture, window } =
+            LanguageModel::parse_config(file, text, true)?;
+        let mut config = ConfigReader::new(file, "", parse_json(file, text)?);
+        let norm_eps = config.read_number("rms_norm_eps", Some(1e-6));
+        let max_positions = config.read_count("max_position_embeddings", Some(4096));
+        let renormalise = config.read_flag("norm_topk_prob", false);
+        let end_ids = read_ids(config.take_value("eos_token_id").as_ref());
+        let rotary = read_rotary(file, &mut config).unwrap_or_else(|d| {
+            config.diagnostics.push(*d);
             RotaryConfig { theta: 1.0, scaling: RotaryScaling::None }
         });
-        let number = |key: &str, default| config.get(key).and_then(Value::as_f64).unwrap_or(default);
-        let norm_eps = number("rms_norm_eps", 1e-6);
+        let mut ds = config.diagnostics;
+        ds.extend(find_missing_parts(file, &extents));
         if norm_eps < 0.0 {
             ds.push(
                 Diagnostic::error(&T0431, format!("`rms_norm_eps` is {norm_eps}"))
@@ -121,9 +126,7 @@ impl DecoderModel {
         if !ds.is_empty() {
             return Err(ds);
         }
-        let experts = read_expert_layers(&extents, &config);
-        let max_positions = number("max_position_embeddings", 4096.0).max(1.0) as u64;
-        let end_ids = read_ids(config.get("eos_token_id"));
+        let experts = name_expert_layers(&extents, architecture, renormalise);
         Ok(DecoderModel {
             experts,
             extents,
@@ -195,16 +198,15 @@ fn find_missing_parts(file: &str, m: &LanguageModel) -> Diagnostics {
     missing.into_iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| refuse(what)).collect()
 }
 
-fn read_expert_layers(m: &LanguageModel, config: &Value) -> Option<ExpertLayers> {
+/// Describes the layers with experts of an architecture; Mixtral renormalises without saying so in its config.
+fn name_expert_layers(m: &LanguageModel, architecture: &str, renormalise: bool) -> Option<ExpertLayers> {
     let e = m.experts.as_ref()?;
-    let names = config.get("architectures").map(Value::to_string).unwrap_or_default();
-    let is_mixtral = names.contains("Mixtral");
-    let stated = config.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(false);
+    let is_mixtral = architecture == "MixtralForCausalLM";
     Some(ExpertLayers {
         count: e.count,
         top_k: e.top_k,
         inner: e.inner,
-        renormalise: is_mixtral || stated,
+        renormalise: is_mixtral || renormalise,
         dense_layers: e.dense_layers.clone(),
         names: match is_mixtral {
             true => ExpertNames {
@@ -221,19 +223,19 @@ fn read_expert_layers(m: &LanguageModel, config: &Value) -> Option<ExpertLayers>
     })
 }
 
-fn read_rotary(file: &str, config: &Value) -> Result<RotaryConfig, Box<Diagnostic>> {
+fn read_rotary(file: &str, config: &mut ConfigReader<'_>) -> Result<RotaryConfig, Box<Diagnostic>> {
     // Newer releases of transformers write one object, older ones two keys.
-    let object =
-        ["rope_parameters", "rope_scaling"].iter().find_map(|k| config.get(k).filter(|v| v.is_object()));
-    let number = |of: Option<&Value>, key: &str| of.and_then(|o| o.get(key)).and_then(Value::as_f64);
-    let theta =
-        number(object, "rope_theta").or_else(|| number(Some(config), "rope_theta")).unwrap_or(10_000.0);
+    let given = ["rope_parameters", "rope_scaling"].map(|k| config.take_value(k).filter(Value::is_object));
+    let object = given.iter().flatten().next();
+    let number = |key: &str| object.and_then(|o| o.get(key)).and_then(Value::as_f64);
+    let stated = config.read_number("rope_theta", Some(10_000.0));
+    let theta = number("rope_theta").unwrap_or(stated);
     let kind = object.and_then(|o| o.get("rope_type").or_else(|| o.get("type"))).and_then(Value::as_str);
     let reject = |code, message: String, hint: &str| {
         Box::new(Diagnostic::error(code, message).with_label(file, "the rotary positions").with_hint(hint))
     };
     let required = |key: &str| {
-        number(object, key).filter(|x| *x > 0.0).ok_or_else(|| {
+        number(key).filter(|x| *x > 0.0).ok_or_else(|| {
             reject(
                 &T0431,
                 format!("`{key}` of {} positions is missing", kind.unwrap_or_default()),
@@ -258,7 +260,7 @@ fn read_rotary(file: &str, config: &Value) -> Result<RotaryConfig, Box<Diagnosti
             ));
         }
     };
-    if theta <= 1.0 || number(object, "partial_rotary_factor").is_some_and(|f| f != 1.0) {
+    if theta <= 1.0 || number("partial_rotary_factor").is_some_and(|f| f != 1.0) {
         return Err(reject(
             &T0432,
             format!("rotary positions with base {theta}, of a part of a head"),

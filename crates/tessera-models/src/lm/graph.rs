@@ -56,8 +56,16 @@ impl TokenInput {
     pub const START: &str = "start";
     /// Numbers [n]: the row, among all of the call, after which the next id of each sequence is chosen.
     pub const LAST: &str = "last";
-    /// Numbers [n]: how the next id of each sequence is chosen, as op `sample` defines it.
-    pub const SAMPLING: [&str; 5] = ["draw", "seed", "temperature", "top_k", "top_p"];
+    /// Numbers [n]: the number of the draw that chooses the next id of each sequence.
+    pub const DRAW: &str = "draw";
+    /// Numbers [n]: the seed of the draws of each sequence.
+    pub const SEED: &str = "seed";
+    /// Numbers [n]: the divisor of the logits of each sequence.
+    pub const TEMPERATURE: &str = "temperature";
+    /// Numbers [n]: the number of candidates of each sequence.
+    pub const TOP_K: &str = "top_k";
+    /// Numbers [n]: the probability that the candidates of each sequence reach together.
+    pub const TOP_P: &str = "top_p";
 }
 
 /// Returns the name of the program of a bucket.
@@ -111,7 +119,9 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
     let (name, value) = match output {
         TokenOutput::Logits => ("logits", logits),
         TokenOutput::Next => {
-            let numbers = TokenInput::SAMPLING.map(|name| (name, g.emit_numbers(name, &[b])));
+            use TokenInput as In;
+            let numbers = [In::DRAW, In::SEED, In::TEMPERATURE, In::TOP_K, In::TOP_P]
+                .map(|name| (name, g.emit_numbers(name, &[b])));
             for (name, value) in numbers {
                 g.builder.add_keyed(name, value);
             }
@@ -276,7 +286,7 @@ impl DecoderBuilder<'_> {
         self.emit_op(Opcode::RmsNorm, &[x, w])
     }
 
-    /// Emits act(x · wᵀ + bias). `part` and `unit` tell a strategy how it may shard the weight.
+    /// Emits act(x · wᵀ + bias). A strategy shards the weight by its `part` and `unit`.
     fn emit_linear(
         &mut self,
         name: &str,

@@ -220,28 +220,11 @@ impl Lowering<'_> {
         self.set_result(op, s, y);
     }
 
-    /// Lowers attention over pages: each rank has the query heads that read its KV heads.
-    pub(super) fn lower_paged_attention(&mut self, op: &Op, v: &views::PagedAttention, s: usize) {
-        let [q, k, values, pages, start] =
-            [v.q, v.k, v.v, v.pages, v.start].map(|value| self.local_value(value, s));
-        let b = &mut self.stages[s].builder;
-        b.copy_attrs(op, &["head_dim", "page_rows", "sink", "window"]);
-        b.add_keyed("pages", pages).add_keyed("start", start);
-        let y = b.add_op(Opcode::PagedAttention, &[q, k, values]);
-        self.set_result(op, s, y);
-    }
-
     /// Lowers the choice of tokens, for which every rank needs the logits of the whole vocabulary.
     pub(super) fn lower_sample(&mut self, op: &Op, s: usize) {
         let logits = self.local_value(op.operands[0], s);
         let logits = self.reshard(logits, AxisLayout::Replicated, s, 1);
-        let keyed: Vec<(&'static str, ValueId)> =
-            op.keyed.iter().map(|(k, v)| (*k, self.local_value(*v, s))).collect();
-        let b = &mut self.stages[s].builder;
-        for (k, v) in keyed {
-            b.add_keyed(k, v);
-        }
-        let y = b.add_op(Opcode::Sample, &[logits]);
+        let y = self.emit_with_operands(op, &[logits], s);
         self.set_result(op, s, y);
     }
 
@@ -262,13 +245,23 @@ impl Lowering<'_> {
 
     pub(super) fn emit_as_is(&mut self, op: &Op, s: usize) -> ValueId {
         let operands: Vec<ValueId> = op.operands.iter().map(|v| self.local_value(*v, s)).collect();
+        self.emit_with_operands(op, &operands, s)
+    }
+
+    /// Emits an op with these local operands, and with the attributes and keyed operands of the logical one.
+    fn emit_with_operands(&mut self, op: &Op, operands: &[ValueId], s: usize) -> ValueId {
+        let keyed: Vec<(&'static str, ValueId)> =
+            op.keyed.iter().map(|(k, v)| (*k, self.local_value(*v, s))).collect();
         let b = &mut self.stages[s].builder;
         let mut attrs = op.attrs.clone();
         for logical_only in ["at", "part", "unit"] {
             attrs.remove(logical_only);
         }
         b.set_attrs(attrs);
-        b.add_op(op.opcode, &operands)
+        for (k, v) in keyed {
+            b.add_keyed(k, v);
+        }
+        b.add_op(op.opcode, operands)
     }
 
     pub(super) fn lower_output(&mut self, op: &Op, s: usize) {
@@ -298,18 +291,7 @@ impl Lowering<'_> {
                 }
             }
         }
-        let keyed: Vec<(&'static str, ValueId)> =
-            op.keyed.iter().map(|(k, v)| (*k, self.local_value(*v, s))).collect();
-        let b = &mut self.stages[s].builder;
-        let mut attrs = op.attrs.clone();
-        for logical_only in ["at", "part", "unit"] {
-            attrs.remove(logical_only);
-        }
-        b.set_attrs(attrs);
-        for (k, v) in keyed {
-            b.add_keyed(k, v);
-        }
-        let y = b.add_op(op.opcode, &operands);
+        let y = self.emit_with_operands(op, &operands, s);
         self.finish_row_op(op, s, y, by_heads);
     }
 }

@@ -51,7 +51,7 @@ pub(super) fn paged_attention(cx: &OpContext<'_>, v: &views::PagedAttention) -> 
     let table = Pages::new(cx.tensor(v.pages)?, cx.tensor(v.start)?, v.page_rows, capacity, rows)?;
     let mut y = Tensor::full(&[rows, d], 0.0);
     for row in 0..rows {
-        let Some(position) = table.position(row) else { continue };
+        let Some(position) = table.position_of_row(row) else { continue };
         let visible = |p: &usize| v.window.is_none_or(|w| *p < v.sink as usize || p + w as usize > position);
         let at: Vec<usize> = (0..=position).filter(visible).filter_map(|p| table.row_of(row, p)).collect();
         if at.is_empty() {
@@ -90,7 +90,7 @@ pub(crate) fn write_pages(
     }
     let table = Pages::new(pages, start, page_rows, capacity, rows)?;
     for row in 0..rows {
-        if let Some(to) = table.position(row).and_then(|p| table.row_of(row, p)) {
+        if let Some(to) = table.position_of_row(row).and_then(|p| table.row_of(row, p)) {
             buffer.data_mut()[to * d..][..d].copy_from_slice(x.row(row));
         }
     }
@@ -130,7 +130,7 @@ impl<'a> Pages<'a> {
     }
 
     /// Returns the position of a row of the call; `None` if its sequence is absent.
-    fn position(&self, row: usize) -> Option<usize> {
+    fn position_of_row(&self, row: usize) -> Option<usize> {
         let start = self.start[row / self.rows_per_sequence];
         (start >= 0.0).then(|| start as usize + row % self.rows_per_sequence)
     }
@@ -151,6 +151,9 @@ pub(super) fn sample(cx: &OpContext<'_>, v: &views::Sample) -> TensorResult {
     if let Some(n) = top_k.iter().chain(seed).chain(draw).find(|n| n.fract() != 0.0 || **n < 0.0) {
         return Err(format!("{n} is no top_k, seed or draw"));
     }
+    if let Some(at) = logits.data().iter().position(|x| x.is_nan()) {
+        return Err(format!("the logits of row {} contain NaN", at / vocabulary));
+    }
     let choose = |i: usize| {
         let row = logits.row(i);
         let mut ids: Vec<usize> = (0..vocabulary).collect();
@@ -166,7 +169,7 @@ pub(super) fn sample(cx: &OpContext<'_>, v: &views::Sample) -> TensorResult {
         let total: f64 = weights.iter().sum();
         let sum_to = |n: usize| weights[..n].iter().sum::<f64>();
         let count = (1..=ids.len()).find(|n| sum_to(*n) >= top_p[i] * total).unwrap_or(ids.len());
-        let target = uniform(seed[i] as u32, draw[i] as u32) * sum_to(count);
+        let target = draw_uniform(seed[i] as u32, draw[i] as u32) * sum_to(count);
         let chosen = (0..count).find(|j| sum_to(j + 1) > target).unwrap_or(count - 1);
         ids[chosen] as f64
     };
@@ -175,7 +178,7 @@ pub(super) fn sample(cx: &OpContext<'_>, v: &views::Sample) -> TensorResult {
 
 /// Returns the number in [0, 1) of a draw: the upper 53 of the first 64 bits of the Philox block of counter
 /// (draw, 0, 0, "samp") and key (seed, 0).
-fn uniform(seed: u32, draw: u32) -> f64 {
+fn draw_uniform(seed: u32, draw: u32) -> f64 {
     let block = philox4x32([draw, 0, 0, 0x7361_6d70], [seed, 0]);
     let bits = u64::from(block[0]) | u64::from(block[1]) << 32;
     (bits >> 11) as f64 * 2.0f64.powi(-53)

@@ -16,7 +16,7 @@ impl PagePool {
 
     /// Extends the pages of a sequence so that it can hold this many positions. Returns `false`, and takes
     /// nothing, if too few pages are free.
-    pub(super) fn extend(&mut self, pages: &mut Vec<u32>, positions: usize) -> bool {
+    pub(super) fn allocate(&mut self, pages: &mut Vec<u32>, positions: usize) -> bool {
         let missing = positions.div_ceil(self.page_rows).saturating_sub(pages.len());
         if missing > self.free.len() {
             return false;
@@ -26,7 +26,7 @@ impl PagePool {
     }
 
     /// Returns the pages of a sequence that has ended.
-    pub(super) fn release(&mut self, pages: &mut Vec<u32>) {
+    pub(super) fn return_pages(&mut self, pages: &mut Vec<u32>) {
         self.free.extend(pages.drain(..).rev());
     }
 
@@ -44,14 +44,14 @@ mod tests {
     fn pages_are_taken_as_positions_need_them_and_come_back() {
         let mut pool = PagePool::new(4, 16);
         let (mut a, mut b) = (Vec::new(), Vec::new());
-        assert!(pool.extend(&mut a, 1) && pool.extend(&mut b, 17));
+        assert!(pool.allocate(&mut a, 1) && pool.allocate(&mut b, 17));
         assert_eq!((&a[..], &b[..]), (&[0][..], &[1, 2][..]));
-        assert!(pool.extend(&mut a, 16), "the first page has 16 positions");
+        assert!(pool.allocate(&mut a, 16), "the first page has 16 positions");
         assert_eq!(a, [0]);
-        assert!(!pool.extend(&mut a, 50), "only one page is free");
+        assert!(!pool.allocate(&mut a, 50), "only one page is free");
         assert_eq!((a.len(), pool.free_count()), (1, 1));
-        pool.release(&mut b);
-        assert!(b.is_empty() && pool.extend(&mut a, 50));
+        pool.return_pages(&mut b);
+        assert!(b.is_empty() && pool.allocate(&mut a, 50));
         assert_eq!((a, pool.free_count()), (vec![0, 1, 2, 3], 0));
     }
 }

@@ -12,7 +12,7 @@ use crate::files::read_text_file;
 /// A language model and its tokenizer.
 #[derive(Debug)]
 pub struct TextModel {
-    /// The model's folder.
+    /// Folder of the model, where the ranks read its weights.
     pub dir: PathBuf,
     /// The model, from `config.json`.
     pub decoder: DecoderModel,

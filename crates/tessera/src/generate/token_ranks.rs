@@ -9,8 +9,6 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::MeshRank;
 use tessera_mesh::Rank;
 use tessera_runtime::engine::{AbortHandle, Engine, ReadyCall};
 use tessera_runtime::wire::{CallAction, PhaseCall, Tensors};
@@ -20,7 +18,7 @@ use super::language_weights::LanguageWeights;
 use crate::codes::{T0017, T0087};
 use crate::communicators::{self, EndpointSources, JoinOrder};
 use crate::engine::MeshEngine;
-use crate::host_memory::available_bytes;
+use crate::rank::build_cpu_backend;
 
 /// Longest wait inside one collective. A rank that fails aborts the others, so it only ends the wait for a rank
 /// that hangs.
@@ -31,9 +29,9 @@ const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(600);
 pub(super) struct TokenCall {
     /// Number of the call, from 1.
     pub(super) id: u64,
-    /// The program and its numbers.
+    /// The program, and the scalars of the call.
     pub(super) phase: PhaseCall,
-    /// Its tensors.
+    /// The tensors of the call.
     pub(super) inputs: Tensors,
 }
 
@@ -147,7 +145,7 @@ impl TokenRanks {
     fn next_event(&self) -> Result<(Rank, RankEvent), Diagnostic> {
         self.events
             .recv_timeout(2 * COLLECTIVE_PATIENCE)
-            .map_err(|_| Diagnostic::error(&T0087, "no rank answered".to_string()))
+            .map_err(|_| Diagnostic::error(&T0087, "no rank answered"))
     }
 }
 
@@ -197,14 +195,9 @@ impl RankSeat {
 
     fn load(self) -> Result<MeshEngine, Diagnostics> {
         let RankSeat { plan, dir, rank, threads, arenas } = self;
-        let sources = EndpointSources::Arenas(arenas);
-        let ends = communicators::attach_endpoints(&plan.sealed, rank, sources, JoinOrder::OfPlan)
+        let joined = (EndpointSources::Arenas(arenas), JoinOrder::OfPlan);
+        let cpu = build_cpu_backend(&plan.sealed, rank, threads, joined, COLLECTIVE_PATIENCE)
             .map_err(|d| vec![d])?;
-        let pool = Pool::new(threads)
-            .map_err(|e| vec![Diagnostic::error(&T0017, format!("threads of rank {rank}: {e}"))])?;
-        let seat = MeshRank { mesh: *plan.sealed.mesh(), rank };
-        let mut cpu = CpuBackend::new(seat, pool, ends, COLLECTIVE_PATIENCE);
-        available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
         let mut weights = LanguageWeights::open(&dir, &plan.model, &plan.sealed)?;
         MeshEngine::load(&plan.sealed, rank, Box::new(cpu), &mut weights).map_err(|d| vec![d])
     }

@@ -58,18 +58,18 @@ pub enum FinishReason {
 pub struct TokenEvent {
     /// Index of the text in the batch.
     pub text: usize,
-    /// The id.
+    /// The id that was chosen.
     pub id: u32,
     /// Why the text ends with it, if it does.
     pub finish: Option<FinishReason>,
 }
 
-/// A generated text, and how long it took.
+/// A generated text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GeneratedText {
     /// The generated ids, with the one that ends the text.
     pub ids: Vec<u32>,
-    /// Why it ended.
+    /// Why the text ended.
     pub finish: FinishReason,
 }
 
@@ -80,7 +80,7 @@ pub struct TokenRun {
     ranks: TokenRanks,
     pool: PagePool,
     next_call: u64,
-    /// Times of the calls that read prompts, and of those that decode, with the rows of each.
+    /// Times of the calls that read prompts.
     pub prefill: CallTimes,
     /// Times of the calls that decode one id of every text.
     pub decode: CallTimes,
@@ -89,11 +89,11 @@ pub struct TokenRun {
 /// How long calls took, and how many rows they brought.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CallTimes {
-    /// Calls.
+    /// Number of calls.
     pub calls: u64,
     /// Rows that belonged to a text.
     pub rows: u64,
-    /// Their time together.
+    /// Time of all calls together.
     pub time: Duration,
 }
 
@@ -161,11 +161,10 @@ impl TokenRun {
             let rows = (ids.len() - first).min(bucket.rows as usize);
             let outputs = self.run_bucket(bucket, &[Some(BatchRow { sequence: &sequence, first, rows })])?;
             let found = outputs.get("logits").and_then(Tensor::to_f32);
-            let found =
-                found.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no logits".to_string()))?;
+            let found = found.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no logits"))?;
             logits.extend_from_slice(&found[..rows * self.plan.model.extents.vocab as usize]);
         }
-        self.pool.release(&mut sequence.pages);
+        self.pool.return_pages(&mut sequence.pages);
         Ok(logits)
     }
 
@@ -200,7 +199,7 @@ impl TokenRun {
                 .with_hint("a text needs a prompt, at least one id to generate, and a seed below 2^24"));
             }
             let mut pages = Vec::new();
-            if positions > most || !self.pool.extend(&mut pages, positions) {
+            if positions > most || !self.pool.allocate(&mut pages, positions) {
                 return Err(Diagnostic::error(
                     &T0086,
                     format!(
@@ -241,13 +240,9 @@ impl TokenRun {
     /// Decodes one id of each text that has not ended; that of any other has no meaning.
     fn decode_step(&mut self, sequences: &[Sequence]) -> Result<Vec<u32>, Diagnostic> {
         let bucket = self.plan.decode;
-        let row = |sequence: &'_ Sequence| -> Option<usize> {
-            sequence.finish.is_none().then(|| sequence.ids.len() - 1)
-        };
-        let batch: Vec<Option<BatchRow<'_>>> = sequences
-            .iter()
-            .map(|sequence| row(sequence).map(|first| BatchRow { sequence, first, rows: 1 }))
-            .collect();
+        let last_row = |sequence| BatchRow { sequence, first: sequence.ids.len() - 1, rows: 1 };
+        let batch: Vec<Option<BatchRow<'_>>> =
+            sequences.iter().map(|s| s.finish.is_none().then(|| last_row(s))).collect();
         let begun = Instant::now();
         let outputs = self.run_bucket(bucket, &batch)?;
         self.decode.calls += 1;
@@ -263,37 +258,35 @@ impl TokenRun {
         batch: &[Option<BatchRow<'_>>],
     ) -> Result<Tensors, Diagnostic> {
         let (b, n) = (bucket.sequences as usize, bucket.rows as usize);
-        let per_sequence = self.plan.cache.pages_per_sequence as usize;
+        let row_of = |s: usize| batch.get(s).and_then(Option::as_ref);
+        let numbers = |absent: f32, of: &dyn Fn(&BatchRow<'_>) -> f32| -> Vec<f32> {
+            (0..b).map(|s| row_of(s).map_or(absent, of)).collect()
+        };
+        let sampling = |of: &dyn Fn(&Sampling) -> f32| numbers(0.0, &|r| of(&r.sequence.request.sampling));
+        let last = (0..b).map(|s| (s * n + row_of(s).map_or(0, |r| r.rows - 1)) as f32).collect();
         let mut ids = vec![0.0; b * n];
+        let per_sequence = self.plan.cache.pages_per_sequence as usize;
         let mut pages = vec![-1.0; b * per_sequence];
-        let mut numbers: Vec<(&str, Vec<f32>)> = vec![(TokenInput::START, vec![-1.0; b])];
-        numbers.push((TokenInput::LAST, (0..b).map(|s| (s * n) as f32).collect()));
-        numbers.extend(TokenInput::SAMPLING.map(|name| (name, vec![0.0; b])));
         for (s, row) in batch.iter().enumerate() {
             let Some(BatchRow { sequence, first, rows }) = row else { continue };
-            for (i, id) in sequence.ids[*first..first + rows].iter().enumerate() {
-                ids[s * n + i] = *id as f32;
+            for (to, id) in ids[s * n..].iter_mut().zip(&sequence.ids[*first..first + rows]) {
+                *to = *id as f32;
             }
-            for (i, page) in sequence.pages.iter().enumerate() {
-                pages[s * per_sequence + i] = *page as f32;
-            }
-            let sampling = sequence.request.sampling;
-            let last = first + rows - 1;
-            for (name, values) in &mut numbers {
-                values[s] = match *name {
-                    TokenInput::START => *first as f32,
-                    TokenInput::LAST => (s * n + rows - 1) as f32,
-                    "draw" => (last + 1) as f32,
-                    "seed" => sampling.seed as f32,
-                    "temperature" => sampling.temperature,
-                    "top_k" => sampling.top_k as f32,
-                    _ => sampling.top_p,
-                };
+            for (to, page) in pages[s * per_sequence..].iter_mut().zip(&sequence.pages) {
+                *to = *page as f32;
             }
         }
-        numbers.push((TokenInput::PAGES, pages));
-        let args =
-            numbers.into_iter().map(|(name, v)| (name.to_string(), ScalarArg::from_f32s(&v))).collect();
+        let scalars = [
+            (TokenInput::PAGES, pages),
+            (TokenInput::START, numbers(-1.0, &|r| r.first as f32)),
+            (TokenInput::LAST, last),
+            (TokenInput::DRAW, numbers(0.0, &|r| (r.first + r.rows) as f32)),
+            (TokenInput::SEED, sampling(&|how| how.seed as f32)),
+            (TokenInput::TEMPERATURE, sampling(&|how| how.temperature)),
+            (TokenInput::TOP_K, sampling(&|how| how.top_k as f32)),
+            (TokenInput::TOP_P, sampling(&|how| how.top_p)),
+        ];
+        let args = scalars.map(|(name, values)| (name.to_string(), ScalarArg::from_f32s(&values))).to_vec();
         let inputs = vec![Tensor::from_f32(TokenInput::IDS, &[(b * n) as u64], &ids)?];
         let call = TokenCall {
             id: self.next_call,
@@ -313,7 +306,7 @@ impl TokenRun {
             sequence.finish = Some(FinishReason::Length);
         }
         if sequence.finish.is_some() {
-            self.pool.release(&mut sequence.pages);
+            self.pool.return_pages(&mut sequence.pages);
         }
         on_id(TokenEvent { text, id, finish: sequence.finish });
     }
@@ -336,5 +329,5 @@ impl Sequence {
 fn read_next(outputs: &Tensors, sequence: usize) -> Result<u32, Diagnostic> {
     let ids = outputs.get("next").and_then(Tensor::to_f32);
     let id = ids.and_then(|ids| ids.get(sequence).copied());
-    id.map(|id| id as u32).ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no ids".to_string()))
+    id.map(|id| id as u32).ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no ids"))
 }

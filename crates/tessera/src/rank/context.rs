@@ -22,6 +22,7 @@ use tessera_runtime::tripwire::{T0751, T0757, T0773, T0785};
 use tessera_runtime::wire::Progress;
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, T0770, Tripwires};
+use tessera_verify::SealedPlan;
 
 use crate::clock::monotonic_ns;
 use crate::codes::T0017;
@@ -239,7 +240,11 @@ impl RankContext {
             let mut weights = RankWeights::open(&model, &plan).map_err(first_diagnostic)?;
             let order = drill.as_ref().map_or(JoinOrder::OfPlan, FaultInjector::join_order);
             let mut backend = match &gpus {
-                None => build_cpu_backend(&plan, rank, threads, communicators, order)?,
+                None => {
+                    let joined = (communicators, order);
+                    Box::new(build_cpu_backend(&plan.sealed, rank, threads, joined, COLLECTIVE_PATIENCE)?)
+                        .into()
+                }
                 Some(on) => {
                     let check = tripwires.is_armed(&T0757);
                     let cuda = on.open_backend(&plan.sealed, rank, COLLECTIVE_PATIENCE, (order, check))?;
@@ -356,18 +361,22 @@ fn describe_probe(keys: &[(String, String)], begun_ns: u64) -> FlightEntry {
     FlightEntry::Mark(FlightMark { event: "probed".to_string(), detail, ..FlightMark::default() })
 }
 
-fn build_cpu_backend(
-    plan: &Plan,
+/// Opens the CPU backend of a rank, whose collectives wait at most `patience` for a peer.
+///
+/// # Errors
+/// T0017 if its threads or its communicators cannot be set up.
+pub(crate) fn build_cpu_backend(
+    plan: &SealedPlan,
     rank: Rank,
     threads: usize,
-    communicators: EndpointSources,
-    order: JoinOrder,
-) -> Result<EngineBackend, Diagnostic> {
-    let ends = communicators::attach_endpoints(&plan.sealed, rank, communicators, order)?;
+    (communicators, order): (EndpointSources, JoinOrder),
+    patience: Duration,
+) -> Result<CpuBackend, Diagnostic> {
+    let ends = communicators::attach_endpoints(plan, rank, communicators, order)?;
     let pool =
         Pool::new(threads).map_err(|e| Diagnostic::error(&T0017, format!("threads of rank {rank}: {e}")))?;
-    let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
-    let mut cpu = CpuBackend::new(mesh_rank, pool, ends, COLLECTIVE_PATIENCE);
+    let mesh_rank = MeshRank { mesh: *plan.mesh(), rank };
+    let mut cpu = CpuBackend::new(mesh_rank, pool, ends, patience);
     available_bytes().into_iter().for_each(|bytes| cpu.limit_memory(bytes));
-    Ok(Box::new(cpu).into())
+    Ok(cpu)
 }

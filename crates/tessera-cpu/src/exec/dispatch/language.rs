@@ -30,6 +30,10 @@ impl KernelRun<'_> {
         {
             return Err(Fault::Failed(format!("{n} is no top_k, seed or draw: a whole number below 2^24")));
         }
+        // An id cannot carry NaN on, so a fault of the model would end here unseen.
+        if let Some(row) = logits.chunks_exact(width).position(|row| row.iter().any(|x| x.is_nan())) {
+            return Err(Fault::Failed(format!("the logits of row {row} contain NaN")));
+        }
         for (i, (id, logits)) in self.out.iter_mut().zip(logits.chunks_exact(width)).enumerate() {
             let [top_k, seed, draw] = counts.map(|c| c[i] as u32);
             let rule = SamplingRule {
