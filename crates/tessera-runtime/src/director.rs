@@ -5,10 +5,11 @@
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::Digest;
 use crate::codes::{T0720, T0721};
 use crate::kv_cache::{CacheRegime, CacheSpec, CacheStage, CacheState, Transition};
 use crate::program_index::{NOISE_PROGRAM, ProgramIndex, VIDEO_PROGRAM};
-use crate::wire::{CallAction, CallMeta, F32Bits, PhaseCall, ScalarArg};
+use crate::wire::{CallAction, CallMeta, CallWork, ChunkWork, F32Bits, PhaseCall, ScalarArg};
 
 use serde::{Deserialize, Serialize};
 
@@ -199,16 +200,17 @@ impl Director {
             draft.push_phase(&phase.program, &[]);
         }
         let (cache, phases) = draft.into_phases()?;
-        let meta = CallMeta {
+        let work = CallWork::Chunk(ChunkWork {
             n_steps: self.spec.steps.len() as u32 - video_step.unwrap_or(0),
             reset_kv: cut,
             reset_cross: text,
             recompute,
             start_frame,
             seed: request.seed,
+            prompt_epoch: cache.prompt_epoch(),
             kv_bias: F32Bits::new(self.spec.bias),
-            ..neutral_meta(phases, programs, &cache)?
-        };
+        });
+        let meta = call_meta(phases, work, programs, cache.state_digest())?;
         self.cache = cache;
         Ok(CallPlan { chunk, opens_scene, evicted_frames, ..self.plan_call(CallAction::Infer, Some(meta)) })
     }
@@ -216,7 +218,8 @@ impl Director {
     /// Plans the warm-up call, which runs every program of the plan once. The cache state does not
     /// change.
     pub fn plan_warmup(&self, programs: &ProgramIndex) -> Result<CallPlan, Diagnostics> {
-        Ok(self.plan_call(CallAction::Warmup, Some(warmup_meta(programs, &self.cache)?)))
+        let meta = warmup_meta(programs, self.cache.state_digest())?;
+        Ok(self.plan_call(CallAction::Warmup, Some(meta)))
     }
 
     /// Plans a call without a chunk: a reset, a reload, a shutdown or a no-op.
@@ -240,34 +243,28 @@ impl Director {
     }
 }
 
-/// Builds the payload of the warm-up in this cache state. Leader and workers compute the same
-/// payload.
-pub(crate) fn warmup_meta(programs: &ProgramIndex, cache: &CacheState) -> Result<CallMeta, Diagnostics> {
-    neutral_meta(programs.warmup_phases(), programs, cache)
+/// Builds the payload of the warm-up, which leaves the state of this digest as it is. Leader and workers
+/// compute the same payload.
+pub(crate) fn warmup_meta(programs: &ProgramIndex, state: Digest) -> Result<CallMeta, Diagnostics> {
+    call_meta(programs.warmup_phases(), CallWork::Warmup, programs, state)
 }
 
-/// Builds a payload with the totals of its phases and otherwise neutral settings. `cache` is the
+/// Builds the payload of a call from its phases and its work. `predicted_state` is the digest of the
 /// state after the call.
-fn neutral_meta(
+pub(crate) fn call_meta(
     phases: Vec<PhaseCall>,
+    work: CallWork,
     programs: &ProgramIndex,
-    cache: &CacheState,
+    predicted_state: Digest,
 ) -> Result<CallMeta, Diagnostics> {
     let expected = programs.expected_totals(&phases)?;
     Ok(CallMeta {
-        n_steps: 0,
         expected_generator_calls: expected.generator_calls,
         expected_collectives: expected.collectives,
         expected_trace_digest: expected.trace,
-        reset_kv: false,
-        reset_cross: false,
-        recompute: false,
-        start_frame: 0,
-        seed: 0,
-        prompt_epoch: cache.prompt_epoch(),
-        kv_bias: F32Bits::new(1.0),
         phases,
-        predicted_state: cache.state_digest(),
+        predicted_state,
+        work,
     })
 }
 
@@ -439,7 +436,10 @@ mod tests {
         let first = d.plan_chunk(&FIRST, &given).expect("planned");
         assert_eq!(programs(&first)[..5], ["text", "noise", "denoise.fill0", "renoise", "denoise.fill0"]);
         let meta = first.meta.expect("a chunk");
-        assert_eq!((meta.n_steps, meta.phases[3].int_arg("draw")), (2, Some(1)));
+        assert_eq!(
+            (meta.chunk_work().map(|w| w.n_steps), meta.phases[3].int_arg("draw")),
+            (Some(2), Some(1))
+        );
         let warmup = given.warmup_phases();
         let at = |name: &str| warmup.iter().position(|p| p.program == name).expect("listed");
         assert!(at("renoise") < at("noise") && at("noise") < at("denoise.fill0"));
@@ -456,7 +456,10 @@ mod tests {
         assert_eq!(programs(&first)[..4], ["text", "video", "renoise", "denoise.fill0"]);
         let meta = first.meta.expect("a chunk");
         // The draw is that of the step, so that it differs from those of the steps left out.
-        assert_eq!((meta.n_steps, meta.phases[2].int_arg("draw")), (1, Some(1)));
+        assert_eq!(
+            (meta.chunk_work().map(|w| w.n_steps), meta.phases[2].int_arg("draw")),
+            (Some(1), Some(1))
+        );
         assert_eq!(programs(&d.plan_chunk(&NEXT, &index).expect("planned"))[0], "renoise");
         for step in [0, 2] {
             let refused = d.plan_chunk_from(&NEXT, Some(step), &index).expect_err("no such start");
@@ -489,7 +492,7 @@ mod tests {
             );
             evicted.push(plan.evicted_frames);
             let meta = plan.meta.expect("a chunk");
-            assert_eq!((plan.chunk, meta.start_frame), (chunk, chunk * 3));
+            assert_eq!((plan.chunk, meta.start_frame()), (chunk, chunk * 3));
             assert_eq!(meta.phases[1].int_arg("row"), Some(i64::from(chunk * 3 % 9 * 10)));
             assert_eq!(meta.phases[2].int_arg("draw"), Some(1));
         }
@@ -545,12 +548,12 @@ mod tests {
         let meta = plan.meta.expect("a chunk");
         let place = |at: usize| (meta.phases[at].int_arg("start"), meta.phases[at].int_arg("row"));
         assert_eq!((place(2), place(4)), ((Some(15), Some(60)), (Some(18), Some(90))));
-        assert_eq!((meta.start_frame, meta.expected_generator_calls), (21, 5));
+        assert_eq!((meta.start_frame(), meta.expected_generator_calls), (21, 5));
         // The positions end: the ring is written at its old positions and then moves behind the sink.
         let plan = d.plan_chunk(&again, &index).expect("planned");
         assert_eq!(programs(&plan)[3..7], ["recall.back1", "clean.fill9", "rebase", "renoise"]);
         let meta = plan.meta.expect("a chunk");
-        assert_eq!((meta.phases[5].int_arg("shift"), meta.start_frame), (Some(-15), 9));
+        assert_eq!((meta.phases[5].int_arg("shift"), meta.start_frame()), (Some(-15), 9));
     }
 
     #[test]
@@ -568,7 +571,10 @@ mod tests {
             ["recompute", "renoise", "denoise.fill3", "renoise", "denoise.fill3", "emit"]
         );
         let meta = next.meta.expect("a chunk");
-        assert_eq!((meta.start_frame, meta.expected_generator_calls, meta.recompute), (3, 3, true));
+        assert_eq!(
+            (meta.start_frame(), meta.expected_generator_calls, meta.recomputes_context()),
+            (3, 3, true)
+        );
         assert_eq!(meta.phases[2].scalar_arg("bias"), Some(&ScalarArg::from_f32(0.3f32.ln())));
         let cut = ChunkRequest { cut: SceneCut::Ordered, ..NEXT };
         let plan = d.plan_chunk(&cut, &index).expect("planned");
@@ -590,7 +596,9 @@ mod tests {
         let plan = d.plan_chunk(&NEXT, &index).expect("planned");
         assert!(plan.opens_scene && programs(&plan)[0] == "text");
         assert_eq!((plan.chunk, plan.cache_epoch), (2, 2));
-        assert!(plan.meta.is_some_and(|m| m.reset_cross && !m.reset_kv && !m.recompute));
+        assert!(
+            plan.meta.is_some_and(|m| m.replaces_prompt() && !m.resets_caches() && !m.recomputes_context())
+        );
     }
 
     #[test]

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
 
 use crate::driver::MessageDirection;
-use crate::wire::{self, CallAction, Envelope, F32Bits, Message, ScalarArg, Tensor, Tensors};
+use crate::wire::{self, CallAction, CallMeta, Envelope, F32Bits, Message, ScalarArg, Tensor, Tensors};
 use crate::{Digest, Limits};
 
 macro_rules! faults {
@@ -313,7 +313,8 @@ impl MessageFaultInjector {
                         e.header.plan = Digest::hash_bytes(b"another plan")
                     }
                     DrillFault::StartSkew => {
-                        e.meta.iter_mut().for_each(|m| m.start_frame = m.start_frame.wrapping_add(1));
+                        let work = e.meta.as_mut().and_then(CallMeta::chunk_work_mut);
+                        work.into_iter().for_each(|w| w.start_frame = w.start_frame.wrapping_add(1));
                     }
                     DrillFault::PerturbedInput => flip_bit(&mut e),
                     DrillFault::UnlistedTensor => return decode_with_unlisted_bytes(&e),
@@ -375,8 +376,8 @@ fn flip_bit(e: &mut Envelope) {
     });
     match changed {
         Some(tensor) => e.tensors.0[0] = tensor,
-        // A call without a tensor has a seed.
-        None => e.meta.iter_mut().for_each(|m| m.seed ^= 1),
+        // A chunk's call without a tensor has a seed, and a call of tokens has its ids as a tensor.
+        None => e.meta.as_mut().and_then(CallMeta::chunk_work_mut).into_iter().for_each(|w| w.seed ^= 1),
     }
 }
 
@@ -405,7 +406,7 @@ pub fn inject_call_fault(armed: &ArmedFault, call: &mut crate::engine::ReadyCall
         }
         // The phases after that forward would issue collectives on peers that are still inside it.
         DrillFault::MissingForward => meta.phases.truncate(last_forward),
-        DrillFault::ResetOnOne => meta.reset_kv = true,
+        DrillFault::ResetOnOne => meta.chunk_work_mut().into_iter().for_each(|w| w.reset_kv = true),
         // Weights and inputs stay intact, so that only the check of the latents finds the fault.
         DrillFault::NanLatent => {
             let nan = F32Bits::new(f32::NAN);

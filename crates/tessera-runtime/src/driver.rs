@@ -36,7 +36,7 @@ pub use exit::{exit_process, exit_without_handlers};
 pub use launcher::{LaunchEvent, LaunchReport, LaunchSpec, RankExit, StopHandle, launch_ranks};
 pub use leader_process::{LeaderParts, run_leader};
 pub use link::{DisconnectReason, Frame, MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES};
-pub use media_thread::{MediaPipelineFactory, StreamRequest};
+pub use media_thread::{CallRequest, MediaPipelineFactory, StreamRequest};
 pub use mesh_leader_process::{MeshLeaderParts, run_mesh_leader};
 pub use reactor::{InboxSender, LinkId, Reactor, ReactorEvent, Waker};
 pub use welcome::{JoinedRank, join_launch};

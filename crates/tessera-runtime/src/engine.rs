@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostic};
 
+use crate::call_state::CallState;
 pub use crate::codes::T0737;
 use crate::codes::{T0712, T0745, T0747, T0751, T0754, T0771, T0772, T0773, T0785};
-use crate::kv_cache::{CacheState, Transition};
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
 use crate::wire::{
     CallAction, CallMeta, CallObservation, PhaseCall, RankMemory, Reload, ShardFingerprint, Tensor, Tensors,
+    TokenEvent,
 };
 use crate::{Digest, FailureClass};
 
@@ -225,6 +226,23 @@ pub trait Engine {
     }
 }
 
+/// What the media pipeline made of the outputs of a call.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Delivery {
+    /// Frames of a chunk of a video, or ids that were generated.
+    pub frames: u32,
+    /// The ids that a call of tokens generated.
+    pub ids: Vec<TokenEvent>,
+}
+
+impl Delivery {
+    /// Creates the delivery of a chunk of a video.
+    #[must_use]
+    pub fn from_frames(frames: u32) -> Delivery {
+        Delivery { frames, ids: Vec::new() }
+    }
+}
+
 /// The text encoder and the VAE decoder of the leader, which run beside the lockstep: prompts in,
 /// frames out. A media pipeline is created on one thread and never moves to another.
 pub trait MediaPipeline {
@@ -244,7 +262,12 @@ pub trait MediaPipeline {
     /// Writes a chunk, which it decodes unless its call has, and returns its number of frames.
     /// `opens_scene` states whether the chunk is the first of its scene. The runtime calls it once per
     /// chunk, in order.
-    fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic>;
+    fn deliver_chunk(
+        &mut self,
+        chunk: u32,
+        outputs: &Tensors,
+        opens_scene: bool,
+    ) -> Result<Delivery, Diagnostic>;
 
     /// Closes the output after the last chunk.
     fn finish_output(&mut self) -> Result<(), Diagnostic>;
@@ -308,17 +331,17 @@ pub struct CallReport {
 }
 
 /// Runs a committed call and checks the engine against it: the number of forwards before each
-/// generator phase, and collectives and trace after each phase. `cache` follows the executed phases
+/// generator phase, and collectives and trace after each phase. `state` follows the executed phases
 /// rather than the announced ones.
 pub fn run_call(
     engine: &mut dyn Engine,
     call: &ReadyCall,
     programs: &ProgramIndex,
-    cache: &mut CacheState,
+    state: &mut CallState,
     tripwires: &Tripwires,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<CallReport, EngineFault> {
-    let mut run = CallRun { call, cache, tripwires, progress, generator_calls: 0 };
+    let mut run = CallRun { call, state, tripwires, progress, generator_calls: 0 };
     let mut observed = CallObservation::default();
     let mut report = CallReport::default();
     engine.begin_call(call);
@@ -362,7 +385,7 @@ pub fn run_call(
         report.outputs = engine.call_outputs()?;
     }
     let begun = engine.cpu_ns();
-    observed.state = run.cache.state_digest();
+    observed.state = run.state.state_digest();
     if let Err(not_finite) = run.check_finite(&report.outputs) {
         run.audit_weights(engine)?;
         return Err(not_finite);
@@ -382,7 +405,7 @@ pub fn run_call(
 
 struct CallRun<'a> {
     call: &'a ReadyCall,
-    cache: &'a mut CacheState,
+    state: &'a mut CallState,
     tripwires: &'a Tripwires,
     progress: &'a (dyn Fn(u64) + Sync),
     generator_calls: u32,
@@ -402,7 +425,7 @@ impl CallRun<'_> {
         Err(EngineFault::from_tripwire(code, text()))
     }
 
-    fn check_cache(&self, result: Result<(), Diagnostic>) -> Result<(), EngineFault> {
+    fn check_state(&self, result: Result<(), Diagnostic>) -> Result<(), EngineFault> {
         let Err(d) = result else { return Ok(()) };
         self.trip_unless(false, &T0747, || format!("{} ({})", d.message, d.code.id))
     }
@@ -421,16 +444,16 @@ impl CallRun<'_> {
     fn begin_call(&mut self, engine: &mut dyn Engine) -> Result<(), EngineFault> {
         match (self.call.action, &self.call.meta) {
             (CallAction::Infer, Some(meta)) => {
-                if meta.reset_kv {
+                if meta.resets_caches() {
                     engine.reset();
                 }
-                let begun = self.cache.begin_call(meta.reset_kv);
-                self.check_cache(begun)
+                let begun = self.state.begin_call(&meta.work);
+                self.check_state(begun)
             }
             (CallAction::Reset | CallAction::Reload, _) => {
                 engine.reset();
-                let reset = self.cache.apply_transition(Transition::Reset);
-                self.check_cache(reset)
+                let reset = self.state.reset();
+                self.check_state(reset)
             }
             _ => Ok(()),
         }
@@ -455,8 +478,8 @@ impl CallRun<'_> {
             self.generator_calls = call;
         }
         if self.call.action == CallAction::Infer {
-            let cache_result = self.cache.apply_phase(phase);
-            self.check_cache(cache_result)?;
+            let applied = self.state.apply_phase(phase);
+            self.check_state(applied)?;
         }
         let mark = |inner: u32| (self.progress)(((i as u64 + 1) << 32) | u64::from(inner));
         mark(0);

@@ -6,12 +6,15 @@ use std::fmt::Display;
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
 use crate::Digest;
+use crate::call_state::CallState;
 use crate::codes::{T0701, T0712, T0730, T0731, T0732, T0733, T0734, T0735};
 use crate::director::warmup_meta;
-use crate::kv_cache::{CacheStage, CacheState, Transition};
+use crate::kv_cache::{CacheStage, CacheState};
 use crate::program_index::{InputSpec, PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
-use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, PhaseCall, Tensors, WIRE_VERSION};
+use crate::wire::{
+    CallAction, CallMeta, CallWork, ChunkWork, Envelope, MAX_PHASES, PhaseCall, Tensors, WIRE_VERSION,
+};
 
 /// Name of the tensor that follows an envelope in a separate message.
 pub const CONTEXT_TENSOR: &str = "context";
@@ -25,8 +28,8 @@ pub struct LocalState<'a> {
     pub session: u64,
     /// Id of the last accepted envelope; 0 before the first.
     pub last_call_id: u64,
-    /// Cache state after the last accepted envelope.
-    pub cache: &'a CacheState,
+    /// Call state after the last accepted envelope.
+    pub state: &'a CallState,
     /// Programs of the sealed plan, which define the scalars, inputs and counts of each phase.
     pub programs: &'a ProgramIndex,
     /// Number of accepted calls that are not finished; a `RELOAD` requires 0.
@@ -35,9 +38,9 @@ pub struct LocalState<'a> {
     pub tripwires: &'a Tripwires,
 }
 
-/// Returns the cache state after the call, or a diagnostic for every problem. [`check_context`]
+/// Returns the call state after the call, or a diagnostic for every problem. [`check_context`]
 /// checks the context tensor when it arrives.
-pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState, Diagnostics> {
+pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CallState, Diagnostics> {
     let h = &e.header;
     if h.version != WIRE_VERSION && local.tripwires.is_armed(&T0701) {
         return Err(vec![mismatch_error(&T0701, "envelope version", h.version, WIRE_VERSION)]);
@@ -52,8 +55,8 @@ pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState
     if h.deadline_ms == 0 {
         found.push(Diagnostic::error(&T0732, "deadline_ms is 0: every wait needs a limit"));
     }
-    found.extend(check_equal(&T0712, "chunk", h.chunk, local.cache.next_chunk()));
-    let mut after = local.cache.clone();
+    found.extend(check_equal(&T0712, "chunk", h.chunk, local.state.next_unit()));
+    let mut after = local.state.clone();
     let action = h.action;
     found.extend(check_payload(e));
     found.extend(check_action_order(action, local));
@@ -61,7 +64,7 @@ pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState
         (CallAction::Infer, Some(meta)) => check_infer(meta, &e.tensors, local, &mut after, &mut found),
         (CallAction::Warmup, Some(meta)) => check_warmup(meta, &e.tensors, local, &mut found),
         (CallAction::Reset | CallAction::Reload, _) => {
-            if let Err(d) = after.apply_transition(Transition::Reset) {
+            if let Err(d) = after.reset() {
                 found.push(d);
             }
         }
@@ -127,7 +130,7 @@ fn check_action_order(action: CallAction, local: &LocalState<'_>) -> Option<Diag
 }
 
 fn check_warmup(m: &CallMeta, tensors: &Tensors, local: &LocalState<'_>, found: &mut Diagnostics) {
-    let want = match warmup_meta(local.programs, local.cache) {
+    let want = match warmup_meta(local.programs, local.state.state_digest()) {
         Ok(want) => want,
         Err(ds) => return found.extend(ds),
     };
@@ -140,16 +143,8 @@ fn check_warmup(m: &CallMeta, tensors: &Tensors, local: &LocalState<'_>, found: 
     }
     check_counts(m, local.programs, found);
     found.extend(check_equal(&T0712, "predicted_state", m.predicted_state, want.predicted_state));
-    let settings = |m: &CallMeta| CallMeta {
-        phases: Vec::new(),
-        expected_generator_calls: 0,
-        expected_collectives: 0,
-        expected_trace_digest: Digest::default(),
-        predicted_state: Digest::default(),
-        ..m.clone()
-    };
-    if settings(m) != settings(&want) {
-        found.push(Diagnostic::error(&T0732, "a WARMUP envelope carries chunk settings"));
+    if m.work != CallWork::Warmup {
+        found.push(Diagnostic::error(&T0732, "a WARMUP envelope carries the work of a call"));
     }
     found.extend(check_tensors(&local.programs.call_inputs(&want.phases), tensors));
 }
@@ -176,36 +171,87 @@ fn check_counts(m: &CallMeta, programs: &ProgramIndex, found: &mut Diagnostics) 
     count("expected_trace_digest", trace != totals.trace, &trace, &totals.trace);
 }
 
+/// Checks the payload of an `INFER` envelope, and applies the call to `after`.
 fn check_infer(
     m: &CallMeta,
     tensors: &Tensors,
     local: &LocalState<'_>,
-    after: &mut CacheState,
+    after: &mut CallState,
     found: &mut Diagnostics,
 ) {
+    if m.phases.len() > MAX_PHASES {
+        let what = format!("phases lists {} phases, the maximum is {MAX_PHASES}", m.phases.len());
+        return found.push(Diagnostic::error(&T0732, what));
+    }
+    match (&m.work, &*after) {
+        (CallWork::Chunk(work), CallState::Video(before)) => {
+            found.extend(check_chunk(m, work, before, local.programs));
+        }
+        (CallWork::Tokens(_), CallState::Text(_)) => found.extend(check_tokens(m)),
+        (work, _) => {
+            let kind = match work {
+                CallWork::Warmup => "a warm-up",
+                CallWork::Chunk(_) => "a chunk of a video",
+                CallWork::Tokens(_) => "rows of tokens",
+            };
+            let what = format!("an INFER envelope carries {kind}, which this session does not compute");
+            return found.push(Diagnostic::error(&T0732, what));
+        }
+    }
+    found.extend(m.phases.iter().flat_map(|phase| local.programs.check_args(phase)));
+    check_counts(m, local.programs, found);
+    if let Err(d) = replay_phases(m, after, found) {
+        found.push(d);
+        return;
+    }
+    if let (CallWork::Chunk(work), CallState::Video(after)) = (&m.work, &*after) {
+        found.extend(check_equal(&T0712, "prompt_epoch", work.prompt_epoch, after.prompt_epoch()));
+    }
+    let difference = check_equal(&T0712, "predicted_state", m.predicted_state, after.state_digest());
+    found.extend(difference.map(|d| d.with_note(after.describe())));
+    let inputs = local.programs.call_inputs(&m.phases);
+    let recompute = m.recomputes_context();
+    if inputs.iter().any(|i| i.name == CONTEXT_TENSOR) != recompute {
+        let what =
+            format!("recompute is {recompute}, but the programs' use of `{CONTEXT_TENSOR}` contradicts that");
+        found.push(Diagnostic::error(&T0735, what));
+    }
+    let early: Vec<_> = inputs.into_iter().filter(|i| i.name != CONTEXT_TENSOR).collect();
+    found.extend(check_tensors(&early, tensors));
+}
+
+/// Checks the phases of a call that computes rows of tokens: one forward.
+fn check_tokens(m: &CallMeta) -> Option<Diagnostic> {
+    let names: Vec<&str> = m.phases.iter().map(|p| p.program.as_str()).collect();
+    let is_one = matches!(names[..], [name] if PhaseKind::from_program(name) == Some(PhaseKind::Tokens));
+    (!is_one).then(|| {
+        Diagnostic::error(&T0732, "a call of tokens does not have one phase of kind Tokens")
+            .with_label("envelope", format!("phases {names:?}"))
+    })
+}
+
+/// Checks the phases and the settings of a call that computes a chunk, given the caches before it.
+fn check_chunk(m: &CallMeta, work: &ChunkWork, before: &CacheState, programs: &ProgramIndex) -> Diagnostics {
+    let mut found = Vec::new();
     let mut refuse = |what: String| found.push(Diagnostic::error(&T0732, what));
     let count =
         |k: PhaseKind| m.phases.iter().filter(|p| PhaseKind::from_program(&p.program) == Some(k)).count();
-    if m.phases.len() > MAX_PHASES {
-        refuse(format!("phases lists {} phases, the maximum is {MAX_PHASES}", m.phases.len()));
-        return;
-    }
     let denoise = count(PhaseKind::Denoise);
-    if m.n_steps == 0 || denoise != m.n_steps as usize {
-        refuse(format!("n_steps is {}, phases lists {denoise} denoise phases", m.n_steps));
+    if work.n_steps == 0 || denoise != work.n_steps as usize {
+        refuse(format!("n_steps is {}, phases lists {denoise} denoise phases", work.n_steps));
     }
     for (field, value, kind, max_count) in [
-        ("reset_cross", m.reset_cross, PhaseKind::Text, 1),
-        ("recompute", m.recompute, PhaseKind::Recompute, 1),
+        ("reset_cross", work.reset_cross, PhaseKind::Text, 1),
+        ("recompute", work.recompute, PhaseKind::Recompute, 1),
         ("phases", true, PhaseKind::Emit, 1),
-        ("the plan's use of given noise", local.programs.takes_noise(), PhaseKind::Noise, 1),
+        ("the plan's use of given noise", programs.takes_noise(), PhaseKind::Noise, 1),
     ] {
         let n = count(kind);
         if n > max_count || (n == 1) != value {
             refuse(format!("{field} is {value}, phases lists {n} of kind {kind:?}"));
         }
     }
-    let (recalls, due) = (count(PhaseKind::Recall), due_recalls(m, after, local.programs));
+    let (recalls, due) = (count(PhaseKind::Recall), due_recalls(work, before, programs));
     if recalls != due {
         refuse(format!(
             "phases lists {recalls} of kind Recall, {due} chunks are cached under another prompt"
@@ -215,45 +261,23 @@ fn check_infer(
     if videos > 1 {
         refuse(format!("phases lists {videos} of kind Video, a chunk begins with one"));
     }
-    if let Some(why) = find_wrong_end(m, &local.programs.media_phases(opens_scene(m, after))) {
+    if let Some(why) = find_wrong_end(m, &programs.media_phases(opens_scene(work, before))) {
         refuse(why);
     }
-    let bias = m.kv_bias.get();
+    let bias = work.kv_bias.get();
     if !(bias.is_finite() && bias > 0.0) {
         refuse(format!("kv_bias is {bias}, not a number above 0"));
     }
     for phase in &m.phases {
-        found.extend(local.programs.check_args(phase));
         if let (Some(Some(seed)), Some(PhaseKind::Renoise)) =
             (phase.scalar_arg("seed").map(|_| phase.int_arg("seed")), PhaseKind::from_program(&phase.program))
-            && seed != m.seed as i64
+            && seed != work.seed as i64
         {
-            found.push(mismatch_error(
-                &T0732,
-                "seed",
-                m.seed,
-                format!("{seed} in phase `{}`", phase.program),
-            ));
+            let here = format!("{seed} in phase `{}`", phase.program);
+            found.push(mismatch_error(&T0732, "seed", work.seed, here));
         }
     }
-    check_counts(m, local.programs, found);
-    if let Err(d) = replay_phases(m, after, found) {
-        found.push(d);
-        return;
-    }
-    found.extend(check_equal(&T0712, "prompt_epoch", m.prompt_epoch, after.prompt_epoch()));
-    let difference = check_equal(&T0712, "predicted_state", m.predicted_state, after.state_digest());
-    found.extend(difference.map(|d| d.with_note(after.describe())));
-    let inputs = local.programs.call_inputs(&m.phases);
-    if inputs.iter().any(|i| i.name == CONTEXT_TENSOR) != m.recompute {
-        let what = format!(
-            "recompute is {}, but the programs' use of `{CONTEXT_TENSOR}` contradicts that",
-            m.recompute
-        );
-        found.push(Diagnostic::error(&T0735, what));
-    }
-    let early: Vec<_> = inputs.into_iter().filter(|i| i.name != CONTEXT_TENSOR).collect();
-    found.extend(check_tensors(&early, tensors));
+    found
 }
 
 /// Says what is wrong with the last phases of a call, which must be an emit and the phases of pixels.
@@ -270,30 +294,32 @@ fn find_wrong_end(m: &CallMeta, media: &[PhaseCall]) -> Option<String> {
 }
 
 /// Returns whether the call's chunk is the first of its scene, given the cache state before the call.
-fn opens_scene(m: &CallMeta, before: &CacheState) -> bool {
+fn opens_scene(work: &ChunkWork, before: &CacheState) -> bool {
     let mut cache = before.clone();
-    cache.begin_call(m.reset_kv).is_ok() && cache.stage() == CacheStage::Empty
+    cache.begin_call(work.reset_kv).is_ok() && cache.stage() == CacheStage::Empty
 }
 
 /// Returns the chunks that the call must write again because it brings a new prompt, given the cache state
 /// before the call.
-fn due_recalls(m: &CallMeta, before: &CacheState, programs: &ProgramIndex) -> usize {
+fn due_recalls(work: &ChunkWork, before: &CacheState, programs: &ProgramIndex) -> usize {
     let mut cache = before.clone();
-    let is_due = m.reset_cross && programs.recaches() && cache.begin_call(m.reset_kv).is_ok();
+    let is_due = work.reset_cross && programs.recaches() && cache.begin_call(work.reset_kv).is_ok();
     if is_due { cache.chunks_to_recache() as usize } else { 0 }
 }
 
-/// Applies the call's transitions to `cache`, and checks the start frame before the first denoise
-/// phase.
-fn replay_phases(m: &CallMeta, cache: &mut CacheState, found: &mut Diagnostics) -> Result<(), Diagnostic> {
-    cache.begin_call(m.reset_kv)?;
+/// Applies a call to `state`, and checks the start frame of a chunk before its first denoise phase.
+fn replay_phases(m: &CallMeta, state: &mut CallState, found: &mut Diagnostics) -> Result<(), Diagnostic> {
+    state.begin_call(&m.work)?;
     let mut first_pass = true;
     for phase in &m.phases {
-        if first_pass && PhaseKind::from_program(&phase.program) == Some(PhaseKind::Denoise) {
+        if let (CallWork::Chunk(work), CallState::Video(cache)) = (&m.work, &*state)
+            && first_pass
+            && PhaseKind::from_program(&phase.program) == Some(PhaseKind::Denoise)
+        {
             first_pass = false;
-            found.extend(check_equal(&T0712, "start_frame", m.start_frame, cache.start_frame()));
+            found.extend(check_equal(&T0712, "start_frame", work.start_frame, cache.start_frame()));
         }
-        cache.apply_phase(phase)?;
+        state.apply_phase(phase)?;
     }
     Ok(())
 }

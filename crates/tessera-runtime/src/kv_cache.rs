@@ -316,6 +316,10 @@ impl CacheState {
             | PhaseKind::Video
             | PhaseKind::Decode
             | PhaseKind::Encode => Ok(()),
+            PhaseKind::Tokens => Err(Diagnostic::error(
+                &T0722,
+                format!("`{}` is not a phase of a video's call", phase.program),
+            )),
             PhaseKind::Text => self.apply_transition(Transition::Prompt),
             PhaseKind::Emit => self.apply_transition(Transition::Advance),
             PhaseKind::Rebase => {

@@ -10,6 +10,7 @@ mod calls;
 mod failure;
 mod hello;
 mod inbox;
+mod planner;
 mod timeouts;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -17,12 +18,13 @@ use std::sync::Arc;
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::call_state::{CallState, SessionSpec};
 use crate::codes::{T0707, T0748, T0749};
-use crate::director::{CallPlan, ChunkRequest, Director, StreamSpec};
-use crate::engine::MediaJob;
-use crate::kv_cache::CacheState;
+use crate::director::{CallPlan, ChunkRequest};
+use crate::engine::{Delivery, MediaJob};
 use crate::limits::AwakeClock;
 use crate::program_index::ProgramIndex;
+use crate::token_director::TokenRequest;
 use crate::tripwire::Tripwires;
 use crate::wire::{
     CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, Reload, ShardFingerprint,
@@ -31,6 +33,7 @@ use crate::wire::{
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
 use inbox::InboxItem;
+use planner::CallPlanner;
 use timeouts::QuietHistory;
 
 /// The settings of a leader, which are constant in a session.
@@ -52,8 +55,8 @@ pub struct LeaderConfig {
     pub parity: Parity,
     /// Programs of the sealed plan, from which the leader plans the phases of each call.
     pub programs: Arc<ProgramIndex>,
-    /// Cache sizes, attention bias and denoise steps, fixed for the whole stream.
-    pub stream: StreamSpec,
+    /// What the calls compute, with the settings that never change.
+    pub session_spec: SessionSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
     /// Tripwires whose checks are skipped on the leader; empty except in a self-test.
@@ -108,6 +111,8 @@ pub enum Event {
         /// What the chunk's first step begins with.
         start: ChunkStart,
     },
+    /// A call of a language model is requested, within the same [`Leader::request_capacity`].
+    TokenRequest(Box<TokenRequest>),
     /// A call without a chunk is requested: NOOP, which tests the path to every rank and back, or
     /// RESET.
     Control(CallAction),
@@ -126,8 +131,8 @@ pub enum Event {
     Delivered {
         /// Index of the chunk; it must be the oldest finished chunk that is not delivered.
         chunk: u32,
-        /// Number of frames of the decoded chunk.
-        frames: u32,
+        /// What was made of the chunk.
+        delivery: Delivery,
     },
     /// The media pipeline did not write a chunk because its epoch is below the minimum.
     Discarded {
@@ -246,10 +251,10 @@ pub struct CallRecord {
 #[derive(Debug)]
 pub struct Leader {
     config: LeaderConfig,
-    director: Director,
-    /// The cache state after the last envelope. The preflight uses its own copy, apart from the
-    /// director's.
-    preflight_cache: CacheState,
+    planner: CallPlanner,
+    /// The call state after the last envelope. The preflight uses its own copy, apart from the
+    /// planner's.
+    preflight_state: CallState,
     clock: AwakeClock,
     /// The driver's time at the latest event, in nanoseconds. Only records use it; waits use
     /// `clock`.
@@ -367,13 +372,13 @@ impl Leader {
             ));
         }
         config.tripwires.check_findings(found)?;
-        let director = Director::new(config.stream.clone())?;
-        let checked = director.cache_state().clone();
+        let planner = CallPlanner::new(&config.session_spec)?;
+        let preflight_state = planner.state();
         let peers = config.ranks.iter().map(|r| (*r, PeerStatus::default())).collect();
         Ok(Leader {
             config,
-            director,
-            preflight_cache: checked,
+            planner,
+            preflight_state,
             clock: AwakeClock::default(),
             now_ns: 0,
             stage: LeaderStage::New,
@@ -419,11 +424,12 @@ impl Leader {
             Event::Message { rank, message } => self.handle_message(rank, message),
             Event::Gone { rank, how } => self.handle_rank_gone(rank, &how),
             Event::Request { request, text, start } => self.handle_request(request, text, start),
+            Event::TokenRequest(request) => self.handle_token_request(*request),
             Event::Control(action) => self.enqueue_control(action),
             Event::Reload(reload) => self.enqueue_item(InboxItem::Reload(reload)),
             Event::NoMoreRequests => self.no_more_requests = true,
             Event::Context { chunk, tensor } => self.handle_context(chunk, tensor),
-            Event::Delivered { chunk, frames } => self.handle_delivered(chunk, frames),
+            Event::Delivered { chunk, delivery } => self.handle_delivered(chunk, delivery),
             Event::Discarded { chunk } => self.handle_discarded(chunk),
             Event::Failed(failure) => self.fail_run(failure),
             Event::Stop => {
@@ -494,12 +500,13 @@ impl Leader {
         }
     }
 
-    fn handle_delivered(&mut self, chunk: u32, frames: u32) {
+    fn handle_delivered(&mut self, chunk: u32, delivery: Delivery) {
         let Some(finished) = self.pop_undelivered(chunk) else { return };
         self.progress += 1;
         self.actions.push(Action::Report(Message::Progress(Progress {
             chunk,
-            frames,
+            frames: delivery.frames,
+            ids: delivery.ids,
             phases: finished.phases,
             queued_in: self.waiting_chunks() as u32,
             queued_out: self.undelivered.len() as u32,

@@ -7,9 +7,10 @@
 //! else.
 //!
 //! - [`wire`]: messages and frames.
-//! - [`kv_cache`]: the state machine of the KV caches.
+//! - [`call_state`]: what a call leaves behind for the next one: [`kv_cache`] for a video, [`paged_cache`] for
+//!   token sequences.
 //! - [`program_index`]: the properties of each program in the sealed plan.
-//! - [`director`]: the choice of phases for each call.
+//! - [`director`], [`token_director`]: the plan of each call.
 //! - [`envelope_check`]: the checks that an envelope must pass before it runs.
 //! - [`leader`], [`worker`]: the two sides of lockstep; [`mesh_leader`] relays between them if the
 //!   leader is outside the mesh.
@@ -24,6 +25,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
+pub mod call_state;
 mod codes;
 mod digest;
 pub mod director;
@@ -38,10 +40,12 @@ pub mod kv_cache;
 pub mod leader;
 mod limits;
 pub mod mesh_leader;
+pub mod paged_cache;
 pub mod parity;
 pub mod program_index;
 mod reference;
 pub mod sim;
+pub mod token_director;
 pub mod tripwire;
 pub mod wire;
 pub mod worker;

@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
+use crate::call_state::{CallState, CallStateSpec};
 use crate::codes::{T0707, T0742, T0743, T0749, T0755};
 use crate::envelope_check::{LocalState, check_context, check_envelope};
-use crate::kv_cache::{CacheSpec, CacheState};
 use crate::limits::{AwakeClock, format_ms};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::{CheckSite, Tripwires};
@@ -32,7 +32,7 @@ pub struct MeshLeaderConfig {
     /// Programs of the sealed plan, against which envelopes and contexts are checked.
     pub programs: Arc<ProgramIndex>,
     /// Cache sizes from the sealed plan.
-    pub cache: CacheSpec,
+    pub state: CallStateSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
     /// Tripwires whose checks are skipped on the mesh leader; empty except in a self-test.
@@ -94,7 +94,7 @@ pub struct MeshLeader {
     session: Option<u64>,
     last_call_id: u64,
     /// The cache state after the last forwarded envelope.
-    predicted: CacheState,
+    predicted: CallState,
     open_calls: BTreeMap<u64, RelayedCall>,
     peers: BTreeMap<u32, MemberStatus>,
     /// Id of the shutdown and the time at which it was forwarded.
@@ -130,7 +130,7 @@ impl MeshLeader {
     /// Creates a mesh leader. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: MeshLeaderConfig) -> Result<MeshLeader, Diagnostics> {
         config.tripwires.check_findings(config.limits.check())?;
-        let predicted = CacheState::new(config.cache).map_err(|d| vec![d])?;
+        let predicted = CallState::new(config.state).map_err(|d| vec![d])?;
         let ranks = config.members.iter().chain([&config.rank]);
         let peers = ranks.map(|r| (*r, MemberStatus::default())).collect();
         Ok(MeshLeader {
@@ -272,7 +272,7 @@ impl MeshLeader {
             plan: self.config.plan,
             session: self.session.unwrap_or_default(),
             last_call_id: self.last_call_id,
-            cache: &self.predicted,
+            state: &self.predicted,
             programs: &self.config.programs,
             open_calls: self.open_calls.len(),
             tripwires: &self.config.tripwires,

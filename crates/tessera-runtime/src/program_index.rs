@@ -48,6 +48,8 @@ pub enum PhaseKind {
     Decode,
     /// Encodes the anchor of the next chunk from a decoded frame.
     Encode,
+    /// Computes rows of token sequences: a part of a prompt, or one row of each sequence.
+    Tokens,
 }
 
 impl PhaseKind {
@@ -67,20 +69,21 @@ impl PhaseKind {
             "emit" => PhaseKind::Emit,
             "decode" => PhaseKind::Decode,
             "encode" => PhaseKind::Encode,
+            "tokens" => PhaseKind::Tokens,
             _ => return None,
         })
     }
 
-    /// Whether the phase is a generator forward.
+    /// Whether the phase is a forward of the model that generates.
     #[must_use]
     pub fn is_generator(self) -> bool {
-        matches!(self, PhaseKind::Denoise | PhaseKind::Clean | PhaseKind::Recompute)
+        matches!(self, PhaseKind::Denoise | PhaseKind::Clean | PhaseKind::Recompute | PhaseKind::Tokens)
     }
 }
 
 impl PhaseKind {
     /// Every kind, in an order in which each phase finds the results of the earlier ones.
-    const WARMUP_ORDER: [PhaseKind; 12] = [
+    const WARMUP_ORDER: [PhaseKind; 13] = [
         PhaseKind::Text,
         PhaseKind::Recompute,
         PhaseKind::Recall,
@@ -93,6 +96,7 @@ impl PhaseKind {
         PhaseKind::Emit,
         PhaseKind::Decode,
         PhaseKind::Encode,
+        PhaseKind::Tokens,
     ];
 }
 
@@ -144,7 +148,7 @@ pub struct ProgramInfo {
 /// What every rank must report for a call, from the sealed plan; the envelope carries it too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpectedTotals {
-    /// Number of phases that are generator forwards: denoise, clean and recompute.
+    /// Number of phases that are forwards of the model: denoise, clean, recompute and tokens.
     pub generator_calls: u32,
     /// Number of collectives of all ranks of the mesh together during the call, over all phases.
     pub collectives: u64,

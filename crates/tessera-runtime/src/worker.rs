@@ -6,17 +6,17 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
+use crate::call_state::{CallState, CallStateSpec};
 use crate::codes::{T0707, T0710, T0712, T0731, T0742, T0743, T0746, T0749, T0771};
 use crate::engine::{CallReport, EngineFault, EngineFaultKind, ReadyCall};
 use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
-use crate::kv_cache::{CacheSpec, CacheState};
 use crate::limits::{AwakeClock, format_ms};
 use crate::parity::identity_keys;
 use crate::program_index::ProgramIndex;
 use crate::tripwire::{CheckSite, Tripwires};
 use crate::wire::{
-    CallAction, CallContext, CallObservation, Done, Envelope, FaultReport, Heartbeat, HelloAck, Init,
-    Message, MessageKind, Ready, Refused, SenderRole, ShardFingerprint, Tensors,
+    CallAction, CallContext, CallMeta, CallObservation, Done, Envelope, FaultReport, Heartbeat, HelloAck,
+    Init, Message, MessageKind, Ready, Refused, SenderRole, ShardFingerprint, Tensors,
 };
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
@@ -37,7 +37,7 @@ pub struct WorkerConfig {
     /// The programs of the sealed plan, against which the worker checks every envelope and context.
     pub programs: Arc<ProgramIndex>,
     /// Cache sizes from the sealed plan.
-    pub cache: CacheSpec,
+    pub state: CallStateSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
     /// Whether this rank sends the outputs of a chunk's call to the leader.
@@ -103,7 +103,7 @@ pub struct Worker {
     last_call_id: u64,
     last_commit: u64,
     /// The cache state after the last accepted envelope.
-    predicted: CacheState,
+    predicted: CallState,
     pending: VecDeque<PendingCall>,
     running: Option<RunningCall>,
     /// Actions that follow from the current event, in order.
@@ -135,7 +135,7 @@ impl Worker {
     /// Creates a worker. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: WorkerConfig) -> Result<Worker, Diagnostics> {
         config.tripwires.check_findings(config.limits.check())?;
-        let predicted = CacheState::new(config.cache).map_err(|d| vec![d])?;
+        let predicted = CallState::new(config.state).map_err(|d| vec![d])?;
         Ok(Worker {
             config,
             clock: AwakeClock::default(),
@@ -304,7 +304,7 @@ impl Worker {
             plan: self.config.plan,
             session: init.session,
             last_call_id: self.last_call_id,
-            cache: &self.predicted,
+            state: &self.predicted,
             programs: &self.config.programs,
             open_calls: open,
             tripwires: &self.config.tripwires,
@@ -541,5 +541,5 @@ pub fn load_failure(rank: u32, d: &tessera_base::Diagnostic) -> Failure {
 }
 
 pub(crate) fn needs_context(e: &Envelope) -> bool {
-    e.header.action == CallAction::Infer && e.meta.as_ref().is_some_and(|m| m.recompute)
+    e.header.action == CallAction::Infer && e.meta.as_ref().is_some_and(CallMeta::recomputes_context)
 }

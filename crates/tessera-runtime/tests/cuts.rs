@@ -7,7 +7,7 @@ use support::{Bug, LeaderPlacement, leader_config, prompt_tensor, weights_at, wo
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::leader;
-use tessera_runtime::wire::{CallAction, Message, Reload, Tensor};
+use tessera_runtime::wire::{CallAction, CallMeta, Message, Reload, Tensor};
 use tessera_runtime::{FailureClass, Tripwires};
 
 const BOTH: [LeaderPlacement; 2] = [LeaderPlacement::InMesh, LeaderPlacement::Outside];
@@ -48,7 +48,8 @@ fn after_a_flush_no_chunk_of_an_older_epoch_is_delivered_and_every_dropped_reque
                 } else {
                     assert_eq!(net.run(60), None, "{shape:?} {regime:?} {n}");
                 }
-                let cut = net.records.iter().find(|r| r.plan.meta.as_ref().is_some_and(|m| m.reset_kv));
+                let cut =
+                    net.records.iter().find(|r| r.plan.meta.as_ref().is_some_and(CallMeta::resets_caches));
                 let Some(cut) = cut else {
                     // The stop came first, so no request followed it.
                     assert!(net.dropped.is_empty());

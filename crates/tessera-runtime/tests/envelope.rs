@@ -7,22 +7,24 @@ use support::{
     SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise,
     test_programs_with_recache, test_programs_with_video, test_stream,
 };
+use tessera_runtime::call_state::{CallState, CallStateSpec};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::envelope_check::{LocalState, check_context, check_envelope};
-use tessera_runtime::kv_cache::{CacheRegime, CacheState};
-use tessera_runtime::program_index::ProgramIndex;
+use tessera_runtime::kv_cache::CacheRegime;
+use tessera_runtime::paged_cache::PagedCacheSpec;
+use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
 use tessera_runtime::wire::{
-    CallAction, CallMeta, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, Reload, Tensor, Tensors,
-    WIRE_VERSION,
+    CallAction, CallMeta, CallWork, ChunkWork, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits,
+    NewSequence, PhaseCall, Reload, ScalarArg, SequenceRows, Tensor, Tensors, TokenWork, WIRE_VERSION,
 };
 use tessera_runtime::{Digest, Tripwires};
 
 /// The second call of a recompute stream with a new prompt, and the cache before that call.
-fn second_call() -> (Envelope, CacheState) {
+fn second_call() -> (Envelope, CallState) {
     let mut director = Director::new(test_stream(CacheRegime::Recompute)).expect("legal");
     let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
     director.plan_chunk(&request, &test_programs()).expect("planned");
-    let before = director.cache_state().clone();
+    let before = CallState::Video(director.cache_state().clone());
     let call = director.plan_chunk(&request, &test_programs()).expect("planned");
     let header = EnvelopeHeader {
         version: WIRE_VERSION,
@@ -37,17 +39,13 @@ fn second_call() -> (Envelope, CacheState) {
     (Envelope { header, meta: call.meta, reload: None, tensors: Tensors(vec![prompt_tensor(1)]) }, before)
 }
 
-fn refusal_codes(e: &Envelope, before: &CacheState) -> Vec<&'static str> {
-    refusal_codes_with(e, before, &Tripwires::default())
-}
-
-fn refusal_codes_with(e: &Envelope, before: &CacheState, tripwires: &Tripwires) -> Vec<&'static str> {
-    codes_under(e, before, &test_programs(), tripwires)
+fn refusal_codes(e: &Envelope, before: &CallState) -> Vec<&'static str> {
+    codes_under(e, before, &test_programs(), &Tripwires::default())
 }
 
 fn codes_under(
     e: &Envelope,
-    before: &CacheState,
+    before: &CallState,
     programs: &ProgramIndex,
     tripwires: &Tripwires,
 ) -> Vec<&'static str> {
@@ -55,7 +53,7 @@ fn codes_under(
         plan: plan_digest(),
         session: SESSION,
         last_call_id: 1,
-        cache: before,
+        state: before,
         programs,
         open_calls: 0,
         tripwires,
@@ -74,7 +72,7 @@ fn given_noise_is_sent_exactly_where_the_plan_takes_it() {
     let takes_noise = test_programs_with_noise();
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
     let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
-    let before = director.cache_state().clone();
+    let before = CallState::Video(director.cache_state().clone());
     let mut drawing = director.clone();
     let call = director.plan_chunk(&request, &takes_noise).expect("planned");
     let (mut e, _) = second_call();
@@ -116,7 +114,7 @@ fn a_call_ends_with_the_phases_of_pixels_that_its_scene_needs() {
             .into_iter()
             .enumerate()
     {
-        let before = director.cache_state().clone();
+        let before = CallState::Video(director.cache_state().clone());
         let call = director.plan_chunk(&request(cut), &programs).expect("planned");
         let meta = call.meta.expect("a chunk");
         let names: Vec<&str> = meta.phases.iter().map(|p| p.program.as_str()).collect();
@@ -155,7 +153,7 @@ fn a_video_is_sent_exactly_where_the_call_begins_with_it() {
     let takes_video = test_programs_with_video();
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
     let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
-    let before = director.cache_state().clone();
+    let before = CallState::Video(director.cache_state().clone());
     let mut drawing = director.clone();
     let call = director.plan_chunk_from(&request, Some(1), &takes_video).expect("planned");
     let (mut e, _) = second_call();
@@ -169,7 +167,7 @@ fn a_video_is_sent_exactly_where_the_call_begins_with_it() {
     assert_eq!(codes(&Envelope { meta: drawn.clone(), ..without }), [] as [&str; 0]);
     assert_eq!(codes(&Envelope { meta: drawn, ..e.clone() }), ["T0735"]);
     let mut longer = e.clone();
-    longer.meta.iter_mut().for_each(|m| m.n_steps += 1);
+    longer.meta.iter_mut().for_each(|m| chunk_work(m).n_steps += 1);
     assert!(codes(&longer).contains(&"T0732"));
     assert!(codes_under(&e, &before, &test_programs(), &Tripwires::default()).contains(&"T0722"));
 }
@@ -185,7 +183,7 @@ fn a_new_prompt_recalls_every_chunk_of_the_ring() {
     for chunk in 0..4 {
         director.plan_chunk(if chunk == 0 { &request } else { &next }, &recaches).expect("planned");
     }
-    let before = director.cache_state().clone();
+    let before = CallState::Video(director.cache_state().clone());
     let mut keeping = director.clone();
     let mut steady = director.clone();
     let call = director.plan_chunk(&request, &recaches).expect("planned");
@@ -217,7 +215,7 @@ fn a_new_prompt_recalls_every_chunk_of_the_ring() {
 fn a_text_embedding_of_another_length_is_refused_with_both_shapes() {
     let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
-    let before = director.cache_state().clone();
+    let before = CallState::Video(director.cache_state().clone());
     let call = director.plan_chunk(&request, &test_programs()).expect("planned");
     let (mut e, _) = second_call();
     (e.header.chunk, e.header.cache_epoch, e.meta) = (call.chunk, call.cache_epoch, call.meta);
@@ -228,6 +226,105 @@ fn a_text_embedding_of_another_length_is_refused_with_both_shapes() {
         let values = vec![0.5; (shape[0] * shape[1]) as usize];
         e.tensors = Tensors(vec![Tensor::from_f32("text", &shape, &values).expect("fits")]);
         assert_eq!(codes(&e), ["T0735"], "{shape:?}");
+    }
+}
+
+fn chunk_work(m: &mut CallMeta) -> &mut ChunkWork {
+    m.chunk_work_mut().expect("a call of a chunk")
+}
+
+fn token_work(m: &mut CallMeta) -> &mut TokenWork {
+    match &mut m.work {
+        CallWork::Tokens(work) => work,
+        other => panic!("a call of {other:?}"),
+    }
+}
+
+/// A program that takes 4 rows of each of 2 sequences, with 2 pages each.
+fn token_programs() -> ProgramIndex {
+    let scalars = vec![("pages".to_string(), ArgKind::F32s(4)), ("start".to_string(), ArgKind::F32s(2))];
+    let inputs = vec![InputSpec { name: "ids".into(), dtype: Dtype::F32, shape: vec![8] }];
+    let info = ProgramInfo { collectives: 5, scalars, inputs, ..ProgramInfo::default() };
+    ProgramIndex::new([("tokens.b2.n4".to_string(), info)])
+}
+
+/// The second call of a language model: it ends a sequence, begins another and continues a third.
+fn second_token_call() -> (Envelope, CallState) {
+    let spec = PagedCacheSpec { page_rows: 4, pages: 4, pages_per_sequence: 2 };
+    let mut before = CallState::new(CallStateSpec::Text(spec)).expect("legal");
+    let numbers = |values: &[f32]| ScalarArg::from_f32s(values);
+    let phase = |start: &[f32], pages: &[f32]| {
+        let args = [("start", numbers(start)), ("pages", numbers(pages))];
+        PhaseCall::new("tokens.b2.n4", args.map(|(name, arg)| (name.to_string(), arg)).to_vec())
+    };
+    let rows = |sequence, first, count| Some(SequenceRows { sequence, first, count });
+    let begin = |sequence, pages: &[u32]| NewSequence { sequence, pages: pages.to_vec() };
+    let first = TokenWork {
+        ended: Vec::new(),
+        begun: vec![begin(0, &[2, 0]), begin(1, &[1])],
+        rows: vec![rows(0, 0, 3), rows(1, 0, 4)],
+    };
+    before.begin_call(&CallWork::Tokens(first)).expect("legal");
+    before.apply_phase(&phase(&[0.0, 0.0], &[2.0, 0.0, 1.0, -1.0])).expect("legal");
+    let work = TokenWork {
+        ended: vec![1],
+        begun: vec![begin(2, &[1, 3])],
+        rows: vec![rows(0, 3, 1), rows(2, 0, 4)],
+    };
+    let work = CallWork::Tokens(work);
+    let phases = vec![phase(&[3.0, 0.0], &[2.0, 0.0, 1.0, 3.0])];
+    let mut after = before.clone();
+    after.begin_call(&work).expect("legal");
+    after.apply_phase(&phases[0]).expect("legal");
+    let totals = token_programs().expected_totals(&phases).expect("known");
+    let (mut e, _) = second_call();
+    (e.header.chunk, e.header.cache_epoch) = (before.next_unit(), before.epoch());
+    e.meta = Some(CallMeta {
+        expected_generator_calls: totals.generator_calls,
+        expected_collectives: totals.collectives,
+        expected_trace_digest: totals.trace,
+        phases,
+        predicted_state: after.state_digest(),
+        work,
+    });
+    e.tensors = Tensors(vec![Tensor::from_f32("ids", &[8], &[1.0; 8]).expect("fits")]);
+    (e, before)
+}
+
+/// A session of a language model accepts its own calls, and none of a video; a session of a video none of tokens.
+#[test]
+fn a_call_belongs_to_the_kind_of_its_session() {
+    let (e, before) = second_token_call();
+    let codes = |e: &Envelope, before, programs: &ProgramIndex| {
+        codes_under(e, before, programs, &Tripwires::default())
+    };
+    assert_eq!(codes(&e, &before, &token_programs()), [] as [&str; 0]);
+    let (video, caches) = second_call();
+    assert!(
+        codes(&Envelope { header: e.header.clone(), ..video }, &before, &test_programs()).contains(&"T0732")
+    );
+    let (video, _) = second_call();
+    assert!(codes(&Envelope { header: video.header, ..e }, &caches, &token_programs()).contains(&"T0732"));
+}
+
+/// A rank refuses pages, positions and rows that differ from its own sequences, whichever of them an edit
+/// changes.
+#[test]
+fn a_page_table_that_differs_on_one_rank_is_refused() {
+    let (untouched, before) = second_token_call();
+    let edits: [(&str, fn(&mut CallMeta)); 6] = [
+        ("T0712", |m| m.phases[0].args[0].1 = ScalarArg::from_f32s(&[2.0, 1.0, 1.0, 3.0])),
+        ("T0712", |m| m.phases[0].args[1].1 = ScalarArg::from_f32s(&[2.0, 0.0])),
+        ("T0710", |m| token_work(m).begun[0].pages = vec![0, 3]),
+        ("T0712", |m| token_work(m).begun[0].pages = vec![3, 1]),
+        ("T0710", |m| token_work(m).ended.clear()),
+        ("T0712", |m| token_work(m).rows.swap(0, 1)),
+    ];
+    for (i, (code, edit)) in edits.iter().enumerate() {
+        let mut e = untouched.clone();
+        e.meta.iter_mut().for_each(edit);
+        let found = codes_under(&e, &before, &token_programs(), &Tripwires::default());
+        assert!(found.contains(code), "edit {i}: {found:?}");
     }
 }
 
@@ -245,17 +342,21 @@ fn break_field(e: &mut Envelope, field: &str) {
         "cache_epoch" => h.cache_epoch += 1,
         "deadline_ms" => h.deadline_ms = 0,
         "meta" => *meta = None,
-        "n_steps" => m.n_steps += 1,
+        "n_steps" => chunk_work(m).n_steps += 1,
         "expected_generator_calls" => m.expected_generator_calls += 1,
         "expected_collectives" => m.expected_collectives -= 1,
         "expected_trace_digest" => m.expected_trace_digest = Digest::default(),
-        "reset_kv" => m.reset_kv = true,
-        "reset_cross" => m.reset_cross = false,
-        "recompute" => m.recompute = false,
-        "start_frame" => m.start_frame += 1,
-        "seed" => m.seed += 1,
-        "prompt_epoch" => m.prompt_epoch -= 1,
-        "kv_bias" => m.kv_bias = F32Bits::new(f32::NAN),
+        "reset_kv" => chunk_work(m).reset_kv = true,
+        "reset_cross" => chunk_work(m).reset_cross = false,
+        "recompute" => chunk_work(m).recompute = false,
+        "start_frame" => chunk_work(m).start_frame += 1,
+        "seed" => chunk_work(m).seed += 1,
+        "prompt_epoch" => chunk_work(m).prompt_epoch -= 1,
+        "kv_bias" => chunk_work(m).kv_bias = F32Bits::new(f32::NAN),
+        "ended" => token_work(m).ended.push(0),
+        "begun" => token_work(m).begun[0].pages = vec![2],
+        "rows" => token_work(m).rows[0] = None,
+        "work" => m.work = CallWork::Warmup,
         "phases" => m.phases[1].program = "denoise.fill99".into(),
         "predicted_state" => m.predicted_state = Digest::default(),
         "noise" => tensors.0.push(noise_tensor()),
@@ -275,11 +376,15 @@ fn the_untouched_envelope_is_accepted() {
 #[test]
 fn each_broken_field_is_refused_with_its_listed_code() {
     for field in ENVELOPE_FIELDS.iter().filter(|f| f.name != "context") {
-        let (mut e, before) = second_call();
+        let is_of_tokens = ["ended", "begun", "rows"].contains(&field.name);
+        let ((mut e, before), programs) = match is_of_tokens {
+            true => (second_token_call(), token_programs()),
+            false => (second_call(), test_programs()),
+        };
         break_field(&mut e, field.name);
-        let found = refusal_codes(&e, &before);
+        let found = codes_under(&e, &before, &programs, &Tripwires::default());
         assert!(found.contains(&field.codes), "`{}`: {found:?} lacks {}", field.name, field.codes);
-        let off = refusal_codes_with(&e, &before, &Tripwires::disabling([field.codes]));
+        let off = codes_under(&e, &before, &programs, &Tripwires::disabling([field.codes]));
         assert!(!off.contains(&field.codes), "`{}` is reported although its tripwire is off", field.name);
     }
 }

@@ -9,7 +9,7 @@ use support::net::{FIRST, Hop, NEXT, Net, Request};
 use support::{Bug, LeaderPlacement, context_tensor, leader_config, prompt_tensor, worker_config};
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::engine::EngineFault;
-use tessera_runtime::kv_cache::{CacheRegime, Transition};
+use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::leader::Leader;
 use tessera_runtime::wire::{CallAction, Commit, DuplicatePolicy, Message, PhaseCall, Tensor};
 use tessera_runtime::worker::{Action, Event, Worker, WorkerConfig};
@@ -158,9 +158,9 @@ fn a_rank_that_runs_one_phase_more_or_less_stops_at_the_boundary() {
 #[test]
 fn an_out_of_band_reset_on_one_rank_is_caught() {
     let mut net = Net::new(2, CacheRegime::Resident, 4);
-    net.alter_call = Box::new(|rank, call, cache| {
+    net.alter_call = Box::new(|rank, call, state| {
         if (rank, call.call_id) == (1, 4) {
-            cache.apply_transition(Transition::Reset).expect("legal in itself");
+            state.reset().expect("legal in itself");
         }
     });
     let failure = run_to_failure(&mut net);

@@ -22,12 +22,13 @@ use support::{
 use tessera_base::Diagnostic;
 use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::{
-    ControlTopology, EngineFactory, JoinedRank, LaunchEvent, LaunchReport, LaunchSpec, LeaderParts,
-    MeshLeaderParts, RankExit, StopHandle, StreamRequest, WorkerParts, exit_process, join_launch,
-    launch_ranks, run_leader, run_mesh_leader, run_worker,
+    CallRequest, ControlTopology, EngineFactory, JoinedRank, LaunchEvent, LaunchReport, LaunchSpec,
+    LeaderParts, MeshLeaderParts, RankExit, StopHandle, StreamRequest, WorkerParts, exit_process,
+    join_launch, launch_ranks, run_leader, run_mesh_leader, run_worker,
 };
 use tessera_runtime::engine::{
-    AbortHandle, CacheFault, Engine, EngineFault, MediaPipeline, PhaseReport, ProgramCount, ReadyCall,
+    AbortHandle, CacheFault, Delivery, Engine, EngineFault, MediaPipeline, PhaseReport, ProgramCount,
+    ReadyCall,
 };
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{Heartbeat, Init, Message, PhaseCall, Tensor, Tensors, WIRE_VERSION, encode};
@@ -152,13 +153,15 @@ fn as_rank() -> ! {
         leader.limits = limits();
         leader.session = joined.welcome.session;
         let chunks = if scenario.starts_with("short") { 12 } else { u32::MAX };
-        let requests = (0..chunks).map(|k| StreamRequest {
-            prompt: (k % 5 == 0).then(|| "a lighthouse".to_string()),
-            seed: 7,
-            cut: if k > 0 && k % 10 == 0 { SceneCut::Ordered } else { SceneCut::None },
-            reload: None,
-            start: tessera_runtime::leader::ChunkStart::Drawn,
-        });
+        let requests = (0..chunks)
+            .map(|k| StreamRequest {
+                prompt: (k % 5 == 0).then(|| "a lighthouse".to_string()),
+                seed: 7,
+                cut: if k > 0 && k % 10 == 0 { SceneCut::Ordered } else { SceneCut::None },
+                reload: None,
+                start: tessera_runtime::leader::ChunkStart::Drawn,
+            })
+            .map(CallRequest::Chunk);
         let parts = LeaderParts {
             config: leader,
             local_rank: (shape == LeaderPlacement::InMesh).then_some((config, engine)),
@@ -287,7 +290,7 @@ impl MediaPipeline for TestMediaPipeline {
         Ok(context_tensor(&previous.0[0]))
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, _: &Tensors, _: bool) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, chunk: u32, _: &Tensors, _: bool) -> Result<Delivery, Diagnostic> {
         std::thread::sleep(Duration::from_millis(3));
         if self.disk_full && chunk == 3 {
             let code = tessera_runtime::CODES.iter().find(|c| c.id == "T0748").expect("listed");
@@ -296,7 +299,7 @@ impl MediaPipeline for TestMediaPipeline {
         if self.stuck && chunk == 3 {
             std::thread::sleep(Duration::from_secs(3600));
         }
-        Ok(12)
+        Ok(Delivery::from_frames(12))
     }
 
     fn finish_output(&mut self) -> Result<(), Diagnostic> {

@@ -12,12 +12,13 @@ use support::{
     Bug, LeaderPlacement, context_tensor, leader_config, mesh_leader_config, prompt_tensor, test_programs,
     weights_at, worker_config,
 };
+use tessera_runtime::call_state::CallState;
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::engine::{
     AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult,
     run_call,
 };
-use tessera_runtime::kv_cache::{CacheRegime, CacheState};
+use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::leader::{self, Leader};
 use tessera_runtime::mesh_leader::MeshLeader;
 use tessera_runtime::program_index::{ArgKind, ProgramIndex, ProgramInfo};
@@ -341,10 +342,10 @@ fn latents_that_are_not_finite_end_the_call_unless_the_tripwire_is_off() {
     };
     let run_with = |latents: &[f32], changed: Option<RehashResult>, off: &str| {
         let config = worker_config(LeaderPlacement::InMesh, 1, CacheRegime::Resident);
-        let mut cache = CacheState::new(config.cache).expect("legal");
+        let mut state = CallState::new(config.state).expect("legal");
         let off = Tripwires::disabling([off]);
         let mut engine = GivenLatents { latents: latents.to_vec(), changed };
-        run_call(&mut engine, &call, &test_programs(), &mut cache, &off, &|_| {})
+        run_call(&mut engine, &call, &test_programs(), &mut state, &off, &|_| {})
     };
     let run = |latents: &[f32], off: &str| run_with(latents, None, off);
     assert!(run(&[1.0, f32::MAX, -0.0], "").is_ok());

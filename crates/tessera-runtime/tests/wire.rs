@@ -10,9 +10,9 @@ use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
     CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader,
-    F32Bits, FaultReport, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message,
-    MessageKind, PhaseCall, Progress, RankMemory, Ready, Refused, Reload, ScalarArg, SenderRole,
-    ShardFingerprint, Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode,
+    F32Bits, FaultReport, FinishReason, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS,
+    Message, MessageKind, PhaseCall, Progress, RankMemory, Ready, Refused, Reload, ScalarArg, SenderRole,
+    ShardFingerprint, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header, encode,
     envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
@@ -117,6 +117,7 @@ fn every_message() -> Vec<Message> {
             phases: vec![("text".into(), 5)],
             queued_in: 2,
             queued_out: 1,
+            ids: vec![TokenEvent { text: 1, id: 7, finish: Some(FinishReason::EndId) }],
         }),
         Message::Finished,
         Message::Failed(failure()),

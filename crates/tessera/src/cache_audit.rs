@@ -90,10 +90,10 @@ impl CacheAudit {
     }
 
     fn find_lost_scene(&mut self, backend: &dyn Backend, call: &ReadyCall) -> Option<String> {
-        let meta = call.meta.as_ref().filter(|m| call.action == CallAction::Infer && !m.reset_kv)?;
+        let meta = call.meta.as_ref().filter(|m| call.action == CallAction::Infer && !m.resets_caches())?;
         let Scene { epoch, chunks } = self.scene;
         let known = std::mem::replace(&mut self.known_resets, backend.reset_count());
-        let (id, chunk, frame, sent) = (call.call_id, call.chunk, meta.start_frame, call.cache_epoch);
+        let (id, chunk, frame, sent) = (call.call_id, call.chunk, meta.start_frame(), call.cache_epoch);
         if epoch != sent {
             return Some(format!(
                 "call {id}, chunk {chunk}: the envelope continues epoch {sent}, but the caches of this rank were last \
@@ -149,7 +149,7 @@ mod tests {
     use tessera_ir::{Slots, Type, parse_all};
     use tessera_mesh::{Mesh, Rank};
     use tessera_runtime::Digest;
-    use tessera_runtime::wire::{CallMeta, F32Bits, Tensors};
+    use tessera_runtime::wire::{CallMeta, CallWork, ChunkWork, F32Bits, Tensors};
 
     use super::*;
 
@@ -181,7 +181,7 @@ mod tests {
         /// Runs a call that writes `kv`, and returns what the rank finds before it.
         fn run(&mut self, call: &ReadyCall) -> Vec<CacheFault> {
             let found = self.audit.find_faults(&mut self.cpu, call);
-            if call.meta.as_ref().is_some_and(|m| m.reset_kv) {
+            if call.meta.as_ref().is_some_and(CallMeta::resets_caches) {
                 self.cpu.reset_buffers();
                 self.audit.note_reset(&self.cpu, call.cache_epoch);
             }
@@ -202,19 +202,21 @@ mod tests {
 
     fn call(call_id: u64, cache_epoch: u32, action: CallAction, reset_kv: bool) -> ReadyCall {
         let meta = CallMeta {
-            n_steps: 0,
             expected_generator_calls: 0,
             expected_collectives: 0,
             expected_trace_digest: Digest::default(),
-            reset_kv,
-            reset_cross: false,
-            recompute: false,
-            start_frame: 0,
-            seed: 0,
-            prompt_epoch: 0,
-            kv_bias: F32Bits::new(1.0),
             phases: Vec::new(),
             predicted_state: Digest::default(),
+            work: CallWork::Chunk(ChunkWork {
+                n_steps: 0,
+                reset_kv,
+                reset_cross: false,
+                recompute: false,
+                start_frame: 0,
+                seed: 0,
+                prompt_epoch: 0,
+                kv_bias: F32Bits::new(1.0),
+            }),
         };
         let chunk = call_id.saturating_sub(2) as u32;
         let meta = Some(meta);

@@ -33,6 +33,7 @@ use crate::model::Model;
 use crate::plan::Plan;
 use crate::prompt_rows::PromptRows;
 use crate::rank::RankContext;
+use crate::run_settings::stream_spec;
 use crate::synthetic_delays::SyntheticDelays;
 
 /// Maximum wait for the next event of a rank. It only ends the wait for a hung rank; no slow
@@ -79,7 +80,7 @@ pub fn run(
     let text = PromptRows::load(plan, text).map_err(|d| vec![d])?;
     let mut codec = MediaCodec::load(plan, text, vae, None).map_err(|d| vec![d])?;
     let common = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
-    let mut director = Director::new(common.stream.clone())?;
+    let mut director = Director::new(stream_spec(plan))?;
     let mut ranks = InProcessRanks::start(plan, model, threads, &common).map_err(|d| vec![d])?;
     let mut text: Option<Tensor> = None;
     let mut last: Option<UndeliveredChunk> = None;
@@ -101,12 +102,12 @@ pub fn run(
         let call = director.plan_chunk_from(&chunk_request, video_step, &common.program_index)?;
         let Some(meta) = call.meta else { continue };
         let mut inputs = Vec::new();
-        if meta.reset_cross {
+        if meta.replaces_prompt() {
             inputs.extend(text.clone());
         }
         inputs.extend(given);
         let mut context = None;
-        if let Some(last) = last.as_ref().filter(|_| meta.recompute) {
+        if let Some(last) = last.as_ref().filter(|_| meta.recomputes_context()) {
             let made =
                 codec.build_context(last.chunk, &last.outputs, last.opens_scene).map_err(|d| vec![d])?;
             inputs.push(made.clone());
@@ -205,7 +206,7 @@ impl InProcessRanks {
                 rank.0,
                 factory,
                 programs,
-                common.stream.cache,
+                common.session_spec.state_spec(),
                 Tripwires::default(),
                 forward,
             )

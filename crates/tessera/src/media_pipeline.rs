@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_runtime::engine::MediaPipeline;
+use tessera_runtime::engine::{Delivery, MediaPipeline};
 use tessera_runtime::wire::{Tensor, Tensors};
 
 use crate::frame_writer::{FrameWriter, OpenPipes};
@@ -77,7 +77,12 @@ impl MediaPipeline for RunMediaPipeline {
         Ok(context)
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(
+        &mut self,
+        chunk: u32,
+        outputs: &Tensors,
+        opens_scene: bool,
+    ) -> Result<Delivery, Diagnostic> {
         let rgb = self.codec.decode_frames(chunk, outputs, opens_scene)?;
         let psnr_db = self.codec.check_fast_decode(chunk, &rgb, outputs, opens_scene)?;
         let latents = find_latents(outputs)?;
@@ -88,7 +93,7 @@ impl MediaPipeline for RunMediaPipeline {
         record.record_media_laps(chunk, self.codec.take_intervals());
         self.check_output(&record)?;
         record.record_delivery(chunk, frames, latents.data(), psnr_db)?;
-        Ok(frames)
+        Ok(Delivery::from_frames(frames))
     }
 
     fn finish_output(&mut self) -> Result<(), Diagnostic> {

@@ -336,7 +336,7 @@ impl RecordWriter {
             request: Some(request),
             call_id: call.call_id,
             cache_epoch: call.plan.cache_epoch,
-            start_frame: u64::from(meta.start_frame),
+            start_frame: u64::from(meta.start_frame()),
             prompt: settings.prompt.clone(),
             seed: settings.seed,
             cut: settings.cut,

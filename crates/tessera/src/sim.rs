@@ -25,6 +25,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::TimingModel;
 use tessera_mesh::Rank;
 use tessera_report::record::{RunDevice, RunStart};
+use tessera_runtime::call_state::SessionSpec;
 use tessera_runtime::director::ChunkRequest;
 use tessera_runtime::driver::StopHandle;
 use tessera_runtime::leader::LeaderConfig;
@@ -178,7 +179,7 @@ fn sim_setup(plan: &Plan, orders: &RankConfig) -> SimConfig {
                 .with_known_key("numerics", plan.mapping.numerics.name())
                 .with_known_key("topology", plan.mapping.topology.name()),
             programs: build_program_index(&plan.sealed).into(),
-            stream: stream_spec(plan),
+            session_spec: SessionSpec::Video(stream_spec(plan)),
             ranks_without_output: ranks_without_latents(plan),
             limits,
             tripwires: Tripwires::default(),

@@ -14,7 +14,7 @@ use tessera_runtime::wire::{
 
 use super::HarnessConfig;
 use super::scripted_engine::EngineScript;
-use super::synthetic_stream::{leader_config, plan_digest};
+use super::synthetic_stream::{leader_config, plan_digest, stream_spec};
 use super::timestamps::{TimestampSink, now_ns};
 use crate::diagnostics_error;
 
@@ -139,7 +139,7 @@ impl FrameSizes {
     /// Encodes the frames of a chunk without a prompt and returns their sizes.
     pub fn from_config(harness: &HarnessConfig) -> anyhow::Result<FrameSizes> {
         let config = leader_config(harness);
-        let mut director = Director::new(config.stream).map_err(diagnostics_error)?;
+        let mut director = Director::new(stream_spec()).map_err(diagnostics_error)?;
         let mut next = |prompt_change| {
             director
                 .plan_chunk(&ChunkRequest { prompt_change, seed: 0, cut: SceneCut::None }, &config.programs)

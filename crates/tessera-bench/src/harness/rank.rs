@@ -9,10 +9,10 @@ use std::time::Duration;
 use tessera_base::Diagnostic;
 use tessera_runtime::Failure;
 use tessera_runtime::driver::{
-    JoinedRank, LeaderParts, MeshLeaderParts, WorkerParts, exit_process, join_launch, run_leader,
-    run_mesh_leader, run_worker,
+    CallRequest, JoinedRank, LeaderParts, MeshLeaderParts, WorkerParts, exit_process, join_launch,
+    run_leader, run_mesh_leader, run_worker,
 };
-use tessera_runtime::engine::MediaPipeline;
+use tessera_runtime::engine::{Delivery, MediaPipeline};
 use tessera_runtime::flight::FlightSink;
 use tessera_runtime::leader::RecordEntry;
 use tessera_runtime::wire::{Tensor, Tensors};
@@ -115,7 +115,7 @@ fn run_as_leader(
             .then(|| (worker_config(harness, 0), engine_factory(0, harness, stamps))),
         topology: harness.control_topology(),
         media: Box::new(|| Ok(Box::new(DiscardingMedia))),
-        requests: Box::new(requests),
+        requests: Box::new(requests.map(CallRequest::Chunk)),
         record: Box::new(move |entry| on_record_entry(&finished, &clock, entry)),
         stop: None,
         flight: Some(Arc::<TimestampSink>::clone(stamps)),
@@ -152,8 +152,8 @@ impl MediaPipeline for DiscardingMedia {
         constant_tensor("context")
     }
 
-    fn deliver_chunk(&mut self, _: u32, _: &Tensors, _: bool) -> Result<u32, Diagnostic> {
-        Ok(0)
+    fn deliver_chunk(&mut self, _: u32, _: &Tensors, _: bool) -> Result<Delivery, Diagnostic> {
+        Ok(Delivery::default())
     }
 
     fn finish_output(&mut self) -> Result<(), Diagnostic> {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
+use tessera_runtime::call_state::{CallStateSpec, SessionSpec};
 use tessera_runtime::director::{DenoiseStep, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 use tessera_runtime::leader::LeaderConfig;
@@ -32,7 +33,7 @@ pub(super) fn leader_config(harness: &HarnessConfig) -> LeaderConfig {
         ranks_without_output: Vec::new(),
         parity: Parity::default(),
         programs: Arc::new(program_index()),
-        stream: stream_spec(),
+        session_spec: SessionSpec::Video(stream_spec()),
         limits: one_call_limits(),
         tripwires: Tripwires::default(),
     }
@@ -46,7 +47,7 @@ pub(super) fn worker_config(harness: &HarnessConfig, rank: u32) -> WorkerConfig 
         build: build_label(),
         parity: Parity::default(),
         programs: Arc::new(program_index()),
-        cache: stream_spec().cache,
+        state: CallStateSpec::Video(stream_spec().cache),
         limits: one_call_limits(),
         sends_output: harness.mesh_ranks().start == rank,
         tripwires: Tripwires::default(),
@@ -59,7 +60,7 @@ pub(super) fn mesh_leader_config(harness: &HarnessConfig, rank: u32) -> MeshLead
         members: harness.mesh_ranks().skip(1).collect(),
         plan: plan_digest(),
         programs: Arc::new(program_index()),
-        cache: stream_spec().cache,
+        state: CallStateSpec::Video(stream_spec().cache),
         limits: one_call_limits(),
         tripwires: Tripwires::default(),
     }
@@ -75,7 +76,7 @@ fn build_label() -> String {
     format!("bench {}", env!("CARGO_PKG_VERSION"))
 }
 
-fn stream_spec() -> StreamSpec {
+pub(super) fn stream_spec() -> StreamSpec {
     StreamSpec {
         cache: CacheSpec {
             regime: CacheRegime::Resident,

@@ -8,9 +8,9 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 
 use tessera_base::Diagnostic;
 
+use crate::call_state::{CallState, CallStateSpec};
 use crate::codes::T0745;
 use crate::engine::{AbortHandle, CallReport, Engine, EngineFault, ReadyCall, run_call};
-use crate::kv_cache::{CacheSpec, CacheState};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
 use crate::wire::ShardFingerprint;
@@ -53,7 +53,7 @@ impl EngineThread {
         rank: u32,
         factory: EngineFactory,
         program_index: Arc<ProgramIndex>,
-        cache: CacheSpec,
+        state: CallStateSpec,
         tripwires: Tripwires,
         on_event: impl Fn(EngineEvent) + Send + 'static,
     ) -> std::io::Result<EngineThread> {
@@ -71,8 +71,8 @@ impl EngineThread {
                     return on_event(EngineEvent::NotLoaded(failure));
                 }
             };
-            let mut cache = match CacheState::new(cache) {
-                Ok(cache) => cache,
+            let mut state = match CallState::new(state) {
+                Ok(state) => state,
                 Err(d) => return on_event(EngineEvent::NotLoaded(load_failure(rank, &d))),
             };
             let (abort, fingerprints) = (engine.abort_handle(), engine.weight_fingerprints());
@@ -81,7 +81,7 @@ impl EngineThread {
                 engine.tamper_call(&mut call);
                 let progress = |m: u64| thread_progress.store(m, Ordering::Relaxed);
                 let call_result = catch_unwind(AssertUnwindSafe(|| {
-                    run_call(engine.as_mut(), &call, &program_index, &mut cache, &tripwires, &progress)
+                    run_call(engine.as_mut(), &call, &program_index, &mut state, &tripwires, &progress)
                 }));
                 let outcome = call_result.unwrap_or_else(|panic| {
                     Err(EngineFault::local_failure(format!("the engine panicked: {}", panic_text(&*panic))))

@@ -13,7 +13,9 @@ use super::event_loop::{EventLoop, Machine, RankProcess, SocketEvent, mesh_misma
 use super::launcher::StopHandle;
 use super::link::Frame;
 use super::local_rank::{LocalRank, RankAction};
-use super::media_thread::{MediaCommand, MediaEvent, MediaPipelineFactory, MediaThread, StreamRequest};
+use super::media_thread::{
+    CallRequest, MediaCommand, MediaEvent, MediaPipelineFactory, MediaThread, StreamRequest,
+};
 use super::reactor::ReactorEvent;
 use super::request_intake::{IntakeEvent, RequestIntake};
 use super::welcome::{JoinedRank, io_diagnostic, outlive_launcher};
@@ -47,7 +49,7 @@ pub struct LeaderParts {
     /// Builds the text encoder and the VAE decoder, once, on the media thread.
     pub media: MediaPipelineFactory,
     /// Requests, chunk by chunk, pulled at most `d_in` ahead. The iterator may block.
-    pub requests: Box<dyn Iterator<Item = StreamRequest> + Send>,
+    pub requests: Box<dyn Iterator<Item = CallRequest> + Send>,
     /// Receives the entries of the run's record as soon as they happen; must not block.
     pub record: Box<dyn FnMut(&RecordEntry)>,
     /// Stops a leader that no launcher started.
@@ -175,14 +177,18 @@ impl Machine for LeaderProcess {
         for intake_events in intake_events {
             match intake_events {
                 IntakeEvent::Prompt(prompt) => self.send_media_job(process, MediaJob::EncodePrompt(prompt)),
-                IntakeEvent::Request(request, text) => {
-                    let StreamRequest { prompt, seed, cut, reload, start } = *request;
-                    if let Some(reload) = reload {
-                        process.queue_event(leader::Event::Reload(reload));
+                IntakeEvent::Request(request, text) => match *request {
+                    CallRequest::Chunk(StreamRequest { prompt, seed, cut, reload, start }) => {
+                        if let Some(reload) = reload {
+                            process.queue_event(leader::Event::Reload(reload));
+                        }
+                        let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
+                        process.queue_event(leader::Event::Request { request, text, start });
                     }
-                    let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
-                    process.queue_event(leader::Event::Request { request, text, start });
-                }
+                    CallRequest::Tokens(request) => {
+                        process.queue_event(leader::Event::TokenRequest(request));
+                    }
+                },
                 IntakeEvent::Finished => process.queue_event(leader::Event::NoMoreRequests),
             }
         }

@@ -42,7 +42,7 @@ impl LocalRank {
             post.send(event);
         };
         let engine =
-            EngineThread::spawn(rank, factory, config.programs, config.cache, config.tripwires, on_event)
+            EngineThread::spawn(rank, factory, config.programs, config.state, config.tripwires, on_event)
                 .map_err(|e| vec![io_diagnostic("engine thread", &e)])?;
         Ok(LocalRank { machine, engine, inbox, abort: None, busy: false, rank, thread_end_reported: false })
     }

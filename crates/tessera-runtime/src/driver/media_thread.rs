@@ -15,6 +15,7 @@ use crate::director::SceneCut;
 use crate::engine::{MediaJob, MediaPipeline};
 use crate::leader::{self, ChunkStart};
 use crate::limits::{AwakeClock, format_ms};
+use crate::token_director::TokenRequest;
 use crate::wire::{Reload, Tensor};
 use crate::{Failure, FailureClass, Limits};
 
@@ -34,6 +35,31 @@ pub struct StreamRequest {
     pub reload: Option<Reload>,
     /// What the chunk's first step begins with.
     pub start: ChunkStart,
+}
+
+/// A request of the application to the leader.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CallRequest {
+    /// The next chunk of a video.
+    Chunk(StreamRequest),
+    /// The next call of a language model.
+    Tokens(Box<TokenRequest>),
+}
+
+impl CallRequest {
+    /// Returns the new prompt that the leader must embed before the call.
+    pub(super) fn new_prompt(&self) -> Option<&String> {
+        match self {
+            CallRequest::Chunk(request) => request.prompt.as_ref(),
+            CallRequest::Tokens(_) => None,
+        }
+    }
+}
+
+impl From<StreamRequest> for CallRequest {
+    fn from(request: StreamRequest) -> CallRequest {
+        CallRequest::Chunk(request)
+    }
 }
 
 pub(crate) enum MediaCommand {
@@ -198,8 +224,8 @@ fn run_command(
             leader::Event::Discarded { chunk }
         }
         MediaJob::Deliver { chunk, outputs, opens_scene, .. } => {
-            let frames = pipeline.deliver_chunk(chunk, &outputs, opens_scene)?;
-            leader::Event::Delivered { chunk, frames }
+            let delivery = pipeline.deliver_chunk(chunk, &outputs, opens_scene)?;
+            leader::Event::Delivered { chunk, delivery }
         }
     }))
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use super::media_thread::StreamRequest;
+use super::media_thread::CallRequest;
 use super::reactor::Reactor;
 use crate::wire::Tensor;
 
@@ -12,9 +12,9 @@ use crate::wire::Tensor;
 /// separate thread drives it.
 pub(super) struct RequestIntake {
     permits: SyncSender<()>,
-    inbox: Receiver<Option<StreamRequest>>,
+    inbox: Receiver<Option<CallRequest>>,
     in_flight: usize,
-    waiting: VecDeque<(StreamRequest, Option<Tensor>)>,
+    waiting: VecDeque<(CallRequest, Option<Tensor>)>,
     finished: bool,
 }
 
@@ -23,14 +23,14 @@ pub(super) enum IntakeEvent {
     /// A new prompt to embed; its request and all later ones wait for the embedding.
     Prompt(String),
     /// A request and the embedding of its prompt.
-    Request(Box<StreamRequest>, Option<Tensor>),
+    Request(Box<CallRequest>, Option<Tensor>),
     /// The application has no more requests.
     Finished,
 }
 
 impl RequestIntake {
     pub(super) fn spawn_thread(
-        mut requests: Box<dyn Iterator<Item = StreamRequest> + Send>,
+        mut requests: Box<dyn Iterator<Item = CallRequest> + Send>,
         reactor: &Reactor,
     ) -> std::io::Result<RequestIntake> {
         let (permits, granted) = sync_channel::<()>(crate::Limits::MAX_DEPTH as usize);
@@ -61,7 +61,7 @@ impl RequestIntake {
             match request {
                 None => self.finished = true,
                 Some(request) => {
-                    out.extend(request.prompt.clone().map(IntakeEvent::Prompt));
+                    out.extend(request.new_prompt().cloned().map(IntakeEvent::Prompt));
                     self.waiting.push_back((request, None));
                 }
             }
@@ -71,7 +71,7 @@ impl RequestIntake {
 
     /// Attaches an embedding to the oldest request that waits for one.
     pub(super) fn attach_embedding(&mut self, tensor: Tensor, out: &mut Vec<IntakeEvent>) {
-        let next = self.waiting.iter_mut().find(|(r, t)| r.prompt.is_some() && t.is_none());
+        let next = self.waiting.iter_mut().find(|(r, t)| r.new_prompt().is_some() && t.is_none());
         if let Some((_, text)) = next {
             *text = Some(tensor);
         }
@@ -81,7 +81,7 @@ impl RequestIntake {
     /// Returns, in order, the requests whose embeddings are complete.
     fn release_complete(&mut self, out: &mut Vec<IntakeEvent>) {
         while let Some((request, text)) = self.waiting.pop_front() {
-            if request.prompt.is_some() && text.is_none() {
+            if request.new_prompt().is_some() && text.is_none() {
                 return self.waiting.push_front((request, text));
             }
             self.in_flight = self.in_flight.saturating_sub(1);

@@ -17,10 +17,11 @@ use crate::drift::{find_deviation, find_output_mismatch};
 use crate::engine::MediaJob;
 use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
 use crate::program_index::ProgramIndex;
+use crate::token_director::TokenRequest;
 use crate::tripwire::CheckSite;
 use crate::wire::{
-    self, CallAction, CallContext, Commit, Done, Envelope, EnvelopeHeader, Message, Ready, Reload, Tensor,
-    Tensors, WIRE_VERSION,
+    self, CallAction, CallContext, CallMeta, Commit, Done, Envelope, EnvelopeHeader, Message, Ready, Reload,
+    Tensor, Tensors, WIRE_VERSION,
 };
 use crate::worker::needs_context;
 
@@ -36,6 +37,7 @@ impl Leader {
                     Some(InboxItem::Chunk { ordinal, request, text, start }) => {
                         self.prepare_chunk(ordinal, &request, text, start);
                     }
+                    Some(InboxItem::Tokens { ordinal, request }) => self.prepare_tokens(ordinal, request),
                     Some(InboxItem::Control(action)) => self.prepare_control(action, None),
                     Some(InboxItem::Reload(reload)) => {
                         self.prepare_control(CallAction::Reload, Some(reload));
@@ -86,7 +88,7 @@ impl Leader {
     }
 
     fn send_warmup(&mut self) {
-        let prepared = self.director.plan_warmup(&self.config.programs).and_then(|plan| {
+        let prepared = self.planner.plan_warmup(&self.config.programs).and_then(|plan| {
             let inputs = zero_inputs(&self.config.programs, &plan)?;
             Ok((plan, inputs))
         });
@@ -115,17 +117,24 @@ impl Leader {
             ChunkStart::Video { latents, step } => (Some(latents), Some(step)),
             ChunkStart::Unavailable(d) => return self.fail_request(&d),
         };
-        let plan = match self.director.plan_chunk_from(request, video_step, &self.config.programs) {
+        let plan = match self.planner.plan_chunk(request, video_step, &self.config.programs) {
             Ok(plan) => plan,
             Err(found) => return self.preflight_failed(found),
         };
-        let wants_text = plan.meta.as_ref().is_some_and(|m| m.reset_cross);
+        let wants_text = plan.meta.as_ref().is_some_and(CallMeta::replaces_prompt);
         let text = self.prompt_embedding.as_ref().filter(|_| wants_text).cloned();
         self.send_call(plan, Some(ordinal), None, Tensors(text.into_iter().chain(given).collect()));
     }
 
+    fn prepare_tokens(&mut self, ordinal: u64, request: TokenRequest) {
+        match self.planner.plan_tokens(&request, &self.config.programs) {
+            Ok(plan) => self.send_call(plan, Some(ordinal), None, request.inputs),
+            Err(found) => self.preflight_failed(found),
+        }
+    }
+
     fn prepare_control(&mut self, action: CallAction, reload: Option<Reload>) {
-        match self.director.plan_control_call(action) {
+        match self.planner.plan_control_call(action) {
             Ok(plan) => self.send_call(plan, None, reload, Tensors::default()),
             Err(found) => self.preflight_failed(found),
         }
@@ -138,7 +147,7 @@ impl Leader {
             plan: self.config.plan,
             session: self.config.session,
             last_call_id: self.last_call_id,
-            cache: &self.preflight_cache,
+            state: &self.preflight_state,
             programs: &self.config.programs,
             open_calls: self.open_calls.len(),
             tripwires: &self.config.tripwires,
@@ -156,7 +165,7 @@ impl Leader {
         }
         self.last_call_id = envelope.header.call_id;
         let digest = after.state_digest();
-        self.preflight_cache = after;
+        self.preflight_state = after;
         self.open_calls.push_back(OpenCall {
             plan,
             request,
@@ -290,7 +299,7 @@ impl Leader {
         }
         let runs = |o: &&OpenCall| o.call_id() == d.call_id && o.committed_ns.is_some();
         let Some(open) = self.open_calls.front().filter(runs) else {
-            let epoch = self.preflight_cache.epoch();
+            let epoch = self.preflight_state.epoch();
             if d.call_id <= self.last_call_id && d.cache_epoch < epoch && self.is_armed(&T0736) {
                 let text = format!(
                     "rank {rank} sent a result of call {} from epoch {}; the epoch is {epoch}",
@@ -402,7 +411,7 @@ impl Leader {
     /// Sends the shutdown. The leader and the ranks drop calls that are prepared but not committed.
     fn send_shutdown(&mut self, now: u64) {
         self.open_calls.clear();
-        let plan = match self.director.plan_control_call(CallAction::Shutdown) {
+        let plan = match self.planner.plan_control_call(CallAction::Shutdown) {
             Ok(plan) => plan,
             Err(found) => return self.preflight_failed(found),
         };

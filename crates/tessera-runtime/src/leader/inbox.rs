@@ -3,6 +3,7 @@
 use super::{Action, ChunkStart, Leader, LeaderStage, RecordEntry};
 use crate::codes::{T0707, T0721};
 use crate::director::{ChunkRequest, SceneCut};
+use crate::token_director::TokenRequest;
 use crate::wire::{CallAction, Reload, Tensor};
 use crate::{FailureClass, Limits};
 
@@ -10,14 +11,16 @@ use crate::{FailureClass, Limits};
 #[derive(Debug)]
 pub(super) enum InboxItem {
     Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor>, start: ChunkStart },
+    Tokens { ordinal: u64, request: TokenRequest },
     Control(CallAction),
     Reload(Reload),
 }
 
 impl Leader {
-    /// Returns the number of queued chunk requests.
+    /// Returns the number of queued requests for output.
     pub(super) fn waiting_chunks(&self) -> usize {
-        self.inbox.iter().filter(|i| matches!(i, InboxItem::Chunk { .. })).count()
+        let is_request = |i: &&InboxItem| matches!(i, InboxItem::Chunk { .. } | InboxItem::Tokens { .. });
+        self.inbox.iter().filter(is_request).count()
     }
 
     pub(super) fn handle_request(
@@ -30,11 +33,8 @@ impl Leader {
             return;
         }
         let flush = request.cut == SceneCut::Flush;
-        if self.request_capacity() == 0 && !flush {
-            let why = format!("a request arrived while {} wait, the limit", self.waiting_chunks());
-            if self.trip_if_armed(FailureClass::Protocol, None, &T0707, why) {
-                return;
-            }
+        if !flush && self.is_over_capacity() {
+            return;
         }
         if request.prompt_change != text.is_some() {
             let why = "a new prompt and its embedding must come together";
@@ -50,6 +50,22 @@ impl Leader {
             request.prompt_change = true;
         }
         self.inbox.push_back(InboxItem::Chunk { ordinal, request, text, start });
+    }
+
+    pub(super) fn handle_token_request(&mut self, request: TokenRequest) {
+        if self.is_stopping() || self.is_over_capacity() {
+            return;
+        }
+        let ordinal = self.requests;
+        self.requests += 1;
+        self.inbox.push_back(InboxItem::Tokens { ordinal, request });
+    }
+
+    /// Whether a request that arrived now is one too many, so that the run has failed.
+    fn is_over_capacity(&mut self) -> bool {
+        let waiting = self.waiting_chunks();
+        let why = format!("a request arrived while {waiting} wait, the limit");
+        self.request_capacity() == 0 && self.trip_if_armed(FailureClass::Protocol, None, &T0707, why)
     }
 
     pub(super) fn enqueue_control(&mut self, action: CallAction) {
@@ -81,7 +97,7 @@ impl Leader {
     /// Drops the queued chunk requests and marks the open calls as discarded. Returns the prompt
     /// embedding of the last dropped request that had one.
     fn flush_requests(&mut self) -> Option<Tensor> {
-        let epoch = self.director.cache_state().epoch();
+        let epoch = self.planner.state().epoch();
         let mut last_embedding = None;
         for item in std::mem::take(&mut self.inbox) {
             match item {
@@ -90,7 +106,7 @@ impl Leader {
                     let why = "a hard cut came before the call was prepared";
                     self.add_entry(RecordEntry::Dropped { request: ordinal, chunk: None, epoch, why });
                 }
-                InboxItem::Reload(_) => self.inbox.push_back(item),
+                InboxItem::Reload(_) | InboxItem::Tokens { .. } => self.inbox.push_back(item),
                 // The cut includes a reset, and its call tests the path to every rank like a NOOP.
                 InboxItem::Control(_) => {}
             }

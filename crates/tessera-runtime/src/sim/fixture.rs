@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use crate::call_state::SessionSpec;
 use crate::director::{DenoiseStep, StreamSpec};
 use crate::engine::{AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall};
 use crate::kv_cache::{CacheRegime, CacheSpec};
@@ -33,7 +34,7 @@ pub fn synthetic_config(
         ranks_without_output: Vec::new(),
         parity: Parity::default(),
         programs: Arc::new(synthetic_programs()),
-        stream: synthetic_stream(regime),
+        session_spec: SessionSpec::Video(synthetic_stream(regime)),
         limits,
         tripwires,
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::{OPEN_ENDED, QueuedEvent, Sim, SimEvent, World};
 use crate::director::ChunkRequest;
-use crate::engine::MediaJob;
+use crate::engine::{Delivery, MediaJob};
 use crate::leader;
 
 #[derive(Debug, Default)]
@@ -77,8 +77,8 @@ impl<W: World> Sim<W> {
                 }
             }
             MediaJob::Deliver { chunk, .. } if emitted => {
-                let frames = self.world.frames_per_chunk();
-                self.step_leader(leader::Event::Delivered { chunk, frames });
+                let delivery = Delivery::from_frames(self.world.frames_per_chunk());
+                self.step_leader(leader::Event::Delivered { chunk, delivery });
             }
             MediaJob::Deliver { chunk, .. } => self.step_leader(leader::Event::Discarded { chunk }),
         }

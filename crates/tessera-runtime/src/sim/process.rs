@@ -9,8 +9,8 @@ use super::{
     Frame, NEVER_ENDS, OPEN_ENDED, PROGRESS_INTERVAL_NS, QueuedEvent, Sim, SimConfig, SimEvent, World,
 };
 use crate::Failure;
+use crate::call_state::CallState;
 use crate::engine::{Engine, EngineFault, ReadyCall, run_call};
-use crate::kv_cache::CacheState;
 use crate::leader::{self, Leader, RecordEntry};
 use crate::mesh_leader::{self, MeshLeader, MeshLeaderConfig};
 use crate::program_index::ProgramIndex;
@@ -43,7 +43,7 @@ pub(super) enum ProcessState {
 struct SimRank {
     machine: Worker,
     engine: EngineBox,
-    cache: CacheState,
+    state: CallState,
     programs: Arc<ProgramIndex>,
     running: Option<ActiveCall>,
 }
@@ -99,7 +99,7 @@ fn mesh_leader_config(config: &SimConfig, rank: u32) -> MeshLeaderConfig {
         members: config.mesh()[1..].to_vec(),
         plan: leader.plan,
         programs: Arc::clone(&leader.programs),
-        cache: leader.stream.cache,
+        state: leader.session_spec.state_spec(),
         limits: leader.limits.clone(),
         tripwires: leader.tripwires.clone(),
     }
@@ -114,7 +114,7 @@ fn worker_config(config: &SimConfig, rank: u32) -> WorkerConfig {
         build: leader.build.clone(),
         parity: leader.parity.clone(),
         programs: Arc::clone(&leader.programs),
-        cache: leader.stream.cache,
+        state: leader.session_spec.state_spec(),
         limits: leader.limits.clone(),
         sends_output: rank == config.mesh()[0],
         tripwires: leader.tripwires.clone(),
@@ -127,7 +127,7 @@ impl SimRank {
         Ok(SimRank {
             machine: Worker::new(worker_config(config, rank))?,
             engine: EngineBox(world.make_engine(rank, programs)),
-            cache: CacheState::new(config.leader.stream.cache).map_err(|d| vec![d])?,
+            state: CallState::new(config.leader.session_spec.state_spec()).map_err(|d| vec![d])?,
             programs: Arc::clone(programs),
             running: None,
         })
@@ -415,7 +415,7 @@ impl<W: World> Sim<W> {
             Some(fault) => Err(fault),
             None => {
                 let engine: &mut dyn Engine = &mut *sim_rank.engine.0;
-                run_call(engine, &running.call, &sim_rank.programs, &mut sim_rank.cache, &tripwires, &|_| {})
+                run_call(engine, &running.call, &sim_rank.programs, &mut sim_rank.state, &tripwires, &|_| {})
             }
         };
         self.step_worker(rank, worker::Event::CallEnded(Box::new(outcome)));

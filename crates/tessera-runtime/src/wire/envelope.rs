@@ -12,7 +12,7 @@ use crate::Digest;
 pub enum CallAction {
     /// Exercises the protocol only.
     Noop,
-    /// Runs the phases that generate one chunk.
+    /// Runs the phases that generate one chunk of a video or process rows of tokens.
     Infer,
     /// Makes a hard cut without producing a chunk.
     Reset,
@@ -52,8 +52,8 @@ pub struct EnvelopeHeader {
     pub session: u64,
     /// Call id, which grows by one with every envelope of the session, over all actions.
     pub call_id: u64,
-    /// Index of the chunk that the call generates, from 0; for a call without a chunk, of the next
-    /// chunk.
+    /// Index of the unit of output that the call generates, from 0: a chunk of a video, or the call's
+    /// rows of tokens. For a call without output, the index of the next unit.
     pub chunk: u32,
     /// Cache epoch; grows by one at a hard cut, a `RESET` or a `RELOAD`, and never otherwise.
     pub cache_epoch: u32,
@@ -64,14 +64,36 @@ pub struct EnvelopeHeader {
 /// The payload of an `INFER` or `WARMUP` envelope.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallMeta {
-    /// Number of denoise steps, each with one phase in `phases`; 0 in a warm-up.
-    pub n_steps: u32,
-    /// Generator forwards: denoise steps, clean forward, recompute forward.
+    /// Forwards of the model: denoise steps, clean and recompute forwards of a video, rows of tokens.
     pub expected_generator_calls: u32,
     /// Collectives that each rank issues during the call.
     pub expected_collectives: u64,
     /// Trace digests of the phases, joined in order.
     pub expected_trace_digest: Digest,
+    /// The phases, in the order in which they run.
+    pub phases: Vec<PhaseCall>,
+    /// Digest of the call state after the call.
+    pub predicted_state: Digest,
+    /// What the call computes.
+    pub work: CallWork,
+}
+
+/// What a call computes, with the decisions that only its kind of work has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CallWork {
+    /// Every program once; the result is thrown away.
+    Warmup,
+    /// One chunk of a video.
+    Chunk(ChunkWork),
+    /// Rows of token sequences.
+    Tokens(TokenWork),
+}
+
+/// The decisions about one chunk of a video.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkWork {
+    /// Number of denoise steps, each with one phase of the call.
+    pub n_steps: u32,
     /// Whether to clear the caches before the first phase.
     pub reset_kv: bool,
     /// Whether to replace the text keys and values.
@@ -80,16 +102,87 @@ pub struct CallMeta {
     pub recompute: bool,
     /// RoPE position of the chunk's first frame.
     pub start_frame: u32,
-    /// Seed of the chunk's random draws, from the chunk's request; 0 in a warm-up.
+    /// Seed of the chunk's random draws, from the chunk's request.
     pub seed: u64,
     /// Epoch of the text keys and values after the call.
     pub prompt_epoch: u32,
     /// Bias b on context keys, as the user gave it; programs receive ln b.
     pub kv_bias: F32Bits,
-    /// The phases, in the order in which they run.
-    pub phases: Vec<PhaseCall>,
-    /// Digest of the cache state after the call.
-    pub predicted_state: Digest,
+}
+
+/// The decisions about rows of token sequences.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenWork {
+    /// Sequences that ended before this call; their pages are free for those that begin with it.
+    pub ended: Vec<u64>,
+    /// Sequences that begin with this call.
+    pub begun: Vec<NewSequence>,
+    /// The rows that the call brings, by the place of their sequence in the bucket; `None` is an
+    /// absent sequence.
+    pub rows: Vec<Option<SequenceRows>>,
+}
+
+/// A token sequence that begins.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NewSequence {
+    /// Number of the sequence, which no other sequence of the session has.
+    pub sequence: u64,
+    /// Pages of the KV caches that the sequence has until it ends, in the order of its positions.
+    pub pages: Vec<u32>,
+}
+
+/// Rows of a token sequence that a call brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SequenceRows {
+    /// Number of the sequence.
+    pub sequence: u64,
+    /// Position of the first row, which is the number of rows before it.
+    pub first: u32,
+    /// Number of rows that count; the program computes as many as its bucket has.
+    pub count: u32,
+}
+
+impl CallMeta {
+    /// Returns the decisions about a chunk, if the call computes one.
+    #[must_use]
+    pub fn chunk_work(&self) -> Option<&ChunkWork> {
+        match &self.work {
+            CallWork::Chunk(work) => Some(work),
+            CallWork::Warmup | CallWork::Tokens(_) => None,
+        }
+    }
+
+    /// Returns the decisions about a chunk, if the call computes one.
+    pub fn chunk_work_mut(&mut self) -> Option<&mut ChunkWork> {
+        match &mut self.work {
+            CallWork::Chunk(work) => Some(work),
+            CallWork::Warmup | CallWork::Tokens(_) => None,
+        }
+    }
+
+    /// Whether the call clears the caches before its first phase.
+    #[must_use]
+    pub fn resets_caches(&self) -> bool {
+        self.chunk_work().is_some_and(|work| work.reset_kv)
+    }
+
+    /// Whether the call replaces the text keys and values.
+    #[must_use]
+    pub fn replaces_prompt(&self) -> bool {
+        self.chunk_work().is_some_and(|work| work.reset_cross)
+    }
+
+    /// Whether a recompute phase of the call fills the caches from context frames.
+    #[must_use]
+    pub fn recomputes_context(&self) -> bool {
+        self.chunk_work().is_some_and(|work| work.recompute)
+    }
+
+    /// Returns the RoPE position of the chunk's first frame; 0 without a chunk.
+    #[must_use]
+    pub fn start_frame(&self) -> u32 {
+        self.chunk_work().map_or(0, |work| work.start_frame)
+    }
 }
 
 /// The payload of a `RELOAD` envelope.

@@ -358,7 +358,7 @@ pub struct Heartbeat {
 pub struct Progress {
     /// Index of the delivered chunk, from 0.
     pub chunk: u32,
-    /// Number of frames that the media pipeline wrote for the chunk.
+    /// Number of frames that the media pipeline wrote for the chunk, or of ids that were generated.
     pub frames: u32,
     /// Name of each phase and its duration on the first rank, in nanoseconds.
     pub phases: Vec<(String, u64)>,
@@ -366,4 +366,26 @@ pub struct Progress {
     pub queued_in: u32,
     /// Number of finished chunks that are not yet delivered.
     pub queued_out: u32,
+    /// The ids that a call of tokens generated; empty for a chunk of a video.
+    pub ids: Vec<TokenEvent>,
+}
+
+/// An id that was generated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenEvent {
+    /// Index of the text among those that were requested.
+    pub text: u32,
+    /// The id that was chosen.
+    pub id: u32,
+    /// Why the text ends with it, if it does.
+    pub finish: Option<FinishReason>,
+}
+
+/// Why a text ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FinishReason {
+    /// The model chose an id that ends texts.
+    EndId,
+    /// It has the largest number of ids.
+    Length,
 }

@@ -15,10 +15,11 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::{ClockId, clock_gettime};
 use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::{
-    ControlTopology, EngineFactory, LaunchSpec, LeaderParts, MeshLeaderParts, StopHandle, StreamRequest,
-    WorkerParts, exit_process, join_launch, launch_ranks, run_leader, run_mesh_leader, run_worker,
+    CallRequest, ControlTopology, EngineFactory, LaunchSpec, LeaderParts, MeshLeaderParts, StopHandle,
+    StreamRequest, WorkerParts, exit_process, join_launch, launch_ranks, run_leader, run_mesh_leader,
+    run_worker,
 };
-use tessera_runtime::engine::{Engine, MediaPipeline};
+use tessera_runtime::engine::{Delivery, Engine, MediaPipeline};
 use tessera_runtime::flight::{FlightEvent, FlightSink};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{Tensor, Tensors};
@@ -182,12 +183,14 @@ fn as_rank() -> ! {
         let mut leader = leader_config(shape, world - shape.first_compute_rank(), CacheRegime::Resident);
         leader.limits = limits();
         leader.session = session;
-        let requests = (0..calls).map(|k| StreamRequest {
-            prompt: (k == 0).then(|| "a lighthouse".to_string()),
-            seed: 7,
-            cut: SceneCut::None,
-            reload: None,
-            start: tessera_runtime::leader::ChunkStart::Drawn,
+        let requests = (0..calls).map(|k| {
+            CallRequest::Chunk(StreamRequest {
+                prompt: (k == 0).then(|| "a lighthouse".to_string()),
+                seed: 7,
+                cut: SceneCut::None,
+                reload: None,
+                start: tessera_runtime::leader::ChunkStart::Drawn,
+            })
         });
         let parts = LeaderParts {
             config: leader,
@@ -237,8 +240,8 @@ impl MediaPipeline for NullMedia {
         Ok(context_tensor(&previous.0[0]))
     }
 
-    fn deliver_chunk(&mut self, _: u32, _: &Tensors, _: bool) -> Result<u32, tessera_base::Diagnostic> {
-        Ok(12)
+    fn deliver_chunk(&mut self, _: u32, _: &Tensors, _: bool) -> Result<Delivery, tessera_base::Diagnostic> {
+        Ok(Delivery::from_frames(12))
     }
 
     fn finish_output(&mut self) -> Result<(), tessera_base::Diagnostic> {

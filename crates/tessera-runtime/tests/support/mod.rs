@@ -7,6 +7,7 @@ pub mod net;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use tessera_runtime::call_state::{CallStateSpec, SessionSpec};
 use tessera_runtime::director::{DenoiseStep, StreamSpec};
 use tessera_runtime::engine::{
     AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult,
@@ -141,7 +142,7 @@ pub fn mesh_leader_config(ranks: u32, regime: CacheRegime) -> MeshLeaderConfig {
         members: (2..=ranks).collect(),
         plan: plan_digest(),
         programs: Arc::new(test_programs()),
-        cache: test_stream(regime).cache,
+        state: CallStateSpec::Video(test_stream(regime).cache),
         limits: Limits::default(),
         tripwires: Tripwires::default(),
     }
@@ -156,7 +157,7 @@ pub fn leader_config(shape: LeaderPlacement, ranks: u32, regime: CacheRegime) ->
         ranks_without_output: Vec::new(),
         parity: test_parity(),
         programs: Arc::new(test_programs()),
-        stream: test_stream(regime),
+        session_spec: SessionSpec::Video(test_stream(regime)),
         limits: Limits { hello_ns: 5_000_000_000, ..Limits::default() },
         tripwires: Tripwires::default(),
     }
@@ -170,7 +171,7 @@ pub fn worker_config(shape: LeaderPlacement, rank: u32, regime: CacheRegime) -> 
         build: "test".into(),
         parity: test_parity(),
         programs: Arc::new(test_programs()),
-        cache: test_stream(regime).cache,
+        state: CallStateSpec::Video(test_stream(regime).cache),
         limits: Limits::default(),
         sends_output: rank == shape.first_compute_rank(),
         tripwires: Tripwires::default(),

@@ -4,9 +4,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use tessera_runtime::call_state::{CallState, CallStateSpec};
 use tessera_runtime::director::{ChunkRequest, SceneCut};
-use tessera_runtime::engine::{CallReport, Engine, EngineFault, MediaJob, ReadyCall, run_call};
-use tessera_runtime::kv_cache::{CacheRegime, CacheState};
+use tessera_runtime::engine::{CallReport, Delivery, Engine, EngineFault, MediaJob, ReadyCall, run_call};
+use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::leader::{self, CallRecord, Leader, LeaderConfig, RecordEntry};
 use tessera_runtime::mesh_leader::{self, MeshLeader};
 use tessera_runtime::wire::{Message, Tensor, decode, encode};
@@ -21,7 +22,7 @@ use super::{
 /// A test's manipulation of a message on its way: pass, change, drop or repeat it.
 pub type Tamper = Box<dyn FnMut(Hop, u64, Message) -> Vec<Message>>;
 /// A test's manipulation of a committed call before a rank's engine receives it.
-pub type AlterCall = Box<dyn FnMut(u32, &mut ReadyCall, &mut CacheState)>;
+pub type AlterCall = Box<dyn FnMut(u32, &mut ReadyCall, &mut CallState)>;
 
 /// A hop of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,7 +107,7 @@ struct DelayedCall {
 pub struct Rank {
     pub machine: Worker,
     pub engine: FakeEngine,
-    pub cache: CacheState,
+    pub state: CallState,
     pub alive: bool,
     pub frozen: bool,
     pub outcome: Option<Option<Failure>>,
@@ -158,7 +159,8 @@ impl Net {
                     let rank = Rank {
                         machine: Worker::new(worker(r)).expect("legal"),
                         engine: FakeEngine::for_rank(r, Bug::None),
-                        cache: CacheState::new(test_stream(regime).cache).expect("legal"),
+                        state: CallState::new(CallStateSpec::Video(test_stream(regime).cache))
+                            .expect("legal"),
                         alive: true,
                         frozen: false,
                         outcome: None,
@@ -309,7 +311,7 @@ impl Net {
                         leader::Event::Discarded { chunk }
                     } else {
                         self.delivered.push((chunk, latents));
-                        leader::Event::Delivered { chunk, frames: 12 }
+                        leader::Event::Delivered { chunk, delivery: Delivery::from_frames(12) }
                     };
                     self.step_leader(event);
                 }
@@ -509,7 +511,7 @@ impl Net {
                         rank.frozen = true;
                         continue;
                     }
-                    (self.alter_call)(r, &mut call, &mut rank.cache);
+                    (self.alter_call)(r, &mut call, &mut rank.state);
                     match self.slow.get(&(r, call.call_id)) {
                         Some((ticks, every)) => {
                             let (ticks, every) = (*ticks, *every);
@@ -528,8 +530,8 @@ impl Net {
 
     fn execute_call(&mut self, r: u32, call: &ReadyCall) {
         let rank = self.ranks.get_mut(&r).expect("a rank of the mesh");
-        let (engine, cache) = (&mut rank.engine, &mut rank.cache);
-        let outcome = run_call(engine, call, &test_programs(), cache, &self.tripwires, &|_| {});
+        let (engine, state) = (&mut rank.engine, &mut rank.state);
+        let outcome = run_call(engine, call, &test_programs(), state, &self.tripwires, &|_| {});
         self.finished_calls.push_back((r, outcome));
     }
 }

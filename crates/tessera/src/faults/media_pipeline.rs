@@ -2,7 +2,7 @@
 
 use tessera_base::Diagnostic;
 use tessera_runtime::drill::DrillFault;
-use tessera_runtime::engine::MediaPipeline;
+use tessera_runtime::engine::{Delivery, MediaPipeline};
 use tessera_runtime::wire::{Dtype, Tensor, Tensors};
 
 use super::injector::FaultInjector;
@@ -52,7 +52,12 @@ impl MediaPipeline for DrillMediaPipeline {
         self.inner.encode_context(chunk, previous, opens_scene)
     }
 
-    fn deliver_chunk(&mut self, chunk: u32, outputs: &Tensors, opens_scene: bool) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(
+        &mut self,
+        chunk: u32,
+        outputs: &Tensors,
+        opens_scene: bool,
+    ) -> Result<Delivery, Diagnostic> {
         self.injector.remove_output_folder(chunk);
         self.inner.deliver_chunk(chunk, outputs, opens_scene)
     }

@@ -63,8 +63,12 @@ fn stream_mapped(
     let plan: Plan = plan::plan_model(&model.video, &model.name, "", mapping)
         .unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
     local::run(&Arc::new(plan), &model, 1, requests, |chunk| {
-        let opens_scene = chunk.chunk == 0 || chunk.meta.reset_kv;
-        assert_eq!(chunk.meta.recompute, regime == Regime::Recompute && !opens_scene, "{regime:?}");
+        let opens_scene = chunk.chunk == 0 || chunk.meta.resets_caches();
+        assert_eq!(
+            chunk.meta.recomputes_context(),
+            regime == Regime::Recompute && !opens_scene,
+            "{regime:?}"
+        );
         on(chunk);
     })
     .unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
@@ -112,7 +116,7 @@ impl ClipChecker<'_> {
     fn check_chunk(&mut self, chunk: &DeliveredChunk<'_>, asked: Prompt) -> ClipMeasurement {
         let seen = self.world.measure(chunk.pixels);
         let mut faults = seen.faults(self.world, asked);
-        if chunk.meta.reset_kv {
+        if chunk.meta.resets_caches() {
             self.last = None;
         }
         if let Some((at, prompt, before)) = self.last {
@@ -375,7 +379,7 @@ fn the_anchor_first_decode_is_the_decode_of_whole_chunks() {
         let mut whole = vec![0.0; latents.len()];
         depth_to_space_time(&mut whole, &latents, CHUNK_GEOMETRY);
         assert!(chunk.pixels == whole, "chunk {}", chunk.chunk);
-        let opens_scene = chunk.meta.reset_kv || chunk.chunk == 0;
+        let opens_scene = chunk.meta.resets_caches() || chunk.chunk == 0;
         if let (Some((previous, opened)), Some(context)) = (&before, chunk.context) {
             let mut expected = previous.clone();
             if !opened {

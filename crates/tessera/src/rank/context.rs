@@ -12,7 +12,7 @@ use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Program;
 use tessera_mesh::Rank;
 use tessera_report::flight::{FlightEntry, FlightMark};
-use tessera_runtime::director::StreamSpec;
+use tessera_runtime::call_state::SessionSpec;
 use tessera_runtime::driver::{ControlTopology, EngineFactory, Interceptor, JoinedRank, StopHandle};
 use tessera_runtime::engine::{Engine, T0737};
 use tessera_runtime::flight::{FlightEvent, FlightSink};
@@ -82,7 +82,7 @@ pub(crate) struct RankContext {
     pub(super) plan: Arc<Plan>,
     pub(super) digest: Digest,
     pub(crate) program_index: Arc<ProgramIndex>,
-    pub(crate) stream: StreamSpec,
+    pub(crate) session_spec: SessionSpec,
     pub(super) limits: Limits,
     pub(super) build: String,
     pub(super) delays: SyntheticDelays,
@@ -109,7 +109,7 @@ impl RankContext {
         RankContext {
             digest: Digest(plan.sealed.digest()),
             program_index: Arc::new(build_program_index(&plan.sealed)),
-            stream: stream_spec(&plan),
+            session_spec: SessionSpec::Video(stream_spec(&plan)),
             limits: run_limits(&plan),
             build: build_id(),
             delays,
@@ -196,7 +196,7 @@ impl RankContext {
             build: self.build.clone(),
             parity: Parity::default(),
             programs: Arc::clone(&self.program_index),
-            cache: self.stream.cache,
+            state: self.session_spec.state_spec(),
             limits: self.limits.clone(),
             sends_output: self.plan.mesh_ranks().next() == Some(rank),
             tripwires: self.tripwires.clone(),
@@ -209,7 +209,7 @@ impl RankContext {
             members: self.plan.mesh_ranks().filter(|r| *r != rank).map(|r| r.0).collect(),
             plan: self.digest,
             programs: Arc::clone(&self.program_index),
-            cache: self.stream.cache,
+            state: self.session_spec.state_spec(),
             limits: self.limits.clone(),
             tripwires: self.tripwires.clone(),
         }
@@ -227,7 +227,11 @@ impl RankContext {
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
         // A steady chunk runs one forward per step and one that recomputes or caches the context.
-        let (delays, forwards) = (self.delays, self.stream.steps.len() as u64 + 1);
+        let steps = match &self.session_spec {
+            SessionSpec::Video(stream) => stream.steps.len() as u64,
+            SessionSpec::Text(_) => 0,
+        };
+        let (delays, forwards) = (self.delays, steps + 1);
         let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());

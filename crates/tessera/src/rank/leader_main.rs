@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
-use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, StreamRequest, run_leader};
+use tessera_runtime::driver::{CallRequest, LeaderParts, MediaPipelineFactory, StreamRequest, run_leader};
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::leader::{ChunkStart, LeaderConfig, RecordEntry};
 use tessera_runtime::{Failure, FailureClass};
@@ -98,7 +98,7 @@ fn build_leader_parts(
         ranks_without_output: ranks_without_latents(&context.plan),
         parity: context.adjust_parity(parity),
         programs: Arc::clone(&context.program_index),
-        stream: context.stream.clone(),
+        session_spec: context.session_spec.clone(),
         limits: context
             .fault_injector
             .iter()
@@ -124,7 +124,8 @@ fn build_leader_parts(
                 None => video.next_start(c)?,
             };
             let request = StreamRequest { start, ..orders.stream_request(c) };
-            Some(drill.iter().fold(request, |chunk_request, hand| hand.modify_request(c, chunk_request)))
+            let request = drill.iter().fold(request, |request, hand| hand.modify_request(c, request));
+            Some(CallRequest::Chunk(request))
         };
         Box::new((0..chunks).map_while(chunk_request))
     };

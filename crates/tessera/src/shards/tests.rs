@@ -11,6 +11,7 @@ use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::first_nonfinite;
 use tessera_ir::DType;
 use tessera_plan::{Mapping, Numerics, Strategy, Topology};
+use tessera_runtime::call_state::CallState;
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::engine::{Engine, ReadyCall, run_call};
 use tessera_runtime::wire::{CallAction, MAX_META_BYTES, Reload, Tensors};
@@ -21,6 +22,7 @@ use crate::engine::MeshEngine;
 use crate::media_codec::MediaCodec;
 use crate::prompt_rows::PromptRows;
 use crate::rank::RankContext;
+use crate::run_settings::stream_spec;
 use crate::stream::check_stream;
 use crate::stream_options::StreamOptions;
 use crate::{Overrides, communicators, plan};
@@ -417,7 +419,7 @@ fn stream_latents(
     let fds = communicators::create_arenas(&specs).unwrap();
     let common = RankContext::new(Arc::clone(plan), crate::synthetic_delays::SyntheticDelays::default());
     let model = Model::open_for_plan(from, plan).unwrap();
-    let mut director = Director::new(common.stream.clone()).unwrap();
+    let mut director = Director::new(stream_spec(plan)).unwrap();
     let text = MediaCodec::load(
         plan,
         PromptRows::load(plan, model.open_text_encoder().unwrap()).unwrap(),
@@ -448,7 +450,7 @@ fn stream_latents(
         let asked = ChunkRequest { prompt_change: c == 0, seed: 7 + u64::from(c), cut };
         let call = director.plan_chunk(&asked, &common.program_index).unwrap();
         let meta = call.meta.unwrap();
-        let inputs = Tensors(if meta.reset_cross { vec![text.clone()] } else { Vec::new() });
+        let inputs = Tensors(if meta.replaces_prompt() { vec![text.clone()] } else { Vec::new() });
         calls.push(ReadyCall {
             call_id: id(&calls),
             action: call.action,
@@ -478,12 +480,12 @@ fn stream_latents(
                     let mut engine = MeshEngine::load(&plan.sealed, rank, Box::new(cpu), &mut in_use.clone())
                         .unwrap()
                         .with_weight_opener(weight_opener(Arc::clone(plan), model.clone(), in_use));
-                    let mut cache = tessera_runtime::kv_cache::CacheState::new(common.stream.cache).unwrap();
+                    let mut state = CallState::new(common.session_spec.state_spec()).unwrap();
                     let (mut out, mut spent) = (Vec::new(), (0, 0));
                     let armed = Tripwires::default();
                     for call in calls {
                         let report =
-                            run_call(&mut engine, call, &common.program_index, &mut cache, &armed, &|_| {})
+                            run_call(&mut engine, call, &common.program_index, &mut state, &armed, &|_| {})
                                 .unwrap();
                         assert_eq!(report.fingerprints.is_empty(), call.reload.is_none());
                         if call.meta.is_some() {

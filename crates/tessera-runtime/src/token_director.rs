@@ -1,0 +1,74 @@
+//! Plans the calls of a language model on the leader. The application chooses which sequences a call brings; the
+//! director checks that choice against the sequences so far, and adds the expected totals.
+
+use tessera_base::{Diagnostic, Diagnostics};
+
+use crate::director::{CallPlan, call_meta};
+use crate::paged_cache::PagedCacheState;
+use crate::program_index::ProgramIndex;
+use crate::wire::{CallAction, CallWork, PhaseCall, Tensors, TokenWork};
+
+/// A requested call of a language model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenRequest {
+    /// The sequences that end, begin, and bring rows.
+    pub work: TokenWork,
+    /// The program of the bucket, with the scalars of the call.
+    pub phase: PhaseCall,
+    /// The tensors that the program reads.
+    pub inputs: Tensors,
+}
+
+/// Plans the calls of a language model one after the other.
+#[derive(Debug, Clone)]
+pub(crate) struct TokenDirector {
+    state: PagedCacheState,
+}
+
+impl TokenDirector {
+    /// Creates a director of a session whose calls begin in this state.
+    pub(crate) fn new(state: PagedCacheState) -> TokenDirector {
+        TokenDirector { state }
+    }
+
+    /// Plans a call. On an error the director is unchanged.
+    ///
+    /// # Errors
+    /// A diagnostic for every problem of the request.
+    pub(crate) fn plan_tokens(
+        &mut self,
+        request: &TokenRequest,
+        programs: &ProgramIndex,
+    ) -> Result<CallPlan, Diagnostics> {
+        let found = programs.check_args(&request.phase);
+        if !found.is_empty() {
+            return Err(found);
+        }
+        let mut state = self.state.clone();
+        let one = |d: Diagnostic| vec![d];
+        state.begin_call(&request.work).map_err(one)?;
+        state.apply_phase(&request.phase).map_err(one)?;
+        let work = CallWork::Tokens(request.work.clone());
+        let meta = call_meta(vec![request.phase.clone()], work, programs, state.state_digest())?;
+        let chunk = self.state.next_call();
+        self.state = state;
+        Ok(CallPlan {
+            action: CallAction::Infer,
+            chunk,
+            cache_epoch: self.state.epoch(),
+            meta: Some(meta),
+            opens_scene: false,
+            evicted_frames: 0,
+        })
+    }
+
+    /// Forgets every sequence.
+    pub(crate) fn reset(&mut self) -> Result<(), Diagnostic> {
+        self.state.reset()
+    }
+
+    /// Returns the state after the last planned call.
+    pub(crate) fn state(&self) -> &PagedCacheState {
+        &self.state
+    }
+}
