@@ -177,6 +177,18 @@ pub fn format_pairs(pairs: impl IntoIterator<Item = (impl Into<String>, impl Int
     format_table(pairs.into_iter().map(|(name, text)| [name.into(), text.into()]), [false, false])
 }
 
+/// Prints code, class, rank and text of a failure to standard error.
+pub fn print_failure(f: &tessera::Failure) {
+    let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
+    print_stderr_line(&format!(
+        "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
+        f.code,
+        f.class.as_str(),
+        f.text.replace("; ", "\n  "),
+        f.code
+    ));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

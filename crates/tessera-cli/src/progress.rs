@@ -107,6 +107,17 @@ pub fn run_watched<T>(
     outcome
 }
 
+/// Runs something while interrupts become stop requests, and shows no progress of its own.
+pub fn stop_on_signals<T>(first_message: &'static str, run: impl FnOnce(&StopHandle) -> T) -> T {
+    let (progress, interrupt) = (Progress::new(true, 0), StopHandle::default());
+    let listener = handle_signals(&interrupt, &progress, move || first_message);
+    let outcome = run(&interrupt);
+    if let Some(listener) = listener {
+        listener.close();
+    }
+    outcome
+}
+
 /// Turns SIGINT and SIGTERM into stop requests; otherwise they would end the launcher at once, and
 /// the ranks with it. `first_message` returns the message for the first request.
 pub fn handle_signals(

@@ -32,7 +32,7 @@ pub use graph::build_phases;
 pub use lm::{
     AttentionKind, DecoderModel, ExpertConfig, ExpertLayers, ExpertNames, LanguageModel, MlpConfig, NormKind,
     PagedCache, ROTARY_FREQUENCIES, RotaryConfig, RotaryScaling, TokenBucket, TokenInput, TokenOutput,
-    build_token_phases, token_phase_name,
+    build_token_phases, token_ids_name, token_phase_name,
 };
 pub use presets::Preset;
 pub use schedule::SigmaStep;

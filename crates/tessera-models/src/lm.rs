@@ -10,7 +10,7 @@ mod tests;
 
 pub use decoder::{DecoderModel, ExpertLayers, ExpertNames, RotaryConfig, RotaryScaling};
 pub use graph::{
-    PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput, TokenOutput, build_token_phases,
+    PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput, TokenOutput, build_token_phases, token_ids_name,
     token_phase_name,
 };
 

@@ -56,6 +56,9 @@ pub struct RunStart {
     pub plan: String,
     /// Name of the model, for display.
     pub model: String,
+    /// What the run generates. Records of a video leave it out.
+    #[serde(default, skip_serializing_if = "RunKind::is_video")]
+    pub generates: RunKind,
     /// Mesh axes and their sizes, such as `tp=2,pp=1`.
     pub mesh: String,
     /// Strategy per axis, such as `tp: ulysses`.
@@ -70,7 +73,7 @@ pub struct RunStart {
     /// in f32.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub dtype: String,
-    /// Cache regime: `resident` or `recompute`.
+    /// Cache regime: `resident` or `recompute`; `pages` for a language model.
     pub cache: String,
     /// Topology: `mesh`, `pp0` or `pp1`.
     pub topology: String,
@@ -126,6 +129,25 @@ pub struct RunHost {
     pub build: String,
     /// The processors that the run could use, such as `8 x NVIDIA H200`.
     pub machine_shape: String,
+}
+
+/// What a run generates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunKind {
+    /// Chunks of a video.
+    #[default]
+    Video,
+    /// Texts. A chunk of the record is a call, and its frames are the ids that the call generated.
+    Text,
+}
+
+impl RunKind {
+    /// Whether the run generates a video.
+    #[must_use]
+    pub fn is_video(&self) -> bool {
+        *self == RunKind::Video
+    }
 }
 
 /// Kind of device that ran a plan.

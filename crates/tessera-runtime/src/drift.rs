@@ -32,14 +32,22 @@ pub(crate) fn find_deviation(
     }
 }
 
-/// Returns the rank whose output differs from the majority, and a text that names all ranks. Without
-/// a majority, as with two ranks, the outputs do not show which one is wrong, and no rank is named.
+/// Returns the rank whose output differs from the majority of its group, and a text that names all ranks of
+/// the group. Without a majority, as with two ranks, the outputs do not show which one is wrong, and no rank
+/// is named.
 pub(crate) fn find_output_mismatch(
     done: &BTreeMap<u32, CallObservation>,
-    without_output: &[u32],
+    groups: &[Vec<u32>],
+) -> Option<(Option<u32>, String)> {
+    groups.iter().find_map(|group| find_mismatch_in_group(done, group))
+}
+
+fn find_mismatch_in_group(
+    done: &BTreeMap<u32, CallObservation>,
+    group: &[u32],
 ) -> Option<(Option<u32>, String)> {
     let mut votes: BTreeMap<Digest, Vec<u32>> = BTreeMap::new();
-    for (rank, o) in done.iter().filter(|(r, _)| !without_output.contains(r)) {
+    for (rank, o) in done.iter().filter(|(r, _)| group.contains(r)) {
         votes.entry(o.output).or_default().push(*rank);
     }
     if votes.len() < 2 {
@@ -117,17 +125,23 @@ mod tests {
     #[test]
     fn the_outlier_rank_is_named() {
         let done = |outputs: &[u8]| (0u32..).zip(outputs.iter().map(|o| observed_output(*o))).collect();
-        assert_eq!(find_output_mismatch(&done(&[5, 5, 5]), &[]), None);
-        assert_eq!(find_output_mismatch(&done(&[5, 6, 5]), &[]).map(|(r, _)| r), Some(Some(1)));
-        assert_eq!(find_output_mismatch(&done(&[6, 5, 5]), &[]).map(|(r, _)| r), Some(Some(0)));
+        let all = [vec![0, 1, 2, 3]];
+        assert_eq!(find_output_mismatch(&done(&[5, 5, 5]), &all), None);
+        assert_eq!(find_output_mismatch(&done(&[5, 6, 5]), &all).map(|(r, _)| r), Some(Some(1)));
+        assert_eq!(find_output_mismatch(&done(&[6, 5, 5]), &all).map(|(r, _)| r), Some(Some(0)));
+        let without_one = [vec![0, 2]];
         assert_eq!(
-            find_output_mismatch(&done(&[5, 0, 5]), &[1]),
+            find_output_mismatch(&done(&[5, 0, 5]), &without_one),
             None,
             "a rank without output differs from none"
         );
-        let (odd, text) = find_output_mismatch(&done(&[5, 6]), &[]).expect("differ");
+        let stages = [vec![0, 1], vec![2, 3]];
+        assert_eq!(find_output_mismatch(&done(&[5, 5, 6, 6]), &stages), None, "stages have other outputs");
+        let (odd, text) = find_output_mismatch(&done(&[5, 5, 6, 7]), &stages).expect("differ");
+        assert!(odd.is_none() && text.contains("ranks [2]") && !text.contains("ranks [0"), "{text}");
+        let (odd, text) = find_output_mismatch(&done(&[5, 6]), &all).expect("differ");
         assert!(odd.is_none() && text.contains("ranks [0]") && text.contains("ranks [1]"), "{text}");
-        assert_eq!(find_output_mismatch(&done(&[5, 6, 5, 6]), &[]).map(|(r, _)| r), Some(None));
+        assert_eq!(find_output_mismatch(&done(&[5, 6, 5, 6]), &all).map(|(r, _)| r), Some(None));
     }
 
     fn shard_fingerprint(slice: &str, digest: u8, constant: bool) -> ShardFingerprint {

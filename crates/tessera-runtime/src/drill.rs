@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
 
 use crate::driver::MessageDirection;
+use crate::paged_cache::PAGES;
 use crate::wire::{self, CallAction, CallMeta, Envelope, F32Bits, Message, ScalarArg, Tensor, Tensors};
 use crate::{Digest, Limits};
 
@@ -122,6 +123,16 @@ faults! {
     WrongShard "wrong-shard",
     /// One bit of an output is flipped.
     PerturbedOutput "perturbed-output",
+    /// A rank chooses another id after a row than the other ranks.
+    SampledToken "sampled-token",
+    /// A rank loads another router of experts than the other ranks.
+    OtherGate "other-gate",
+    /// A rank loads the matrices of two experts in each other's place.
+    SwappedExperts "swapped-experts",
+    /// A rank routes the rows of one layer by the scores of another.
+    EditedRouting "edited-routing",
+    /// The page table in an envelope gives a sequence other pages.
+    OtherPages "other-pages",
     /// An element of a weight is NaN when a rank loads it.
     NanWeight "nan-weight",
     /// The layers of a rank compute NaN in one call, because its timesteps and sigmas are NaN.
@@ -266,6 +277,7 @@ impl MessageFaultInjector {
             armed.fault,
             LateAfterReset
                 | LostCall
+                | OtherPages
                 | OtherPlan
                 | OtherVersion
                 | PerturbedInput
@@ -316,6 +328,7 @@ impl MessageFaultInjector {
                         let work = e.meta.as_mut().and_then(CallMeta::chunk_work_mut);
                         work.into_iter().for_each(|w| w.start_frame = w.start_frame.wrapping_add(1));
                     }
+                    DrillFault::OtherPages => swap_pages(&mut e),
                     DrillFault::PerturbedInput => flip_bit(&mut e),
                     DrillFault::UnlistedTensor => return decode_with_unlisted_bytes(&e),
                     DrillFault::LostCall => return Ok(Vec::new()),
@@ -378,6 +391,18 @@ fn flip_bit(e: &mut Envelope) {
         Some(tensor) => e.tensors.0[0] = tensor,
         // A chunk's call without a tensor has a seed, and a call of tokens has its ids as a tensor.
         None => e.meta.as_mut().and_then(CallMeta::chunk_work_mut).into_iter().for_each(|w| w.seed ^= 1),
+    }
+}
+
+/// Exchanges the first two pages in the page table of a call of tokens.
+fn swap_pages(e: &mut Envelope) {
+    for (name, arg) in e.meta.iter_mut().flat_map(|m| &mut m.phases).flat_map(|p| &mut p.args) {
+        if let ScalarArg::F32s(pages) = arg
+            && name == PAGES
+            && pages.len() > 1
+        {
+            pages.swap(0, 1);
+        }
     }
 }
 

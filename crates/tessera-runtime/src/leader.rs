@@ -49,8 +49,9 @@ pub struct LeaderConfig {
     pub session: u64,
     /// Build of the leader's executable, with which those of all ranks are compared.
     pub build: String,
-    /// Ranks that return no latents because they are not in the first stage.
-    pub ranks_without_output: Vec<u32>,
+    /// Groups of ranks whose outputs must be equal. The first rank of each sends them, and a rank in no
+    /// group returns none.
+    pub output_groups: Vec<Vec<u32>>,
     /// The leader's own parity table, which is compared with those of all ranks.
     pub parity: Parity,
     /// Programs of the sealed plan, from which the leader plans the phases of each call.
@@ -332,7 +333,8 @@ struct OpenCall {
     times: CallTimes,
     done: BTreeMap<u32, CallObservation>,
     fingerprints: BTreeMap<u32, Vec<ShardFingerprint>>,
-    outputs: Tensors,
+    /// The outputs by the rank that sent them.
+    outputs: BTreeMap<u32, Tensors>,
 }
 
 /// Times at which a call reached each step, in nanoseconds on the driver's clock; 0 before the
@@ -350,6 +352,8 @@ struct FinishedChunk {
     chunk: u32,
     epoch: u32,
     request: u64,
+    /// Time at which the call was decided, in nanoseconds on the driver's clock.
+    decided_ns: u64,
     /// Name of each phase and its duration on the first rank.
     phases: Vec<(String, u64)>,
 }
@@ -506,6 +510,7 @@ impl Leader {
         self.actions.push(Action::Report(Message::Progress(Progress {
             chunk,
             frames: delivery.frames,
+            call_ns: self.now_ns.saturating_sub(finished.decided_ns),
             ids: delivery.ids,
             phases: finished.phases,
             queued_in: self.waiting_chunks() as u32,

@@ -14,7 +14,7 @@ use crate::codes::{T0710, T0711, T0712};
 use crate::wire::{NewSequence, PhaseCall, ScalarArg, SequenceRows, TokenWork};
 
 /// Scalar [sequences, pages per sequence] of a program of tokens: the pages of each sequence, −1 behind the last.
-const PAGES: &str = "pages";
+pub(crate) const PAGES: &str = "pages";
 /// Scalar [sequences] of a program of tokens: the position of the first row of each, −1 for an absent one.
 const START: &str = "start";
 

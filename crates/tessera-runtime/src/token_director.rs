@@ -21,13 +21,14 @@ pub struct TokenRequest {
 
 /// Plans the calls of a language model one after the other.
 #[derive(Debug, Clone)]
-pub(crate) struct TokenDirector {
+pub struct TokenDirector {
     state: PagedCacheState,
 }
 
 impl TokenDirector {
     /// Creates a director of a session whose calls begin in this state.
-    pub(crate) fn new(state: PagedCacheState) -> TokenDirector {
+    #[must_use]
+    pub fn new(state: PagedCacheState) -> TokenDirector {
         TokenDirector { state }
     }
 
@@ -35,7 +36,7 @@ impl TokenDirector {
     ///
     /// # Errors
     /// A diagnostic for every problem of the request.
-    pub(crate) fn plan_tokens(
+    pub fn plan_tokens(
         &mut self,
         request: &TokenRequest,
         programs: &ProgramIndex,

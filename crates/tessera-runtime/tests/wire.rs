@@ -117,6 +117,7 @@ fn every_message() -> Vec<Message> {
             phases: vec![("text".into(), 5)],
             queued_in: 2,
             queued_out: 1,
+            call_ns: 9,
             ids: vec![TokenEvent { text: 1, id: 7, finish: Some(FinishReason::EndId) }],
         }),
         Message::Finished,

@@ -21,6 +21,7 @@ pub mod flight_dumps;
 pub mod gate_record;
 pub mod lint;
 pub mod measure;
+mod minimal_language_model;
 pub mod minimal_model;
 pub mod trace;
 pub mod wire_dump;

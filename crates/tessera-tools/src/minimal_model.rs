@@ -180,7 +180,10 @@ const TEXT_DRAW: u32 = 3000;
 
 /// Encodes random f32 tensors as a safetensors file. Each tensor has a name and a shape; the first has the
 /// random draw `first_draw`, and each later one the next draw.
-fn encode_safetensors(tensors: impl IntoIterator<Item = (String, Vec<u64>)>, first_draw: u32) -> Vec<u8> {
+pub(crate) fn encode_safetensors(
+    tensors: impl IntoIterator<Item = (String, Vec<u64>)>,
+    first_draw: u32,
+) -> Vec<u8> {
     let (mut header, mut data) = (String::new(), Vec::new());
     for (draw, (name, shape)) in (first_draw..).zip(tensors) {
         let mut values = vec![0.0f32; shape.iter().product::<u64>() as usize];

@@ -206,7 +206,7 @@ caches, which a prompt and what follows it share. A text needs a prompt of at le
 seed below 2^24. The model itself ends at `max_position_embeddings` of its config.json.\n\n\
 Shorten the prompt, or lower `--max-tokens`.";
 
-    T0087: "rank of a language model failed",
+    T0087: "rank of an in-process run failed",
     "A rank could not finish a call, or two ranks that must agree returned other ids. The message names the rank, the call and \
 the program; a note gives the code of the check that ended it. The caches of the run hold a part of the call, so it does not \
 continue.\n\n\

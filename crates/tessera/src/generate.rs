@@ -1,17 +1,26 @@
 //! Generates text with a language model: folder → plan → verify → run.
 //!
-//! The ranks are threads of this process. Every call runs a sealed program on all of them: each compares its
-//! collectives with the seal as it issues them, and the ids that ranks choose are compared before the next
-//! call depends on them.
+//! Every call runs a sealed program on all ranks: each compares its collectives with the seal as it issues them,
+//! and the ids that ranks choose are compared before the next call depends on them. [`run`] starts a process for
+//! each rank, under a leader; [`TokenRun`] runs the same calls on threads of this process.
 
+mod generate_config;
 mod language_plan;
+mod language_rank;
 mod language_weights;
+mod launch;
 mod pages;
+mod scheduler;
+mod text_leader;
 mod text_model;
-mod token_ranks;
 mod token_run;
 
+pub(crate) use generate_config::GenerateConfig;
 pub use language_plan::{LanguagePlan, LanguageSettings};
+pub use launch::{GenerateEvent, GenerateOptions, GenerateReport, run};
+pub use scheduler::{CallTimes, GeneratedText, Sampling, TextRequest};
 pub use tessera_models::TokenOutput;
+pub use tessera_runtime::wire::{FinishReason, TokenEvent};
+pub(crate) use text_leader::run_text_leader;
 pub use text_model::TextModel;
-pub use token_run::{CallTimes, FinishReason, GeneratedText, Sampling, TextRequest, TokenEvent, TokenRun};
+pub use token_run::TokenRun;

@@ -168,7 +168,7 @@ pub fn run(
         return run_rank_zero(&plan, &orders, options, &spec, peers, interrupt, on_event);
     }
     let setup = || Ok(setup_from_peers(Arc::new(plan), &orders, &spec, peers));
-    Ok(match run_follower(setup, &orders, Rank(spec.rank))? {
+    Ok(match run_follower(setup, &orders.settings(), orders.weights_place(), Rank(spec.rank))? {
         // No launcher started these ranks; only rank 0 sends this failure, when it is interrupted
         // twice.
         Some(f) if f.class == FailureClass::LauncherGone => JoinReport::Interrupted,
@@ -251,7 +251,7 @@ fn setup_from_peers(
     orders: &RankConfig,
     spec: &RendezvousSpec,
     peers: RendezvousPeers,
-) -> RankSetup {
+) -> RankSetup<Plan> {
     let welcome = Welcome {
         rank: spec.rank,
         world_size: spec.world_size,
@@ -318,7 +318,7 @@ fn build_rendezvous(
             ("synthetic delays".into(), options.delays.announced_text()),
             ("device".into(), if on_gpus { "cuda" } else { "cpu" }.into()),
         ],
-        session: stream::new_session_id(plan),
+        session: stream::new_session_id(&plan.sealed),
         leader_payload: Vec::new(),
         join_limit: join.timeout,
     })

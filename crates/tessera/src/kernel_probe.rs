@@ -8,6 +8,8 @@
 //! the mesh. The GEMMs of a GPU, whose kernels depend on their extents, are probed by the backend
 //! that planned them.
 
+mod whole_numbers;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -20,6 +22,8 @@ use tessera_ir::{
 use tessera_mesh::{Mesh, Rank};
 use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::tripwire::T0775;
+
+use whole_numbers::find_limits;
 
 /// Above these limits a kernel is probed at a smaller shape.
 const MAX_ELEMENTS: u64 = 1 << 17;
@@ -43,6 +47,9 @@ const SMALL_EXTENT: u64 = 128;
 /// Largest multiple of a width that another width of the same op may have to be, such as the six
 /// columns of a modulation.
 const MAX_MULTIPLE: u64 = 16;
+
+/// Turns the numbers of a probe into whole numbers of many values.
+const WHOLE_NUMBER_SCALE: f32 = 4096.0;
 
 /// Ops that only move elements, by the layout of their operand. A probe has no layout.
 const COPIES: [Opcode; 5] =
@@ -72,8 +79,9 @@ pub(crate) fn plan_probes<'a>(
         let defined = p.defining_ops();
         let readers = p.value_readers();
         let makers = |v: ValueId| defined[v.0 as usize].map(|i| &p.ops[i]);
-        let computes =
-            |op: &Op| op.opcode.table_row().kind == OpKind::Compute && !COPIES.contains(&op.opcode);
+        let computes = |op: &Op| {
+            op.opcode.table_row().kind == OpKind::Compute && !COPIES.contains(&op.opcode) && !writes_pages(op)
+        };
         for kernel in kernels.iter().filter(|k| k.iter().any(|i| computes(&p.ops[*i]))) {
             let ops: Vec<&Op> = kernel.iter().map(|i| &p.ops[*i]).collect();
             let names: Vec<String> = ops.iter().map(|op| name_kernel(p, op, &makers)).collect();
@@ -274,6 +282,11 @@ impl<'a> KernelSource<'a, '_> {
     }
 }
 
+/// Returns whether an op only moves rows to pages of a buffer, which a probe does not have.
+fn writes_pages(op: &Op) -> bool {
+    matches!(op.view(), Ok(OpView::CacheWrite(v)) if v.pages.is_some())
+}
+
 /// Returns whether an op states the place of its rows. The rows of a probe are the first ones of a
 /// larger grid.
 fn has_place(op: &Op) -> bool {
@@ -348,9 +361,13 @@ fn cast_to(b: &mut Builder, value: ValueId, dtype: DType) -> ValueId {
 fn run_probe(program: Program, backend: &mut dyn Backend) -> Result<String, String> {
     let mut scalars = BTreeMap::new();
     let mut inputs = BTreeMap::new();
+    let limits = find_limits(&program);
     for op in program.ops.iter().filter(|op| matches!(op.opcode, Opcode::Call | Opcode::Input)) {
         let (name, ty) = (op.name.as_deref().unwrap_or_default(), program.type_of(op.results[0]));
-        let values = probe_values(name, ty.element_count());
+        let mut values = probe_values(name, ty.element_count());
+        if let Some(limit) = limits.get(name) {
+            values.iter_mut().for_each(|x| *x = ((*x * WHOLE_NUMBER_SCALE) as u64 % limit) as f32);
+        }
         if op.opcode == Opcode::Input {
             inputs.insert(name, values);
             continue;

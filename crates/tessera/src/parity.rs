@@ -7,15 +7,16 @@ use tessera_base::{Code, Diagnostic};
 use tessera_device::{CacheChecks, Communicator, JoinedCommunicator, LoadedProgram};
 use tessera_ir::Op;
 use tessera_mesh::{Mesh, Rank};
+use tessera_plan::Mapping;
 use tessera_runtime::{Digest, Parity, Tripwires};
 use tessera_verify::SealedPlan;
 
 use crate::codes::T0010;
 use crate::communicators::{communicator_specs, describe_communicator};
 use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
+use crate::kernel_probe::shorten_digest;
 use crate::machine_shape::cpu_model;
 use crate::model::{Model, Weights};
-use crate::plan::Plan;
 use crate::synthetic_delays::SyntheticDelays;
 use crate::text_encoder::PromptEncoder;
 
@@ -78,35 +79,47 @@ impl ModelFacts {
     /// # Errors
     /// T0010 if the tokenizer exists and cannot be read.
     pub(crate) fn read(model: &Model, weights: &Weights) -> Result<ModelFacts, Diagnostic> {
-        let short = |digest: &[u8; 32]| Digest(*digest).to_string()[..16].to_string();
+        let short = |digest: &[u8; 32]| shorten_digest(*digest);
         let name = |path: &Path| path.file_name().unwrap_or_default().display().to_string();
         let loras: Vec<String> = (model.weights.loras.iter().zip(weights.lora_digests()))
             .map(|(l, digest)| format!("{} at strength {} {}", name(&l.path), l.strength, short(&digest)))
             .collect();
         let tokenizer = PromptEncoder::find_tokenizer(&model.dir, &model.video, model.weights.base)
-            .map(|path| {
-                let bytes = std::fs::read(&path).map_err(|e| {
-                    Diagnostic::error(&T0010, format!("{} cannot be read: {e}", path.display()))
-                })?;
-                Ok::<_, Diagnostic>(format!("{} {}", name(&path), short(blake3::hash(&bytes).as_bytes())))
-            })
+            .map(|path| describe_file(&path))
             .transpose()?;
         let loras = if loras.is_empty() { NOT_APPLICABLE.to_string() } else { loras.join(", ") };
         Ok(ModelFacts { weights: weights.sample_digest(), loras, tokenizer })
     }
+
+    /// Creates the facts of a language model, from a digest of its weights and the file of its tokenizer.
+    ///
+    /// # Errors
+    /// T0010 if the tokenizer exists and cannot be read.
+    pub(crate) fn of_language_model(weights: [u8; 32], tokenizer: &Path) -> Result<ModelFacts, Diagnostic> {
+        let tokenizer = tokenizer.is_file().then(|| describe_file(tokenizer)).transpose()?;
+        Ok(ModelFacts { weights, loras: NOT_APPLICABLE.to_string(), tokenizer })
+    }
+}
+
+/// Returns the name of a file and a short digest of its bytes.
+fn describe_file(path: &Path) -> Result<String, Diagnostic> {
+    let bytes = std::fs::read(path)
+        .map_err(|e| Diagnostic::error(&T0010, format!("{} cannot be read: {e}", path.display())))?;
+    let name = path.file_name().unwrap_or_default().display();
+    Ok(format!("{name} {}", shorten_digest(*blake3::hash(&bytes).as_bytes())))
 }
 
 /// Returns all facts except those that the lockstep state machines add themselves. `peers` is the
 /// digest of the peers of ranks that found each other by rendezvous.
 pub(crate) fn rank_parity(
-    plan: &Plan,
+    (plan, mapping): (&SealedPlan, &Mapping),
     files: &ModelFacts,
     delays: &SyntheticDelays,
     state: &ExecutorState,
     peers: Option<Digest>,
 ) -> Parity {
     let peers = peers.map_or(String::new(), |peers| format!(", peers {peers}"));
-    let groups = describe_groups(&plan.sealed, state.joined.as_ref());
+    let groups = describe_groups(plan, state.joined.as_ref());
     let off: Vec<&str> = state.unarmed_checks.iter().map(|code| code.id).collect();
     let off = if off.is_empty() { NOT_APPLICABLE.to_string() } else { off.join(", ") };
     let parity = Parity::default()
@@ -117,11 +130,11 @@ pub(crate) fn rank_parity(
         .with_known_key("groups", format!("{groups}{peers}"))
         .with_known_key(
             "numerics",
-            format!("{} in {}, sums in f32", plan.mapping.numerics.name(), plan.mapping.dtype.name()),
+            format!("{} in {}, sums in f32", mapping.numerics.name(), mapping.dtype.name()),
         )
         .with_known_key("program set", describe_program_set(state.programs.iter().map(|p| p.name.as_str())))
         .with_known_key("synthetic delays", delays.announced_text())
-        .with_known_key("topology", plan.mapping.topology.name())
+        .with_known_key("topology", mapping.topology.name())
         .with_known_key("weights", Digest(files.weights).to_string())
         .with_known_key("cpu model", cpu_model())
         .with_known_key("host", read_line_or_unknown("/proc/sys/kernel/hostname"))
@@ -131,7 +144,7 @@ pub(crate) fn rank_parity(
         .iter()
         .fold(parity, |p, checks| p.with_known_key("cache checks", checks.to_string()));
     let parity = files.tokenizer.iter().fold(parity, |p, text| p.with_known_key("tokenizer", text.as_str()));
-    let shared = state.joined.iter().flat_map(|(rank, joined)| shared_ids(plan.sealed.mesh(), *rank, joined));
+    let shared = state.joined.iter().flat_map(|(rank, joined)| shared_ids(plan.mesh(), *rank, joined));
     let values = state.backend_values.iter().cloned().chain(shared);
     values.fold(parity, |parity, (key, value)| parity.with_known_key(&key, value))
 }
@@ -257,7 +270,7 @@ mod tests {
     use super::*;
     use crate::collective_guard::ArmedGuards;
     use crate::communicators::{EndpointSources, JoinOrder, attach_endpoints, create_arenas_of_ranks};
-    use crate::{Mapping, Model, Overrides, plan};
+    use crate::{Mapping, Model, Overrides, Plan, plan};
 
     #[test]
     fn a_program_set_ignores_order_and_separates_names() {
@@ -297,8 +310,9 @@ mod tests {
     /// Returns the keys, with their codes, in which ranks of these states differ from one another or
     /// from the request of the run.
     fn find_differences(plan: &Plan, states: [ExecutorState; 2]) -> Vec<(String, &'static str)> {
-        let table =
-            |state: &ExecutorState| rank_parity(plan, &no_files(), &SyntheticDelays::default(), state, None);
+        let table = |state: &ExecutorState| {
+            rank_parity((&plan.sealed, &plan.mapping), &no_files(), &SyntheticDelays::default(), state, None)
+        };
         let request = table(&ExecutorState::from_request(&plan.sealed, false, &Tripwires::default()));
         let ranks: BTreeMap<u32, Parity> = (0..).zip(states.iter().map(table)).collect();
         let found = compare_tables(&ranks, Some((0, &request)));

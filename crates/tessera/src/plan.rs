@@ -2,10 +2,8 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
-use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
-use tessera_mesh::{Rank, RankMap};
+use tessera_mesh::Rank;
 use tessera_models::{
     DecoderQuality, EXACT_DECODE_PHASE, MediaPhases, TEXT_DEVICE_PHASE, TEXT_PHASE, TextEncoder, Umt5Config,
     VIDEO_DEVICE_PHASES, VIDEO_PHASES, VideoModel, build_phases, list_calls,
@@ -14,9 +12,9 @@ use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, MediaPlacement, lowe
 use tessera_runtime::driver::ControlTopology;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
-use crate::check::map_places_to_files;
-use crate::codes::{T0011, T0012};
+use crate::codes::T0011;
 use crate::files::{StagedFolder, read_text};
+use crate::plan_folder::{CONFIG_FILE, ModelNames, SealedFolder, read_sealed, write_sealed};
 
 /// Phases that the leader runs outside the lockstep, unless calls contain them. The plan holds those that
 /// encode text or an input video twice, and the leader loads one: that for its CPU or that for a GPU.
@@ -151,52 +149,6 @@ fn sealed_text(mapping: &Mapping, video: &VideoModel) -> String {
     format!("{}\n{}\n{}{text_encoder}", mapping.to_toml(), video.wan.to_json(), video.stream.to_toml())
 }
 
-/// The contents of `seal.json`.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SealFile {
-    tessera_plan: u32,
-    digest: String,
-    model: String,
-    model_dir: String,
-    roles: Vec<(String, Vec<u32>)>,
-    devices: Vec<String>,
-    phases: Vec<String>,
-    calls: Vec<(String, Vec<String>)>,
-}
-
-impl SealFile {
-    /// Finds the program file of an op from the location text of a verifier diagnostic.
-    fn find_program_file(&self, location: &str) -> Option<String> {
-        let pairs = self.phases.iter().flat_map(|p| self.roles.iter().map(move |(r, _)| (p, r)));
-        pairs
-            .filter(|(phase, role)| location.contains(&format!("@{phase} role({role})")))
-            .map(|(phase, role)| program_file(phase, role))
-            .next()
-    }
-}
-
-/// The memory plan of one program in `memory.json`.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SlotsFile {
-    phase: String,
-    role: String,
-    bytes: Vec<u64>,
-    slot_of_value: Vec<Option<u32>>,
-}
-
-/// Version of the plan folder. Version 2 renamed keys of the programs and of `memory.json`.
-const PLAN_VERSION: u32 = 2;
-
-/// The keys of plan version 1 that have other names now.
-const PLAN_1_KEYS: &str = "plan version 2 has new names for keys of version 1: `of` of memory.json is `slot_of_value`, and the \
-programs and mapping.toml have new names, too";
-
-fn program_file(phase: &str, role: &str) -> String {
-    format!("programs/{phase}.{role}.tir")
-}
-
 impl Plan {
     /// Writes the plan folder. The folder appears complete or not at all.
     ///
@@ -210,47 +162,15 @@ impl Plan {
 
     /// Writes the plan's files under `prefix` into a staged folder.
     pub fn write_into(&self, folder: &mut StagedFolder, prefix: &str) -> Result<(), Diagnostic> {
+        let names = ModelNames { model: self.model.clone(), model_dir: self.model_dir.clone() };
+        write_sealed(folder, prefix, (&self.sealed, &self.mapping), &names)?;
         let mut write = |name: &str, bytes: &[u8]| folder.write(&format!("{prefix}{name}"), bytes);
-        let mut slots = Vec::new();
-        for phase in self.sealed.phase_names() {
-            for role in self.sealed.roles() {
-                let rank = role.ranks[0];
-                if let (Some(p), Some(s)) =
-                    (self.sealed.rank_program(phase, rank), self.sealed.rank_slots(phase, rank))
-                {
-                    write(&program_file(phase, &role.role), print(p).as_bytes())?;
-                    slots.push(SlotsFile {
-                        phase: phase.clone(),
-                        role: role.role.clone(),
-                        bytes: s.slot_bytes.clone(),
-                        slot_of_value: s.value_slots.clone(),
-                    });
-                }
-            }
-        }
-        let seal = SealFile {
-            tessera_plan: PLAN_VERSION,
-            digest: self.sealed.digest_hex(),
-            model: self.model.clone(),
-            model_dir: self.model_dir.clone(),
-            roles: self
-                .sealed
-                .roles()
-                .iter()
-                .map(|r| (r.role.clone(), r.ranks.iter().map(|r| r.0).collect()))
-                .collect(),
-            devices: self.sealed.rank_map().devices().to_vec(),
-            phases: self.sealed.phase_names().to_vec(),
-            calls: self.sealed.calls().to_vec(),
-        };
-        write("mapping.toml", self.mapping.to_toml().as_bytes())?;
-        write("config.json", self.video.wan.to_json().as_bytes())?;
+        write(CONFIG_FILE, self.video.wan.to_json().as_bytes())?;
         write("stream.toml", self.video.stream.to_toml().as_bytes())?;
         if let Some(encoder) = &self.video.text_encoder {
             write(TEXT_ENCODER_CONFIG, encoder.to_json().as_bytes())?;
         }
-        write("memory.json", to_json(&slots).as_bytes())?;
-        write("seal.json", to_json(&seal).as_bytes())
+        Ok(())
     }
 
     /// Reads a plan folder and verifies it again; its digest must equal the sealed one.
@@ -266,25 +186,10 @@ impl Plan {
     /// # Errors
     /// Returns T0011, T0012, or what the verifier rejects.
     pub fn read_with_limits(dir: &Path, limits: &DeviceLimits) -> Result<Plan, Diagnostics> {
-        let (bundle, video, mapping, seal_file) = read_bundle(dir)?;
-        let sealed = seal(bundle, limits).map_err(|mut ds| {
-            map_places_to_files(&mut ds, &|at| {
-                seal_file.find_program_file(at).map(|f| dir.join(f).display().to_string())
-            });
-            ds
-        })?;
-        if sealed.digest_hex() != seal_file.digest {
-            return Err(vec![
-                Diagnostic::error(&T0012, "the plan is not the one that was sealed")
-                    .with_label(
-                        dir.join("seal.json").display().to_string(),
-                        format!("digest {}", seal_file.digest),
-                    )
-                    .with_label(dir.display().to_string(), format!("digest {}", sealed.digest_hex()))
-                    .with_hint("make the plan again with `tessera plan`"),
-            ]);
-        }
-        Ok(Plan { video, model: seal_file.model, model_dir: seal_file.model_dir, mapping, sealed })
+        let video = read_video(dir)?;
+        let read = read_sealed(dir, limits, &|mapping| sealed_text(mapping, &video))?;
+        let SealedFolder { sealed, mapping, names: ModelNames { model, model_dir } } = read;
+        Ok(Plan { video, model, model_dir, mapping, sealed })
     }
 
     /// Returns the topology of the control links between the leader and the ranks.
@@ -310,123 +215,25 @@ impl Plan {
     }
 }
 
-fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Diagnostics> {
+/// Reads the configs of a plan's model.
+fn read_video(dir: &Path) -> Result<VideoModel, Diagnostics> {
     let shown = |name: &str| dir.join(name).display().to_string();
     let text = |name: &str| read_text(&dir.join(name), &T0011).map_err(|d| vec![d]);
-    let seal_file: SealFile = from_json(&shown("seal.json"), &text("seal.json")?)?;
-    check_model_names(&seal_file, &shown("seal.json")).map_err(|d| vec![d])?;
-    if seal_file.tessera_plan != PLAN_VERSION {
-        let d = Diagnostic::error(&T0011, "another version of tessera made this plan")
-            .with_label(shown("seal.json"), format!("plan version {}", seal_file.tessera_plan))
-            .with_label("this build", format!("reads plan version {PLAN_VERSION}"))
-            .with_hint("make the plan again with `tessera plan`");
-        return Err(vec![if seal_file.tessera_plan == 1 { d.with_note(PLAN_1_KEYS) } else { d }]);
-    }
-    let slots: Vec<SlotsFile> = from_json(&shown("memory.json"), &text("memory.json")?)?;
     let mut video = VideoModel::parse(
-        (&shown("config.json"), &text("config.json")?),
+        (&shown(CONFIG_FILE), &text(CONFIG_FILE)?),
         (&shown("stream.toml"), &text("stream.toml")?),
     )?;
     if video.stream.text == TextEncoder::Umt5 {
         let file = shown(TEXT_ENCODER_CONFIG);
         video.set_text_encoder(&file, Umt5Config::parse(&file, &text(TEXT_ENCODER_CONFIG)?)?)?;
     }
-    let mapping = Mapping::parse(&shown("mapping.toml"), &text("mapping.toml")?)?;
-    let world = mapping.world_mesh().map_err(|d| vec![*d])?;
-    let rank_map = RankMap::new(&world, seal_file.devices.clone()).map_err(|d| vec![*d])?;
-    let mut ds = Vec::new();
-    let mut phases = Vec::new();
-    for name in &seal_file.phases {
-        let mut phase = Phase { name: name.clone(), programs: Vec::new(), slots: Vec::new() };
-        for (role, _) in &seal_file.roles {
-            let file = program_file(name, role);
-            let program = text(&file).and_then(|t| parse(&t, &shown(&file)));
-            let memory = slots.iter().find(|s| s.phase == *name && s.role == *role);
-            match (program, memory) {
-                (Ok(p), Some(m)) => {
-                    phase
-                        .programs
-                        .push(check_program_name(p, name, role, &shown(&file)).map_err(|d| vec![d])?);
-                    phase
-                        .slots
-                        .push(Slots { slot_bytes: m.bytes.clone(), value_slots: m.slot_of_value.clone() });
-                }
-                (Err(e), _) => ds.extend(e),
-                (_, None) => {
-                    ds.push(Diagnostic::error(&T0011, format!("no memory plan for @{name} of {role}")))
-                }
-            }
-        }
-        phases.push(phase);
-    }
-    if !ds.is_empty() {
-        return Err(ds);
-    }
-    let roles = seal_file
-        .roles
-        .iter()
-        .map(|(role, ranks)| RoleRanks {
-            role: role.clone(),
-            ranks: ranks.iter().map(|r| Rank(*r)).collect(),
-        })
-        .collect();
-    let bundle = Bundle {
-        mesh: world,
-        rank_map,
-        roles,
-        phases,
-        calls: seal_file.calls.clone(),
-        mapping: sealed_text(&mapping, &video),
-    };
-    Ok((bundle, video, mapping, seal_file))
-}
-
-/// Checks that the model's name, which names output folders, is the name of one folder, and that it
-/// is the name of the recorded model folder. The seal covers neither.
-fn check_model_names(seal: &SealFile, file: &str) -> Result<(), Diagnostic> {
-    let is_folder = Path::new(&seal.model).file_name().is_some_and(|name| *name == *seal.model);
-    let names_it = seal.model_dir.is_empty() || folder_name(Path::new(&seal.model_dir)) == seal.model;
-    if is_folder && names_it && !seal.model.chars().any(char::is_control) {
-        return Ok(());
-    }
-    Err(Diagnostic::error(&T0011, "the model of the plan is not named after its folder")
-        .with_label(file.to_string(), format!("model {:?}, model_dir {:?}", seal.model, seal.model_dir))
-        .with_hint(
-            "`model` is the last part of the path `model_dir`; make the plan again with `tessera plan`",
-        ))
-}
-
-/// Returns the name of a model: the last part of its folder's path, or `model` if it has none.
-pub(crate) fn folder_name(dir: &Path) -> String {
-    dir.file_name().map_or("model".to_string(), |n| n.to_string_lossy().into_owned())
-}
-
-/// Checks that a program belongs to the phase and role of its file.
-fn check_program_name(p: Program, phase: &str, role: &str, file: &str) -> Result<Program, Diagnostic> {
-    if p.name == phase && p.role == role {
-        return Ok(p);
-    }
-    Err(Diagnostic::error(&T0011, format!("the file of @{phase} of {role} holds @{} of {}", p.name, p.role))
-        .with_label(file.to_string(), "this file"))
-}
-
-fn to_json<T: Serialize>(value: &T) -> String {
-    // Plain structs of numbers and strings always serialise.
-    serde_json::to_string_pretty(value).unwrap_or_default() + "\n"
-}
-
-fn from_json<T: for<'a> Deserialize<'a>>(file: &str, text: &str) -> Result<T, Diagnostics> {
-    serde_json::from_str(text).map_err(|e| {
-        vec![
-            Diagnostic::error(&T0011, format!("{file} cannot be read: {e}"))
-                .with_label(file.to_string(), "here"),
-        ]
-    })
+    Ok(video)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan_folder::to_json;
     use crate::{Model, Overrides};
 
     #[test]

@@ -72,6 +72,23 @@ pub(crate) struct RankConfig {
     pub(crate) drill: Option<DrillConfig>,
 }
 
+/// The settings of a rank that do not depend on the kind of its model.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RankSettings<'a> {
+    /// Directory to which the run writes.
+    pub(crate) out: &'a Path,
+    /// Number of CPU threads per rank.
+    pub(crate) threads: usize,
+    /// Whether each rank writes the messages that it sends to a file.
+    pub(crate) wire_dump: bool,
+    /// Whether each rank poisons temporaries that hold no value.
+    pub(crate) poison: bool,
+    /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
+    pub(crate) gpus: Option<&'a GpuRankConfig>,
+    /// Fault, limits and disabled tripwires of a drill; `None` in every other run.
+    pub(crate) drill: Option<&'a DrillConfig>,
+}
+
 impl RankConfig {
     /// Converts the options to the configuration of the ranks, with absolute paths and without GPUs.
     pub(crate) fn from_options(
@@ -125,8 +142,20 @@ impl RankConfig {
     }
 
     /// Returns where a rank finds the weights.
-    pub(crate) fn model_files(&self) -> (&Path, WeightsOrigin) {
-        (&self.model, self.weights_origin.clone())
+    pub(crate) fn weights_place(&self) -> (PathBuf, WeightsOrigin) {
+        (self.model.clone(), self.weights_origin.clone())
+    }
+
+    /// Returns the settings that do not depend on the kind of the model.
+    pub(crate) fn settings(&self) -> RankSettings<'_> {
+        RankSettings {
+            out: &self.out,
+            threads: self.threads,
+            wire_dump: self.wire_dump,
+            poison: self.poison,
+            gpus: self.gpus.as_ref(),
+            drill: self.drill.as_ref(),
+        }
     }
 
     /// Opens the model of the run, whose settings the plan has.

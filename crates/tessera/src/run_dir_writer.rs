@@ -9,8 +9,8 @@ use tessera_models::PixelDecoder;
 use tessera_report::overlap::OverlapStats;
 use tessera_report::raw_video::RawFormat;
 use tessera_report::record::{
-    RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunOutput, RunRecord, RunStart, RunStatus,
-    SCHEMA, ScheduledPrompt,
+    RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunKind, RunOutput, RunRecord, RunStart,
+    RunStatus, SCHEMA, ScheduledPrompt,
 };
 use tessera_report::timeline::TimelineSpan;
 use tessera_runtime::tripwire::T0765;
@@ -100,6 +100,7 @@ pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptio
         host: None,
         plan: sealed.digest_hex(),
         model: plan.model.clone(),
+        generates: RunKind::Video,
         mesh: sealed.mesh().to_string(),
         strategy: plan.mapping.strategy_label(),
         numerics: plan.mapping.numerics.name().into(),
@@ -229,7 +230,7 @@ pub(crate) fn close_run_with_ops(
 }
 
 /// Builds the end line of a record whose leader wrote none.
-fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
+pub(crate) fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
     let (chunks, frames) = (record.chunk_count(), record.frame_count());
     let begun = record.chunks.first().map_or(0, |c| c.start_ns);
     let ended = record.chunks.last().map_or(0, |c| c.start_ns + c.wall_ns);
@@ -260,7 +261,7 @@ fn check_frames_file(record: &RunRecord, options: &StreamOptions) -> Result<(), 
 }
 
 /// Appends a line, on a new line after a truncated one.
-fn append_line(path: &Path, truncated: bool, line: &RecordLine) -> Result<(), Diagnostic> {
+pub(crate) fn append_line(path: &Path, truncated: bool, line: &RecordLine) -> Result<(), Diagnostic> {
     let text = if truncated { format!("\n{}", line.to_json()) } else { line.to_json() };
     let write = || -> std::io::Result<()> {
         let mut file = std::fs::OpenOptions::new().append(true).open(path)?;

@@ -94,10 +94,10 @@ pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
     }
 }
 
-/// Returns the ranks that output no latents: those after the first stage.
-pub(crate) fn ranks_without_latents(plan: &Plan) -> Vec<u32> {
+/// Returns the ranks that output latents: those of the first stage.
+pub(crate) fn ranks_with_latents(plan: &Plan) -> Vec<u32> {
     let mesh = plan.sealed.mesh();
-    plan.mesh_ranks().filter(|r| mesh.coord_of(*r).on_axis(Axis::Pp) > 0).map(|r| r.0).collect()
+    plan.mesh_ranks().filter(|r| mesh.coord_of(*r).on_axis(Axis::Pp) == 0).map(|r| r.0).collect()
 }
 
 #[cfg(test)]

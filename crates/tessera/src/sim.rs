@@ -38,7 +38,7 @@ use crate::plan::Plan;
 use crate::rank_config::RankConfig;
 use crate::record::RecordWriter;
 use crate::run_dir_writer::{close_run_with_ops, start_line, write_run_dir_with};
-use crate::run_settings::{build_id, ranks_without_latents, run_limits, stream_spec};
+use crate::run_settings::{build_id, ranks_with_latents, run_limits, stream_spec};
 use crate::stream_options::{StreamEvent, StreamOptions, StreamReport};
 
 use crate::codes::{T0016, T0018, T0040};
@@ -180,7 +180,7 @@ fn sim_setup(plan: &Plan, orders: &RankConfig) -> SimConfig {
                 .with_known_key("topology", plan.mapping.topology.name()),
             programs: build_program_index(&plan.sealed).into(),
             session_spec: SessionSpec::Video(stream_spec(plan)),
-            ranks_without_output: ranks_without_latents(plan),
+            output_groups: vec![ranks_with_latents(plan)],
             limits,
             tripwires: Tripwires::default(),
         },

@@ -12,6 +12,7 @@ use tessera_models::{PixelDecoder, denoising_steps};
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
+use tessera_verify::SealedPlan;
 
 use crate::codes::{T0015, T0016, T0018};
 use crate::cuda::{self, GpuRankConfig};
@@ -26,6 +27,7 @@ use crate::noise_file::NoiseFile;
 use crate::pixel_placement::is_outside_phase;
 use crate::plan::{Plan, has_cpu_variant, is_leader_phase};
 use crate::rank_config::RankConfig;
+use crate::rank_process::RankOrders;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
@@ -82,7 +84,7 @@ pub fn run(
     let (leader, notes) = place_leader_programs(plan, model, options, gpus.as_ref().map(|g| (g, 0)))?;
     notes.into_iter().for_each(|d| on_event(StreamEvent::Note(d)));
     let orders = RankConfig { gpus: on_gpus, leader, ..orders };
-    let payload = serde_json::to_vec(&orders).map_err(|e| {
+    let payload = serde_json::to_vec(&RankOrders::Stream(Box::new(orders.clone()))).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
     write_run_dir(plan, &orders, options, digest.finish(plan)?).map_err(|d| vec![d])?;
@@ -90,7 +92,7 @@ pub fn run(
         argv,
         rank_count: ranks,
         topology: plan.control_topology(),
-        session: new_session_id(plan),
+        session: new_session_id(&plan.sealed),
         extra_fds,
         payload,
         env: if gpus.is_some() { cuda::missing_env() } else { Vec::new() },
@@ -349,9 +351,9 @@ fn unsupported_op(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
 
 /// Returns a session id from the plan and the current time. The id only separates the messages of
 /// two runs.
-pub(crate) fn new_session_id(plan: &Plan) -> u64 {
+pub(crate) fn new_session_id(plan: &SealedPlan) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
-    let digest = plan.sealed.digest();
+    let digest = plan.digest();
     let head = digest.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
     head ^ now ^ (u64::from(std::process::id()) << 32)
 }

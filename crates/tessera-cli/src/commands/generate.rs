@@ -1,23 +1,26 @@
 //! `tessera generate`: continues texts with a language model.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
 use tessera::Mapping;
 use tessera::codes::T0086;
+use tessera::faults::DrillConfig;
+use tessera::files::ReservedFolder;
 use tessera::generate::{
-    CallTimes, FinishReason, GeneratedText, LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest,
-    TokenOutput, TokenRun,
+    CallTimes, FinishReason, GenerateEvent, GenerateOptions, GenerateReport, LanguagePlan, LanguageSettings,
+    Sampling, TextModel, TextRequest, TokenOutput,
 };
 use tessera::terminal::print_stderr_line;
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
 use crate::flags::mapping::{parse_mesh, require_axes};
-use crate::output::{CliError, CliResult, OutputFormat, write_stdout};
-use crate::parse::invalid_argument;
+use crate::output::{CliError, CliResult, OutputFormat, print_failure, write_stdout};
+use crate::parse::{current_exe_path, invalid_argument};
+use crate::progress::stop_on_signals;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -27,10 +30,10 @@ Examples:
   tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
 
 The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral, Qwen2,
-Qwen3 and Qwen3-MoE run, in f32 on the CPU. The ranks are threads of this process. The text goes to standard output as
-it is generated, and the speed to standard error.
+Qwen3 and Qwen3-MoE run, in f32 on the CPU, with a process for each rank. The text goes to standard output as it is
+generated, and the speed to standard error.
 
-Exit status: 0 success, 1 the model or a text was rejected, 2 usage error.";
+Exit status: 0 success, 1 the model or a text was rejected, 2 usage error, 130 interrupted, 10-29 a rank failed.";
 
 /// Continue texts with a language model
 #[derive(Debug, clap::Args)]
@@ -76,6 +79,22 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
 
+    /// Folder for the plan, the record and the flight records of the run [default: none, unless the run fails]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+
+    /// Allow more ranks than this host has cores
+    #[arg(long)]
+    oversubscribe: bool,
+
+    /// Write the messages that each rank sends to the folder of the run
+    #[arg(long, requires = "out")]
+    wire_dump: bool,
+
+    /// Arm a fault, for `tessera drill`
+    #[arg(long, hide = true, value_parser = DrillConfig::from_armed_text)]
+    arm_fault: Option<DrillConfig>,
+
     /// Ids of a prompt that one call reads
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     prompt_rows: u16,
@@ -99,47 +118,108 @@ pub fn run(args: &Args) -> CliResult {
         output: TokenOutput::Next,
     };
     let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings)?);
-    let ranks = plan.sealed.mesh().iter().count();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = args.threads.map_or((cores / ranks).max(1), usize::from);
     print_stderr_line(&format!(
-        "plan {}: ranks: {ranks}, threads of each: {threads}, positions: {} in pages of {}",
+        "plan {}: mesh {}, positions: {} in pages of {}",
         plan.sealed.digest_hex().get(..12).unwrap_or_default(),
+        plan.sealed.mesh(),
         settings.positions,
         plan.cache.page_rows,
     ));
-    let mut run = TokenRun::load(&plan, &args.model, threads)?;
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
-    let requests: Vec<TextRequest> = prompts
-        .iter()
-        .map(|prompt| TextRequest { prompt: prompt.clone(), max_ids: args.max_tokens as usize, sampling })
-        .collect();
-    // Several texts at once would mix, so they are printed when they have ended.
-    let streams = requests.len() == 1 && args.format == OutputFormat::Text;
-    let mut show_next = show_one_by_one(&model);
-    let mut printed = Ok(());
-    let texts = run.generate(&requests, |event| {
-        if streams && printed.is_ok() {
-            printed = show_next(event.id).and_then(|text| write_stdout(&text));
-        }
-    })?;
-    printed?;
-    match args.format {
-        OutputFormat::Json => write_stdout(&format!("{}\n", describe_texts(&model, &plan, &texts, &run)?))?,
-        OutputFormat::Text if streams => write_stdout("\n")?,
-        OutputFormat::Text => {
-            for (i, text) in texts.iter().enumerate() {
-                write_stdout(&format!("{}: {}\n", i + 1, show_ids(&model, &text.ids)?))?;
-            }
-        }
+    let run_folder = RunFolder::create(args.out.as_deref())?;
+    let options = GenerateOptions {
+        model: args.model.clone(),
+        requests: prompts
+            .into_iter()
+            .map(|prompt| TextRequest { prompt, max_ids: args.max_tokens as usize, sampling })
+            .collect(),
+        prompts: args.prompt.clone(),
+        out: run_folder.path().to_path_buf(),
+        threads: args.threads.map(usize::from),
+        oversubscribe: args.oversubscribe,
+        wire_dump: args.wire_dump,
+        drill: args.arm_fault.clone(),
+        command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
+    };
+    let report = generate(&model, &plan, &options, args.format)?;
+    let kept = run_folder.close(report.failure.is_some());
+    if let Some(failure) = &report.failure {
+        print_failure(failure);
+        print_stderr_line(&format!("the run is in {}", kept.display()));
     }
     print_stderr_line(&format!(
         "prompts: {}; texts: {}",
-        describe_speed(run.prefill),
-        describe_speed(run.decode)
+        describe_speed(report.prefill),
+        describe_speed(report.decode)
     ));
-    Ok(0)
+    Ok(report.exit_code)
+}
+
+/// Runs the ranks and prints the texts.
+fn generate(
+    model: &TextModel,
+    plan: &Arc<LanguagePlan>,
+    options: &GenerateOptions,
+    format: OutputFormat,
+) -> Result<GenerateReport, CliError> {
+    // Several texts at once would mix, so they are printed when they have ended.
+    let streams = options.requests.len() == 1 && format == OutputFormat::Text;
+    let mut show_next = show_one_by_one(model);
+    let mut printed = Ok(());
+    let rank = vec![current_exe_path()?, "rank".to_string()];
+    let report = stop_on_signals("stopping after this call", |interrupt| {
+        tessera::generate::run(plan, options, rank, interrupt, &mut |event| {
+            if let GenerateEvent::Id(event) = event
+                && streams
+                && printed.is_ok()
+            {
+                printed = show_next(event.id).and_then(|text| write_stdout(&text));
+            }
+        })
+    })?;
+    printed?;
+    match format {
+        OutputFormat::Json => write_stdout(&format!("{}\n", describe_texts(model, plan, &report)?))?,
+        OutputFormat::Text if streams => write_stdout("\n")?,
+        OutputFormat::Text => {
+            for (i, text) in report.texts.iter().enumerate() {
+                write_stdout(&format!("{}: {}\n", i + 1, show_ids(model, &text.ids)?))?;
+            }
+        }
+    }
+    Ok(report)
+}
+
+/// The folder of a run: the one that the user named, or one that is removed unless the run failed.
+struct RunFolder {
+    path: PathBuf,
+    is_wanted: bool,
+    _reserved: Option<ReservedFolder>,
+}
+
+impl RunFolder {
+    fn create(named: Option<&Path>) -> Result<RunFolder, Diagnostic> {
+        let reserved = match named {
+            Some(_) => None,
+            None => Some(ReservedFolder::create(&std::env::temp_dir(), "tessera-generate")?),
+        };
+        let path = named.or(reserved.as_ref().map(ReservedFolder::path)).unwrap_or(Path::new("out"));
+        Ok(RunFolder { path: path.to_path_buf(), is_wanted: named.is_some(), _reserved: reserved })
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Removes the folder unless it is wanted, and returns its path.
+    fn close(self, has_failed: bool) -> PathBuf {
+        if !self.is_wanted && !has_failed {
+            // Nobody misses a folder that stays in the system's temporary folder.
+            let _ = std::fs::remove_dir_all(&self.path);
+        }
+        self.path.clone()
+    }
 }
 
 fn check_sampling(args: &Args) -> Result<(), CliError> {
@@ -205,11 +285,10 @@ fn show_ids(model: &TextModel, ids: &[u32]) -> Result<String, Diagnostic> {
 fn describe_texts(
     model: &TextModel,
     plan: &LanguagePlan,
-    texts: &[GeneratedText],
-    run: &TokenRun,
+    report: &GenerateReport,
 ) -> Result<serde_json::Value, Diagnostic> {
     let mut described = Vec::new();
-    for text in texts {
+    for text in &report.texts {
         let finish = match text.finish {
             FinishReason::EndId => "end",
             FinishReason::Length => "length",
@@ -220,8 +299,8 @@ fn describe_texts(
     Ok(json!({
         "plan": plan.sealed.digest_hex(),
         "texts": described,
-        "prompts": speed(run.prefill),
-        "decode": speed(run.decode),
+        "prompts": speed(report.prefill),
+        "decode": speed(report.decode),
     }))
 }
 

@@ -12,6 +12,8 @@ use crate::codes::{T0431, T0432, T0433};
 /// feed-forward layers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderModel {
+    /// The whole config as JSON with sorted keys, from which the same model can be parsed again.
+    pub config: String,
     /// The extents that an estimate needs too.
     pub extents: LanguageModel,
     /// Number of query heads.
@@ -103,7 +105,9 @@ impl DecoderModel {
     pub fn parse(file: &str, text: &str) -> Result<DecoderModel, Diagnostics> {
         let ParsedConfig { model: extents, architecture, window } =
             LanguageModel::parse_config(file, text, true)?;
-        let mut config = ConfigReader::new(file, "", parse_json(file, text)?);
+        let parsed = parse_json(file, text)?;
+        let canonical_config = parsed.to_string();
+        let mut config = ConfigReader::new(file, "", parsed);
         let norm_eps = config.read_number("rms_norm_eps", Some(1e-6));
         let max_positions = config.read_count("max_position_embeddings", Some(4096));
         let renormalise = config.read_flag("norm_topk_prob", false);
@@ -128,6 +132,7 @@ impl DecoderModel {
         }
         let experts = name_expert_layers(&extents, architecture, renormalise);
         Ok(DecoderModel {
+            config: canonical_config,
             experts,
             extents,
             heads,

@@ -48,8 +48,6 @@ pub enum TokenOutput {
 pub struct TokenInput;
 
 impl TokenInput {
-    /// Tensor [n · rows]: the ids of the rows, sequence by sequence.
-    pub const IDS: &str = "ids";
     /// Numbers [n, pages per sequence]: the pages of each sequence, −1 behind the last.
     pub const PAGES: &str = "pages";
     /// Numbers [n]: the position of the first row of each sequence, −1 for an absent one.
@@ -74,6 +72,16 @@ pub fn token_phase_name(bucket: TokenBucket) -> String {
     format!("tokens.b{}.n{}", bucket.sequences, bucket.rows)
 }
 
+/// Begins the name of an output with the experts [rows, k] that each row of a layer chose; the layer follows.
+const EXPERT_CHOICES: &str = "experts.";
+
+/// Returns the name of the tensor [sequences · rows] with the ids of a call's rows, sequence by sequence. A call that
+/// runs several programs, as a warm-up does, needs one for each.
+#[must_use]
+pub fn token_ids_name(bucket: TokenBucket) -> String {
+    format!("ids.b{}.n{}", bucket.sequences, bucket.rows)
+}
+
 /// Builds the program of each bucket.
 ///
 /// # Panics
@@ -96,7 +104,7 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
         location: "first".to_string(),
     };
     let b = bucket.sequences;
-    let ids = g.emit_input(TokenInput::IDS, &[b * bucket.rows]);
+    let ids = g.emit_input(&token_ids_name(bucket), &[b * bucket.rows]);
     g.location = "all".to_string();
     let pages = g.emit_numbers(TokenInput::PAGES, &[b, cache.pages_per_sequence]);
     let start = g.emit_numbers(TokenInput::START, &[b]);
@@ -223,6 +231,10 @@ impl DecoderBuilder<'_> {
         let logits = self.emit_linear(&router, a, e.count, ("whole", 1), false, None);
         self.builder.set_attr("top_k", e.top_k);
         let chosen = self.emit_op(Opcode::TopKExperts, &[logits]);
+        // A rank that routes differently can leave every later value equal on all ranks, because a sum over
+        // ranks mixes what they compute. So the choices themselves are compared.
+        self.builder.set_attr("at", self.location.as_str());
+        self.builder.add_output(&format!("{EXPERT_CHOICES}{n}"), chosen);
         if e.renormalise {
             self.builder.set_attr("renormalise", Attr::Bool(true));
         }

@@ -181,7 +181,7 @@ impl Leader {
             times: CallTimes { decided_ns: self.now_ns, ..CallTimes::default() },
             done: BTreeMap::new(),
             fingerprints: BTreeMap::new(),
-            outputs: Tensors::default(),
+            outputs: BTreeMap::new(),
         });
         self.actions.push(Action::Broadcast(message));
     }
@@ -330,7 +330,7 @@ impl Leader {
         open.done.insert(rank, d.observed);
         open.fingerprints.insert(rank, d.fingerprints);
         if !d.output.0.is_empty() {
-            open.outputs = d.output;
+            open.outputs.insert(rank, d.output);
         }
         if open.done.len() == ranks
             && self.ranks_agree()
@@ -346,8 +346,7 @@ impl Leader {
         let Some(open) = self.open_calls.front() else { return false };
         match open.plan.action {
             CallAction::Infer => {
-                let Some((outlier, text)) =
-                    find_output_mismatch(&open.done, &self.config.ranks_without_output)
+                let Some((outlier, text)) = find_output_mismatch(&open.done, &self.config.output_groups)
                 else {
                     return true;
                 };
@@ -369,13 +368,20 @@ impl Leader {
         if open.plan.action == CallAction::Warmup {
             self.warmup = WarmupStage::Finished;
         }
-        let outputs = std::mem::take(&mut open.outputs);
+        let outputs = std::mem::take(&mut open.outputs).into_values().flat_map(|sent| sent.0);
+        let outputs = Tensors(outputs.collect());
         let served = open.request.filter(|_| !open.discard);
         if let Some(request) = served {
             let ns = open.done.values().next().map(|o| o.phase_ns.clone()).unwrap_or_default();
             let names = open.plan.meta.iter().flat_map(|m| m.phases.iter().map(|p| p.program.clone()));
             let phases = names.zip(ns).collect();
-            self.undelivered.push_back(FinishedChunk { chunk, epoch, request, phases });
+            self.undelivered.push_back(FinishedChunk {
+                chunk,
+                epoch,
+                request,
+                decided_ns: open.times.decided_ns,
+                phases,
+            });
         }
         let (request, discarded, opens_scene) = (open.request, open.discard, open.plan.opens_scene);
         let record = CallRecord {

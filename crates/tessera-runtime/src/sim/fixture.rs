@@ -27,11 +27,11 @@ pub fn synthetic_config(
     tripwires: Tripwires,
 ) -> LeaderConfig {
     LeaderConfig {
+        output_groups: vec![ranks.clone()],
         ranks,
         plan: Digest::hash_bytes(b"the plan of a simulated run"),
         session: 7,
         build: "sim".into(),
-        ranks_without_output: Vec::new(),
         parity: Parity::default(),
         programs: Arc::new(synthetic_programs()),
         session_spec: SessionSpec::Video(synthetic_stream(regime)),

@@ -366,6 +366,8 @@ pub struct Progress {
     pub queued_in: u32,
     /// Number of finished chunks that are not yet delivered.
     pub queued_out: u32,
+    /// Time from the decision about the call to its delivery, in nanoseconds.
+    pub call_ns: u64,
     /// The ids that a call of tokens generated; empty for a chunk of a video.
     pub ids: Vec<TokenEvent>,
 }

@@ -4,17 +4,22 @@ use std::io::Write;
 use std::net::TcpListener;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tessera::clock::monotonic_ns;
 use tessera::faults::{DrillConfig, fired_at_ns};
 use tessera::files::{MAX_TEXT_BYTES, read_file, write_error};
+use tessera::generate::{
+    self, GenerateEvent, GenerateOptions, LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest,
+    TokenOutput,
+};
 use tessera::plan::Plan;
 use tessera::record::RECORD_FILE;
 use tessera::stream;
 use tessera::stream_options::{RunDevice, StreamEvent, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
-use tessera::{Mapping, MediaPlacement, Model, Overrides, Strategy, Topology};
+use tessera::{Failure, Mapping, MediaPlacement, Model, Overrides, Strategy, Topology};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::overlap::{OVERLAP_GATE, OverlapStats};
 use tessera_report::record::RunRecord;
@@ -25,11 +30,14 @@ use super::outcome::{DrillOutcome, Observation, ObservedFailure};
 use super::overlap_sweep::{self, MeasuredGate};
 use super::processes::{ChildProcess, DrillWatchdog, JoiningRank, drill_error, is_alive, kill_leftovers};
 use super::table::{Drill, DrillKind, DrillModel, TWO_RANKS};
+use crate::minimal_language_model::{PROMPT_IDS, create_language_model};
 use crate::minimal_model;
 
 const MS: u64 = 1_000_000;
 /// Number of chunks of a stream; a fault ends the stream long before.
 const CHUNKS: u32 = 100_000;
+/// Number of ids of a text; a fault ends the text long before.
+const TEXT_IDS: usize = 4_000;
 /// Additional time beyond the drill's limit before a run without a fatal fault is stopped.
 const KILL_GRACE: Duration = Duration::from_secs(4);
 /// Maximum time from the start to the fault.
@@ -136,6 +144,7 @@ impl DrillRunner {
         match drill.kind {
             DrillKind::OrphanedRanks => self.run_orphaned(drill, disabled),
             DrillKind::WrongSecret => self.run_strangers(drill, *disabled != Tripwires::default()),
+            DrillKind::Text => self.run_text(drill, disabled),
             _ => self.run_stream(drill, disabled),
         }
     }
@@ -148,12 +157,7 @@ impl DrillRunner {
             cuts_at: drill.cut_before.into_iter().collect(),
             out: self.setup.dir.join(format!("{}-{}", self.run_count, drill.id)),
             oversubscribe: true,
-            drill: drill.armed_fault().map(|armed| DrillConfig {
-                armed,
-                limits: short_limits(self.setup.device),
-                disabled_tripwires: disabled.clone(),
-                draw: 0,
-            }),
+            drill: self.drill_config(drill, disabled),
             device: self.setup.device,
             command: vec!["tessera".to_string(), "drill".to_string(), drill.id.to_string()],
             ..StreamOptions::default()
@@ -177,16 +181,69 @@ impl DrillRunner {
             StreamEvent::Exited => exited_ns = Some(monotonic_ns()),
         });
         let killed = watch.stop();
-        let report = report?;
-        let left = kill_leftovers(&pids);
-        let since = fired_at_ns(&options.out).unwrap_or(started_ns);
-        let took = Duration::from_nanos(exited_ns.unwrap_or_else(monotonic_ns).saturating_sub(since));
-        let observed = match report.failure {
-            Some(failure) => Observation::Failure(failure.into()),
-            None if killed => Observation::Killed,
-            None => Observation::Completed,
+        let failure = report?.failure;
+        Ok(describe_outcome((drill, limit), (failure, killed), &pids, (&options.out, started_ns, exited_ns)))
+    }
+
+    fn run_text(&mut self, drill: &'static Drill, disabled: &Tripwires) -> Result<DrillOutcome, Diagnostics> {
+        self.run_count += 1;
+        let out = self.setup.dir.join(format!("{}-{}", self.run_count, drill.id));
+        let options = GenerateOptions {
+            model: self.language_model_dir()?,
+            requests: vec![TextRequest {
+                prompt: PROMPT_IDS.to_vec(),
+                max_ids: TEXT_IDS,
+                sampling: Sampling::default(),
+            }],
+            prompts: Vec::new(),
+            out: out.clone(),
+            threads: Some(1),
+            oversubscribe: true,
+            wire_dump: false,
+            drill: self.drill_config(drill, disabled),
+            command: vec!["tessera".to_string(), "drill".to_string(), drill.id.to_string()],
         };
-        Ok(DrillOutcome { drill, observed, elapsed: took, limit, leftover_pids: left, table: None })
+        let model = TextModel::open(&options.model)?.decoder;
+        let mesh = drill.mesh.parse().map_err(|d: Box<Diagnostic>| vec![*d])?;
+        let mapping = Mapping { mesh, ..Mapping::default() };
+        let settings = LanguageSettings {
+            sequences: 1,
+            positions: (PROMPT_IDS.len() + TEXT_IDS) as u64,
+            prompt_rows: 2,
+            output: TokenOutput::Next,
+        };
+        let plan = Arc::new(LanguagePlan::new(&model, &mapping, settings)?);
+        let limit = self.time_limit(drill);
+        let watch = DrillWatchdog::new(&out, limit + KILL_GRACE, start_timeout(self.setup.device));
+        let started_ns = monotonic_ns();
+        let (mut pids, mut exited_ns) = (Vec::new(), None);
+        let rank = self.setup.rank_command.clone();
+        let report = generate::run(&plan, &options, rank, &watch.interrupt, &mut |event| match event {
+            GenerateEvent::Started { pids: started } => pids = started,
+            GenerateEvent::Id(_) => {}
+            GenerateEvent::Exited => exited_ns = Some(monotonic_ns()),
+        });
+        let killed = watch.stop();
+        Ok(describe_outcome((drill, limit), (report?.failure, killed), &pids, (&out, started_ns, exited_ns)))
+    }
+
+    /// Creates the minimal language model once, and returns its folder.
+    fn language_model_dir(&self) -> Result<PathBuf, Diagnostics> {
+        let dir = self.setup.dir.join("language-model");
+        if !dir.exists() {
+            std::fs::create_dir_all(&dir).map_err(|e| vec![write_error(&dir, &e)])?;
+            create_language_model(&dir)?;
+        }
+        Ok(dir)
+    }
+
+    fn drill_config(&self, drill: &Drill, disabled: &Tripwires) -> Option<DrillConfig> {
+        drill.armed_fault().map(|armed| DrillConfig {
+            armed,
+            limits: short_limits(self.setup.device),
+            disabled_tripwires: disabled.clone(),
+            draw: 0,
+        })
     }
 
     /// Runs a drill that kills the launcher, a separate process, while its ranks stream. The
@@ -395,6 +452,24 @@ impl DrillRunner {
         let (_, model, plan) = &self.plans[at];
         Ok((model, plan))
     }
+}
+
+/// Describes how a run of processes with an armed fault ended, and ends the processes that are left.
+fn describe_outcome(
+    (drill, limit): (&'static Drill, Duration),
+    (failure, killed): (Option<Failure>, bool),
+    pids: &[u32],
+    (out, started_ns, exited_ns): (&Path, u64, Option<u64>),
+) -> DrillOutcome {
+    let left = kill_leftovers(pids);
+    let since = fired_at_ns(out).unwrap_or(started_ns);
+    let elapsed = Duration::from_nanos(exited_ns.unwrap_or_else(monotonic_ns).saturating_sub(since));
+    let observed = match failure {
+        Some(failure) => Observation::Failure(failure.into()),
+        None if killed => Observation::Killed,
+        None => Observation::Completed,
+    };
+    DrillOutcome { drill, observed, elapsed, limit, leftover_pids: left, table: None }
 }
 
 fn build_plan(dir: &Path, key: PlanKey) -> Result<(Model, Plan), Diagnostics> {

@@ -18,6 +18,9 @@ use crate::engine::MeshEngine;
 /// Beginning of the names of the caches in which a VAE keeps frames, rows and the anchor.
 const VAE_CACHES: &str = "vae.";
 
+/// Name of the output with the ids that a language model chooses.
+const NEXT_IDS: &str = "next";
+
 /// A weights folder that does not exist.
 const MISSING_WEIGHTS: &str = "/nonexistent/weights";
 
@@ -180,15 +183,23 @@ impl Engine for DrillEngine {
 
     fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
         let mut outputs = self.inner.call_outputs()?;
-        let Some(tensor) = outputs.0.first_mut().filter(|_| self.fires_now(DrillFault::PerturbedOutput))
-        else {
-            return Ok(outputs);
+        let flips = self.fires_now(DrillFault::PerturbedOutput);
+        let samples = self.fires_now(DrillFault::SampledToken);
+        let changed = match (flips, samples) {
+            (true, _) => outputs.0.first_mut(),
+            (_, true) => outputs.0.iter_mut().find(|tensor| tensor.name() == NEXT_IDS),
+            _ => None,
         };
-        let mut data = tensor.data().to_vec();
-        data.iter_mut().take(1).for_each(|b| *b ^= 1);
-        let changed =
-            Tensor::new(tensor.name(), tensor.manifest_entry().dtype, &tensor.manifest_entry().shape, data);
-        *tensor = changed.map_err(|d| EngineFault::local_failure(d.message))?;
+        if let Some(tensor) = changed {
+            let mut data = tensor.data().to_vec();
+            match (samples, data.first_chunk_mut::<4>()) {
+                (true, Some(id)) => *id = (f32::from_le_bytes(*id) + 1.0).to_le_bytes(),
+                _ => data.iter_mut().take(1).for_each(|b| *b ^= 1),
+            }
+            let entry = tensor.manifest_entry();
+            *tensor = Tensor::new(tensor.name(), entry.dtype, &entry.shape, data)
+                .map_err(|d| EngineFault::local_failure(d.message))?;
+        }
         Ok(outputs)
     }
 

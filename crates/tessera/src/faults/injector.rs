@@ -248,6 +248,11 @@ impl FaultInjector {
             let at = ranks.iter().position(|r| *r == own).unwrap_or(0);
             other = ranks[(at + 1) % ranks.len().max(1)];
         }
+        if self.has_fault(DrillFault::OtherGate) || self.has_fault(DrillFault::SwappedExperts) {
+            self.mark_fired();
+            let swaps = self.has_fault(DrillFault::SwappedExperts);
+            return Box::new(ChangedExpertsSource { weights, swaps });
+        }
         if self.has_fault(DrillFault::NanWeight) {
             self.mark_fired();
             return Box::new(NanWeightSource(weights));
@@ -296,6 +301,38 @@ impl WeightSource for WrongShardSource<'_> {
     ) -> Result<Vec<f32>, tessera_base::Diagnostic> {
         let rank = if seat.rank == self.own { self.other } else { seat.rank };
         self.weights.read(name, ty, load, &MeshRank { rank, ..*seat })
+    }
+}
+
+/// Part of the name of a weight with the matrices of all experts of a layer, whose first dim is the expert.
+const EVERY_EXPERT: &str = ".*.";
+
+/// End of the name of a router of experts.
+const ROUTER: &str = "gate.weight";
+
+/// A weight source with other routers, or in which the first two experts of every shard are exchanged.
+struct ChangedExpertsSource<'a> {
+    weights: &'a mut dyn WeightSource,
+    swaps: bool,
+}
+
+impl WeightSource for ChangedExpertsSource<'_> {
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        seat: &MeshRank,
+    ) -> Result<Vec<f32>, tessera_base::Diagnostic> {
+        let mut values = self.weights.read(name, ty, load, seat)?;
+        let expert = ty.shape.iter().skip(1).product::<u64>() as usize;
+        if self.swaps && name.contains(EVERY_EXPERT) && values.len() >= 2 * expert {
+            let (first, rest) = values.split_at_mut(expert);
+            first.swap_with_slice(&mut rest[..expert]);
+        } else if !self.swaps && name.ends_with(ROUTER) {
+            values.iter_mut().take(1).for_each(|x| *x += 1.0);
+        }
+        Ok(values)
     }
 }
 

@@ -15,6 +15,7 @@ pub(super) const CHANGES: &[(DrillFault, ProgramChange)] = &[
     (DrillFault::WrongShape, change_shape),
     (DrillFault::OtherKernel, change_epsilon),
     (DrillFault::CapturedOnOne, rename_graph),
+    (DrillFault::EditedRouting, change_routing),
 ];
 
 /// Doubles the epsilon of every normalisation, as a kernel with another constant would.
@@ -25,6 +26,15 @@ pub(super) fn change_epsilon(p: &mut Program) {
         {
             *eps *= 2.0;
         }
+    }
+}
+
+/// Makes the last layer with experts choose them by the scores of the first one.
+fn change_routing(p: &mut Program) {
+    let mut gates = p.ops.iter().filter(|op| op.opcode == Opcode::TopKExperts);
+    let Some(first) = gates.next().map(|op| op.operands[0]) else { return };
+    if let Some(last) = p.ops.iter_mut().rfind(|op| op.opcode == Opcode::TopKExperts) {
+        last.operands[0] = first;
     }
 }
 

@@ -1,5 +1,8 @@
 //! Plans a language model: its programs, for few buckets, lowered to ranks and sealed.
 
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::Bundle;
 use tessera_models::{
@@ -8,13 +11,18 @@ use tessera_models::{
 use tessera_plan::{DecoderPrecision, DtypePolicy, LogicalModel, Mapping, Strategy, lower};
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
-use crate::codes::T0086;
+use crate::codes::{T0011, T0086};
+use crate::files::{StagedFolder, read_text};
+use crate::plan_folder::{
+    CONFIG_FILE, ModelNames, folder_name, from_json, read_sealed, to_json, write_sealed,
+};
 
 /// Positions of a page. Small pages waste few positions at the end of a sequence; a CPU looks up each once.
 const PAGE_ROWS: u64 = 16;
 
 /// The extents of a run, which fix every shape.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LanguageSettings {
     /// Sequences that are generated at once.
     pub sequences: u64,
@@ -23,6 +31,7 @@ pub struct LanguageSettings {
     /// Rows of a call that reads a part of a prompt.
     pub prompt_rows: u64,
     /// What the programs return.
+    #[serde(with = "TokenOutputName")]
     pub output: TokenOutput,
 }
 
@@ -35,6 +44,8 @@ pub struct LanguagePlan {
     pub mapping: Mapping,
     /// The verified programs of all phases and roles.
     pub sealed: SealedPlan,
+    /// The extents of the run.
+    pub settings: LanguageSettings,
     /// Extents of the KV caches.
     pub cache: PagedCache,
     /// The bucket that reads prompts, one sequence at a time.
@@ -56,21 +67,87 @@ impl LanguagePlan {
         settings: LanguageSettings,
     ) -> Result<LanguagePlan, Diagnostics> {
         check_settings(model, mapping, settings)?;
-        let pages_per_sequence = settings.positions.div_ceil(PAGE_ROWS);
-        let cache = PagedCache {
-            page_rows: PAGE_ROWS,
-            pages: pages_per_sequence * settings.sequences,
-            pages_per_sequence,
-        };
-        let prefill = TokenBucket { sequences: 1, rows: settings.prompt_rows };
-        let decode = TokenBucket { sequences: settings.sequences, rows: 1 };
         let mut mapping = Mapping { strategy: Strategy::Megatron, ..mapping.clone() };
-        let logical = logical_model(model, cache, &[prefill, decode], settings.output);
+        let logical = logical_model(model, settings);
         let mut bundle: Bundle = lower(&logical, &mut mapping)?;
-        bundle.mapping = format!("{}\n{model:?}\n{cache:?}", mapping.to_toml());
+        bundle.mapping = sealed_text(&mapping, model, settings);
         let sealed = seal(bundle, &DeviceLimits::default())?;
-        Ok(LanguagePlan { model: model.clone(), mapping, sealed, cache, prefill, decode })
+        Ok(LanguagePlan::from_sealed(model.clone(), mapping, sealed, settings))
     }
+
+    fn from_sealed(
+        model: DecoderModel,
+        mapping: Mapping,
+        sealed: SealedPlan,
+        settings: LanguageSettings,
+    ) -> LanguagePlan {
+        let [prefill, decode] = settings.buckets();
+        LanguagePlan { model, mapping, sealed, settings, cache: settings.cache(), prefill, decode }
+    }
+
+    /// Writes the plan's files under `prefix` into a staged folder. `model_dir` is the folder of the model.
+    ///
+    /// # Errors
+    /// T0014 if a file cannot be written.
+    pub(super) fn write_into(
+        &self,
+        folder: &mut StagedFolder,
+        prefix: &str,
+        model_dir: &Path,
+    ) -> Result<(), Diagnostic> {
+        let names = ModelNames { model: folder_name(model_dir), model_dir: model_dir.display().to_string() };
+        write_sealed(folder, prefix, (&self.sealed, &self.mapping), &names)?;
+        folder.write(&format!("{prefix}{CONFIG_FILE}"), self.model.config.as_bytes())?;
+        folder.write(&format!("{prefix}{SETTINGS_FILE}"), to_json(&self.settings).as_bytes())
+    }
+
+    /// Reads a plan folder and verifies it again; its digest must equal the sealed one.
+    ///
+    /// # Errors
+    /// T0011, T0012, or what the verifier rejects.
+    pub(crate) fn read(dir: &Path) -> Result<LanguagePlan, Diagnostics> {
+        let text = |name: &str| {
+            let path = dir.join(name);
+            read_text(&path, &T0011).map(|text| (path.display().to_string(), text)).map_err(|d| vec![d])
+        };
+        let (file, config) = text(CONFIG_FILE)?;
+        let model = DecoderModel::parse(&file, &config)?;
+        let (file, settings) = text(SETTINGS_FILE)?;
+        let settings: LanguageSettings = from_json(&file, &settings)?;
+        let read =
+            read_sealed(dir, &DeviceLimits::default(), &|mapping| sealed_text(mapping, &model, settings))?;
+        Ok(LanguagePlan::from_sealed(model, read.mapping, read.sealed, settings))
+    }
+}
+
+/// File of a plan folder with the extents of the run.
+const SETTINGS_FILE: &str = "language.json";
+
+impl LanguageSettings {
+    /// Returns the extents of the KV caches, which hold every sequence at its full length.
+    fn cache(self) -> PagedCache {
+        let pages_per_sequence = self.positions.div_ceil(PAGE_ROWS);
+        PagedCache { page_rows: PAGE_ROWS, pages: pages_per_sequence * self.sequences, pages_per_sequence }
+    }
+
+    /// Returns the bucket that reads prompts and the one that decodes.
+    fn buckets(self) -> [TokenBucket; 2] {
+        let prefill = TokenBucket { sequences: 1, rows: self.prompt_rows };
+        [prefill, TokenBucket { sequences: self.sequences, rows: 1 }]
+    }
+}
+
+/// Returns the canonical text that the seal covers besides the programs.
+fn sealed_text(mapping: &Mapping, model: &DecoderModel, settings: LanguageSettings) -> String {
+    format!("{}\n{}\n{}", mapping.to_toml(), model.config, to_json(&settings))
+}
+
+/// The names of [`TokenOutput`] in a file.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "TokenOutput", rename_all = "snake_case")]
+enum TokenOutputName {
+    Next,
+    Logits,
 }
 
 fn check_settings(model: &DecoderModel, mapping: &Mapping, s: LanguageSettings) -> Result<(), Diagnostics> {
@@ -90,17 +167,12 @@ fn check_settings(model: &DecoderModel, mapping: &Mapping, s: LanguageSettings) 
     Ok(())
 }
 
-fn logical_model(
-    m: &DecoderModel,
-    cache: PagedCache,
-    buckets: &[TokenBucket],
-    output: TokenOutput,
-) -> LogicalModel {
-    let mut buckets = buckets.to_vec();
+fn logical_model(m: &DecoderModel, settings: LanguageSettings) -> LogicalModel {
+    let mut buckets = settings.buckets().to_vec();
     buckets.dedup();
     let calls = buckets.iter().map(|b| token_phase_name(*b)).map(|name| (name.clone(), vec![name])).collect();
     LogicalModel {
-        phases: build_token_phases(m, cache, &buckets, output),
+        phases: build_token_phases(m, settings.cache(), &buckets, settings.output),
         calls,
         heads: m.kv_heads,
         head_dim: m.head_dim,

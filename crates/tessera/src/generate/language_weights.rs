@@ -80,6 +80,13 @@ fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
     shapes.into_iter().flat_map(expand).collect()
 }
 
+impl LanguageWeights {
+    /// Returns a digest of the weights that is cheap to compute, to compare the files of ranks.
+    pub(super) fn sample_digest(&self) -> [u8; 32] {
+        self.set.sample_digest()
+    }
+}
+
 impl WeightSource for LanguageWeights {
     fn read(
         &mut self,

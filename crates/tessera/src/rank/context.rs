@@ -16,6 +16,7 @@ use tessera_runtime::call_state::SessionSpec;
 use tessera_runtime::driver::{ControlTopology, EngineFactory, Interceptor, JoinedRank, StopHandle};
 use tessera_runtime::engine::{Engine, T0737};
 use tessera_runtime::flight::{FlightEvent, FlightSink};
+use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
 use tessera_runtime::program_index::ProgramIndex;
 use tessera_runtime::tripwire::{T0751, T0757, T0773, T0785};
@@ -24,6 +25,7 @@ use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, T0770, Tripwires};
 use tessera_verify::SealedPlan;
 
+use super::rank_plan::RankPlan;
 use crate::clock::monotonic_ns;
 use crate::codes::T0017;
 use crate::collective_guard::ArmedGuards;
@@ -35,15 +37,10 @@ use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
 use crate::host_memory::available_bytes;
 use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
-use crate::model::Model;
-use crate::parity::{ExecutorState, ModelFacts, rank_parity};
-use crate::plan::Plan;
-use crate::rank_config::{RankConfig, first_diagnostic};
-use crate::rank_weights::RankWeights;
-use crate::run_settings::{build_id, run_limits, stream_spec};
-use crate::shards::weight_opener;
+use crate::parity::{ExecutorState, rank_parity};
+use crate::rank_config::RankSettings;
+use crate::run_settings::build_id;
 use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
-use crate::weights_origin::WeightsOrigin;
 use crate::wire_dump::{dump_path, dump_sent_messages};
 
 /// Maximum wait inside one collective. The lockstep detects stalls from progress and learned
@@ -51,13 +48,13 @@ use crate::wire_dump::{dump_path, dump_sent_messages};
 const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(3600);
 
 /// The state of a rank before its run begins.
-pub(crate) struct RankSetup {
+pub(crate) struct RankSetup<P> {
     /// Identity and links of the rank.
     pub(crate) joined: JoinedRank,
     /// Arenas or streams from which the rank builds its communicator endpoints.
     pub(crate) communicators: EndpointSources,
     /// Settings derived from the plan.
-    pub(crate) context: RankContext,
+    pub(crate) context: RankContext<P>,
     /// Open destinations of uncompressed frames, in the order of the options; only on the leader.
     pub(crate) frame_pipes: Vec<OwnedFd>,
     /// Interrupt handle of a leader without a launcher.
@@ -78,22 +75,22 @@ pub(crate) enum LeaderEvent<'a> {
 }
 
 /// Settings that the leader and the workers derive from the seal alone.
-pub(crate) struct RankContext {
-    pub(super) plan: Arc<Plan>,
-    pub(super) digest: Digest,
+pub(crate) struct RankContext<P> {
+    pub(crate) plan: Arc<P>,
+    pub(crate) digest: Digest,
     pub(crate) program_index: Arc<ProgramIndex>,
     pub(crate) session_spec: SessionSpec,
-    pub(super) limits: Limits,
+    pub(crate) limits: Limits,
     pub(super) build: String,
     pub(super) delays: SyntheticDelays,
     /// Whether the leader has a control link to every rank, or only to the mesh leader.
-    pub(super) topology: ControlTopology,
+    pub(crate) topology: ControlTopology,
     /// Codes of the tripwires that this rank does not check; empty except in a self-test.
-    pub(super) tripwires: Tripwires,
+    pub(crate) tripwires: Tripwires,
     /// Flight record; `None` if the rank is not its own process.
     pub(super) flight: Option<Arc<FlightRecord>>,
     /// Digest of the peers, if the ranks joined by rendezvous.
-    pub(super) peers: Option<Digest>,
+    pub(crate) peers: Option<Digest>,
     /// GPU configuration, if the mesh runs on GPUs.
     pub(super) gpus: Option<GpuRankConfig>,
     /// File for the messages that this rank sends, if they are written at all.
@@ -101,16 +98,16 @@ pub(crate) struct RankContext {
     /// Whether the backend poisons temporaries that hold no value.
     pub(super) poison: bool,
     /// Fault injector of this rank; `None` outside of drills.
-    pub(super) fault_injector: Option<FaultInjector>,
+    pub(crate) fault_injector: Option<FaultInjector>,
 }
 
-impl RankContext {
-    pub(crate) fn new(plan: Arc<Plan>, delays: SyntheticDelays) -> RankContext {
+impl<P: RankPlan> RankContext<P> {
+    pub(crate) fn new(plan: Arc<P>, delays: SyntheticDelays) -> RankContext<P> {
         RankContext {
-            digest: Digest(plan.sealed.digest()),
-            program_index: Arc::new(build_program_index(&plan.sealed)),
-            session_spec: SessionSpec::Video(stream_spec(&plan)),
-            limits: run_limits(&plan),
+            digest: Digest(plan.sealed().digest()),
+            program_index: Arc::new(build_program_index(plan.sealed())),
+            session_spec: plan.session_spec(),
+            limits: plan.limits(),
             build: build_id(),
             delays,
             topology: plan.control_topology(),
@@ -126,17 +123,17 @@ impl RankContext {
     }
 
     /// Sets the digest of the peers that joined by rendezvous.
-    pub(crate) fn with_peers(self, peers: Digest) -> RankContext {
+    pub(crate) fn with_peers(self, peers: Digest) -> RankContext<P> {
         RankContext { peers: Some(peers), ..self }
     }
 
     /// Applies the GPU configuration and the drill of a rank.
-    pub(super) fn apply_config(&mut self, orders: &RankConfig, rank: Rank) {
-        self.gpus.clone_from(&orders.gpus);
-        self.poison = orders.poison;
-        self.wire_dump = orders.wire_dump.then(|| dump_path(&orders.out, rank.0));
-        let Some(arming) = &orders.drill else { return };
-        let hand = FaultInjector::new(arming, rank, &orders.out);
+    pub(super) fn apply_settings(&mut self, settings: &RankSettings<'_>, rank: Rank) {
+        self.gpus = settings.gpus.cloned();
+        self.poison = settings.poison;
+        self.wire_dump = settings.wire_dump.then(|| dump_path(settings.out, rank.0));
+        let Some(arming) = settings.drill else { return };
+        let hand = FaultInjector::new(arming, rank, settings.out);
         let Limits { d_in, d_out, max_outstanding, .. } = self.limits;
         self.limits = Limits { d_in, d_out, max_outstanding, ..hand.run_limits().clone() };
         self.tripwires = hand.disabled_tripwires().clone();
@@ -151,7 +148,7 @@ impl RankContext {
     ///
     /// # Errors
     /// T0014 if the file of the dump cannot be created.
-    pub(super) fn build_interceptor(&self, rank: Rank) -> Result<Option<Interceptor>, Diagnostic> {
+    pub(crate) fn build_interceptor(&self, rank: Rank) -> Result<Option<Interceptor>, Diagnostic> {
         let injector = self.fault_injector.as_ref().and_then(FaultInjector::build_interceptor);
         match &self.wire_dump {
             None => Ok(injector),
@@ -160,12 +157,12 @@ impl RankContext {
     }
 
     /// Opens the flight record of this process.
-    pub(super) fn begin_flight(&mut self, orders: &RankConfig, session: u64, rank: Rank) {
-        self.flight = FlightRecord::open(&orders.out, session, &self.plan.sealed, rank).map(Arc::new);
+    pub(super) fn begin_flight(&mut self, out: &Path, session: u64, rank: Rank) {
+        self.flight = FlightRecord::open(out, session, self.plan.sealed(), rank).map(Arc::new);
         self.write_mark(FlightEvent::Joined);
     }
 
-    pub(super) fn flight_sink(&self) -> Option<Arc<dyn FlightSink>> {
+    pub(crate) fn flight_sink(&self) -> Option<Arc<dyn FlightSink>> {
         self.flight.clone().map(|f| f as Arc<dyn FlightSink>)
     }
 
@@ -188,7 +185,7 @@ impl RankContext {
         self.write_mark(FlightEvent::Exit { status: failure.map_or(0, |f| f.class.exit_code()) });
     }
 
-    pub(super) fn worker_config(&self, rank: Rank) -> WorkerConfig {
+    pub(crate) fn worker_config(&self, rank: Rank) -> WorkerConfig {
         WorkerConfig {
             rank: rank.0,
             upstream_rank: self.topology.leader_of(rank.0).unwrap_or(0),
@@ -198,7 +195,7 @@ impl RankContext {
             programs: Arc::clone(&self.program_index),
             state: self.session_spec.state_spec(),
             limits: self.limits.clone(),
-            sends_output: self.plan.mesh_ranks().next() == Some(rank),
+            sends_output: self.plan.output_groups().iter().any(|group| group.first() == Some(&rank.0)),
             tripwires: self.tripwires.clone(),
         }
     }
@@ -206,7 +203,7 @@ impl RankContext {
     pub(super) fn mesh_leader_config(&self, rank: Rank) -> MeshLeaderConfig {
         MeshLeaderConfig {
             rank: rank.0,
-            members: self.plan.mesh_ranks().filter(|r| *r != rank).map(|r| r.0).collect(),
+            members: self.plan.computing_ranks().into_iter().filter(|r| *r != rank).map(|r| r.0).collect(),
             plan: self.digest,
             programs: Arc::clone(&self.program_index),
             state: self.session_spec.state_spec(),
@@ -215,43 +212,65 @@ impl RankContext {
         }
     }
 
+    /// Returns the configuration of the leader of a session, whose own parity facts these are.
+    pub(crate) fn leader_config(&self, session: u64, parity: Parity) -> LeaderConfig {
+        let limits = self.limits.clone();
+        LeaderConfig {
+            ranks: self.plan.computing_ranks().iter().map(|r| r.0).collect(),
+            plan: self.digest,
+            session,
+            build: self.build.clone(),
+            output_groups: self.plan.output_groups(),
+            parity: self.adjust_parity(parity),
+            programs: Arc::clone(&self.program_index),
+            session_spec: self.session_spec.clone(),
+            limits: self.fault_injector.iter().fold(limits, |limits, hand| hand.leader_limits(limits)),
+            tripwires: self.tripwires.clone(),
+        }
+    }
+
+    /// Returns the worker and the engine of a leader that computes too.
+    pub(crate) fn local_rank(
+        &self,
+        place: P::WeightsPlace,
+        threads: usize,
+        communicators: impl Into<EndpointSources>,
+    ) -> Option<(WorkerConfig, EngineFactory)> {
+        let computes = self.plan.computing_ranks().contains(&Rank(0));
+        computes.then(|| {
+            (self.worker_config(Rank(0)), self.engine_factory(Rank(0), place, threads, communicators))
+        })
+    }
+
     /// Returns the factory that loads programs and weights on the engine's thread.
     pub(crate) fn engine_factory(
         &self,
         rank: Rank,
-        (model, origin): (&Path, WeightsOrigin),
+        place: P::WeightsPlace,
         threads: usize,
         communicators: impl Into<EndpointSources>,
     ) -> EngineFactory {
         let (communicators, peers) = (communicators.into(), self.peers);
-        let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
+        let plan = Arc::clone(&self.plan);
         let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
         // A steady chunk runs one forward per step and one that recomputes or caches the context.
-        let steps = match &self.session_spec {
-            SessionSpec::Video(stream) => stream.steps.len() as u64,
-            SessionSpec::Text(_) => 0,
-        };
-        let (delays, forwards) = (self.delays, steps + 1);
+        let (delays, forwards) = (self.delays, self.plan.forwards_per_call());
         let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
         let poison = self.poison;
         Box::new(move || {
-            let mut model = Model::open_for_plan(&model, &plan)?.with_weights(origin);
-            if let Some(hand) = &drill {
-                hand.modify_model(&mut model)?;
-            }
-            let mut weights = RankWeights::open(&model, &plan).map_err(first_diagnostic)?;
+            let sealed = plan.sealed();
+            let mut model = plan.open_model(place, drill.as_ref())?;
             let order = drill.as_ref().map_or(JoinOrder::OfPlan, FaultInjector::join_order);
             let mut backend = match &gpus {
                 None => {
                     let joined = (communicators, order);
-                    Box::new(build_cpu_backend(&plan.sealed, rank, threads, joined, COLLECTIVE_PATIENCE)?)
-                        .into()
+                    Box::new(build_cpu_backend(sealed, rank, threads, joined, COLLECTIVE_PATIENCE)?).into()
                 }
                 Some(on) => {
                     let check = tripwires.is_armed(&T0757);
-                    let cuda = on.open_backend(&plan.sealed, rank, COLLECTIVE_PATIENCE, (order, check))?;
+                    let cuda = on.open_backend(sealed, rank, COLLECTIVE_PATIENCE, (order, check))?;
                     // Dropping the backend would wait for peers and for the device, so it lives
                     // until the process exits.
                     EngineBackend::Leaked(Box::leak(Box::new(cuda)))
@@ -261,12 +280,11 @@ impl RankContext {
                 backend.poison_temporaries();
             }
             let engine = match &drill {
-                None => MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?,
-                Some(hand) => load_with_fault(&plan, rank, backend, &mut weights, (hand, &tripwires))?,
+                None => MeshEngine::load(sealed, rank, backend, model.weights())?,
+                Some(hand) => load_with_fault(sealed, rank, backend, model.weights(), (hand, &tripwires))?,
             };
-            let generator = weights.generator;
-            let files = ModelFacts::read(&model, &generator)?;
-            let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), model, generator));
+            let (files, opener) = model.into_facts()?;
+            let mut engine = opener.into_iter().fold(engine, MeshEngine::with_weight_opener);
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
             let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);
@@ -276,11 +294,11 @@ impl RankContext {
                 halos: tripwires.is_armed(&T0773),
             });
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
-            let state = ExecutorState::from_engine(&plan.sealed, rank, &engine);
-            let parity = rank_parity(&plan, &files, &delays, &state, peers);
+            let state = ExecutorState::from_engine(sealed, rank, &engine);
+            let parity = rank_parity((sealed, plan.mapping()), &files, &delays, &state, peers);
             let modify = |p: &mut Program| drill.iter().for_each(|hand| hand.modify_probe(p));
             let begun_ns = monotonic_ns();
-            let kernels = probe_kernels(&plan, rank, gpus.as_ref(), &mut engine, &modify)?;
+            let kernels = probe_kernels(sealed, rank, gpus.as_ref(), &mut engine, &modify)?;
             if let Some(flight) = &flight {
                 flight.append_line(monotonic_ns(), &describe_probe(&kernels, begun_ns));
             }
@@ -300,16 +318,16 @@ impl RankContext {
 
 /// Loads the engine of a rank with the changes of a drill.
 fn load_with_fault(
-    plan: &Plan,
+    plan: &SealedPlan,
     rank: Rank,
     mut backend: EngineBackend,
     weights: &mut dyn WeightSource,
     (hand, tripwires): (&FaultInjector, &Tripwires),
 ) -> Result<MeshEngine, Diagnostic> {
     hand.modify_backend(&mut *backend);
-    let mut source = hand.weight_source(weights, *plan.sealed.mesh());
+    let mut source = hand.weight_source(weights, *plan.mesh());
     let modify = |p: &mut Program| hand.modify_program(p);
-    let mut engine = MeshEngine::load_modified(&plan.sealed, rank, backend, &mut *source, &modify)?;
+    let mut engine = MeshEngine::load_modified(plan, rank, backend, &mut *source, &modify)?;
     if tripwires.is_armed(&T0770) {
         engine.check_weights_finite()?;
     }
@@ -318,7 +336,7 @@ fn load_with_fault(
 
 /// Reports a problem found before the run begins. Returns the failure if a launcher or a leader
 /// received it, and the diagnostics otherwise.
-pub(super) fn report_refusal(joined: &mut JoinedRank, ds: Diagnostics) -> Result<Failure, Diagnostics> {
+pub(crate) fn report_refusal(joined: &mut JoinedRank, ds: Diagnostics) -> Result<Failure, Diagnostics> {
     let Some(d) = ds.first() else { return Err(ds) };
     let rank = joined.welcome.rank;
     let place = if rank == 0 { CheckSite::Leader } else { CheckSite::Init };
@@ -328,19 +346,19 @@ pub(super) fn report_refusal(joined: &mut JoinedRank, ds: Diagnostics) -> Result
 
 /// Runs every kernel of a rank's programs on fixed inputs, and returns parity keys with digests.
 fn probe_kernels(
-    plan: &Plan,
+    plan: &SealedPlan,
     rank: Rank,
     gpus: Option<&GpuRankConfig>,
     engine: &mut MeshEngine,
     modify: &dyn Fn(&mut Program),
 ) -> Result<Vec<(String, String)>, Diagnostic> {
     let kernels = |phase| {
-        let (program, slots) = (plan.sealed.rank_program(phase, rank)?, plan.sealed.rank_slots(phase, rank)?);
+        let (program, slots) = (plan.rank_program(phase, rank)?, plan.rank_slots(phase, rank)?);
         let launched =
             if gpus.is_some() { tessera_cuda::launched_ops(program, slots) } else { single_ops(program) };
         Some((&**program, launched))
     };
-    let probes = plan_probes(mesh_phases(&plan.sealed).filter_map(kernels));
+    let probes = plan_probes(mesh_phases(plan).filter_map(kernels));
     let place = probe_placement();
     let mut keys = match gpus {
         None => {
@@ -349,7 +367,7 @@ fn probe_kernels(
             run_probes(probes, &mut cpu, modify)
         }
         Some(on) => {
-            let mut cuda = on.open_probe_backend(&plan.sealed, rank, place, COLLECTIVE_PATIENCE)?;
+            let mut cuda = on.open_probe_backend(plan, rank, place, COLLECTIVE_PATIENCE)?;
             run_probes(probes, &mut cuda, modify)
         }
     }?;

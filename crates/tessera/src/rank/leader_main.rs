@@ -8,10 +8,11 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::{CallRequest, LeaderParts, MediaPipelineFactory, StreamRequest, run_leader};
 use tessera_runtime::engine::MediaPipeline;
-use tessera_runtime::leader::{ChunkStart, LeaderConfig, RecordEntry};
+use tessera_runtime::leader::{ChunkStart, RecordEntry};
 use tessera_runtime::{Failure, FailureClass};
 
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
+use super::rank_plan::RankPlan;
 use crate::communicators::EndpointSources;
 use crate::faults::DrillMediaPipeline;
 use crate::frame_writer::OpenPipes;
@@ -20,32 +21,48 @@ use crate::noise_file::NoiseFile;
 use crate::parity::{ExecutorState, ModelFacts, rank_parity};
 use crate::plan::Plan;
 use crate::prompt_rows::PromptRows;
-use crate::rank_config::{RankConfig, first_diagnostic};
+use crate::rank_config::{RankConfig, RankSettings, first_diagnostic};
 use crate::record::RecordWriter;
-use crate::run_settings::ranks_without_latents;
 use crate::video_encoder::VideoEncoder;
 use crate::video_input::VideoSource;
 
-/// Runs the leader, which writes the record.
+/// Runs the leader of a stream of video, which writes the record.
 pub(crate) fn run_as_leader(
-    arrive: impl FnOnce() -> Result<RankSetup, Diagnostics>,
+    arrive: impl FnOnce() -> Result<RankSetup<Plan>, Diagnostics>,
     orders: &RankConfig,
 ) -> Result<Option<Failure>, Diagnostics> {
     let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
+    let build = |seat: LeaderSeat<'_, Plan>| build_leader_parts(seat, orders, &record);
+    let is_complete = |record: &RecordWriter| record.settled_requests() == orders.chunks;
+    run_leader_rank(arrive, &orders.settings(), &record, build, is_complete)
+}
+
+/// What the parts of a leader are built from.
+pub(crate) struct LeaderSeat<'a, P> {
+    pub(crate) session: u64,
+    pub(crate) communicators: EndpointSources,
+    pub(crate) frame_pipes: Vec<OwnedFd>,
+    pub(crate) context: &'a RankContext<P>,
+    pub(crate) on_event: Option<LeaderEventHandler>,
+}
+
+/// Runs a leader of any kind of session to its end and closes its record. `is_complete` tells whether the
+/// record holds all that was requested.
+pub(crate) fn run_leader_rank<P: RankPlan>(
+    arrive: impl FnOnce() -> Result<RankSetup<P>, Diagnostics>,
+    settings: &RankSettings<'_>,
+    record: &Mutex<RecordWriter>,
+    build: impl FnOnce(LeaderSeat<'_, P>) -> Result<LeaderParts, Diagnostics>,
+    is_complete: impl FnOnce(&RecordWriter) -> bool,
+) -> Result<Option<Failure>, Diagnostics> {
     let setup = arrive().map(|arrival| {
-        let RankSetup {
-            joined,
-            communicators: lanes,
-            context: mut common,
-            frame_pipes,
-            interrupt,
-            on_event: tell,
-        } = arrival;
+        let RankSetup { joined, communicators, mut context, frame_pipes, interrupt, on_event } = arrival;
         let session = joined.welcome.session;
-        common.apply_config(orders, Rank(0));
-        common.begin_flight(orders, session, Rank(0));
-        let parts = build_leader_parts(session, (lanes, frame_pipes), orders, &common, &record, tell);
-        (joined, common, parts.map(|parts| LeaderParts { stop: interrupt, ..parts }))
+        context.apply_settings(settings, Rank(0));
+        context.begin_flight(settings.out, session, Rank(0));
+        lock_record(record).set_plan(context.plan.sealed());
+        let parts = build(LeaderSeat { session, communicators, frame_pipes, context: &context, on_event });
+        (joined, context, parts.map(|parts| LeaderParts { stop: interrupt, ..parts }))
     });
     let outcome = match setup {
         Ok((joined, common, Ok(parts))) => {
@@ -64,8 +81,8 @@ pub(crate) fn run_as_leader(
         Ok(f) => f.clone(),
         Err(ds) => ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, Some(0), d)),
     };
-    let mut record = lock_record(&record);
-    let complete = record.settled_requests() == orders.chunks;
+    let mut record = lock_record(record);
+    let complete = is_complete(&record);
     // A successful run closed the record together with its output. If closing fails here, the
     // launcher finds a record without an end and closes it.
     let _ = record.write_end(failure.as_ref(), complete);
@@ -73,42 +90,19 @@ pub(crate) fn run_as_leader(
 }
 
 fn build_leader_parts(
-    session: u64,
-    (communicators, frame_pipes): (EndpointSources, Vec<OwnedFd>),
+    seat: LeaderSeat<'_, Plan>,
     orders: &RankConfig,
-    context: &RankContext,
     record: &Arc<Mutex<RecordWriter>>,
-    on_event: Option<LeaderEventHandler>,
 ) -> Result<LeaderParts, Diagnostics> {
-    lock_record(record).set_plan(&context.plan.sealed);
-    let ranks: Vec<Rank> = context.plan.mesh_ranks().collect();
+    let LeaderSeat { session, communicators, frame_pipes, context, on_event } = seat;
     let model = orders.open_model(&context.plan).map_err(|d| vec![d])?;
     let parity = rank_parity(
-        &context.plan,
+        (&context.plan.sealed, &context.plan.mapping),
         &ModelFacts::read(&model, &model.open_weights()?).map_err(|d| vec![d])?,
         &orders.delays,
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
     );
-    let config = LeaderConfig {
-        ranks: ranks.iter().map(|r| r.0).collect(),
-        plan: context.digest,
-        session,
-        build: context.build.clone(),
-        ranks_without_output: ranks_without_latents(&context.plan),
-        parity: context.adjust_parity(parity),
-        programs: Arc::clone(&context.program_index),
-        session_spec: context.session_spec.clone(),
-        limits: context
-            .fault_injector
-            .iter()
-            .fold(context.limits.clone(), |limits, hand| hand.leader_limits(limits)),
-        tripwires: context.tripwires.clone(),
-    };
-    let own_engine = ranks.contains(&Rank(0)).then(|| {
-        let engine = context.engine_factory(Rank(0), orders.model_files(), orders.threads, communicators);
-        (context.worker_config(Rank(0)), engine)
-    });
     let requests = {
         let chunks = orders.chunks;
         let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &context.plan.video));
@@ -130,8 +124,8 @@ fn build_leader_parts(
         Box::new((0..chunks).map_while(chunk_request))
     };
     Ok(LeaderParts {
-        config,
-        local_rank: own_engine,
+        config: context.leader_config(session, parity),
+        local_rank: context.local_rank(orders.weights_place(), orders.threads, communicators),
         topology: context.topology,
         media: media_factory(context, orders, frame_pipes, record),
         requests,
@@ -173,7 +167,7 @@ impl LazyVideo {
 
 /// Returns the factory of the media pipeline, which is built on the media thread.
 fn media_factory(
-    context: &RankContext,
+    context: &RankContext<Plan>,
     orders: &RankConfig,
     fds: Vec<OwnedFd>,
     record: &Arc<Mutex<RecordWriter>>,

@@ -6,17 +6,19 @@ use tessera_runtime::Failure;
 use tessera_runtime::driver::{ControlTopology, MeshLeaderParts, WorkerParts, run_mesh_leader, run_worker};
 
 use super::context::{RankSetup, report_refusal};
-use crate::rank_config::RankConfig;
+use super::rank_plan::RankPlan;
+use crate::rank_config::RankSettings;
 
 /// Runs a rank other than the leader.
-pub(crate) fn run_follower(
-    arrive: impl FnOnce() -> Result<RankSetup, Diagnostics>,
-    orders: &RankConfig,
+pub(crate) fn run_follower<P: RankPlan>(
+    arrive: impl FnOnce() -> Result<RankSetup<P>, Diagnostics>,
+    settings: &RankSettings<'_>,
+    place: P::WeightsPlace,
     rank: Rank,
 ) -> Result<Option<Failure>, Diagnostics> {
     let RankSetup { joined, communicators: lanes, context: mut common, .. } = arrive()?;
-    common.apply_config(orders, rank);
-    common.begin_flight(orders, joined.welcome.session, rank);
+    common.apply_settings(settings, rank);
+    common.begin_flight(settings.out, joined.welcome.session, rank);
     let tap = match common.build_interceptor(rank) {
         Ok(tap) => tap,
         Err(d) => {
@@ -26,11 +28,11 @@ pub(crate) fn run_follower(
             return outcome;
         }
     };
-    let engine = common.engine_factory(rank, orders.model_files(), orders.threads, lanes);
+    let engine = common.engine_factory(rank, place, settings.threads, lanes);
     let (config, flight) = (common.worker_config(rank), common.flight_sink());
     // If the leader is outside the mesh, the first mesh rank relays its messages to the others.
     let outcome = if common.topology == ControlTopology::ExternalLeader
-        && common.plan.mesh_ranks().next() == Some(rank)
+        && common.plan.computing_ranks().first() == Some(&rank)
     {
         let (relay, engine) = (common.mesh_leader_config(rank), (config, engine));
         run_mesh_leader(

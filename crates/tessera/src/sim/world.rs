@@ -35,7 +35,7 @@ use crate::engine::{build_program_index, mesh_phases};
 use crate::plan::{Plan, is_leader_phase};
 use crate::rank_config::RankConfig;
 use crate::record::{PhasesByRank, RecordWriter};
-use crate::run_settings::ranks_without_latents;
+use crate::run_settings::ranks_with_latents;
 use crate::stream_options::{ChunkProgress, StreamEvent};
 
 /// The simulated devices, media pipeline and record of a plan, which the simulated runtime uses as
@@ -288,7 +288,7 @@ impl World for SimWorld<'_> {
         Box::new(SimEngine::new(
             programs,
             traces,
-            !ranks_without_latents(self.plan).contains(&rank),
+            ranks_with_latents(self.plan).contains(&rank),
             Rc::clone(finished),
         ))
     }

@@ -16,9 +16,9 @@ use tessera::terminal::{print_stderr, print_stderr_line};
 use tessera::{Model, Plan, StopHandle};
 use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
 
-use super::report::{ReportPlace, print_failure, print_report};
+use super::report::{ReportPlace, print_report};
 use crate::flags::{AppliesTo, flag_set};
-use crate::output::{CliError, CliResult, OutputFormat};
+use crate::output::{CliError, CliResult, OutputFormat, print_failure};
 use crate::progress::{EXIT_INTERRUPTED, Progress, STOPPING_MESSAGE, handle_signals};
 
 const JOIN_HEADING: &str = "Ranks on several hosts (requires RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)";

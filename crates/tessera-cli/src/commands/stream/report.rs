@@ -2,9 +2,11 @@
 
 use tessera::OVERLAP_GATE;
 use tessera::stream_options::StreamReport;
-use tessera::terminal::{print_stderr, print_stderr_line};
+use tessera::terminal::print_stderr;
 
-use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_pairs, write_stdout};
+use crate::output::{
+    CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_pairs, print_failure, write_stdout,
+};
 
 /// Where the result of a run is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,18 +44,6 @@ pub fn print_report(
         return Err(CliError::with_status(vec![d], status));
     }
     Ok(report.exit_code)
-}
-
-/// Prints code, class, rank and text of a failure to standard error.
-pub fn print_failure(f: &tessera::Failure) {
-    let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
-    print_stderr_line(&format!(
-        "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
-        f.code,
-        f.class.as_str(),
-        f.text.replace("; ", "\n  "),
-        f.code
-    ));
 }
 
 /// The files that a run folder may contain, with the most useful ones first.

@@ -1,0 +1,276 @@
+//! Generates texts on ranks that are processes of this host, under a leader.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_report::record::{
+    RankRole, RecordLine, RunDevice, RunHost, RunKind, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
+};
+use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
+use tessera_runtime::wire::{FinishReason, Progress, TokenEvent};
+use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
+
+use super::LanguagePlan;
+use super::generate_config::GenerateConfig;
+use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
+use crate::clock::format_utc;
+use crate::codes::{T0015, T0018};
+use crate::faults::DrillConfig;
+use crate::files::{StagedFolder, write_error};
+use crate::machine_shape::describe_machine;
+use crate::plan_folder::folder_name;
+use crate::rank::RankPlan;
+use crate::rank_process::RankOrders;
+use crate::record::RECORD_FILE;
+use crate::run_dir::read_record;
+use crate::run_dir_writer::{append_line, missing_end_line};
+use crate::run_settings::build_id;
+use crate::stream::new_session_id;
+use crate::{communicators, flight};
+
+/// What a run generates, and where.
+#[derive(Debug, Clone)]
+pub struct GenerateOptions {
+    /// Folder of the model.
+    pub model: PathBuf,
+    /// The texts to continue.
+    pub requests: Vec<TextRequest>,
+    /// The prompts in words, for the record.
+    pub prompts: Vec<String>,
+    /// Folder for the plan, the record and the flight records; it must not exist, or be empty.
+    pub out: PathBuf,
+    /// Threads of each rank; by default the cores of this host, divided among the ranks.
+    pub threads: Option<usize>,
+    /// Whether more ranks than cores are wanted.
+    pub oversubscribe: bool,
+    /// Whether each rank writes the messages that it sends to a file.
+    pub wire_dump: bool,
+    /// The drill of this run.
+    pub drill: Option<DrillConfig>,
+    /// Command line, for the record.
+    pub command: Vec<String>,
+}
+
+/// What happens while ranks generate texts.
+#[derive(Debug)]
+pub enum GenerateEvent {
+    /// Every rank was spawned; process ids in rank order.
+    Started {
+        /// Process ids.
+        pids: Vec<u32>,
+    },
+    /// The leader reported an id.
+    Id(TokenEvent),
+    /// No process is left.
+    Exited,
+}
+
+/// The result of a run whose processes have all ended.
+#[derive(Debug)]
+pub struct GenerateReport {
+    /// Exit status of the command.
+    pub exit_code: u8,
+    /// The failure that ended the run, if any.
+    pub failure: Option<Failure>,
+    /// Whether a stop was requested.
+    pub interrupted: bool,
+    /// The texts, as far as they were generated.
+    pub texts: Vec<GeneratedText>,
+    /// Times of the calls that read prompts.
+    pub prefill: CallTimes,
+    /// Times of the calls that decode one id of every text.
+    pub decode: CallTimes,
+}
+
+/// Runs a plan and blocks until no process is left. `argv` is the command line of a rank's process,
+/// which must call [`crate::rank_main`].
+///
+/// # Errors
+/// Returns what is wrong before anything was started. Later failures are in the report.
+pub fn run(
+    plan: &Arc<LanguagePlan>,
+    options: &GenerateOptions,
+    argv: Vec<String>,
+    interrupt: &StopHandle,
+    on_event: &mut dyn FnMut(GenerateEvent),
+) -> Result<GenerateReport, Diagnostics> {
+    let one = |d: Diagnostic| vec![d];
+    let ranks = plan.sealed.mesh().world_size();
+    let threads = choose_threads(options, ranks)?;
+    // The leader would find an impossible request too, but later and in another process.
+    TokenScheduler::new(plan, &plan.model.end_ids).open(&options.requests).map_err(one)?;
+    let absolute = |p: &Path| std::path::absolute(p).map_err(|e| vec![write_error(p, &e)]);
+    let out = absolute(&options.out)?;
+    let config = GenerateConfig {
+        plan: out.join("plan"),
+        digest: plan.sealed.digest_hex(),
+        model: absolute(&options.model)?,
+        out,
+        threads,
+        requests: options.requests.clone(),
+        end_ids: plan.model.end_ids.clone(),
+        wire_dump: options.wire_dump,
+        gpus: None,
+        drill: options.drill.clone(),
+    };
+    write_run_dir(plan, &config, options).map_err(one)?;
+    let specs = communicators::communicator_specs(&plan.sealed);
+    let payload = serde_json::to_vec(&RankOrders::Generate(config)).map_err(|e| {
+        vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
+    })?;
+    let spec = LaunchSpec {
+        argv,
+        rank_count: ranks,
+        topology: plan.control_topology(),
+        session: new_session_id(&plan.sealed),
+        extra_fds: communicators::create_arenas_of_ranks(&specs, ranks).map_err(one)?,
+        payload,
+        env: Vec::new(),
+        limits: options.drill.as_ref().map_or_else(Limits::default, |d| d.limits.clone()),
+        tripwires: options.drill.as_ref().map_or_else(Tripwires::default, |d| d.disabled_tripwires.clone()),
+    };
+    let mut tally = TextTally::new(plan.prefill.rows, &options.requests);
+    let launched = launch_ranks(&spec, interrupt, &mut |event| match event {
+        LaunchEvent::Started(pids) => on_event(GenerateEvent::Started { pids: pids.to_vec() }),
+        LaunchEvent::Progress(progress) => {
+            tally.count_call(progress);
+            progress.ids.iter().for_each(|id| on_event(GenerateEvent::Id(*id)));
+        }
+    });
+    on_event(GenerateEvent::Exited);
+    let (failure, interrupted) = match launched {
+        Ok(report) => {
+            let unwritten = flight::write_exits(&options.out, &report.exits).err();
+            let unwritten = unwritten.map(|d| Failure::from_diagnostic(FailureClass::Output, None, &d));
+            (report.failure.or(unwritten), report.interrupted)
+        }
+        Err(ds) => (ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, None, d)), false),
+    };
+    close_record(&options.out, failure.as_ref()).map_err(one)?;
+    Ok(tally.into_report(failure, interrupted))
+}
+
+fn choose_threads(options: &GenerateOptions, ranks: u32) -> Result<usize, Diagnostics> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if ranks as usize > cores && !options.oversubscribe {
+        return Err(vec![
+            Diagnostic::error(&T0015, format!("{ranks} ranks on {cores} cores"))
+                .with_hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe")),
+        ]);
+    }
+    Ok(options.threads.unwrap_or((cores / ranks as usize).max(1)))
+}
+
+/// Writes the run directory with its plan and the first line of its record, atomically.
+fn write_run_dir(
+    plan: &LanguagePlan,
+    config: &GenerateConfig,
+    options: &GenerateOptions,
+) -> Result<(), Diagnostic> {
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let sealed = &plan.sealed;
+    let roles = sealed.roles().iter();
+    let start = RunStart {
+        schema: SCHEMA,
+        tessera: env!("CARGO_PKG_VERSION").into(),
+        host: Some(Box::new(RunHost { build: build_id(), machine_shape: describe_machine(RunDevice::Cpu) })),
+        plan: sealed.digest_hex(),
+        model: folder_name(&config.model),
+        generates: RunKind::Text,
+        mesh: sealed.mesh().to_string(),
+        strategy: plan.mapping.strategy_label(),
+        numerics: plan.mapping.numerics.name().into(),
+        weights: String::new(),
+        dtype: plan.mapping.dtype.name().into(),
+        cache: "pages".into(),
+        topology: plan.mapping.topology.name().into(),
+        seed: options.requests.first().map_or(0, |r| u64::from(r.sampling.seed)),
+        prompts: options
+            .prompts
+            .iter()
+            .map(|text| ScheduledPrompt { chunk: 0, text: text.clone() })
+            .collect(),
+        chunks: None,
+        fps: 0.0,
+        width: 0,
+        height: 0,
+        steps: 0,
+        command: options.command.clone(),
+        started_at: format_utc(started),
+        status: RunStatus::Running,
+        ranks: roles
+            .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
+            .collect(),
+        device: RunDevice::Cpu,
+        machine: None,
+        outputs: Vec::new(),
+    };
+    let mut folder = StagedFolder::create_over(&options.out)?;
+    folder.write(RECORD_FILE, RecordLine::Start(Box::new(start)).to_json().as_bytes())?;
+    plan.write_into(&mut folder, "plan/", &config.model)?;
+    folder.commit()
+}
+
+/// Adds the end of a record whose leader wrote none.
+fn close_record(out: &Path, failure: Option<&Failure>) -> Result<(), Diagnostic> {
+    let path = out.join(RECORD_FILE);
+    match read_record(&path) {
+        Some(Ok(record)) if record.end.is_none() => {
+            append_line(&path, record.truncated, &RecordLine::End(missing_end_line(&record, failure)))
+        }
+        Some(Err(d)) => Err(d),
+        Some(Ok(_)) | None => Ok(()),
+    }
+}
+
+/// The texts and times that the leader has reported.
+struct TextTally {
+    texts: Vec<GeneratedText>,
+    /// Rows of the calls that read prompts and have not been reported, in the order of the calls.
+    unread: VecDeque<u64>,
+    prefill: CallTimes,
+    decode: CallTimes,
+}
+
+impl TextTally {
+    fn new(prompt_rows: u64, requests: &[TextRequest]) -> TextTally {
+        let empty = GeneratedText { ids: Vec::new(), finish: FinishReason::Length };
+        let pieces = |r: &TextRequest| {
+            let ids = r.prompt.len() as u64;
+            (0..ids).step_by(prompt_rows as usize).map(move |first| prompt_rows.min(ids - first))
+        };
+        TextTally {
+            texts: vec![empty; requests.len()],
+            unread: requests.iter().flat_map(pieces).collect(),
+            prefill: CallTimes::default(),
+            decode: CallTimes::default(),
+        }
+    }
+
+    fn count_call(&mut self, progress: &Progress) {
+        let time = Duration::from_nanos(progress.call_ns);
+        match self.unread.pop_front() {
+            Some(rows) => self.prefill.add_call(rows, time),
+            None => self.decode.add_call(progress.ids.len() as u64, time),
+        }
+        for event in &progress.ids {
+            if let Some(text) = self.texts.get_mut(event.text as usize) {
+                text.ids.push(event.id);
+                text.finish = event.finish.unwrap_or(text.finish);
+            }
+        }
+    }
+
+    fn into_report(self, failure: Option<Failure>, interrupted: bool) -> GenerateReport {
+        let exit_code = match (&failure, interrupted) {
+            (Some(f), _) => u8::try_from(f.class.exit_code()).unwrap_or(1),
+            (None, true) => 130,
+            (None, false) => 0,
+        };
+        let TextTally { texts, prefill, decode, .. } = self;
+        GenerateReport { exit_code, failure, interrupted, texts, prefill, decode }
+    }
+}

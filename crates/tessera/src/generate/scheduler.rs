@@ -1,0 +1,369 @@
+//! Decides what the calls of a batch of texts bring: prompts in pieces, then one id of every text per call. A pure
+//! state machine, so that threads of one process and processes under a leader run the same calls.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tessera_base::Diagnostic;
+use tessera_models::{TokenBucket, TokenInput, token_ids_name, token_phase_name};
+use tessera_runtime::token_director::TokenRequest;
+use tessera_runtime::wire::{
+    FinishReason, NewSequence, PhaseCall, ScalarArg, SequenceRows, Tensor, Tensors, TokenEvent, TokenWork,
+};
+
+use super::LanguagePlan;
+use super::pages::PagePool;
+use crate::codes::{T0086, T0087};
+
+/// How ids are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// Divisor of the logits; 0 takes the likeliest id.
+    pub temperature: f32,
+    /// Largest number of candidates; 0 for all.
+    pub top_k: u32,
+    /// Probability that the candidates reach together.
+    pub top_p: f32,
+    /// Seed of the draws, below 2^24. The draw of an id is numbered by its position, so it depends neither on the
+    /// batch nor on the mesh.
+    pub seed: u32,
+}
+
+impl Default for Sampling {
+    fn default() -> Sampling {
+        Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 }
+    }
+}
+
+/// A text to continue.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TextRequest {
+    /// Ids of the prompt, at least one.
+    pub prompt: Vec<u32>,
+    /// Largest number of ids to generate.
+    pub max_ids: usize,
+    /// How ids are chosen.
+    pub sampling: Sampling,
+}
+
+/// A generated text.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GeneratedText {
+    /// The generated ids, with the one that ends the text.
+    pub ids: Vec<u32>,
+    /// Why the text ended.
+    pub finish: FinishReason,
+}
+
+/// How long calls took, and how many rows they brought.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct CallTimes {
+    /// Number of calls.
+    pub calls: u64,
+    /// Rows that belonged to a text.
+    pub rows: u64,
+    /// Time of all calls together.
+    pub time: Duration,
+}
+
+impl CallTimes {
+    pub(super) fn add_call(&mut self, rows: u64, time: Duration) {
+        self.calls += 1;
+        self.rows += rows;
+        self.time += time;
+    }
+}
+
+/// A text in generation.
+struct Sequence {
+    /// Number of the sequence in the session.
+    number: u64,
+    /// Ids of the prompt and those generated.
+    ids: Vec<u32>,
+    /// Rows that calls have brought.
+    cached: usize,
+    pages: Vec<u32>,
+    request: TextRequest,
+    finish: Option<FinishReason>,
+}
+
+/// Rows that the call in flight brings.
+#[derive(Clone, Copy)]
+struct RowsInFlight {
+    text: usize,
+    count: usize,
+}
+
+/// The texts of a batch, and the call in flight.
+pub(super) struct TokenScheduler {
+    plan: Arc<LanguagePlan>,
+    /// Ids that end a text.
+    end_ids: Vec<u32>,
+    pool: PagePool,
+    sequences: Vec<Sequence>,
+    next_number: u64,
+    /// Sequences that ended since the last call.
+    ended: Vec<u64>,
+    /// Rows of the call in flight, by the place of their sequence in its bucket.
+    in_flight: Option<Vec<Option<RowsInFlight>>>,
+}
+
+impl TokenScheduler {
+    /// Creates a scheduler without texts, whose texts also end with each of these ids.
+    pub(super) fn new(plan: &Arc<LanguagePlan>, end_ids: &[u32]) -> TokenScheduler {
+        TokenScheduler {
+            plan: Arc::clone(plan),
+            end_ids: end_ids.to_vec(),
+            pool: PagePool::new(plan.cache.pages, plan.cache.page_rows),
+            sequences: Vec::new(),
+            next_number: 0,
+            ended: Vec::new(),
+            in_flight: None,
+        }
+    }
+
+    /// Begins a batch. Every text gets the pages of its whole length, so that none has to wait for another.
+    ///
+    /// # Errors
+    /// T0086 for a request that the plan cannot hold.
+    pub(super) fn open(&mut self, requests: &[TextRequest]) -> Result<(), Diagnostic> {
+        self.close();
+        if requests.len() as u64 > self.plan.decode.sequences {
+            let (n, has) = (requests.len(), self.plan.decode.sequences);
+            return Err(Diagnostic::error(&T0086, format!("{n} texts for a plan of {has}")));
+        }
+        for (text, request) in requests.iter().enumerate() {
+            check_request(&self.plan, text, request)?;
+            let mut pages = Vec::new();
+            let positions = request.prompt.len() + request.max_ids;
+            if !self.pool.allocate(&mut pages, positions) {
+                return Err(too_long(&self.plan, text, request));
+            }
+            self.sequences.push(Sequence {
+                number: self.next_number,
+                ids: request.prompt.clone(),
+                cached: 0,
+                pages,
+                request: request.clone(),
+                finish: None,
+            });
+            self.next_number += 1;
+        }
+        Ok(())
+    }
+
+    /// Returns the next call, or `None` if every text has ended.
+    ///
+    /// # Errors
+    /// T0087 if the ids are too many for a message.
+    pub(super) fn next_call(&mut self) -> Result<Option<TokenRequest>, Diagnostic> {
+        let unread =
+            self.sequences.iter().position(|s| s.finish.is_none() && s.cached < s.request.prompt.len());
+        let (bucket, rows) = match unread {
+            Some(text) => {
+                let count = self.sequences[text].request.prompt.len() - self.sequences[text].cached;
+                let count = count.min(self.plan.prefill.rows as usize);
+                (self.plan.prefill, vec![Some(RowsInFlight { text, count })])
+            }
+            None => {
+                let row = |(text, s): (usize, &Sequence)| {
+                    s.finish.is_none().then_some(RowsInFlight { text, count: 1 })
+                };
+                (self.plan.decode, self.sequences.iter().enumerate().map(row).collect())
+            }
+        };
+        if rows.iter().all(Option::is_none) {
+            return Ok(None);
+        }
+        let request = self.build_call(bucket, &rows)?;
+        self.in_flight = Some(rows);
+        Ok(Some(request))
+    }
+
+    /// Whether the outputs of a call are due.
+    pub(super) fn is_in_flight(&self) -> bool {
+        self.in_flight.is_some()
+    }
+
+    /// Takes the outputs of the call in flight, and returns the ids that texts gained.
+    ///
+    /// # Errors
+    /// T0087 if no call is in flight or an id is missing.
+    pub(super) fn take_outputs(&mut self, outputs: &Tensors) -> Result<Vec<TokenEvent>, Diagnostic> {
+        let rows = self.in_flight.take().ok_or_else(|| Diagnostic::error(&T0087, "no call is in flight"))?;
+        let next = outputs.get("next").and_then(Tensor::to_f32);
+        let mut events = Vec::new();
+        for (place, RowsInFlight { text, count }) in
+            rows.iter().enumerate().filter_map(|(place, rows)| rows.map(|rows| (place, rows)))
+        {
+            let sequence = &mut self.sequences[text];
+            sequence.cached += count;
+            if sequence.cached < sequence.ids.len() {
+                continue;
+            }
+            let id = next.as_ref().and_then(|ids| ids.get(place).copied());
+            let id = id.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no ids"))? as u32;
+            events.push(self.push_id(text, id));
+        }
+        Ok(events)
+    }
+
+    /// Takes the logits [rows, vocabulary] of the call in flight, in the rows that belong to its only text.
+    ///
+    /// # Errors
+    /// T0087 if no call is in flight, or the plan returns no logits.
+    pub(super) fn take_logits(&mut self, outputs: &Tensors) -> Result<Vec<f32>, Diagnostic> {
+        let logits = outputs.get("logits").and_then(Tensor::to_f32);
+        let mut logits = logits.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no logits"))?;
+        let rows = self.in_flight.take().and_then(|rows| rows.first().copied().flatten());
+        let RowsInFlight { text, count } =
+            rows.ok_or_else(|| Diagnostic::error(&T0087, "no call is in flight"))?;
+        self.sequences[text].cached += count;
+        logits.truncate(count * self.plan.model.extents.vocab as usize);
+        Ok(logits)
+    }
+
+    /// Returns whether the call in flight reads a prompt, and the rows that it brings.
+    pub(super) fn describe_call(&self) -> (bool, u64) {
+        let mut rows = self.in_flight.iter().flatten().flatten().peekable();
+        let reads_prompt = rows
+            .peek()
+            .is_some_and(|r| self.sequences[r.text].cached < self.sequences[r.text].request.prompt.len());
+        (reads_prompt, rows.map(|r| r.count as u64).sum())
+    }
+
+    /// Whether the prompts are read.
+    pub(super) fn has_read_prompts(&self) -> bool {
+        self.sequences.iter().all(|s| s.cached >= s.request.prompt.len())
+    }
+
+    /// Ends the batch and returns its texts.
+    pub(super) fn close(&mut self) -> Vec<GeneratedText> {
+        self.in_flight = None;
+        let mut texts = Vec::new();
+        for mut sequence in std::mem::take(&mut self.sequences) {
+            if sequence.finish.is_none() {
+                self.end_sequence(&mut sequence);
+            }
+            let ids = sequence.ids.split_off(sequence.request.prompt.len());
+            texts.push(GeneratedText { ids, finish: sequence.finish.unwrap_or(FinishReason::Length) });
+        }
+        texts
+    }
+
+    fn push_id(&mut self, text: usize, id: u32) -> TokenEvent {
+        let sequence = &mut self.sequences[text];
+        sequence.ids.push(id);
+        let generated = sequence.ids.len() - sequence.request.prompt.len();
+        if self.end_ids.contains(&id) {
+            sequence.finish = Some(FinishReason::EndId);
+        } else if generated == sequence.request.max_ids {
+            sequence.finish = Some(FinishReason::Length);
+        }
+        let finish = sequence.finish;
+        if finish.is_some() {
+            let mut pages = std::mem::take(&mut sequence.pages);
+            self.ended.push(sequence.number);
+            self.pool.return_pages(&mut pages);
+        }
+        TokenEvent { text: text as u32, id, finish }
+    }
+
+    /// Gives back the pages of a sequence that ends early. One that no call has brought has nothing to end.
+    fn end_sequence(&mut self, sequence: &mut Sequence) {
+        if sequence.cached > 0 {
+            self.ended.push(sequence.number);
+        }
+        self.pool.return_pages(&mut sequence.pages);
+    }
+
+    /// Builds the call of a bucket with rows of some texts; `None` is an absent one.
+    fn build_call(
+        &mut self,
+        bucket: TokenBucket,
+        batch: &[Option<RowsInFlight>],
+    ) -> Result<TokenRequest, Diagnostic> {
+        let (b, n) = (bucket.sequences as usize, bucket.rows as usize);
+        let row_of = |place: usize| {
+            let rows = batch.get(place).copied().flatten()?;
+            Some((&self.sequences[rows.text], rows.count))
+        };
+        let numbers = |absent: f32, of: &dyn Fn(&Sequence, usize) -> f32| -> Vec<f32> {
+            (0..b).map(|place| row_of(place).map_or(absent, |(s, count)| of(s, count))).collect()
+        };
+        let sampling = |of: &dyn Fn(&Sampling) -> f32| numbers(0.0, &|s, _| of(&s.request.sampling));
+        let last = (0..b).map(|p| (p * n + row_of(p).map_or(0, |(_, count)| count - 1)) as f32).collect();
+        let mut ids = vec![0.0; b * n];
+        let per_sequence = self.plan.cache.pages_per_sequence as usize;
+        let mut pages = vec![-1.0; b * per_sequence];
+        let mut work = TokenWork { ended: Vec::new(), begun: Vec::new(), rows: vec![None; b] };
+        for (place, (sequence, count)) in (0..b).filter_map(|p| Some((p, row_of(p)?))) {
+            let first = sequence.cached;
+            for (to, id) in ids[place * n..].iter_mut().zip(&sequence.ids[first..first + count]) {
+                *to = *id as f32;
+            }
+            for (to, page) in pages[place * per_sequence..].iter_mut().zip(&sequence.pages) {
+                *to = *page as f32;
+            }
+            if first == 0 {
+                work.begun.push(NewSequence { sequence: sequence.number, pages: sequence.pages.clone() });
+            }
+            let (first, count) = (first as u32, count as u32);
+            work.rows[place] = Some(SequenceRows { sequence: sequence.number, first, count });
+        }
+        let scalars = [
+            (TokenInput::PAGES, pages),
+            (TokenInput::START, numbers(-1.0, &|s, _| s.cached as f32)),
+            (TokenInput::LAST, last),
+            (TokenInput::DRAW, numbers(0.0, &|s, count| (s.cached + count) as f32)),
+            (TokenInput::SEED, sampling(&|how| how.seed as f32)),
+            (TokenInput::TEMPERATURE, sampling(&|how| how.temperature)),
+            (TokenInput::TOP_K, sampling(&|how| how.top_k as f32)),
+            (TokenInput::TOP_P, sampling(&|how| how.top_p)),
+        ];
+        let takes_all = self.plan.settings.output == super::TokenOutput::Next;
+        let args = scalars.into_iter().filter(|(name, _)| takes_all || PLACE_SCALARS.contains(name));
+        let args = args.map(|(name, values)| (name.to_string(), ScalarArg::from_f32s(&values))).collect();
+        let inputs = Tensors(vec![Tensor::from_f32(&token_ids_name(bucket), &[(b * n) as u64], &ids)?]);
+        work.ended = std::mem::take(&mut self.ended);
+        Ok(TokenRequest { work, phase: PhaseCall::new(token_phase_name(bucket), args), inputs })
+    }
+}
+
+/// The scalars of a program that returns logits and chooses no ids.
+const PLACE_SCALARS: [&str; 2] = [TokenInput::PAGES, TokenInput::START];
+
+fn check_request(plan: &LanguagePlan, text: usize, request: &TextRequest) -> Result<(), Diagnostic> {
+    let vocab = plan.model.extents.vocab;
+    if let Some(id) = request.prompt.iter().find(|id| u64::from(**id) >= vocab) {
+        return Err(Diagnostic::error(
+            &T0086,
+            format!("text {text} has the id {id}, but the model has {vocab} ids"),
+        ));
+    }
+    let (prompt, max_ids, seed) = (request.prompt.len(), request.max_ids, request.sampling.seed);
+    if prompt == 0 || max_ids == 0 || seed >= 1 << 24 {
+        return Err(Diagnostic::error(
+            &T0086,
+            format!("text {text}: {prompt} ids of a prompt, {max_ids} ids to generate, seed {seed}"),
+        )
+        .with_hint("a text needs a prompt, at least one id to generate, and a seed below 2^24"));
+    }
+    if (prompt + max_ids) as u64 > plan.cache.page_rows * plan.cache.pages_per_sequence {
+        return Err(too_long(plan, text, request));
+    }
+    Ok(())
+}
+
+fn too_long(plan: &LanguagePlan, text: usize, request: &TextRequest) -> Diagnostic {
+    let most = plan.cache.page_rows * plan.cache.pages_per_sequence;
+    let (prompt, max_ids) = (request.prompt.len(), request.max_ids);
+    Diagnostic::error(
+        &T0086,
+        format!(
+            "text {text}: a prompt of {prompt} and {max_ids} new ids do not fit a cache of {most} positions"
+        ),
+    )
+    .with_hint("shorten the prompt, or generate fewer ids")
+}

@@ -1,0 +1,166 @@
+//! The ranks of a sealed plan as threads of this process, with the engines and checks of a run of processes.
+//!
+//! Messages, heartbeats, per-call deadlines and the record are absent, because only processes need them.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use tessera_base::Diagnostic;
+use tessera_mesh::Rank;
+use tessera_runtime::Tripwires;
+use tessera_runtime::driver::{EngineEvent, EngineThread};
+use tessera_runtime::engine::{AbortHandle, CallReport, ReadyCall};
+use tessera_runtime::wire::{CallMeta, Tensors};
+
+use crate::codes::{T0017, T0087};
+use crate::communicators;
+use crate::rank::{RankContext, RankPlan};
+
+/// Maximum wait for the next event of a rank. It only ends the wait for a hung rank; no slow
+/// machine reaches it.
+const EVENT_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// The engine threads. Dropping this value ends them, even during a call.
+pub(crate) struct InProcessRanks {
+    threads: Vec<(Rank, EngineThread)>,
+    aborts: Vec<AbortHandle>,
+    events: Receiver<(u32, EngineEvent)>,
+    output_groups: Vec<Vec<u32>>,
+    /// Whether no rank runs a call.
+    idle: bool,
+}
+
+impl InProcessRanks {
+    /// Loads the programs and weights of every rank, with `threads` threads each.
+    ///
+    /// # Errors
+    /// T0017 if a resource of this host is missing, or T0087 with the error of a rank.
+    pub(crate) fn start<P: RankPlan>(
+        context: &RankContext<P>,
+        place: &P::WeightsPlace,
+        threads: usize,
+    ) -> Result<InProcessRanks, Diagnostic> {
+        let specs = communicators::communicator_specs(context.plan.sealed());
+        let arenas = communicators::create_arenas(&specs)?;
+        let share = |fd: &OwnedFd| {
+            fd.try_clone().map_err(|e| Diagnostic::error(&T0017, format!("shared memory: {e}")))
+        };
+        let (sender, events) = channel();
+        let mut ranks = InProcessRanks {
+            threads: Vec::new(),
+            aborts: Vec::new(),
+            events,
+            output_groups: context.plan.output_groups(),
+            idle: false,
+        };
+        for rank in context.plan.computing_ranks() {
+            let own_arenas = communicators::indices_of_rank(&specs, rank)
+                .map(|i| share(&arenas[i]))
+                .collect::<Result<Vec<_>, _>>()?;
+            let factory = context.engine_factory(rank, place.clone(), threads, own_arenas);
+            let sender = sender.clone();
+            let forward = move |event| {
+                let _ = sender.send((rank.0, event));
+            };
+            let thread = EngineThread::spawn(
+                rank.0,
+                factory,
+                Arc::clone(&context.program_index),
+                context.session_spec.state_spec(),
+                Tripwires::default(),
+                forward,
+            )
+            .map_err(|e| Diagnostic::error(&T0017, format!("the thread of rank {rank}: {e}")))?;
+            ranks.threads.push((rank, thread));
+        }
+        while ranks.aborts.len() < ranks.threads.len() {
+            match ranks.next_event()? {
+                (_, EngineEvent::Loaded { abort, .. }) => ranks.aborts.push(abort),
+                (rank, EngineEvent::NotLoaded(f)) => return Err(rank_error(rank, f.text).with_note(f.code)),
+                (rank, EngineEvent::CallEnded(_)) => {
+                    return Err(rank_error(rank, "it ended a call that was not started"));
+                }
+            }
+        }
+        ranks.idle = true;
+        Ok(ranks)
+    }
+
+    /// Starts a call on every rank.
+    ///
+    /// # Errors
+    /// T0087 if a rank has ended.
+    pub(crate) fn begin_call(&mut self, call: &ReadyCall) -> Result<(), Diagnostic> {
+        self.idle = false;
+        match self.threads.iter().find(|(_, t)| !t.start_call(Box::new(call.clone()))) {
+            Some((rank, _)) => Err(rank_error(*rank, "its thread does not accept calls")),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for every rank, checks each report against the call and against the other reports, and
+    /// returns the outputs of all groups.
+    ///
+    /// # Errors
+    /// T0087 with the failure of a rank, or with its departure from the plan or from another rank.
+    pub(crate) fn finish_call(&mut self, meta: &CallMeta) -> Result<Tensors, Diagnostic> {
+        let mut reports: BTreeMap<u32, CallReport> = BTreeMap::new();
+        while reports.len() < self.threads.len() {
+            let (rank, event) = self.next_event()?;
+            let EngineEvent::CallEnded(outcome) = event else {
+                return Err(rank_error(rank, "it loaded twice"));
+            };
+            reports.insert(rank.0, outcome.map_err(|f| rank_error(rank, f.text).with_note(f.code))?);
+        }
+        self.idle = true;
+        for (rank, report) in &reports {
+            let seen = &report.observed;
+            if (seen.state, seen.trace) != (meta.predicted_state, meta.expected_trace_digest) {
+                let what = "its trace or its call state differs from the plan";
+                let planned = format!("state {}, trace {}", meta.predicted_state, meta.expected_trace_digest);
+                return Err(rank_error(Rank(*rank), what)
+                    .with_label("planned", planned)
+                    .with_label("observed", format!("state {}, trace {}", seen.state, seen.trace)));
+            }
+        }
+        let mut outputs = Tensors::default();
+        for group in &self.output_groups {
+            let mut members = group.iter().filter_map(|rank| Some((*rank, reports.remove(rank)?)));
+            let Some((first, report)) = members.next() else { continue };
+            for (rank, other) in members {
+                let (here, there) = (report.observed.output, other.observed.output);
+                if here != there {
+                    return Err(rank_error(Rank(rank), "its outputs differ from another rank's")
+                        .with_label(format!("rank {first}"), here.to_string())
+                        .with_label(format!("rank {rank}"), there.to_string()));
+                }
+            }
+            outputs.0.extend(report.outputs.0);
+        }
+        Ok(outputs)
+    }
+
+    fn next_event(&self) -> Result<(Rank, EngineEvent), Diagnostic> {
+        let event = self.events.recv_timeout(EVENT_TIMEOUT);
+        event
+            .map(|(rank, event)| (Rank(rank), event))
+            .map_err(|_| Diagnostic::error(&T0087, format!("no rank answered for {EVENT_TIMEOUT:?}")))
+    }
+}
+
+impl Drop for InProcessRanks {
+    fn drop(&mut self) {
+        if !self.idle {
+            for abort in &self.aborts {
+                abort();
+            }
+        }
+    }
+}
+
+fn rank_error(rank: Rank, text: impl Into<String>) -> Diagnostic {
+    Diagnostic::error(&T0087, format!("rank {rank}: {}", text.into()))
+}

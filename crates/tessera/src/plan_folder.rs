@@ -1,0 +1,263 @@
+//! The folder of a sealed plan: programs, memory plan, mapping and seal. The configs of the model lie beside them,
+//! and only the kind of plan knows these.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
+use tessera_mesh::{Rank, RankMap};
+use tessera_plan::Mapping;
+use tessera_verify::{DeviceLimits, SealedPlan, seal};
+
+use crate::check::map_places_to_files;
+use crate::codes::{T0011, T0012};
+use crate::files::{StagedFolder, read_text};
+
+/// File of a plan folder with the config of the model.
+pub(crate) const CONFIG_FILE: &str = "config.json";
+
+/// The names of a model, which the seal does not cover.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ModelNames {
+    /// Name for display.
+    pub(crate) model: String,
+    /// Folder in which weights are looked up.
+    pub(crate) model_dir: String,
+}
+
+/// What a plan folder holds besides the configs of the model.
+pub(crate) struct SealedFolder {
+    pub(crate) sealed: SealedPlan,
+    pub(crate) mapping: Mapping,
+    pub(crate) names: ModelNames,
+}
+
+/// Writes the programs, the memory plan, the mapping and the seal under `prefix` into a staged folder.
+pub(crate) fn write_sealed(
+    folder: &mut StagedFolder,
+    prefix: &str,
+    (sealed, mapping): (&SealedPlan, &Mapping),
+    names: &ModelNames,
+) -> Result<(), Diagnostic> {
+    let mut write = |name: &str, bytes: &[u8]| folder.write(&format!("{prefix}{name}"), bytes);
+    let mut slots = Vec::new();
+    for phase in sealed.phase_names() {
+        for role in sealed.roles() {
+            let rank = role.ranks[0];
+            if let (Some(p), Some(s)) = (sealed.rank_program(phase, rank), sealed.rank_slots(phase, rank)) {
+                write(&program_file(phase, &role.role), print(p).as_bytes())?;
+                slots.push(SlotsFile {
+                    phase: phase.clone(),
+                    role: role.role.clone(),
+                    bytes: s.slot_bytes.clone(),
+                    slot_of_value: s.value_slots.clone(),
+                });
+            }
+        }
+    }
+    let seal = SealFile {
+        tessera_plan: PLAN_VERSION,
+        digest: sealed.digest_hex(),
+        model: names.model.clone(),
+        model_dir: names.model_dir.clone(),
+        roles: sealed
+            .roles()
+            .iter()
+            .map(|r| (r.role.clone(), r.ranks.iter().map(|r| r.0).collect()))
+            .collect(),
+        devices: sealed.rank_map().devices().to_vec(),
+        phases: sealed.phase_names().to_vec(),
+        calls: sealed.calls().to_vec(),
+    };
+    write("mapping.toml", mapping.to_toml().as_bytes())?;
+    write("memory.json", to_json(&slots).as_bytes())?;
+    write("seal.json", to_json(&seal).as_bytes())
+}
+
+/// Reads a plan folder and verifies it again; its digest must equal the sealed one. `sealed_text` makes the text
+/// that the seal covers besides the programs.
+///
+/// # Errors
+/// T0011, T0012, or what the verifier rejects.
+pub(crate) fn read_sealed(
+    dir: &Path,
+    limits: &DeviceLimits,
+    sealed_text: &dyn Fn(&Mapping) -> String,
+) -> Result<SealedFolder, Diagnostics> {
+    let (bundle, mapping, seal_file) = read_bundle(dir, sealed_text)?;
+    let sealed = seal(bundle, limits).map_err(|mut ds| {
+        map_places_to_files(&mut ds, &|at| {
+            seal_file.find_program_file(at).map(|f| dir.join(f).display().to_string())
+        });
+        ds
+    })?;
+    if sealed.digest_hex() != seal_file.digest {
+        return Err(vec![
+            Diagnostic::error(&T0012, "the plan is not the one that was sealed")
+                .with_label(
+                    dir.join("seal.json").display().to_string(),
+                    format!("digest {}", seal_file.digest),
+                )
+                .with_label(dir.display().to_string(), format!("digest {}", sealed.digest_hex()))
+                .with_hint("make the plan again with `tessera plan`"),
+        ]);
+    }
+    let names = ModelNames { model: seal_file.model, model_dir: seal_file.model_dir };
+    Ok(SealedFolder { sealed, mapping, names })
+}
+
+/// Returns the name of a model: the last part of its folder's path, or `model` if it has none.
+pub(crate) fn folder_name(dir: &Path) -> String {
+    dir.file_name().map_or("model".to_string(), |n| n.to_string_lossy().into_owned())
+}
+
+/// The contents of `seal.json`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SealFile {
+    tessera_plan: u32,
+    digest: String,
+    model: String,
+    model_dir: String,
+    roles: Vec<(String, Vec<u32>)>,
+    devices: Vec<String>,
+    phases: Vec<String>,
+    calls: Vec<(String, Vec<String>)>,
+}
+
+impl SealFile {
+    /// Finds the program file of an op from the location text of a verifier diagnostic.
+    fn find_program_file(&self, location: &str) -> Option<String> {
+        let pairs = self.phases.iter().flat_map(|p| self.roles.iter().map(move |(r, _)| (p, r)));
+        pairs
+            .filter(|(phase, role)| location.contains(&format!("@{phase} role({role})")))
+            .map(|(phase, role)| program_file(phase, role))
+            .next()
+    }
+}
+
+/// The memory plan of one program in `memory.json`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SlotsFile {
+    phase: String,
+    role: String,
+    bytes: Vec<u64>,
+    slot_of_value: Vec<Option<u32>>,
+}
+
+/// Version of the plan folder. Version 2 renamed keys of the programs and of `memory.json`.
+const PLAN_VERSION: u32 = 2;
+
+/// The keys of plan version 1 that have other names now.
+const PLAN_1_KEYS: &str = "plan version 2 has new names for keys of version 1: `of` of memory.json is `slot_of_value`, and the \
+programs and mapping.toml have new names, too";
+
+fn program_file(phase: &str, role: &str) -> String {
+    format!("programs/{phase}.{role}.tir")
+}
+
+fn read_bundle(
+    dir: &Path,
+    sealed_text: &dyn Fn(&Mapping) -> String,
+) -> Result<(Bundle, Mapping, SealFile), Diagnostics> {
+    let shown = |name: &str| dir.join(name).display().to_string();
+    let text = |name: &str| read_text(&dir.join(name), &T0011).map_err(|d| vec![d]);
+    let seal_file: SealFile = from_json(&shown("seal.json"), &text("seal.json")?)?;
+    check_model_names(&seal_file, &shown("seal.json")).map_err(|d| vec![d])?;
+    if seal_file.tessera_plan != PLAN_VERSION {
+        let d = Diagnostic::error(&T0011, "another version of tessera made this plan")
+            .with_label(shown("seal.json"), format!("plan version {}", seal_file.tessera_plan))
+            .with_label("this build", format!("reads plan version {PLAN_VERSION}"))
+            .with_hint("make the plan again with `tessera plan`");
+        return Err(vec![if seal_file.tessera_plan == 1 { d.with_note(PLAN_1_KEYS) } else { d }]);
+    }
+    let slots: Vec<SlotsFile> = from_json(&shown("memory.json"), &text("memory.json")?)?;
+    let mapping = Mapping::parse(&shown("mapping.toml"), &text("mapping.toml")?)?;
+    let world = mapping.world_mesh().map_err(|d| vec![*d])?;
+    let rank_map = RankMap::new(&world, seal_file.devices.clone()).map_err(|d| vec![*d])?;
+    let mut ds = Vec::new();
+    let mut phases = Vec::new();
+    for name in &seal_file.phases {
+        let mut phase = Phase { name: name.clone(), programs: Vec::new(), slots: Vec::new() };
+        for (role, _) in &seal_file.roles {
+            let file = program_file(name, role);
+            let program = text(&file).and_then(|t| parse(&t, &shown(&file)));
+            let memory = slots.iter().find(|s| s.phase == *name && s.role == *role);
+            match (program, memory) {
+                (Ok(p), Some(m)) => {
+                    phase
+                        .programs
+                        .push(check_program_name(p, name, role, &shown(&file)).map_err(|d| vec![d])?);
+                    phase
+                        .slots
+                        .push(Slots { slot_bytes: m.bytes.clone(), value_slots: m.slot_of_value.clone() });
+                }
+                (Err(e), _) => ds.extend(e),
+                (_, None) => {
+                    ds.push(Diagnostic::error(&T0011, format!("no memory plan for @{name} of {role}")))
+                }
+            }
+        }
+        phases.push(phase);
+    }
+    if !ds.is_empty() {
+        return Err(ds);
+    }
+    let roles = seal_file
+        .roles
+        .iter()
+        .map(|(role, ranks)| RoleRanks {
+            role: role.clone(),
+            ranks: ranks.iter().map(|r| Rank(*r)).collect(),
+        })
+        .collect();
+    let bundle = Bundle {
+        mesh: world,
+        rank_map,
+        roles,
+        phases,
+        calls: seal_file.calls.clone(),
+        mapping: sealed_text(&mapping),
+    };
+    Ok((bundle, mapping, seal_file))
+}
+
+/// Checks that the model's name, which names output folders, is the name of one folder, and that it
+/// is the name of the recorded model folder. The seal covers neither.
+fn check_model_names(seal: &SealFile, file: &str) -> Result<(), Diagnostic> {
+    let is_folder = Path::new(&seal.model).file_name().is_some_and(|name| *name == *seal.model);
+    let names_it = seal.model_dir.is_empty() || folder_name(Path::new(&seal.model_dir)) == seal.model;
+    if is_folder && names_it && !seal.model.chars().any(char::is_control) {
+        return Ok(());
+    }
+    Err(Diagnostic::error(&T0011, "the model of the plan is not named after its folder")
+        .with_label(file.to_string(), format!("model {:?}, model_dir {:?}", seal.model, seal.model_dir))
+        .with_hint(
+            "`model` is the last part of the path `model_dir`; make the plan again with `tessera plan`",
+        ))
+}
+
+/// Checks that a program belongs to the phase and role of its file.
+fn check_program_name(p: Program, phase: &str, role: &str, file: &str) -> Result<Program, Diagnostic> {
+    if p.name == phase && p.role == role {
+        return Ok(p);
+    }
+    Err(Diagnostic::error(&T0011, format!("the file of @{phase} of {role} holds @{} of {}", p.name, p.role))
+        .with_label(file.to_string(), "this file"))
+}
+
+pub(crate) fn to_json<T: Serialize>(value: &T) -> String {
+    // Plain structs of numbers and strings always serialise.
+    serde_json::to_string_pretty(value).unwrap_or_default() + "\n"
+}
+
+pub(crate) fn from_json<T: for<'a> Deserialize<'a>>(file: &str, text: &str) -> Result<T, Diagnostics> {
+    serde_json::from_str(text).map_err(|e| {
+        vec![
+            Diagnostic::error(&T0011, format!("{file} cannot be read: {e}"))
+                .with_label(file.to_string(), "here"),
+        ]
+    })
+}
