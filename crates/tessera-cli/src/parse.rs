@@ -1,6 +1,7 @@
 //! Parsers of argument values that flags of several sets share. Each returns a typed value, or a
 //! diagnostic that shows the expected syntax. A syntax of one set stands beside its flags.
 
+use tessera::WeightsBase;
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
@@ -49,4 +50,9 @@ pub fn current_exe_path() -> Result<String, Diagnostic> {
 pub fn invalid_argument(option: &str, text: &str, why: &str, example: &str) -> Diagnostic {
     Diagnostic::error(&T0030, format!("{option} `{text}`: {why}"))
         .with_hint(format!("write it like {example}"))
+}
+/// Parses the value of `--weights`.
+pub fn parse_weights_base(text: &str) -> Result<WeightsBase, Diagnostic> {
+    let why = "not `synthetic:` and a whole number; weight files are read from the model's folder";
+    WeightsBase::parse(text).ok_or_else(|| invalid_argument("--weights", text, why, "--weights synthetic:1"))
 }

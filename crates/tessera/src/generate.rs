@@ -17,6 +17,7 @@ mod token_run;
 
 pub(crate) use generate_config::GenerateConfig;
 pub use language_plan::{LanguagePlan, LanguageSettings};
+pub use language_weights::LanguagePlace;
 pub use launch::{GenerateEvent, GenerateOptions, GenerateReport, run};
 pub use scheduler::{CallTimes, GeneratedText, Sampling, TextRequest};
 pub use tessera_models::TokenOutput;

@@ -101,7 +101,7 @@ fn run_text_rank(
     let setup = set_up(joined, 0, RankContext::new(plan, SyntheticDelays::default()));
     match rank.0 {
         0 => run_text_leader(|| Ok(setup), config),
-        _ => run_follower(|| Ok(setup), &config.settings(), config.model.clone(), rank),
+        _ => run_follower(|| Ok(setup), &config.settings(), config.weights.clone(), rank),
     }
 }
 

@@ -101,7 +101,8 @@ fn greedy_texts_are_those_of_transformers_alone_and_in_a_batch() {
             for batch in [&[0][..], &[1], &[0, 1], &[1, 0]] {
                 let requests: Vec<TextRequest> = batch.iter().map(|i| request(*i)).collect();
                 let mut streamed = vec![Vec::new(); batch.len()];
-                let texts = run.generate(&requests, |event| streamed[event.text as usize].push(event.id)).unwrap();
+                let texts =
+                    run.generate(&requests, |event| streamed[event.text as usize].push(event.id)).unwrap();
                 for ((text, streamed), i) in texts.iter().zip(&streamed).zip(batch) {
                     assert_eq!(
                         text.ids, reference.continuations[*i],

@@ -5,21 +5,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
-use tessera::Mapping;
 use tessera::codes::T0086;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::generate::{
-    CallTimes, FinishReason, GenerateEvent, GenerateOptions, GenerateReport, LanguagePlan, LanguageSettings,
-    Sampling, TextModel, TextRequest, TokenOutput,
+    CallTimes, FinishReason, GenerateEvent, GenerateOptions, GenerateReport, LanguagePlace, LanguagePlan,
+    LanguageSettings, Sampling, TextModel, TextRequest, TokenOutput,
 };
+use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
+use tessera::{DtypePolicy, Mapping, WeightsBase};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
-use crate::flags::mapping::{parse_mesh, require_axes};
+use crate::flags::mapping::{DTYPES, parse_mesh, require_axes};
+use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, print_failure, write_stdout};
-use crate::parse::{current_exe_path, invalid_argument};
+use crate::parse::{current_exe_path, invalid_argument, parse_weights_base};
 use crate::progress::stop_on_signals;
 
 const EXAMPLES: &str = "\
@@ -34,6 +36,12 @@ Qwen3 and Qwen3-MoE run, in f32 on the CPU, with a process for each rank. The te
 generated, and the speed to standard error.
 
 Exit status: 0 success, 1 the model or a text was rejected, 2 usage error, 130 interrupted, 10-29 a rank failed.";
+
+/// Values of `--device`, each with its help text.
+const DEVICES: &[(&str, RunDevice, &str)] = &[
+    ("cpu", RunDevice::Cpu, "Processes of this machine"),
+    ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank"),
+];
 
 /// Continue texts with a language model
 #[derive(Debug, clap::Args)]
@@ -75,6 +83,18 @@ pub struct Args {
     #[arg(long, value_name = "MESH", value_parser = require_axes, default_value = "tp=1")]
     mesh: String,
 
+    /// Device of the ranks
+    #[arg(long, value_parser = named_values(DEVICES), default_value = "cpu")]
+    device: RunDevice,
+
+    /// Compute dtype of matmuls and of the activations that they produce
+    #[arg(long, value_parser = named_values(DTYPES), default_value = "f32")]
+    dtype: DtypePolicy,
+
+    /// Draw the weights from a seed instead of reading them, for a measurement without a checkpoint
+    #[arg(long, value_name = "synthetic:SEED")]
+    weights: Option<String>,
+
     /// Threads of each rank [default: the cores of this host, divided among the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
@@ -109,7 +129,12 @@ pub fn run(args: &Args) -> CliResult {
     check_sampling(args)?;
     let model = TextModel::open(&args.model)?;
     let prompts = read_prompts(args, &model)?;
-    let mapping = Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() };
+    let base = match &args.weights {
+        None => WeightsBase::Files,
+        Some(text) => parse_weights_base(text).map_err(CliError::usage)?,
+    };
+    let mesh = parse_mesh(&args.mesh).map_err(CliError::usage)?;
+    let mapping = Mapping { mesh, dtype: args.dtype, ..Mapping::default() };
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let settings = LanguageSettings {
         sequences: prompts.len() as u64,
@@ -129,7 +154,8 @@ pub fn run(args: &Args) -> CliResult {
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     let run_folder = RunFolder::create(args.out.as_deref())?;
     let options = GenerateOptions {
-        model: args.model.clone(),
+        weights: LanguagePlace { dir: args.model.clone(), base },
+        device: args.device,
         requests: prompts
             .into_iter()
             .map(|prompt| TextRequest { prompt, max_ids: args.max_tokens as usize, sampling })

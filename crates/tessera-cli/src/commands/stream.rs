@@ -24,7 +24,7 @@ use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::flags::video::VideoArgs;
 use crate::flags::{AppliesTo, flag_set, named_values};
 use crate::output::{CliError, CliResult, OutputFormat};
-use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
+use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds, parse_weights_base};
 use crate::progress::run_watched;
 use changes::{parse_lora, parse_lora_at, parse_prompt_at, parse_seed_at, parse_weights_at};
 use join::{JoinArgs, read_variable};
@@ -439,11 +439,7 @@ fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
 
 /// Parses `--weights` and `--lora`.
 fn parse_weights_origin(args: &Args) -> Result<WeightsOrigin, CliError> {
-    let base = args.weights.as_ref().map_or(Ok(WeightsBase::Files), |text| {
-        let why = "not `synthetic:` and a whole number; weight files are read from the model's folder";
-        WeightsBase::parse(text)
-            .ok_or_else(|| invalid_argument("--weights", text, why, "--weights synthetic:1"))
-    });
+    let base = args.weights.as_deref().map_or(Ok(WeightsBase::Files), parse_weights_base);
     let loras = args.lora.iter().map(|text| parse_lora("--lora", text, "--lora style.safetensors:0.8"));
     match (base, loras.collect::<Result<Vec<_>, _>>()) {
         (Ok(base), Ok(loras)) => Ok(WeightsOrigin { base, loras }),

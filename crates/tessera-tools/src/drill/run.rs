@@ -11,8 +11,8 @@ use tessera::clock::monotonic_ns;
 use tessera::faults::{DrillConfig, fired_at_ns};
 use tessera::files::{MAX_TEXT_BYTES, read_file, write_error};
 use tessera::generate::{
-    self, GenerateEvent, GenerateOptions, LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest,
-    TokenOutput,
+    self, GenerateEvent, GenerateOptions, LanguagePlace, LanguagePlan, LanguageSettings, Sampling, TextModel,
+    TextRequest, TokenOutput,
 };
 use tessera::plan::Plan;
 use tessera::record::RECORD_FILE;
@@ -189,7 +189,8 @@ impl DrillRunner {
         self.run_count += 1;
         let out = self.setup.dir.join(format!("{}-{}", self.run_count, drill.id));
         let options = GenerateOptions {
-            model: self.language_model_dir()?,
+            weights: LanguagePlace::from_files(&self.language_model_dir()?),
+            device: self.setup.device,
             requests: vec![TextRequest {
                 prompt: PROMPT_IDS.to_vec(),
                 max_ids: TEXT_IDS,
@@ -203,7 +204,7 @@ impl DrillRunner {
             drill: self.drill_config(drill, disabled),
             command: vec!["tessera".to_string(), "drill".to_string(), drill.id.to_string()],
         };
-        let model = TextModel::open(&options.model)?.decoder;
+        let model = TextModel::open(&options.weights.dir)?.decoder;
         let mesh = drill.mesh.parse().map_err(|d: Box<Diagnostic>| vec![*d])?;
         let mapping = Mapping { mesh, ..Mapping::default() };
         let settings = LanguageSettings {

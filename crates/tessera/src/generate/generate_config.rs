@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::language_weights::LanguagePlace;
 use super::scheduler::TextRequest;
 use crate::cuda::GpuRankConfig;
 use crate::faults::DrillConfig;
@@ -16,8 +17,8 @@ pub(crate) struct GenerateConfig {
     pub(crate) plan: PathBuf,
     /// Digest of the sealed plan as hex digits; a rank that reads another plan fails with T0012.
     pub(crate) digest: String,
-    /// Absolute path of the model folder, from which every rank reads weights.
-    pub(crate) model: PathBuf,
+    /// Where every rank finds the weights; the path is absolute.
+    pub(crate) weights: LanguagePlace,
     /// Directory to which the run writes its record.
     pub(crate) out: PathBuf,
     /// Number of CPU threads per rank.

@@ -8,7 +8,7 @@ use tessera_ir::Bundle;
 use tessera_models::{
     DecoderModel, PagedCache, TokenBucket, TokenOutput, build_token_phases, token_phase_name,
 };
-use tessera_plan::{DecoderPrecision, DtypePolicy, LogicalModel, Mapping, Strategy, lower};
+use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, Strategy, lower};
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
 use crate::codes::{T0011, T0086};
@@ -66,7 +66,7 @@ impl LanguagePlan {
         mapping: &Mapping,
         settings: LanguageSettings,
     ) -> Result<LanguagePlan, Diagnostics> {
-        check_settings(model, mapping, settings)?;
+        check_settings(model, settings)?;
         let mut mapping = Mapping { strategy: Strategy::Megatron, ..mapping.clone() };
         let logical = logical_model(model, settings);
         let mut bundle: Bundle = lower(&logical, &mut mapping)?;
@@ -150,18 +150,12 @@ enum TokenOutputName {
     Logits,
 }
 
-fn check_settings(model: &DecoderModel, mapping: &Mapping, s: LanguageSettings) -> Result<(), Diagnostics> {
+fn check_settings(model: &DecoderModel, s: LanguageSettings) -> Result<(), Diagnostics> {
     let refuse = |message: String, hint: &str| Err(vec![Diagnostic::error(&T0086, message).with_hint(hint)]);
     if s.positions > model.max_positions {
         return refuse(
             format!("{} positions, but the model has {}", s.positions, model.max_positions),
             "shorten the prompt, or generate fewer tokens",
-        );
-    }
-    if mapping.dtype != DtypePolicy::F32 {
-        return refuse(
-            format!("dtype {} on CPUs, which compute in f32", mapping.dtype.name()),
-            "leave out --dtype",
         );
     }
     Ok(())

@@ -13,7 +13,7 @@ use tessera_runtime::paged_cache::PagedCacheSpec;
 use tessera_verify::SealedPlan;
 
 use super::LanguagePlan;
-use super::language_weights::LanguageWeights;
+use super::language_weights::{LanguagePlace, LanguageWeights};
 use crate::faults::FaultInjector;
 use crate::parity::ModelFacts;
 use crate::rank::{RankModel, RankPlan};
@@ -24,7 +24,7 @@ use crate::shards::WeightOpener;
 pub(super) const TOKENIZER_FILE: &str = "tokenizer.json";
 
 impl RankPlan for LanguagePlan {
-    type WeightsPlace = PathBuf;
+    type WeightsPlace = LanguagePlace;
 
     fn sealed(&self) -> &SealedPlan {
         &self.sealed
@@ -58,11 +58,11 @@ impl RankPlan for LanguagePlan {
 
     fn open_model(
         self: &Arc<LanguagePlan>,
-        dir: PathBuf,
+        place: LanguagePlace,
         _: Option<&FaultInjector>,
     ) -> Result<Box<dyn RankModel>, Diagnostic> {
-        let weights = LanguageWeights::open(&dir, &self.model, &self.sealed).map_err(first_diagnostic)?;
-        Ok(Box::new(LanguageRankModel { dir, weights }))
+        let weights = LanguageWeights::open(&place, &self.model, &self.sealed).map_err(first_diagnostic)?;
+        Ok(Box::new(LanguageRankModel { dir: place.dir, weights }))
     }
 }
 

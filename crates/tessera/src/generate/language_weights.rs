@@ -1,8 +1,9 @@
 //! The weights of a language model: the tensors of its files, and the rotary frequencies that its config states.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::{Opcode, Type};
@@ -10,6 +11,8 @@ use tessera_mesh::Rank;
 use tessera_models::{DecoderModel, ROTARY_FREQUENCIES};
 use tessera_verify::SealedPlan;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
+
+use crate::weights_origin::WeightsBase;
 
 /// The weights of a language model.
 #[derive(Debug)]
@@ -25,25 +28,49 @@ impl LanguageWeights {
     /// T0501 to T0508: a missing shard, a damaged file, or tensors that are missing, superfluous or of another
     /// shape.
     pub(super) fn open(
-        dir: &Path,
+        place: &LanguagePlace,
         model: &DecoderModel,
         plan: &SealedPlan,
     ) -> Result<LanguageWeights, Diagnostics> {
-        let files = WeightFiles::open(dir)?;
-        let stored: Vec<&str> = files.iter_tensors().map(|t| t.name).collect();
-        // A checkpoint may hold the tied head a second time.
-        let has_copy = model.extents.tied_embedding && stored.contains(&TIED_HEAD);
-        let mut expected = list_expected(plan);
-        if has_copy {
-            expected.push(ExpectedTensor {
-                name: TIED_HEAD.to_string(),
-                aliases: Vec::new(),
-                shape: vec![model.extents.vocab, model.extents.width],
-            });
-        }
-        let set = files.resolve(&expected)?;
+        let set = match place.base {
+            WeightsBase::Synthetic(seed) => WeightSet::synthetic(seed, &list_expected(plan)),
+            WeightsBase::Files => open_files(&place.dir, model, plan)?,
+        };
         Ok(LanguageWeights { set, frequencies: model.rotary_frequencies() })
     }
+}
+
+/// Where a rank finds the weights of a language model.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LanguagePlace {
+    /// Folder of the model.
+    pub dir: PathBuf,
+    /// Whether the weights are those of the folder's files, or drawn from a seed.
+    pub base: WeightsBase,
+}
+
+impl LanguagePlace {
+    /// Returns the place of the weights in the files of a folder.
+    #[must_use]
+    pub fn from_files(dir: &Path) -> LanguagePlace {
+        LanguagePlace { dir: dir.to_path_buf(), base: WeightsBase::Files }
+    }
+}
+
+fn open_files(dir: &Path, model: &DecoderModel, plan: &SealedPlan) -> Result<WeightSet, Diagnostics> {
+    let files = WeightFiles::open(dir)?;
+    let stored: Vec<&str> = files.iter_tensors().map(|t| t.name).collect();
+    // A checkpoint may hold the tied head a second time.
+    let has_copy = model.extents.tied_embedding && stored.contains(&TIED_HEAD);
+    let mut expected = list_expected(plan);
+    if has_copy {
+        expected.push(ExpectedTensor {
+            name: TIED_HEAD.to_string(),
+            aliases: Vec::new(),
+            shape: vec![model.extents.vocab, model.extents.width],
+        });
+    }
+    files.resolve(&expected)
 }
 
 /// The head of a model without tied embeddings.

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_cpu::CpuBackend;
+use tessera_cuda::CudaBackend;
 use tessera_report::record::{
     RankRole, RecordLine, RunDevice, RunHost, RunKind, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
 };
@@ -15,11 +17,14 @@ use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
 
 use super::LanguagePlan;
 use super::generate_config::GenerateConfig;
+use super::language_weights::{LanguagePlace, LanguageWeights};
 use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
 use crate::clock::format_utc;
 use crate::codes::{T0015, T0018};
+use crate::cuda::{self, GpuRankConfig};
 use crate::faults::DrillConfig;
 use crate::files::{StagedFolder, write_error};
+use crate::gpus::GpuDiscovery;
 use crate::machine_shape::describe_machine;
 use crate::plan_folder::folder_name;
 use crate::rank::RankPlan;
@@ -34,8 +39,10 @@ use crate::{communicators, flight};
 /// What a run generates, and where.
 #[derive(Debug, Clone)]
 pub struct GenerateOptions {
-    /// Folder of the model.
-    pub model: PathBuf,
+    /// Where the weights of the model are.
+    pub weights: LanguagePlace,
+    /// Device of the ranks: CPUs or GPUs.
+    pub device: RunDevice,
     /// The texts to continue.
     pub requests: Vec<TextRequest>,
     /// The prompts in words, for the record.
@@ -100,24 +107,29 @@ pub fn run(
     let one = |d: Diagnostic| vec![d];
     let ranks = plan.sealed.mesh().world_size();
     let threads = choose_threads(options, ranks)?;
+    let gpus = prepare_device(plan, options.device, ranks)?;
+    let (uses_gpus, env) = (gpus.is_some(), if gpus.is_some() { cuda::missing_env() } else { Vec::new() });
     // The leader would find an impossible request too, but later and in another process.
     TokenScheduler::new(plan, &plan.model.end_ids).open(&options.requests).map_err(one)?;
+    // Every rank would find a missing file too, but only after all have started.
+    LanguageWeights::open(&options.weights, &plan.model, &plan.sealed)?;
     let absolute = |p: &Path| std::path::absolute(p).map_err(|e| vec![write_error(p, &e)]);
     let out = absolute(&options.out)?;
     let config = GenerateConfig {
         plan: out.join("plan"),
         digest: plan.sealed.digest_hex(),
-        model: absolute(&options.model)?,
+        weights: LanguagePlace { dir: absolute(&options.weights.dir)?, base: options.weights.base },
         out,
         threads,
         requests: options.requests.clone(),
         end_ids: plan.model.end_ids.clone(),
         wire_dump: options.wire_dump,
-        gpus: None,
+        gpus,
         drill: options.drill.clone(),
     };
     write_run_dir(plan, &config, options).map_err(one)?;
-    let specs = communicators::communicator_specs(&plan.sealed);
+    // GPU ranks communicate on the GPUs and need no CPU communicators.
+    let specs = if uses_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
     let payload = serde_json::to_vec(&RankOrders::Generate(config)).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
@@ -128,7 +140,7 @@ pub fn run(
         session: new_session_id(&plan.sealed),
         extra_fds: communicators::create_arenas_of_ranks(&specs, ranks).map_err(one)?,
         payload,
-        env: Vec::new(),
+        env,
         limits: options.drill.as_ref().map_or_else(Limits::default, |d| d.limits.clone()),
         tripwires: options.drill.as_ref().map_or_else(Tripwires::default, |d| d.disabled_tripwires.clone()),
     };
@@ -155,13 +167,40 @@ pub fn run(
 
 fn choose_threads(options: &GenerateOptions, ranks: u32) -> Result<usize, Diagnostics> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if ranks as usize > cores && !options.oversubscribe {
+    if ranks as usize > cores && !options.oversubscribe && options.device == RunDevice::Cpu {
         return Err(vec![
             Diagnostic::error(&T0015, format!("{ranks} ranks on {cores} cores"))
                 .with_hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe")),
         ]);
     }
     Ok(options.threads.unwrap_or((cores / ranks as usize).max(1)))
+}
+
+/// Checks that the device runs every op of the plan. Returns what ranks on GPUs need to find each other, and
+/// `None` for CPUs.
+fn prepare_device(
+    plan: &LanguagePlan,
+    device: RunDevice,
+    ranks: u32,
+) -> Result<Option<GpuRankConfig>, Diagnostics> {
+    let find_unsupported = match device {
+        RunDevice::Cuda => CudaBackend::find_unsupported,
+        RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
+    };
+    let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
+    let mut programs = firsts.flat_map(|rank| {
+        plan.sealed.phase_names().iter().filter_map(move |phase| plan.sealed.rank_program(phase, *rank))
+    });
+    if let Some(d) = programs.find_map(|p| find_unsupported(p)) {
+        return Err(vec![d]);
+    }
+    if device != RunDevice::Cuda {
+        return Ok(None);
+    }
+    let found = GpuDiscovery::discover();
+    cuda::check_plan(&found, &plan.sealed, ranks as usize)?;
+    let communicator_ids = cuda::create_communicator_ids(&found, &plan.sealed).map_err(|d| vec![d])?;
+    Ok(Some(GpuRankConfig { communicator_ids, first_rank_of_host: 0 }))
 }
 
 /// Writes the run directory with its plan and the first line of its record, atomically.
@@ -176,9 +215,9 @@ fn write_run_dir(
     let start = RunStart {
         schema: SCHEMA,
         tessera: env!("CARGO_PKG_VERSION").into(),
-        host: Some(Box::new(RunHost { build: build_id(), machine_shape: describe_machine(RunDevice::Cpu) })),
+        host: Some(Box::new(RunHost { build: build_id(), machine_shape: describe_machine(options.device) })),
         plan: sealed.digest_hex(),
-        model: folder_name(&config.model),
+        model: folder_name(&config.weights.dir),
         generates: RunKind::Text,
         mesh: sealed.mesh().to_string(),
         strategy: plan.mapping.strategy_label(),
@@ -204,13 +243,13 @@ fn write_run_dir(
         ranks: roles
             .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
             .collect(),
-        device: RunDevice::Cpu,
+        device: options.device,
         machine: None,
         outputs: Vec::new(),
     };
     let mut folder = StagedFolder::create_over(&options.out)?;
     folder.write(RECORD_FILE, RecordLine::Start(Box::new(start)).to_json().as_bytes())?;
-    plan.write_into(&mut folder, "plan/", &config.model)?;
+    plan.write_into(&mut folder, "plan/", &config.weights.dir)?;
     folder.commit()
 }
 

@@ -42,10 +42,10 @@ fn build_parts(
     let LeaderSeat { session, communicators, context, .. } = seat;
     let plan = &context.plan;
     let one = |d: Diagnostic| vec![d];
-    let weights = LanguageWeights::open(&config.model, &plan.model, &plan.sealed)?;
+    let weights = LanguageWeights::open(&config.weights, &plan.model, &plan.sealed)?;
     let parity = rank_parity(
         (&plan.sealed, &plan.mapping),
-        &read_facts(&weights, &config.model).map_err(one)?,
+        &read_facts(&weights, &config.weights.dir).map_err(one)?,
         &SyntheticDelays::default(),
         &ExecutorState::from_request(&plan.sealed, config.gpus.is_some(), &context.tripwires),
         context.peers,
@@ -57,7 +57,7 @@ fn build_parts(
     let (writer, calls) = (Arc::clone(record), Arc::clone(record));
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
-        local_rank: context.local_rank(config.model.clone(), config.threads, communicators),
+        local_rank: context.local_rank(config.weights.clone(), config.threads, communicators),
         topology: context.topology,
         media: Box::new(move || {
             let pipeline: Box<dyn MediaPipeline> =

@@ -11,6 +11,7 @@ use tessera_runtime::token_director::{TokenDirector, TokenRequest};
 use tessera_runtime::wire::{Tensors, TokenEvent};
 
 use super::LanguagePlan;
+use super::language_weights::LanguagePlace;
 use super::scheduler::{CallTimes, GeneratedText, Sampling, TextRequest, TokenScheduler};
 use crate::in_process_ranks::InProcessRanks;
 use crate::rank::RankContext;
@@ -40,7 +41,7 @@ impl TokenRun {
         let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
         let state = PagedCacheState::new(plan.paged_cache_spec()).map_err(one)?;
         Ok(TokenRun {
-            ranks: InProcessRanks::start(&context, &dir.to_path_buf(), threads).map_err(one)?,
+            ranks: InProcessRanks::start(&context, &LanguagePlace::from_files(dir), threads).map_err(one)?,
             context,
             director: TokenDirector::new(state),
             next_call: 1,

@@ -1,0 +1,173 @@
+//! `tessera generate` as a user runs it.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+use std::time::{Duration, Instant};
+
+use support::{both_outputs, repo_root, run_tessera, send_signal, tessera_command, to_text, wait_for_end};
+
+#[track_caller]
+fn assert_fails(args: &[&str], status: i32, words: &[&str]) {
+    let output = run_tessera(args);
+    let text = both_outputs(&output);
+    assert_eq!(output.status.code(), Some(status), "{text}");
+    for w in words {
+        assert!(text.contains(w), "no `{w}` in:\n{text}");
+    }
+}
+
+#[track_caller]
+fn success_stdout(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(0), "{}", both_outputs(output));
+    to_text(&output.stdout)
+}
+
+#[test]
+fn generate_continues_texts_on_every_mesh_and_names_what_does_not_fit() {
+    let text = |more: &[&str]| {
+        let args = ["generate", "models/tales", "--prompt", "The red circle", "--max-tokens", "120"];
+        success_stdout(&run_tessera(&[&args[..], more].concat()))
+    };
+    let alone = text(&[]);
+    assert!(alone.starts_with(" has a ring.") && alone.ends_with("The end.\n"), "{alone}");
+    assert_eq!(text(&["--mesh", "tp=2"]), alone);
+    let json: serde_json::Value =
+        serde_json::from_str(&text(&["--prompt", "One day", "--format", "json"])).unwrap();
+    assert_eq!(json["texts"][0]["text"].as_str().unwrap().to_string() + "\n", alone);
+    assert_eq!(
+        (json["texts"].as_array().unwrap().len(), json["texts"][0]["finish"].as_str()),
+        (2, Some("end"))
+    );
+    let moe = |mesh: &'static str| {
+        [
+            "generate",
+            "fixtures/lm/qwen3-moe",
+            "--prompt-ids",
+            "17,4",
+            "--max-tokens",
+            "9",
+            "--oversubscribe",
+            "--mesh",
+            mesh,
+        ]
+    };
+    assert_eq!(success_stdout(&run_tessera(&moe("ep=3"))), success_stdout(&run_tessera(&moe("ep=1"))));
+    assert_fails(&moe("ep=4"), 1, &["T0602", "ep = 4 does not divide 6 experts", "1, 2, 3 or 6"]);
+    let llama = |more: &[&'static str]| [&["generate", "fixtures/lm/llama"], more].concat();
+    assert_fails(&llama(&["--prompt", "x"]), 2, &["T0030", "no tokenizer.json", "--prompt-ids"]);
+    assert_fails(&llama(&["--prompt-ids", "1,999"]), 1, &["T0086", "id 999", "211 ids"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--max-tokens", "600"]), 1, &["T0086", "601 positions"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--mesh", "tp=3"]), 1, &["T0602", "2 heads"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--mesh", "ep=2"]), 1, &["T0601", "no experts"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--temperature", "-1"]), 2, &["--temperature"]);
+    assert_fails(&["generate", "nowhere", "--prompt", "x"], 1, &["T0010", "nowhere"]);
+    assert_fails(&["generate", "models/demo", "--prompt", "x"], 1, &["T0430", "LlamaForCausalLM"]);
+}
+
+#[test]
+fn generate_names_a_missing_shard_and_a_tokenizer_of_another_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let shards = dir.path().join("llama");
+    copy_folder(&repo_root().join("fixtures/lm/llama"), &shards);
+    let lost = fs::read_dir(&shards).unwrap().map(|f| f.unwrap().path());
+    let lost = lost.filter(|p| p.to_string_lossy().contains("-of-")).max().unwrap();
+    fs::remove_file(&lost).unwrap();
+    let ids = ["generate", shards.to_str().unwrap(), "--prompt-ids", "1"];
+    assert_fails(&ids, 1, &["T0501", &lost.file_name().unwrap().to_string_lossy()]);
+    let other = dir.path().join("other");
+    copy_folder(&repo_root().join("fixtures/lm/llama"), &other);
+    fs::copy(repo_root().join("models/tales/tokenizer.json"), other.join("tokenizer.json")).unwrap();
+    let text = ["generate", other.to_str().unwrap(), "--prompt", "x"];
+    assert_fails(&text, 1, &["T0452", "has the id 895", "has 211 ids"]);
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for file in fs::read_dir(from).unwrap().map(|f| f.unwrap()).filter(|f| f.path().is_file()) {
+        fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+}
+
+/// A text that no test waits for.
+fn long_text(out: &Path) -> Vec<String> {
+    let args =
+        ["generate", "fixtures/lm/llama", "--prompt-ids", "17,4", "--max-tokens", "500", "--mesh", "tp=2"];
+    let folder = ["--oversubscribe", "--out", out.to_str().unwrap()];
+    args.iter().chain(&folder).map(ToString::to_string).collect()
+}
+
+#[test]
+fn a_run_leaves_a_record_whose_ids_are_those_of_any_other_mesh() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = |mesh: &str| {
+        let out = dir.path().join(mesh.replace('=', "-"));
+        let args = ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "17,4,9", "--max-tokens", "7"];
+        let more = ["--prompt-rows", "2", "--oversubscribe", "--mesh", mesh, "--out", out.to_str().unwrap()];
+        success_stdout(&run_tessera(&[&args[..], &more].concat()));
+        let text = fs::read_to_string(out.join("record.jsonl")).unwrap();
+        let lines: Vec<serde_json::Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        assert!(out.join("flight/rank-1.jsonl").is_file() || mesh == "tp=1", "{mesh}");
+        lines
+    };
+    let alone = record("tp=1");
+    assert_eq!((alone[0]["generates"].as_str(), alone[0]["cache"].as_str()), (Some("text"), Some("pages")));
+    let calls: Vec<_> = alone.iter().filter(|l| l["kind"] == "chunk").collect();
+    let ids: u64 = calls.iter().map(|c| c["frames"].as_u64().unwrap()).sum();
+    let end = alone.last().unwrap();
+    assert_eq!((end["status"].as_str(), end["frames"].as_u64()), (Some("complete"), Some(ids)));
+    // Two calls read the prompt, and the second of them chooses the first id.
+    assert_eq!(calls.len() as u64, ids + 1);
+    for mesh in ["tp=2", "ep=2", "pp=2"] {
+        assert_eq!(record(mesh).last().unwrap()["golden"], end["golden"], "{mesh}");
+    }
+    let taken = dir.path().join("tp-1");
+    let args = ["generate", "fixtures/lm/llama", "--prompt-ids", "1", "--out", taken.to_str().unwrap()];
+    assert_fails(&args, 1, &["T0013", "already exists"]);
+}
+
+#[test]
+fn a_killed_rank_and_an_interrupt_end_every_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |out: &Path| {
+        let args = long_text(out);
+        let child = tessera_command(&args.iter().map(String::as_str).collect::<Vec<_>>()).spawn().unwrap();
+        let begun = Instant::now();
+        let has_begun = |record: &str| record.contains("\"kind\":\"chunk\"");
+        while !fs::read_to_string(out.join("record.jsonl")).is_ok_and(|r| has_begun(&r)) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "no call ended");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        child
+    };
+    let killed = dir.path().join("killed");
+    let child = start(&killed);
+    let ranks = rank_pids(child.id());
+    assert_eq!(ranks.len(), 2, "{ranks:?}");
+    send_signal(ranks[1], "KILL");
+    let output = wait_for_end(child);
+    let text = both_outputs(&output);
+    assert!(output.status.code().is_some_and(|c| (10..30).contains(&c)), "{text}");
+    assert!(text.contains("T0742") && text.contains("rank 1") && text.contains("killed"), "{text}");
+    assert!(ranks.iter().all(|pid| !Path::new(&format!("/proc/{pid}/cmdline")).exists()), "{ranks:?}");
+
+    let stopped = dir.path().join("stopped");
+    let child = start(&stopped);
+    send_signal(child.id(), "INT");
+    let output = wait_for_end(child);
+    assert_eq!(output.status.code(), Some(130), "{}", both_outputs(&output));
+    let ids = to_text(&output.stdout).split_whitespace().count();
+    assert!((1..500).contains(&ids), "{ids} ids before the interrupt");
+    let record = fs::read_to_string(stopped.join("record.jsonl")).unwrap();
+    assert!(record.lines().last().unwrap().contains("\"status\":\"interrupted\""), "{record}");
+}
+
+/// Returns the processes of ranks below a launcher, in rank order.
+fn rank_pids(launcher: u32) -> Vec<u32> {
+    let children = fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).unwrap();
+    children.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
