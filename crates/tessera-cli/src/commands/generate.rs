@@ -27,8 +27,8 @@ Examples:
   tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
 
 The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral, Qwen2,
-Qwen3 and Qwen3-MoE run, in f32 on the CPU. The ranks are threads of this process. The text goes to standard output as
-it is generated, and the speed to standard error.
+Qwen3, Qwen3-MoE and DeepSeek-V3 run, in f32 on the CPU. The ranks are threads of this process. The text goes to
+standard output as it is generated, and the speed to standard error.
 
 Exit status: 0 success, 1 the model or a text was rejected, 2 usage error.";
 
@@ -89,6 +89,13 @@ pub struct Args {
 pub fn run(args: &Args) -> CliResult {
     check_sampling(args)?;
     let model = TextModel::open(&args.model)?;
+    if model.decoder.prediction_layers > 0 {
+        print_stderr_line(&format!(
+            "left out: what predicts further tokens ({} behind layer {})",
+            model.decoder.prediction_layers,
+            model.decoder.extents.layers - 1
+        ));
+    }
     let prompts = read_prompts(args, &model)?;
     let mapping = Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() };
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
