@@ -169,7 +169,9 @@ fn empty_row(estimated: bool) -> ErrorRow {
 /// Returns the sort position and the name of an op's class, or `None` for ops that launch nothing.
 fn op_class(p: &Program, defs: &[Option<usize>], op: &Op) -> Option<(u8, &'static str)> {
     Some(match op.opcode {
-        Opcode::Matmul | Opcode::Bmm | Opcode::GroupedMatmul | Opcode::MoeRoute => (0, "matmul"),
+        Opcode::Matmul | Opcode::Bmm | Opcode::GroupedMatmul | Opcode::HeadMatmul | Opcode::MoeRoute => {
+            (0, "matmul")
+        }
         Opcode::Attention | Opcode::PagedAttention | Opcode::RelativeAttention => (1, "attention"),
         Opcode::Wait => {
             let issue = defs.get(op.operands.first()?.0 as usize).copied().flatten()?;

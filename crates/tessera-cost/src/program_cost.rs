@@ -222,7 +222,8 @@ fn estimate_op(m: &MachineModel, p: &Program, defs: &[Option<usize>], op: &Op) -
             let sizes = attention_sizes(p, [v.q, v.k], v.head_dim);
             let keys = dim_extent(p, v.pages, 1) * v.page_rows as f64;
             let keys = v.window.map_or(keys, |w| keys.min((w + v.sink) as f64));
-            kernel(OpActivity::Attention, m.attention_ns(&AttentionWork { keys, ..sizes }))
+            let values = v.value_dim.map_or(sizes.v, |n| n as f64);
+            kernel(OpActivity::Attention, m.attention_ns(&AttentionWork { keys, v: values, ..sizes }))
         }
         (KernelClass::Attention, Ok(OpView::RelativeAttention(v))) => {
             kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(p, [v.q, v.k], v.head_dim)))
@@ -262,6 +263,12 @@ fn grouped_gemm_ns(m: &MachineModel, p: &Program, op: &Op, view: &OpView) -> Opt
                 k,
                 value_precision(p, v.x),
             ))
+        }
+        OpView::HeadMatmul(v) => {
+            let (rows, heads) = (dim_extent(p, v.x, 0), dim_extent(p, v.w, 0) / v.head_rows as f64);
+            let (k, columns) =
+                (dim_extent(p, v.x, 1) / heads, dim_extent(p, *op.results.first()?, 1) / heads);
+            Some(m.grouped_gemm_ns(heads, rows, columns, k, value_precision(p, v.x)))
         }
         OpView::MoeRoute(v) => {
             let bank: Vec<f64> = p.buffer(op.buffer?).ty.shape.iter().map(|n| *n as f64).collect();

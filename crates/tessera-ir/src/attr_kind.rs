@@ -83,6 +83,8 @@ attr_kinds! {
     };
     /// The activation that follows a matmul or a bias.
     Act: Activation, "gelu_tanh or silu", |a| parse_choice(a, &Activation::ALL, Activation::name);
+    /// The function that makes scores of the logits of a router.
+    ScoreName: RouterScore, "softmax or sigmoid", |a| parse_choice(a, &RouterScore::ALL, RouterScore::name);
     /// A mesh axis.
     MeshAxis: Axis, "a mesh axis: tp, ep, pp or dp", |a| parse_text(a)?.parse().ok();
     /// The ranks among which a collective runs.
@@ -136,7 +138,8 @@ impl<K: AttrKind> AttrKind for Opt<K> {
     }
 }
 
-/// An attribute with a default that is the integer `D`, or `false` for a [`Flag`] and D = 0.
+/// An attribute with a default that is the integer `D`: for D = 0, `false` of a [`Flag`] and softmax of a
+/// [`ScoreName`].
 #[derive(Debug)]
 pub struct Or<K, const D: u32>(K);
 
@@ -184,6 +187,12 @@ impl DefaultValue for bool {
     }
 }
 
+impl DefaultValue for RouterScore {
+    fn from_default(default: u32) -> RouterScore {
+        if default == 0 { RouterScore::Softmax } else { RouterScore::Sigmoid }
+    }
+}
+
 /// The activation of a fused op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Activation {
@@ -202,6 +211,28 @@ impl Activation {
         match self {
             Activation::GeluTanh => "gelu_tanh",
             Activation::Silu => "silu",
+        }
+    }
+}
+
+/// The function that makes scores of the logits of a router.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RouterScore {
+    /// Softmax over all experts.
+    Softmax,
+    /// The logistic function of each logit.
+    Sigmoid,
+}
+
+impl RouterScore {
+    const ALL: [RouterScore; 2] = [RouterScore::Softmax, RouterScore::Sigmoid];
+
+    /// Returns the name in the text form.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            RouterScore::Softmax => "softmax",
+            RouterScore::Sigmoid => "sigmoid",
         }
     }
 }

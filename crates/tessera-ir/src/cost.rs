@@ -92,7 +92,11 @@ fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
         OpView::PagedAttention(v) => {
             let (n, d, m) = (extent(v.q, 0)?, extent(v.q, 1)?, extent(v.pages, 1)? * v.page_rows);
             let keys = v.window.map_or(m, |w| m.min(w.saturating_add(v.sink)));
-            Some(4 * n * d * keys + 10 * n * keys * (d / v.head_dim))
+            let columns = d + d / v.head_dim * v.value_dim.unwrap_or(v.head_dim);
+            Some(2 * n * columns * keys + 10 * n * keys * (d / v.head_dim))
+        }
+        OpView::HeadMatmul(v) => {
+            Some(2 * extent(v.x, 0)? * extent(v.w, 0)? / v.head_rows * v.rows * extent(v.w, 1)?)
         }
         OpView::Bmm(v) => Some(2 * out()? * p.type_of(v.x).shape.last()?),
         OpView::GroupedMatmul(v) => Some(2 * v.rows * extent(v.w, 1)? * extent(v.w, 2)?),

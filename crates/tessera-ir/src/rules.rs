@@ -8,6 +8,7 @@ mod buffers;
 mod compute;
 mod embedding;
 mod experts;
+mod heads;
 mod image;
 mod language;
 mod possible_types;
@@ -154,6 +155,9 @@ impl RuleContext<'_> {
             V::RelativeAttention(v) => one(self.relative_attention_type(v)?),
             V::Rotary(v) => one(self.rotary_type(v)?),
             V::HeadNorm(v) => one(self.head_norm_type(v)?),
+            V::HeadColumns(v) => one(self.head_columns_type(v)?),
+            V::HeadJoin(v) => one(self.head_join_type(v)?),
+            V::HeadMatmul(v) => one(self.head_matmul_type(v)?),
             V::PagedAttention(v) => one(self.paged_attention_type(v)?),
             V::Sample(_) => one(self.sample_type()?),
             V::Softmax(v) => one(self.softmax_type(v)?),

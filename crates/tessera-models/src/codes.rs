@@ -88,8 +88,10 @@ model, so the config is rejected. The hint lists the accepted values.\n\n\
 Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.";
 
     T0433: "language model cannot run",
-    "The config describes a model that `tessera plan` can estimate, but no program here computes one of its parts: the message names it. Models of the families Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE run: attention with grouped KV heads and rotary positions, \
-RMS norms, and feed-forward layers with a gate.";
+    "The config describes a model that `tessera plan` can estimate, but no program here computes one of its parts: the message names it. Models of the families Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V3 run: attention with grouped KV heads or over latents, rotary positions, \
+RMS norms, and feed-forward layers with a gate.\n\n\
+Weights must be floats. A checkpoint whose config has a `quantization_config`, such as the FP8 release of DeepSeek-V3, stores other numbers with scales beside them: convert it to \
+bf16 and remove the key.";
 
     T0450: "text encoder is not a UMT5 encoder that can run",
     "With `encoder = \"umt5\"` in stream.toml, the folder text_encoder holds the encoder's own config.json in the format of \

@@ -5,14 +5,17 @@ mod analytic_model;
 mod config;
 mod decoder;
 mod graph;
+mod rotary;
 #[cfg(test)]
 mod tests;
 
-pub use decoder::{DecoderModel, ExpertLayers, ExpertNames, RotaryConfig, RotaryScaling};
+pub use decoder::{DecoderModel, ExpertGate, ExpertLayers, ExpertNames};
 pub use graph::{
     PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput, TokenOutput, build_token_phases, token_ids_name,
     token_phase_name,
 };
+
+pub use rotary::{RotaryConfig, RotaryScaling};
 
 /// Dimensions of a decoder-only language model.
 #[derive(Debug, Clone, PartialEq)]

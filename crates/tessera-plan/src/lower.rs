@@ -419,9 +419,10 @@ impl<'a> Lowering<'a> {
                 self.lower_with_sum(op, s);
             }
             // A rank has the query heads that read its KV heads.
-            (LoweringRule::Own, Ok(OpView::GroupedMatmul(_) | OpView::PagedAttention(_))) => {
-                self.lower_as_is(op, s);
-            }
+            (
+                LoweringRule::Own,
+                Ok(OpView::GroupedMatmul(_) | OpView::HeadMatmul(_) | OpView::PagedAttention(_)),
+            ) => self.lower_as_is(op, s),
             (LoweringRule::Own, Ok(OpView::Output(_))) => self.lower_output(op, s),
             (LoweringRule::Own, Ok(OpView::Quantize(_))) => self.lower_quantize(op, s),
             // `check_opcodes` has refused the third kind, and sources are lowered where they are read.

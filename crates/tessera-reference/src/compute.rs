@@ -2,6 +2,7 @@
 
 mod attention;
 mod experts;
+mod heads;
 mod image;
 mod language;
 mod norms;
@@ -101,6 +102,9 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::RelativeAttention(v) => attention::relative_attention(cx, v),
         V::Rotary(v) => language::rotary(cx, v),
         V::HeadNorm(v) => language::head_norm(cx, v),
+        V::HeadColumns(v) => heads::head_columns(cx, v),
+        V::HeadJoin(v) => heads::head_join(cx, v),
+        V::HeadMatmul(v) => heads::head_matmul(cx, v),
         V::PagedAttention(v) => language::paged_attention(cx, v),
         V::Sample(v) => language::sample(cx, v),
         V::Softmax(v) => tile_ops::softmax(v, cx.tensor(v.x)?),

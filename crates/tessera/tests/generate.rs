@@ -12,7 +12,7 @@ use tessera::generate::{
 use tessera_models::TokenOutput;
 use tessera_weights::WeightFiles;
 
-const FAMILIES: [&str; 6] = ["llama", "qwen3", "qwen2", "mistral", "mixtral", "qwen3-moe"];
+const FAMILIES: [&str; 7] = ["llama", "qwen3", "qwen2", "mistral", "mixtral", "qwen3-moe", "deepseek-v3"];
 
 fn folder(family: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/lm").join(family)
@@ -57,11 +57,15 @@ fn load(family: &str, mesh: &str, prompt_rows: u64, output: TokenOutput) -> Toke
 fn meshes(family: &str) -> Vec<&'static str> {
     let decoder = TextModel::open(&folder(family)).unwrap().decoder;
     let all = [("tp=1", 1), ("tp=2", 2), ("pp=2", 1), ("tp=2,pp=2", 2), ("tp=4", 4)];
-    let mut meshes: Vec<_> =
-        all.into_iter().filter(|(_, tp)| *tp <= decoder.kv_heads).map(|(mesh, _)| mesh).collect();
+    let mut meshes: Vec<_> = all
+        .into_iter()
+        .filter(|(_, tp)| decoder.is_latent() || *tp <= decoder.kv_heads)
+        .map(|(mesh, _)| mesh)
+        .collect();
     meshes.extend(match family {
         "mixtral" => &["ep=5"][..],
         "qwen3-moe" => &["ep=2", "ep=3", "tp=2,ep=2", "ep=2,pp=2"],
+        "deepseek-v3" => &["tp=5", "tp=2,ep=3", "ep=3,pp=3"],
         _ => &[],
     });
     meshes
@@ -136,7 +140,9 @@ fn sampled_texts_depend_on_the_seed_and_neither_on_the_mesh_nor_on_the_batch() {
 // The results of experts are added by ascending expert on every mesh.
 #[test]
 fn logits_have_the_same_bits_for_any_number_of_ranks_that_share_the_experts() {
-    for (family, meshes) in [("mixtral", &["ep=5"][..]), ("qwen3-moe", &["ep=2", "ep=3", "ep=6"])] {
+    for (family, meshes) in
+        [("mixtral", &["ep=5"][..]), ("qwen3-moe", &["ep=2", "ep=3", "ep=6"]), ("deepseek-v3", &["ep=3"])]
+    {
         let prompt = &Reference::read(family).prompts[1];
         let logits = |mesh: &str| load(family, mesh, 8, TokenOutput::Logits).compute_logits(prompt).unwrap();
         let alone: Vec<u32> = logits("ep=1").into_iter().map(f32::to_bits).collect();
@@ -145,6 +151,40 @@ fn logits_have_the_same_bits_for_any_number_of_ranks_that_share_the_experts() {
             assert!(found == alone, "{family} {mesh}");
         }
     }
+}
+
+// A checkpoint of DeepSeek-V3 holds a layer more, which predicts a further token. Other layers are not expected.
+#[test]
+fn a_layer_that_predicts_further_tokens_is_left_out_and_any_other_is_rejected() {
+    let reference = Reference::read("deepseek-v3");
+    let extra = |name: &str| {
+        let (dir, from) = (tempfile::tempdir().unwrap(), folder("deepseek-v3"));
+        std::fs::copy(from.join("config.json"), dir.path().join("config.json")).unwrap();
+        std::fs::copy(from.join("model.safetensors"), dir.path().join("first.safetensors")).unwrap();
+        let view =
+            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![1, 2], &[0; 8]).unwrap();
+        safetensors::serialize_to_file([(name, view)], None, &dir.path().join("more.safetensors")).unwrap();
+        let files = WeightFiles::open(&from).unwrap();
+        let known = files.iter_tensors().map(|t| (t.name, "first.safetensors"));
+        let weight_map: std::collections::BTreeMap<_, _> =
+            known.chain([(name, "more.safetensors")]).collect();
+        let index = serde_json::json!({ "weight_map": weight_map }).to_string();
+        std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+        let model = TextModel::open(dir.path()).unwrap().decoder;
+        let settings =
+            LanguageSettings { sequences: 1, positions: 64, prompt_rows: 8, output: TokenOutput::Logits };
+        let plan = LanguagePlan::new(&model, &Mapping::default(), settings).unwrap();
+        TokenRun::load(&Arc::new(plan), dir.path(), 1)
+            .map(|mut run| run.compute_logits(&reference.prompts[0]).unwrap())
+    };
+    let largest = reference.logits[0].iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+    let found = extra("model.layers.3.eh_proj.weight").unwrap();
+    assert!(found.iter().zip(&reference.logits[0]).all(|(a, b)| (a - b).abs() <= 2e-5 * largest));
+    let ds = extra("model.layers.4.eh_proj.weight").unwrap_err();
+    assert!(
+        ds[0].code.id == "T0506" && format!("{ds:?}").contains("model.layers.4.eh_proj.weight"),
+        "{ds:?}"
+    );
 }
 
 #[test]

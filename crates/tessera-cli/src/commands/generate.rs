@@ -32,7 +32,7 @@ Examples:
   tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
 
 The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral, Qwen2,
-Qwen3 and Qwen3-MoE run, in f32 on the CPU, with a process for each rank. The text goes to standard output as it is
+Qwen3, Qwen3-MoE and DeepSeek-V3 run, with a process for each rank. The text goes to standard output as it is
 generated, and the speed to standard error.
 
 Exit status: 0 success, 1 the model or a text was rejected, 2 usage error, 130 interrupted, 10-29 a rank failed.";
@@ -128,6 +128,13 @@ pub struct Args {
 pub fn run(args: &Args) -> CliResult {
     check_sampling(args)?;
     let model = TextModel::open(&args.model)?;
+    if model.decoder.prediction_layers > 0 {
+        print_stderr_line(&format!(
+            "left out: what predicts further tokens ({} behind layer {})",
+            model.decoder.prediction_layers,
+            model.decoder.extents.layers - 1
+        ));
+    }
     let prompts = read_prompts(args, &model)?;
     let base = match &args.weights {
         None => WeightsBase::Files,

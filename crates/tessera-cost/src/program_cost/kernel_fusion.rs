@@ -95,7 +95,7 @@ pub(super) fn op_traffic(p: &Program, op: &Op) -> f64 {
     let written = match op.opcode {
         Opcode::CacheWrite => op.operands.first().map_or(0.0, |v| value_bytes(p, *v)),
         // An op that takes a slice reads no more than it writes.
-        Opcode::TakeRows | Opcode::TakeShard | Opcode::Compact | Opcode::Embed => {
+        Opcode::TakeRows | Opcode::TakeShard | Opcode::Compact | Opcode::Embed | Opcode::HeadColumns => {
             return 2.0 * result_bytes(p, op);
         }
         _ => result_bytes(p, op),

@@ -110,6 +110,14 @@ impl<'a> KernelInputs<'a> {
         ty.layout.global_ranges(&ty.shape, &self.placement.mesh, self.placement.coord())[0].0 as usize
     }
 
+    /// Returns the global index of this shard's first column, and the number of all columns.
+    fn global_columns(&self, v: ValueId) -> (usize, usize) {
+        let (ty, mesh) = (self.type_of(v), &self.placement.mesh);
+        let ranges = ty.layout.global_ranges(&ty.shape, mesh, self.placement.coord());
+        let all = ty.layout.global_shape(&ty.shape, mesh);
+        (ranges.last().map_or(0, |r| r.0 as usize), all.last().map_or(1, |n| *n as usize))
+    }
+
     fn location(&self, v: ValueId) -> &'a ValueLocation {
         &self.locations[v.0 as usize]
     }
@@ -173,12 +181,15 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::RelativeAttention(v) => bind_op(v, |r, v| r.run_relative_attention(v)),
         C::Rotary(v) => bind_values(v, [v.x, v.frequencies, v.start], |r, v, [x, frequencies, start]| {
             let widths = (r.inputs.width(v.x), v.head_dim as usize);
-            rotate_heads(r.pool, r.out, x, widths, (frequencies, v.scale as f32), start);
+            rotate_heads(r.pool, r.out, x, widths, (frequencies, v.scale as f32, v.interleaved), start);
         }),
         C::HeadNorm(v) => {
             // A head is a row as wide as the weights.
             bind_values(v, [v.x, v.w], |r, v, [x, w]| rms_norm(r.pool, r.out, x, w, 1, v.eps as f32))
         }
+        C::HeadColumns(v) => bind_values(v, [v.x], |r, v, x| r.run_head_columns(v, x)),
+        C::HeadJoin(v) => bind_values(v, [v.x, v.y], |r, v, x| r.run_head_join(v, x)),
+        C::HeadMatmul(v) => bind_values(v, [v.x, v.w], |r, v, x| r.run_head_matmul(v, x)),
         C::PagedAttention(v) => bind_op(v, |r, v| r.run_paged_attention(v)),
         C::Sample(v) => bind_op(v, |r, v| r.run_sample(v)),
         C::Softmax(v) => bind_values(v, [v.x], |r, v, [x]| softmax(r.pool, r.out, x, r.inputs.width(v.x))),

@@ -1,39 +1,102 @@
 //! Kernels that route tokens to experts: the choice, the slots, one matmul per expert, and the weighted sum.
 
+use tessera_ir::RouterScore;
+
 use super::matmul::matmul;
 use super::{Activation, MatmulWeight, Scratch};
 use crate::Pool;
 
-/// Chooses the experts with the largest of each row of `logits`, as many as `ids` has per row, ties to the lower
-/// expert.
-pub fn top_k_experts(ids: &mut [f32], logits: &[f32], (experts, k): (usize, usize)) {
+/// How a router chooses experts.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertChoice<'a> {
+    /// What makes scores of logits.
+    pub score: RouterScore,
+    /// What is added to the score of each expert.
+    pub correction: Option<&'a [f32]>,
+    /// Groups of consecutive experts.
+    pub groups: usize,
+    /// Groups whose experts are candidates: those with the largest sums of their two best scores.
+    pub keep_groups: usize,
+}
+
+/// Chooses the experts with the largest corrected scores of each row of `logits`, as many as `ids` has per row,
+/// ties to the lower expert. Scores are computed in f64.
+pub fn top_k_experts(
+    ids: &mut [f32],
+    logits: &[f32],
+    (experts, k): (usize, usize),
+    choice: ExpertChoice<'_>,
+) {
+    let mut scores = vec![0.0; experts];
     let mut order: Vec<usize> = Vec::new();
     for (ids, row) in ids.chunks_exact_mut(k).zip(logits.chunks_exact(experts)) {
-        order.clear();
-        order.extend(0..experts);
-        order.sort_unstable_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
+        match (choice.correction, choice.groups) {
+            // Logits have the order of their scores, without the ties of rounded scores.
+            (None, 1) => scores.iter_mut().zip(row).for_each(|(s, x)| *s = f64::from(*x)),
+            (correction, _) => {
+                score_experts(&mut scores, row, choice.score);
+                let correction = correction.unwrap_or_default().iter();
+                scores.iter_mut().zip(correction).for_each(|(s, c)| *s += f64::from(*c));
+            }
+        }
+        list_candidates(&mut order, &scores, choice);
+        order.sort_unstable_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
         ids.iter_mut().zip(&order).for_each(|(id, e)| *id = *e as f32);
     }
 }
 
-/// Returns the softmax of each row of `logits` at the chosen experts, over all of them or over the chosen ones.
-/// It is computed in f64.
+/// Lists the experts of the groups that are kept.
+fn list_candidates(order: &mut Vec<usize>, scores: &[f64], choice: ExpertChoice<'_>) {
+    order.clear();
+    let size = scores.len() / choice.groups;
+    let two_best = |group: &[f64]| {
+        let worst = [f64::NEG_INFINITY; 2];
+        let best = group.iter().fold(worst, |[first, second], s| match s.total_cmp(&first).is_gt() {
+            true => [*s, first],
+            false => [first, if s.total_cmp(&second).is_gt() { *s } else { second }],
+        });
+        if size == 1 { best[0] } else { best[0] + best[1] }
+    };
+    let mut groups: Vec<(usize, f64)> = scores.chunks_exact(size).map(two_best).enumerate().collect();
+    groups.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    order.extend(groups.iter().take(choice.keep_groups).flat_map(|(g, _)| g * size..(g + 1) * size));
+}
+
+/// Computes the score of each expert.
+fn score_experts(scores: &mut [f64], row: &[f32], score: RouterScore) {
+    let logits = row.iter().map(|x| f64::from(*x));
+    match score {
+        RouterScore::Sigmoid => {
+            scores.iter_mut().zip(logits).for_each(|(s, x)| *s = 1.0 / (1.0 + (-x).exp()));
+        }
+        RouterScore::Softmax => {
+            let largest = logits.clone().fold(f64::NEG_INFINITY, f64::max);
+            scores.iter_mut().zip(logits).for_each(|(s, x)| *s = (x - largest).exp());
+            let total: f64 = scores.iter().sum();
+            scores.iter_mut().for_each(|s| *s /= total);
+        }
+    }
+}
+
+/// Returns the scores of each row of `logits` at the chosen experts times `scale`, divided by their sum with
+/// `renormalise`. They are computed in f64.
 pub fn expert_weights(
     weights: &mut [f32],
     logits: &[f32],
     chosen: &[f32],
     (experts, k): (usize, usize),
-    renormalise: bool,
+    (score, renormalise, scale): (RouterScore, bool, f64),
 ) {
+    let mut scores = vec![0.0; experts];
     let rows = logits.chunks_exact(experts).zip(chosen.chunks_exact(k));
     for (weights, (row, chosen)) in weights.chunks_exact_mut(k).zip(rows) {
-        let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let likelihood = |e: usize| (f64::from(row[e]) - f64::from(largest)).exp();
+        score_experts(&mut scores, row, score);
         let total: f64 = match renormalise {
-            true => chosen.iter().map(|e| likelihood(*e as usize)).sum(),
-            false => (0..experts).map(likelihood).sum(),
+            // Scores of a sigmoid may all be 0.
+            true => chosen.iter().map(|e| scores[*e as usize]).sum::<f64>() + 1e-20,
+            false => 1.0,
         };
-        weights.iter_mut().zip(chosen).for_each(|(w, e)| *w = (likelihood(*e as usize) / total) as f32);
+        weights.iter_mut().zip(chosen).for_each(|(w, e)| *w = (scale * scores[*e as usize] / total) as f32);
     }
 }
 

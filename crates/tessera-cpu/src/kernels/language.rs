@@ -7,8 +7,8 @@ use super::{Scratch, borrow_buffer};
 use crate::Pool;
 use crate::simd::{exp, sum_lanes, vectorized};
 
-/// Rotates the heads of `x[b·n, h·head_dim]` by their positions: channels i and i + m of each head by
-/// position · `frequencies[i]`, for m frequencies. `start` holds the position of the first of the n rows of each
+/// Rotates the heads of `x[b·n, h·head_dim]` by their positions: channels i and i + m of each head, or 2·i and
+/// 2·i + 1 if they are `interleaved`, by position · `frequencies[i]`, for m frequencies. `start` holds the position of the first of the n rows of each
 /// sequence. Angles are computed in f64.
 ///
 /// # Panics
@@ -18,7 +18,7 @@ pub fn rotate_heads(
     out: &mut [f32],
     x: &[f32],
     (width, head_dim): (usize, usize),
-    (frequencies, scale): (&[f32], f32),
+    (frequencies, scale, interleaved): (&[f32], f32, bool),
     start: &[f32],
 ) {
     assert!(out.len() == x.len() && x.len().is_multiple_of(width * start.len()));
@@ -35,9 +35,10 @@ pub fn rotate_heads(
         let x = &x[row * width..][..width];
         for (out, x) in out.chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim)) {
             for (i, (cos, sin)) in rotations.iter().enumerate() {
-                let (a, b) = (x[i], x[i + m]);
-                out[i] = a * cos - b * sin;
-                out[i + m] = b * cos + a * sin;
+                let (first, second) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + m) };
+                let (a, b) = (x[first], x[second]);
+                out[first] = a * cos - b * sin;
+                out[second] = b * cos + a * sin;
             }
             out[2 * m..].copy_from_slice(&x[2 * m..]);
         }
@@ -53,6 +54,21 @@ pub struct GroupedHeads {
     pub kv_width: usize,
     /// Columns of a head.
     pub head_dim: usize,
+    /// First columns of each head of the values that count.
+    pub value_dim: usize,
+    /// Number of query heads and of KV heads of all ranks.
+    pub total: (usize, usize),
+    /// Number of the first query head and of the first KV head of this rank among them.
+    pub first: (usize, usize),
+    /// Factor of the scores.
+    pub scale: f32,
+}
+
+impl GroupedHeads {
+    /// Returns which of the rank's KV heads one of its query heads reads.
+    fn kv_head(&self, head: usize) -> usize {
+        (self.first.0 + head) * self.total.1 / self.total.0 - self.first.1
+    }
 }
 
 /// The positions that a query may attend to.
@@ -77,9 +93,8 @@ pub fn paged_attention(
     table: &PageTable<'_>,
     causal: CausalWindow,
 ) {
-    let GroupedHeads { q_width, kv_width, head_dim } = heads;
-    let rows = out.len() / q_width / table.sequence_count();
-    let group = q_width / kv_width;
+    let GroupedHeads { q_width, kv_width, head_dim, value_dim, .. } = heads;
+    let rows = q.len() / q_width / table.sequence_count();
     // The rows that hold what each query attends to are the same for all heads.
     let attended: Vec<Vec<usize>> = (0..table.sequence_count() * rows)
         .map(|row| {
@@ -90,28 +105,30 @@ pub fn paged_attention(
         .collect();
     let most = attended.iter().map(Vec::len).max().unwrap_or(0);
     let work = 4 * q_width * attended.iter().map(Vec::len).sum::<usize>();
-    pool.for_each_block(out, head_dim, work, |i, out| {
+    pool.for_each_block(out, value_dim, work, |i, out| {
         let (row, head) = (i / (q_width / head_dim), i % (q_width / head_dim));
         let at = &attended[row];
         let q = &q[row * q_width + head * head_dim..][..head_dim];
         borrow_buffer(&scratch.spare, most, |scores| {
-            let column = head / group * head_dim;
-            attend_head(out, q, k, v, at, kv_width, column, &mut scores[..at.len()]);
+            let column = heads.kv_head(head) * head_dim;
+            attend_head(out, q, k, v, at, (kv_width, column, heads.scale), &mut scores[..at.len()]);
         });
     });
 }
 
 vectorized! {
-    /// Attends from one head of a query to the rows `at` of keys and values, from this column on.
+    /// Attends from one head of a query to the rows `at` of keys and values. `places` are their width, the
+    /// column at which the head begins, and the factor of the scores.
     fn attend_head(
-        out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], at: &[usize], width: usize, column: usize, scores: &mut [f32],
+        out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], at: &[usize],
+        places: (usize, usize, f32), scores: &mut [f32],
     ) {
+        let (width, column, scale) = places;
         let head_dim = q.len();
         out.fill(0.0);
         if at.is_empty() {
             return;
         }
-        let scale = 1.0 / (head_dim as f32).sqrt();
         let mut largest = f32::NEG_INFINITY;
         for (score, row) in scores.iter_mut().zip(at) {
             *score = dot(q, &k[row * width + column..][..head_dim]) * scale;
@@ -123,7 +140,8 @@ vectorized! {
         }
         let total = sum_lanes(scores, |x| x);
         for (score, row) in scores.iter().zip(at) {
-            for (out, v) in out.iter_mut().zip(&v[row * width + column..][..head_dim]) {
+            let value_dim = out.len();
+            for (out, v) in out.iter_mut().zip(&v[row * width + column..][..value_dim]) {
                 *out = score.mul_add(*v, *out);
             }
         }
@@ -135,7 +153,7 @@ vectorized! {
 
 /// Multiplies element by element and adds: 16 running sums, then a binary tree.
 #[inline(always)]
-fn dot(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0f32; 16];
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
     for (a, b) in a.iter().zip(b) {

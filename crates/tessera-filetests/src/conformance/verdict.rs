@@ -196,6 +196,8 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 | V::TakeRows(_)
                 | V::TakeShard(_)
                 | V::Embed(_)
+                | V::HeadColumns(_)
+                | V::HeadJoin(_)
                 | V::Sample(_)
                 | V::TopKExperts(_)
                 | V::ExpertSlots(_)
@@ -220,6 +222,7 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 V::Bmm(v) => last_extent(v.x),
                 V::RelativeAttention(v) => extent(v.k, 0) + v.head_dim,
                 V::PagedAttention(v) => extent(v.pages, 1) * v.page_rows + v.head_dim,
+                V::HeadMatmul(v) => extent(v.w, 1).max(v.rows),
                 V::HeadNorm(v) => v.head_dim,
                 V::ExpertWeights(v) => extent(v.logits, 1),
                 V::GroupedMatmul(v) => extent(v.w, 2),

@@ -10,8 +10,24 @@ impl RuleContext<'_> {
     pub(super) fn top_k_experts_type(&self, v: &views::TopKExperts) -> RuleResult<Type> {
         let [tokens, experts] = self.matrix_shape(0)?;
         self.check_replicated(0)?;
-        if v.top_k > experts {
-            return rule_error(&T0215, format!("`top_k` is {} of {experts} experts", v.top_k));
+        if !experts.is_multiple_of(v.groups) || v.keep_groups > v.groups {
+            return rule_error(
+                &T0215,
+                format!("{} of {} groups of {experts} experts", v.keep_groups, v.groups),
+            );
+        }
+        let candidates = experts / v.groups * v.keep_groups;
+        if v.top_k > candidates {
+            let whose = if v.groups > 1 { " in the groups that are kept" } else { "" };
+            return rule_error(&T0215, format!("`top_k` is {} of {candidates} experts{whose}", v.top_k));
+        }
+        if let Some(correction) =
+            v.correction.map(|c| self.program.type_of(c)).filter(|t| t.shape != [experts])
+        {
+            return rule_error(
+                &T0210,
+                format!("`correction` is {} for {experts} experts", correction.display_on(self.mesh)),
+            );
         }
         Ok(Type::new(DType::F32, [tokens, v.top_k]))
     }

@@ -1,7 +1,8 @@
 //! Rules of the ops of a language model: token sequences in a batch, whose keys and values lie in pages.
 
-use tessera_mesh::{AxisLayout, Shard};
+use tessera_mesh::AxisLayout;
 
+use super::heads::{is_same_share, resize_heads};
 use super::{RuleContext, RuleResult, rule_error};
 use crate::codes::{T0203, T0210, T0213, T0215};
 use crate::{DType, Type, ValueId, views};
@@ -57,9 +58,13 @@ impl RuleContext<'_> {
     pub(super) fn paged_attention_type(&self, v: &views::PagedAttention) -> RuleResult<Type> {
         use AxisLayout::{Replicated as R, Shard as S};
         let ([n, d], [r, dk], values) = (self.matrix_shape(0)?, self.matrix_shape(1)?, self.matrix_shape(2)?);
-        let hd = v.head_dim;
-        let grouped = dk > 0 && dk.is_multiple_of(hd) && d.is_multiple_of(dk);
-        if values != [r, dk] || !grouped {
+        let (hd, value_dim) = (v.head_dim, v.value_dim.unwrap_or(v.head_dim));
+        let [heads, kv_heads] = [0, 1].map(|operand| {
+            let t = self.operands[operand];
+            t.layout.global_shape(&t.shape, self.mesh)[1] / hd
+        });
+        let whole = d.is_multiple_of(hd) && dk.is_multiple_of(hd) && dk > 0;
+        if values != [r, dk] || !whole || !heads.is_multiple_of(kv_heads.max(1)) || value_dim > hd {
             return rule_error(
                 &T0210,
                 format!(
@@ -77,23 +82,18 @@ impl RuleContext<'_> {
         }
         let pool = PagePool { pages: v.pages, start: v.start, page_rows: v.page_rows };
         self.check_pages(&pool, n, r)?;
-        // Ranks hold the same share of the query heads and of the KV heads.
-        let shares = |q: Shard, k: Shard| match (q.uneven, k.uneven) {
-            (None, None) => q.subgroup_size == k.subgroup_size,
-            (Some(a), Some(b)) => {
-                q.subgroup_size == k.subgroup_size
-                    && a.unit > 0
-                    && b.unit > 0
-                    && a.extent.checked_mul(b.unit) == b.extent.checked_mul(a.unit)
-            }
-            _ => false,
-        };
         let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1], l[2]) {
             (R, R, R) => Some(R),
-            (S(q), S(k), S(v)) if k == v && q.dim == 1 && k.dim == 1 && shares(q, k) => Some(S(q)),
+            // Every rank holds all KV heads.
+            (S(q), R, R) if q.dim == 1 => resize_heads(q, hd, value_dim),
+            (S(q), S(k), S(v))
+                if k == v && q.dim == 1 && k.dim == 1 && d.is_multiple_of(dk) && is_same_share(q, k) =>
+            {
+                resize_heads(q, hd, value_dim)
+            }
             _ => None,
         })?;
-        Ok(self.type_like_first(self.operands[0].shape.clone(), layout))
+        Ok(self.type_like_first([n, d / hd * value_dim], layout))
     }
 
     pub(super) fn sample_type(&self) -> RuleResult<Type> {

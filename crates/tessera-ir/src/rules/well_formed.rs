@@ -112,6 +112,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
             // Their rules check the shapes of what a batch of sequences has per sequence.
             ("start", Opcode::Rotary)
             | ("pages" | "start", Opcode::PagedAttention | Opcode::CacheWrite)
+            | ("correction", Opcode::TopKExperts)
             | (_, Opcode::Sample) => t.dtype == DType::F32 && t.layout.is_replicated(),
             ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
             _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
@@ -122,6 +123,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
                 "x_scale" | "w_scale" => "a vector of f32",
                 "history" => "frames",
                 "pages" => "a replicated matrix of f32",
+                "correction" => "a replicated vector of f32",
                 "start" if op.opcode != Opcode::Rope => "a replicated vector of f32",
                 _ if op.opcode == Opcode::Sample => "a replicated vector of f32",
                 _ => "an i64 scalar",

@@ -5,11 +5,12 @@ use tessera_base::config::{ConfigReader, parse_json};
 use tessera_base::{Diagnostic, Diagnostics};
 
 use super::config::ParsedConfig;
+use super::rotary::{RotaryConfig, read_rotary};
 use super::{AttentionKind, LanguageModel, NormKind};
-use crate::codes::{T0431, T0432, T0433};
+use crate::codes::{T0431, T0433};
 
-/// A decoder-only language model that runs: grouped-query attention with rotary positions, RMS norms, and gated
-/// feed-forward layers.
+/// A decoder-only language model that runs: grouped-query or latent attention with rotary positions, RMS norms, and
+/// gated feed-forward layers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderModel {
     /// The whole config as JSON with sorted keys, from which the same model can be parsed again.
@@ -18,9 +19,9 @@ pub struct DecoderModel {
     pub extents: LanguageModel,
     /// Number of query heads.
     pub heads: u64,
-    /// Number of KV heads.
+    /// Number of heads of the KV caches: 1 for latent attention.
     pub kv_heads: u64,
-    /// Columns of a head.
+    /// Columns of a head of the KV caches: those of a latent and of the rotated part for latent attention.
     pub head_dim: u64,
     /// Term of the RMS norms that keeps their divisor above 0.
     pub norm_eps: f64,
@@ -34,6 +35,9 @@ pub struct DecoderModel {
     pub max_positions: u64,
     /// Ids that end a text.
     pub end_ids: Vec<u32>,
+    /// Layers behind the last one that a checkpoint may hold, for the prediction of further tokens. No program
+    /// here computes them.
+    pub prediction_layers: u64,
 }
 
 /// The layers whose feed-forward part is a choice of experts.
@@ -45,12 +49,29 @@ pub struct ExpertLayers {
     pub top_k: u64,
     /// Inner width of an expert.
     pub inner: u64,
-    /// Whether the weights of a token's experts add up to 1.
-    pub renormalise: bool,
+    /// Inner width of the experts that every token passes through; 0 for none.
+    pub shared_inner: u64,
+    /// How experts are chosen and weighted.
+    pub gate: ExpertGate,
     /// Layers without experts, ascending.
     pub dense_layers: Vec<u64>,
     /// Names of the tensors.
     pub names: ExpertNames,
+}
+
+/// How the logits of a router become a choice of experts and their weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertGate {
+    /// Whether scores are sigmoids of the logits, and not their softmax.
+    pub sigmoid: bool,
+    /// Groups of consecutive experts.
+    pub groups: u64,
+    /// Groups whose experts a token may choose.
+    pub keep_groups: u64,
+    /// Whether the weights of a token's experts add up to 1, before `scale`.
+    pub renormalise: bool,
+    /// Factor of the weights.
+    pub scale: f64,
 }
 
 /// Names of the tensors of experts, behind that of the layer.
@@ -58,43 +79,12 @@ pub struct ExpertLayers {
 pub struct ExpertNames {
     /// Name of the matrix that scores the experts.
     pub router: &'static str,
+    /// Name of the correction of the choice behind that of the router, if it has one.
+    pub correction: Option<&'static str>,
     /// Name of the list of experts, in which each has its number as a name.
     pub experts: &'static str,
     /// Names of the gate, up and down matrices of an expert.
     pub parts: [&'static str; 3],
-}
-
-/// Rotary positions of a model.
-#[derive(Debug, Clone, PartialEq)]
-pub struct RotaryConfig {
-    /// Base of the geometric series of frequencies.
-    pub theta: f64,
-    /// Change of the frequencies for more positions than a model was first trained with.
-    pub scaling: RotaryScaling,
-}
-
-/// How the rotary frequencies of a model were changed for more positions.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum RotaryScaling {
-    /// The frequencies are those of `theta`.
-    None,
-    /// All frequencies are divided by a factor.
-    Linear {
-        /// Divisor of every frequency.
-        factor: f64,
-    },
-    /// As in Llama 3.1: low frequencies are divided by a factor, high ones stay, and those between are
-    /// interpolated.
-    Llama3 {
-        /// Divisor of the low frequencies.
-        factor: f64,
-        /// Turns within the original positions below which a frequency is low.
-        low_freq_factor: f64,
-        /// Turns above which a frequency is high.
-        high_freq_factor: f64,
-        /// Positions that the model was first trained with.
-        original_positions: f64,
-    },
 }
 
 impl DecoderModel {
@@ -110,169 +100,197 @@ impl DecoderModel {
         let mut config = ConfigReader::new(file, "", parsed);
         let norm_eps = config.read_number("rms_norm_eps", Some(1e-6));
         let max_positions = config.read_count("max_position_embeddings", Some(4096));
-        let renormalise = config.read_flag("norm_topk_prob", false);
         let end_ids = read_ids(config.take_value("eos_token_id").as_ref());
-        let rotary = read_rotary(file, &mut config).unwrap_or_else(|d| {
+        let prediction_layers = match architecture {
+            DEEPSEEK => config.take_value("num_nextn_predict_layers").and_then(|v| v.as_u64()).unwrap_or(0),
+            _ => 0,
+        };
+        let heads = find_heads(&extents);
+        let rotary = read_rotary(file, &mut config, heads.rotary, max_positions).unwrap_or_else(|d| {
             config.diagnostics.push(*d);
-            RotaryConfig { theta: 1.0, scaling: RotaryScaling::None }
+            RotaryConfig::default()
         });
+        let mut missing = find_missing_parts(&extents);
+        let experts = read_expert_layers(&mut config, &extents, architecture, &mut missing);
+        if let Some(how) = config.take_value("quantization_config").filter(|v| !v.is_null()) {
+            let method = how.get("quant_method").and_then(Value::as_str).unwrap_or("unknown").to_string();
+            missing.push(format!("its weights are quantised (method `{method}`)"));
+        }
         let mut ds = config.diagnostics;
-        ds.extend(find_missing_parts(file, &extents));
+        ds.extend(missing.into_iter().map(|what| refuse_part(file, &extents.name, &what)));
         if norm_eps < 0.0 {
             ds.push(
                 Diagnostic::error(&T0431, format!("`rms_norm_eps` is {norm_eps}"))
                     .with_label(file, "this key"),
             );
         }
-        let AttentionKind::Grouped { heads, kv_heads, head_dim, .. } = extents.attention else {
-            return Err(ds);
-        };
+        if let Some(e) = &experts
+            && let Some(message) = find_gate_contradiction(e)
+        {
+            ds.push(Diagnostic::error(&T0431, message).with_label(file, "these keys"));
+        }
         if !ds.is_empty() {
             return Err(ds);
         }
-        let experts = name_expert_layers(&extents, architecture, renormalise);
         Ok(DecoderModel {
             config: canonical_config,
             experts,
+            heads: heads.query,
+            kv_heads: heads.cached,
+            head_dim: heads.cached_columns,
             extents,
-            heads,
-            kv_heads,
-            head_dim,
             norm_eps,
             rotary,
             window,
             max_positions,
             end_ids,
+            prediction_layers,
         })
     }
 
-    /// Returns the rotary frequencies of a head, in radians per position.
+    /// Returns the rotary frequencies, in radians per position.
     #[must_use]
     pub fn rotary_frequencies(&self) -> Vec<f32> {
-        let pairs = self.head_dim / 2;
-        (0..pairs)
-            .map(|i| {
-                let plain = self.rotary.theta.powf(-((2 * i) as f64) / self.head_dim as f64);
-                self.rotary.scaling.scale_frequency(plain) as f32
-            })
-            .collect()
+        self.rotary.frequencies()
+    }
+
+    /// Returns whether all heads read one latent per token, which every rank of tp caches.
+    #[must_use]
+    pub fn is_latent(&self) -> bool {
+        matches!(self.extents.attention, AttentionKind::Latent { .. })
+    }
+
+    /// Returns the inner width of the narrowest feed-forward part of a layer, which tp divides.
+    #[must_use]
+    pub fn narrowest_feed_forward(&self) -> u64 {
+        let dense = self.extents.mlp.inner;
+        let Some(e) = &self.experts else { return dense };
+        let shared = (e.shared_inner > 0).then_some(e.shared_inner);
+        let dense = (!e.dense_layers.is_empty()).then_some(dense);
+        [shared, dense].into_iter().flatten().fold(e.inner, u64::min)
+    }
+
+    /// Returns whether a tensor belongs to a layer that no program here computes.
+    #[must_use]
+    pub fn is_left_out(&self, tensor: &str) -> bool {
+        let number = tensor.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+        let from = self.extents.layers;
+        number
+            .and_then(|n| n.parse::<u64>().ok())
+            .is_some_and(|n| (from..from + self.prediction_layers).contains(&n))
     }
 }
 
-impl RotaryScaling {
-    fn scale_frequency(self, plain: f64) -> f64 {
-        match self {
-            RotaryScaling::None => plain,
-            RotaryScaling::Linear { factor } => plain / factor,
-            RotaryScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => {
-                let turns = original_positions * plain / std::f64::consts::TAU;
-                if turns < low_freq_factor {
-                    return plain / factor;
-                }
-                if turns > high_freq_factor {
-                    return plain;
-                }
-                let share = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                (1.0 - share) * plain / factor + share * plain
-            }
+/// Name of the architecture of DeepSeek-V3.
+const DEEPSEEK: &str = "DeepseekV3ForCausalLM";
+
+/// The heads of a model, as queries have them and as the caches store them.
+struct Heads {
+    query: u64,
+    cached: u64,
+    cached_columns: u64,
+    /// Columns of a head that positions rotate.
+    rotary: u64,
+}
+
+fn find_heads(m: &LanguageModel) -> Heads {
+    match m.attention {
+        AttentionKind::Grouped { heads, kv_heads, head_dim, .. } => {
+            Heads { query: heads, cached: kv_heads, cached_columns: head_dim, rotary: head_dim }
+        }
+        AttentionKind::Latent { heads, kv_rank, rope, .. } => {
+            Heads { query: heads, cached: 1, cached_columns: kv_rank + rope, rotary: rope }
         }
     }
 }
 
 /// Lists the properties of a model that no program here computes.
-fn find_missing_parts(file: &str, m: &LanguageModel) -> Diagnostics {
+fn find_missing_parts(m: &LanguageModel) -> Vec<String> {
+    let is_latent = matches!(m.attention, AttentionKind::Latent { .. });
     let missing = [
         (m.experts.as_ref().is_some_and(|e| !e.gated), "its experts have no gate"),
-        (m.experts.as_ref().is_some_and(|e| e.shared_inner > 0), "every token passes through shared experts"),
-        (m.experts.as_ref().is_some_and(|e| e.router_bias), "its router corrects the choice of experts"),
+        (
+            m.experts.as_ref().is_some_and(|e| e.shared_inner > 0) && !is_latent,
+            "a dense layer stands beside its experts",
+        ),
         (m.norm != NormKind::Rms, "its norms are layer norms"),
         (m.learned_positions > 0, "its positions are learned"),
         (!m.mlp.gated, "its feed-forward layers have no gate"),
         (m.mlp.bias, "its feed-forward layers have biases"),
-        (matches!(m.attention, AttentionKind::Latent { .. }), "its attention keeps latents in place of keys"),
-        (
-            matches!(m.attention, AttentionKind::Grouped { head_dim, .. } if !head_dim.is_multiple_of(2)),
-            "its heads have an odd number of columns",
-        ),
+        (!find_heads(m).rotary.is_multiple_of(2), "positions rotate an odd number of columns of a head"),
     ];
-    let refuse = |what: &str| {
-        Diagnostic::error(&T0433, format!("{} cannot run: {what}", m.name))
-            .with_label(file, "this config")
-            .with_hint("models of Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE run; `tessera plan` estimates the others")
-    };
-    missing.into_iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| refuse(what)).collect()
+    missing.into_iter().filter(|(is_missing, _)| *is_missing).map(|(_, what)| what.to_string()).collect()
+}
+
+fn refuse_part(file: &str, name: &str, what: &str) -> Diagnostic {
+    Diagnostic::error(&T0433, format!("{name} cannot run: {what}")).with_label(file, "this config").with_hint(
+        "models of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V3 run, with weights of floats; \
+         `tessera plan` estimates the others",
+    )
 }
 
 /// Describes the layers with experts of an architecture; Mixtral renormalises without saying so in its config.
-fn name_expert_layers(m: &LanguageModel, architecture: &str, renormalise: bool) -> Option<ExpertLayers> {
+/// Adds to `missing` what no program here computes.
+fn read_expert_layers(
+    config: &mut ConfigReader<'_>,
+    m: &LanguageModel,
+    architecture: &str,
+    missing: &mut Vec<String>,
+) -> Option<ExpertLayers> {
     let e = m.experts.as_ref()?;
-    let is_mixtral = architecture == "MixtralForCausalLM";
+    let softmax =
+        |renormalise| ExpertGate { sigmoid: false, groups: 1, keep_groups: 1, renormalise, scale: 1.0 };
+    let parts = ["gate_proj", "up_proj", "down_proj"];
+    let plain = ExpertNames { router: "mlp.gate", correction: None, experts: "mlp.experts", parts };
+    let (gate, names) = match architecture {
+        "MixtralForCausalLM" => {
+            let (router, experts) = ("block_sparse_moe.gate", "block_sparse_moe.experts");
+            (softmax(true), ExpertNames { router, correction: None, experts, parts: ["w1", "w3", "w2"] })
+        }
+        DEEPSEEK => {
+            if !e.router_bias {
+                missing.push("`topk_method` is not `noaux_tc`, so nothing corrects its choice".to_string());
+            }
+            let scores = config.read_choice("scoring_func", &["sigmoid", "softmax"], "sigmoid");
+            if scores != "sigmoid" {
+                missing.push("its router scores with a softmax".to_string());
+            }
+            (read_sigmoid_gate(config), ExpertNames { correction: Some("e_score_correction_bias"), ..plain })
+        }
+        _ => (softmax(config.read_flag("norm_topk_prob", false)), plain),
+    };
     Some(ExpertLayers {
         count: e.count,
         top_k: e.top_k,
         inner: e.inner,
-        renormalise: is_mixtral || renormalise,
+        shared_inner: e.shared_inner,
+        gate,
         dense_layers: e.dense_layers.clone(),
-        names: match is_mixtral {
-            true => ExpertNames {
-                router: "block_sparse_moe.gate",
-                experts: "block_sparse_moe.experts",
-                parts: ["w1", "w3", "w2"],
-            },
-            false => ExpertNames {
-                router: "mlp.gate",
-                experts: "mlp.experts",
-                parts: ["gate_proj", "up_proj", "down_proj"],
-            },
-        },
+        names,
     })
 }
 
-fn read_rotary(file: &str, config: &mut ConfigReader<'_>) -> Result<RotaryConfig, Box<Diagnostic>> {
-    // Newer releases of transformers write one object, older ones two keys.
-    let given = ["rope_parameters", "rope_scaling"].map(|k| config.take_value(k).filter(Value::is_object));
-    let object = given.iter().flatten().next();
-    let number = |key: &str| object.and_then(|o| o.get(key)).and_then(Value::as_f64);
-    let stated = config.read_number("rope_theta", Some(10_000.0));
-    let theta = number("rope_theta").unwrap_or(stated);
-    let kind = object.and_then(|o| o.get("rope_type").or_else(|| o.get("type"))).and_then(Value::as_str);
-    let reject = |code, message: String, hint: &str| {
-        Box::new(Diagnostic::error(code, message).with_label(file, "the rotary positions").with_hint(hint))
-    };
-    let required = |key: &str| {
-        number(key).filter(|x| *x > 0.0).ok_or_else(|| {
-            reject(
-                &T0431,
-                format!("`{key}` of {} positions is missing", kind.unwrap_or_default()),
-                "give a number above 0",
-            )
-        })
-    };
-    let scaling = match kind {
-        None | Some("default") => RotaryScaling::None,
-        Some("linear") => RotaryScaling::Linear { factor: required("factor")? },
-        Some("llama3") => RotaryScaling::Llama3 {
-            factor: required("factor")?,
-            low_freq_factor: required("low_freq_factor")?,
-            high_freq_factor: required("high_freq_factor")?,
-            original_positions: required("original_max_position_embeddings")?,
-        },
-        Some(other) => {
-            return Err(reject(
-                &T0432,
-                format!("rotary positions of type `{other}` are not supported"),
-                "accepted: default, linear, llama3",
-            ));
-        }
-    };
-    if theta <= 1.0 || number("partial_rotary_factor").is_some_and(|f| f != 1.0) {
-        return Err(reject(
-            &T0432,
-            format!("rotary positions with base {theta}, of a part of a head"),
-            "accepted: a base above 1, whole heads",
-        ));
+/// Reads the gate of DeepSeek-V3, with the defaults of transformers.
+fn read_sigmoid_gate(config: &mut ConfigReader<'_>) -> ExpertGate {
+    ExpertGate {
+        sigmoid: true,
+        groups: config.read_count("n_group", Some(8)),
+        keep_groups: config.read_count("topk_group", Some(4)),
+        renormalise: config.read_flag("norm_topk_prob", true),
+        scale: config.read_number("routed_scaling_factor", Some(2.5)),
     }
-    Ok(RotaryConfig { theta, scaling })
+}
+
+fn find_gate_contradiction(e: &ExpertLayers) -> Option<String> {
+    let ExpertGate { groups, keep_groups, scale, .. } = e.gate;
+    if !e.count.is_multiple_of(groups) || keep_groups > groups {
+        return Some(format!("{keep_groups} of {groups} groups of {} experts", e.count));
+    }
+    let candidates = e.count / groups * keep_groups;
+    if e.top_k > candidates {
+        return Some(format!("a token needs {} experts of {candidates} in {keep_groups} groups", e.top_k));
+    }
+    (scale <= 0.0 || !scale.is_finite()).then(|| format!("`routed_scaling_factor` is {scale}"))
 }
 
 /// Reads one id, or a list of them.

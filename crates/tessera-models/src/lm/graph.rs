@@ -5,13 +5,15 @@
 //! are values of the call: no shape depends on a length. Rows beyond the end of a prompt are computed and never
 //! read again, because the next call of their sequence overwrites their keys and values.
 
-use tessera_ir::{Attr, Builder, DType, Opcode, Program, Type, ValueId};
+mod attention;
+mod feed_forward;
 
-use super::AttentionKind;
-use super::DecoderModel;
-use super::decoder::ExpertLayers;
+use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
 
-/// Name of the weight that holds the rotary frequencies of a head. No checkpoint has it; the config states it.
+use self::attention::LatentExtents;
+use super::{AttentionKind, DecoderModel};
+
+/// Name of the weight that holds the rotary frequencies. No checkpoint has it; the config states it.
 pub const ROTARY_FREQUENCIES: &str = "rotary.frequencies";
 
 /// The number of sequences of a call, and of rows of each.
@@ -72,9 +74,6 @@ pub fn token_phase_name(bucket: TokenBucket) -> String {
     format!("tokens.b{}.n{}", bucket.sequences, bucket.rows)
 }
 
-/// Begins the name of an output with the experts [rows, k] that each row of a layer chose; the layer follows.
-const EXPERT_CHOICES: &str = "experts.";
-
 /// Returns the name of the tensor [sequences · rows] with the ids of a call's rows, sequence by sequence. A call that
 /// runs several programs, as a warm-up does, needs one for each.
 #[must_use]
@@ -108,7 +107,7 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
     g.location = "all".to_string();
     let pages = g.emit_numbers(TokenInput::PAGES, &[b, cache.pages_per_sequence]);
     let start = g.emit_numbers(TokenInput::START, &[b]);
-    let frequencies = g.emit_weight(ROTARY_FREQUENCIES, &[m.head_dim / 2], "whole", 1);
+    let frequencies = g.emit_weight(ROTARY_FREQUENCIES, &[m.rotary.columns / 2], "whole", 1);
     let at = TokenPlaces { pages, start, frequencies };
     g.location = "first".to_string();
     let table = g.emit_weight("model.embed_tokens.weight", &[m.extents.vocab, m.extents.width], "col", 1);
@@ -121,7 +120,7 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
         let last = g.emit_numbers(TokenInput::LAST, &[b]);
         x = g.emit_op(Opcode::Embed, &[last, x]);
     }
-    let x = g.emit_norm("model.norm", x);
+    let x = g.emit_norm("model.norm", x, m.norm_eps);
     let head = if m.extents.tied_embedding { "model.embed_tokens" } else { "lm_head" };
     let logits = g.emit_linear(head, x, m.extents.vocab, ("col", 1), false, None);
     let (name, value) = match output {
@@ -162,139 +161,31 @@ struct DecoderBuilder<'a> {
 
 impl DecoderBuilder<'_> {
     fn emit_block(&mut self, i: u64, x: ValueId, at: TokenPlaces) -> ValueId {
-        let m = self.model;
-        let (d, hd, group) = (m.extents.width, m.head_dim, m.heads / m.kv_heads);
-        let (qkv_bias, out_bias, qk_norm) = match m.extents.attention {
-            AttentionKind::Grouped { qkv_bias, out_bias, qk_norm, .. } => (qkv_bias, out_bias, qk_norm),
-            AttentionKind::Latent { .. } => (false, false, false),
-        };
         self.location = format!("block.{i}");
         let n = format!("model.layers.{i}");
-        let a = self.emit_norm(&format!("{n}.input_layernorm"), x);
-        // A rank holds whole KV heads, and the query heads that read them.
-        let q_part = ("col", group * hd);
-        let mut q =
-            self.emit_linear(&format!("{n}.self_attn.q_proj"), a, m.heads * hd, q_part, qkv_bias, None);
-        let mut k = self.emit_linear(
-            &format!("{n}.self_attn.k_proj"),
-            a,
-            m.kv_heads * hd,
-            ("col", hd),
-            qkv_bias,
-            None,
-        );
-        let v = self.emit_linear(
-            &format!("{n}.self_attn.v_proj"),
-            a,
-            m.kv_heads * hd,
-            ("col", hd),
-            qkv_bias,
-            None,
-        );
-        if qk_norm {
-            q = self.emit_head_norm(&format!("{n}.self_attn.q_norm"), q);
-            k = self.emit_head_norm(&format!("{n}.self_attn.k_norm"), k);
-        }
-        let q = self.emit_rotary(q, at);
-        let k = self.emit_rotary(k, at);
-        let keys = self.cache_rows(&format!("kv.k.{i}"), k, at);
-        let values = self.cache_rows(&format!("kv.v.{i}"), v, at);
-        self.set_page_attrs(at);
-        self.builder.set_attr("head_dim", hd);
-        if let Some(window) = m.window {
-            self.builder.set_attr("window", window);
-        }
-        let o = self.emit_op(Opcode::PagedAttention, &[q, keys, values]);
-        let o = self.emit_linear(&format!("{n}.self_attn.o_proj"), o, d, ("row", group * hd), out_bias, None);
+        let a = self.emit_norm(&format!("{n}.input_layernorm"), x, self.model.norm_eps);
+        let o = match self.model.extents.attention {
+            AttentionKind::Grouped { qkv_bias, out_bias, qk_norm, .. } => {
+                self.emit_grouped_attention(i, a, at, (qkv_bias, out_bias, qk_norm))
+            }
+            AttentionKind::Latent { q_rank, kv_rank, nope, rope, v, .. } => {
+                self.emit_latent_attention(i, a, at, &LatentExtents { q_rank, kv_rank, nope, rope, v })
+            }
+        };
         let x = self.emit_op(Opcode::Add, &[x, o]);
-
-        let a = self.emit_norm(&format!("{n}.post_attention_layernorm"), x);
-        let y = match &m.experts {
+        let a = self.emit_norm(&format!("{n}.post_attention_layernorm"), x, self.model.norm_eps);
+        let y = match &self.model.experts {
             Some(experts) if !experts.dense_layers.contains(&i) => self.emit_experts(&n, a, experts),
-            _ => self.emit_dense(&n, a),
+            _ => self.emit_dense(&format!("{n}.mlp"), a, self.model.extents.mlp.inner),
         };
         self.emit_op(Opcode::Add, &[x, y])
     }
 
-    fn emit_dense(&mut self, n: &str, a: ValueId) -> ValueId {
-        let (d, inner) = (self.model.extents.width, self.model.extents.mlp.inner);
-        let gate = self.emit_linear(&format!("{n}.mlp.gate_proj"), a, inner, ("col", 1), false, Some("silu"));
-        let up = self.emit_linear(&format!("{n}.mlp.up_proj"), a, inner, ("col", 1), false, None);
-        let h = self.emit_op(Opcode::Mul, &[gate, up]);
-        self.emit_linear(&format!("{n}.mlp.down_proj"), h, d, ("row", 1), false, None)
-    }
-
-    /// Emits the experts of a layer. Every expert has a slot for every token, so no token is dropped.
-    fn emit_experts(&mut self, n: &str, a: ValueId, e: &ExpertLayers) -> ValueId {
-        let (d, tokens) = (self.model.extents.width, self.builder.type_of(a).shape[0]);
-        let router = format!("{n}.{}", e.names.router);
-        let logits = self.emit_linear(&router, a, e.count, ("whole", 1), false, None);
-        self.builder.set_attr("top_k", e.top_k);
-        let chosen = self.emit_op(Opcode::TopKExperts, &[logits]);
-        // A rank that routes differently can leave every later value equal on all ranks, because a sum over
-        // ranks mixes what they compute. So the choices themselves are compared.
-        self.builder.set_attr("at", self.location.as_str());
-        self.builder.add_output(&format!("{EXPERT_CHOICES}{n}"), chosen);
-        if e.renormalise {
-            self.builder.set_attr("renormalise", Attr::Bool(true));
-        }
-        let weights = self.emit_op(Opcode::ExpertWeights, &[logits, chosen]);
-        self.builder.set_attr("capacity", tokens);
-        let slots = self.emit_op(Opcode::ExpertSlots, &[chosen]);
-        self.builder.set_attr("groups", e.count);
-        let counts = self.emit_op(Opcode::ExpertCounts, &[chosen, slots]);
-        self.builder.set_attr("groups", e.count).set_attr("capacity", tokens);
-        let rows = self.emit_op(Opcode::ExpertPack, &[a, chosen, slots]);
-        let grouped = |g: &mut Self, x, name: &str, [m, k]: [u64; 2], part: &str, act: Option<&str>| {
-            let w =
-                g.emit_weight(&format!("{n}.{}.*.{name}.weight", e.names.experts), &[e.count, m, k], part, 1);
-            if let Some(act) = act {
-                g.builder.set_attr("act", act);
-            }
-            g.builder.set_attr("rows", tokens * e.top_k);
-            g.emit_op(Opcode::GroupedMatmul, &[x, w, counts])
-        };
-        let [gate, up, down] = e.names.parts;
-        let gate = grouped(self, rows, gate, [e.inner, d], "col", Some("silu"));
-        let up = grouped(self, rows, up, [e.inner, d], "col", None);
-        let h = self.emit_op(Opcode::Mul, &[gate, up]);
-        let y = grouped(self, h, down, [d, e.inner], "row", None);
-        self.emit_op(Opcode::ExpertCombine, &[y, chosen, slots, weights])
-    }
-
-    /// Writes rows to their pages of a cache, and returns the view of the whole cache.
-    fn cache_rows(&mut self, name: &str, rows: ValueId, at: TokenPlaces) -> ValueId {
-        let width = self.model.kv_heads * self.model.head_dim;
-        let ty = Type::new(DType::F32, [self.cache.pages * self.cache.page_rows, width]);
-        let buffer = self.builder.declare_buffer(name, ty);
-        self.set_page_attrs(at);
-        self.builder.set_attr("at", self.location.as_str());
-        self.builder.write_buffer(buffer, rows);
-        self.builder.set_attr("at", self.location.as_str());
-        self.builder.read_buffer(buffer)
-    }
-
-    fn set_page_attrs(&mut self, at: TokenPlaces) {
-        self.builder.set_attr("page_rows", self.cache.page_rows);
-        self.builder.add_keyed("pages", at.pages);
-        self.builder.add_keyed("start", at.start);
-    }
-
-    fn emit_rotary(&mut self, x: ValueId, at: TokenPlaces) -> ValueId {
-        self.builder.set_attr("head_dim", self.model.head_dim).add_keyed("start", at.start);
-        self.emit_op(Opcode::Rotary, &[x, at.frequencies])
-    }
-
-    fn emit_head_norm(&mut self, name: &str, x: ValueId) -> ValueId {
-        let (eps, hd) = (self.model.norm_eps, self.model.head_dim);
-        let w = self.emit_weight(&format!("{name}.weight"), &[hd], "whole", 1);
-        self.builder.set_attr("eps", eps).set_attr("head_dim", hd);
-        self.emit_op(Opcode::HeadNorm, &[x, w])
-    }
-
-    fn emit_norm(&mut self, name: &str, x: ValueId) -> ValueId {
-        let w = self.emit_weight(&format!("{name}.weight"), &[self.model.extents.width], "whole", 1);
-        self.builder.set_attr("eps", self.model.norm_eps);
+    /// Emits an RMS norm over whole rows.
+    fn emit_norm(&mut self, name: &str, x: ValueId, eps: f64) -> ValueId {
+        let width = self.builder.type_of(x).shape[1];
+        let w = self.emit_weight(&format!("{name}.weight"), &[width], "whole", 1);
+        self.builder.set_attr("eps", eps);
         self.emit_op(Opcode::RmsNorm, &[x, w])
     }
 

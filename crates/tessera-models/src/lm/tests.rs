@@ -2,7 +2,9 @@
 
 use tessera_ir::analytic_model::{AnalyticModel, LayerOp, LayerOpKind, OpSharding};
 
-use super::LanguageModel;
+use serde_json::json;
+
+use super::{DecoderModel, LanguageModel};
 use crate::zoo;
 
 fn load_model(name: &str) -> AnalyticModel {
@@ -228,6 +230,81 @@ fn qkv_is_column_sharded_and_experts_over_ranks() {
                 _ => OpSharding::Replicated,
             };
             assert_eq!(row.sharding, cut, "{name}: {}", row.name);
+        }
+    }
+}
+
+fn deepseek_config(changes: &[(&str, serde_json::Value)]) -> String {
+    let text = include_str!("../../zoo/deepseek-v3.json");
+    let mut config: serde_json::Value = serde_json::from_str(text).unwrap();
+    for (key, value) in changes {
+        config[*key] = value.clone();
+    }
+    config.to_string()
+}
+
+#[test]
+fn deepseek_runs_as_published_except_quantised_and_with_another_router() {
+    let parse = |changes: &[_]| DecoderModel::parse("config.json", &deepseek_config(changes));
+    let model = parse(&[]).unwrap();
+    assert_eq!((model.heads, model.kv_heads, model.head_dim), (128, 1, 576));
+    let gate = model.experts.as_ref().unwrap().gate;
+    assert_eq!((gate.sigmoid, gate.groups, gate.keep_groups, gate.scale), (true, 8, 4, 2.5));
+    // The layer that predicts a further token.
+    assert!(model.is_left_out("model.layers.61.eh_proj.weight"));
+    assert!(!model.is_left_out("model.layers.6.mlp.gate.weight") && !model.is_left_out("model.norm.weight"));
+    for (key, value, code, words) in [
+        ("quantization_config", json!({"quant_method": "fp8"}), "T0433", "quantised (method `fp8`)"),
+        ("scoring_func", json!("softmax"), "T0433", "scores with a softmax"),
+        ("topk_method", json!("greedy"), "T0433", "nothing corrects its choice"),
+        ("qk_rope_head_dim", json!(63), "T0433", "odd number of columns"),
+        ("n_group", json!(7), "T0431", "4 of 7 groups of 256 experts"),
+        ("topk_group", json!(9), "T0431", "9 of 8 groups of 256 experts"),
+        ("num_experts_per_tok", json!(129), "T0431", "129 experts of 128 in 4 groups"),
+        ("routed_scaling_factor", json!(0.0), "T0431", "`routed_scaling_factor` is 0"),
+    ] {
+        let ds = parse(&[(key, value)]).unwrap_err();
+        assert!(ds.len() == 1 && ds[0].code.id == code && ds[0].message.contains(words), "{key}: {ds:?}");
+    }
+}
+
+// The numbers are those of transformers 5.24.
+#[test]
+fn yarn_frequencies_and_factors_are_those_of_transformers() {
+    let scaling = json!({"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096});
+    let text = deepseek_config(&[("rope_scaling", scaling), ("rope_theta", json!(10000))]);
+    let deepseek = DecoderModel::parse("config.json", &text).unwrap();
+    assert_eq!(deepseek.rotary.scaling.factor_of_rotated(), 1.0);
+    assert!((deepseek.rotary.latent_score_factor - (0.1 * 40.0_f64.ln() + 1.0).powi(2)).abs() < 1e-12);
+    let qwen = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 128, "vocab_size": 9,
+        "max_position_embeddings": 131072, "rope_theta": 1_000_000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}});
+    let qwen = DecoderModel::parse("config.json", &qwen.to_string()).unwrap();
+    assert!((qwen.rotary.scaling.factor_of_rotated() - 1.138_629_436_111_989).abs() < 1e-12);
+    let of_deepseek = [
+        (0, 1.0),
+        (9, 0.074_989_415),
+        (10, 0.056_234_13),
+        (12, 0.026_879_361),
+        (15, 0.008_334_509),
+        (20, 0.000_790_569_4),
+        (23, 3.333_803_4e-5),
+        (31, 3.333_803_5e-6),
+    ];
+    let of_qwen = [
+        (0, 1.0),
+        (23, 0.006_978_306),
+        (30, 0.001_064_361),
+        (35, 0.000_246_258_4),
+        (40, 4.445_698_5e-5),
+        (63, 3.102_344_4e-7),
+    ];
+    for (model, pairs) in [(&deepseek, &of_deepseek[..]), (&qwen, &of_qwen)] {
+        let found = model.rotary_frequencies();
+        for (i, expected) in pairs {
+            assert!((found[*i] / expected - 1.0).abs() < 2e-6, "pair {i}: {} against {expected}", found[*i]);
         }
     }
 }

@@ -1,22 +1,55 @@
 //! Reference semantics of the ops that route tokens to experts.
 
-use tessera_ir::views;
+use tessera_ir::{RouterScore, views};
 
-use super::{OpContext, TensorResult, activate, matrix_extents};
+use super::{OpContext, TensorResult, activate, matrix_extents, vector_data};
 use crate::Tensor;
 
 pub(super) fn top_k_experts(cx: &OpContext<'_>, v: &views::TopKExperts) -> TensorResult {
     let logits = cx.tensor(v.logits)?;
     let ((tokens, experts), k) = (matrix_extents(logits)?, v.top_k as usize);
-    if k > experts {
-        return Err(format!("{k} of {experts} experts"));
+    let (groups, keep) = (v.groups as usize, v.keep_groups as usize);
+    if !experts.is_multiple_of(groups) || keep > groups || k > experts / groups * keep {
+        return Err(format!("{k} of {experts} experts in {keep} of {groups} groups"));
     }
-    Ok(Tensor::from_fn(&[tokens, k], |i| {
-        let row = logits.row(i / k);
-        let mut order: Vec<usize> = (0..experts).collect();
-        order.sort_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
-        order[i % k] as f64
-    }))
+    let correction = v.correction.map(|c| vector_data(cx.tensor(c)?, experts)).transpose()?;
+    let choose = |t: usize| -> Vec<usize> {
+        let row = logits.row(t);
+        let scores: Vec<f64> = match (correction, groups) {
+            (None, 1) => row.to_vec(),
+            _ => (0..experts).map(|e| score(v.score, row, e) + correction.map_or(0.0, |c| c[e])).collect(),
+        };
+        let group_of = |e: usize| e * groups / experts;
+        let quality = |group: usize| {
+            let mut of =
+                (0..experts).filter(|e| group_of(*e) == group).map(|e| scores[e]).collect::<Vec<_>>();
+            of.sort_by(|a, b| b.total_cmp(a));
+            of.iter().take(2).sum::<f64>()
+        };
+        let kept = first_largest(0..groups, quality, keep);
+        first_largest((0..experts).filter(|e| kept.contains(&group_of(*e))), |e| scores[e], k)
+    };
+    let chosen: Vec<Vec<usize>> = (0..tokens).map(choose).collect();
+    Ok(Tensor::from_fn(&[tokens, k], |i| chosen[i / k][i % k] as f64))
+}
+
+/// Returns the `n` candidates of the largest values, largest first, ties to the lower candidate.
+fn first_largest(of: impl Iterator<Item = usize>, value: impl Fn(usize) -> f64, n: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = of.collect();
+    order.sort_by(|a, b| value(*b).total_cmp(&value(*a)).then(a.cmp(b)));
+    order.truncate(n);
+    order
+}
+
+/// Returns the score of expert `e` of a row of logits.
+fn score(kind: RouterScore, row: &[f64], e: usize) -> f64 {
+    match kind {
+        RouterScore::Sigmoid => 1.0 / (1.0 + (-row[e]).exp()),
+        RouterScore::Softmax => {
+            let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            (row[e] - top).exp() / row.iter().map(|x| (x - top).exp()).sum::<f64>()
+        }
+    }
 }
 
 pub(super) fn expert_weights(cx: &OpContext<'_>, v: &views::ExpertWeights) -> TensorResult {
@@ -28,13 +61,9 @@ pub(super) fn expert_weights(cx: &OpContext<'_>, v: &views::ExpertWeights) -> Te
     check_experts(chosen, experts)?;
     Ok(Tensor::from_fn(&[tokens, k], |i| {
         let (row, chosen) = (logits.row(i / k), chosen.row(i / k));
-        let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let likelihood = |e: usize| (row[e] - top).exp();
-        let total: f64 = match v.renormalise {
-            true => chosen.iter().map(|e| likelihood(*e as usize)).sum(),
-            false => (0..experts).map(likelihood).sum(),
-        };
-        likelihood(chosen[i % k] as usize) / total
+        let of = |e: f64| score(v.score, row, e as usize);
+        let total = if v.renormalise { chosen.iter().map(|e| of(*e)).sum::<f64>() + 1e-20 } else { 1.0 };
+        v.scale * of(chosen[i % k]) / total
     }))
 }
 

@@ -21,6 +21,10 @@ pub(super) fn rotary(cx: &OpContext<'_>, v: &views::Rotary) -> TensorResult {
         let at = |channel: usize| x.data()[first + channel];
         let turn = |pair: usize| (position * frequencies[pair]).sin_cos();
         match channel {
+            c if v.interleaved && c < 2 * m => match c % 2 {
+                0 => v.scale * (this * turn(c / 2).1 - at(c + 1) * turn(c / 2).0),
+                _ => v.scale * (this * turn(c / 2).1 + at(c - 1) * turn(c / 2).0),
+            },
             c if c < m => v.scale * (this * turn(c).1 - at(c + m) * turn(c).0),
             c if c < 2 * m => v.scale * (this * turn(c - m).1 + at(c - m) * turn(c - m).0),
             _ => this,
@@ -45,11 +49,20 @@ pub(super) fn paged_attention(cx: &OpContext<'_>, v: &views::PagedAttention) -> 
     let (queries, keys, values) = (cx.tensor(v.q)?, cx.tensor(v.k)?, cx.tensor(v.v)?);
     let ((rows, d), (capacity, dk), hd) =
         (matrix_extents(queries)?, matrix_extents(keys)?, v.head_dim as usize);
-    if values.shape() != keys.shape() || dk == 0 || !dk.is_multiple_of(hd) || !d.is_multiple_of(dk) {
+    let value_dim = v.value_dim.map_or(hd, |n| n as usize);
+    // Heads are numbered in the global tensors, because ranks may hold KV heads that others hold too.
+    let [of_q, of_k] = [v.q, v.k].map(|value| cx.position(value));
+    let [heads, kv_heads] = [&of_q, &of_k].map(|p| p.global[1] / hd);
+    let kv_head = |head: usize| (of_q.start[1] / hd + head) * kv_heads / heads;
+    let held = of_k.start[1] / hd..(of_k.start[1] + dk) / hd;
+    let all_held = (0..d / hd).all(|head| held.contains(&kv_head(head)));
+    if values.shape() != keys.shape() || kv_heads == 0 || !all_held || value_dim > hd {
         return Err(format!("q {:?} k {:?} v {:?}", queries.shape(), keys.shape(), values.shape()));
     }
+    let scale = v.scale.unwrap_or(1.0 / (hd as f64).sqrt());
     let table = Pages::new(cx.tensor(v.pages)?, cx.tensor(v.start)?, v.page_rows, capacity, rows)?;
-    let mut y = Tensor::full(&[rows, d], 0.0);
+    let width = d / hd * value_dim;
+    let mut y = Tensor::full(&[rows, width], 0.0);
     for row in 0..rows {
         let Some(position) = table.position_of_row(row) else { continue };
         let visible = |p: &usize| v.window.is_none_or(|w| *p < v.sink as usize || p + w as usize > position);
@@ -58,19 +71,19 @@ pub(super) fn paged_attention(cx: &OpContext<'_>, v: &views::PagedAttention) -> 
             continue;
         }
         for head in 0..d / hd {
-            let column = head * dk / d * hd;
+            let column = (kv_head(head) - held.start) * hd;
             let q = &queries.row(row)[head * hd..][..hd];
             let score = |j: &usize| {
                 let key = &keys.row(*j)[column..][..hd];
-                q.iter().zip(key).map(|(a, b)| a * b).sum::<f64>() / (hd as f64).sqrt()
+                q.iter().zip(key).map(|(a, b)| a * b).sum::<f64>() * scale
             };
             let scores: Vec<f64> = at.iter().map(score).collect();
             let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
             let total: f64 = weights.iter().sum();
-            for c in 0..hd {
+            for c in 0..value_dim {
                 let sum: f64 = at.iter().zip(&weights).map(|(j, w)| w * values.row(*j)[column + c]).sum();
-                y.data_mut()[row * d + head * hd + c] = sum / total;
+                y.data_mut()[row * width + head * value_dim + c] = sum / total;
             }
         }
     }

@@ -168,10 +168,10 @@ fn logical_model(m: &DecoderModel, settings: LanguageSettings) -> LogicalModel {
     LogicalModel {
         phases: build_token_phases(m, settings.cache(), &buckets, settings.output),
         calls,
-        heads: m.kv_heads,
+        heads: if m.is_latent() { m.heads } else { m.kv_heads },
         head_dim: m.head_dim,
         hidden_size: m.extents.width,
-        ffn_size: m.experts.as_ref().map_or(m.extents.mlp.inner, |e| e.inner),
+        ffn_size: m.narrowest_feed_forward(),
         tokens: buckets.iter().map(|b| b.sequences * b.rows).max().unwrap_or(1),
         blocks: m.extents.layers,
         experts: m.experts.as_ref().map_or(0, |e| e.count),

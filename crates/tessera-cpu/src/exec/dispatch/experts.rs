@@ -30,8 +30,15 @@ impl<'a> KernelInputs<'a> {
 
 impl KernelRun<'_> {
     pub(super) fn run_top_k_experts(&mut self, v: &views::TopKExperts) -> Result<(), Fault> {
-        let extents = (self.inputs.width(v.logits), v.top_k as usize);
-        kernels::top_k_experts(self.out, self.inputs.values(v.logits)?, extents);
+        let x = &self.inputs;
+        let extents = (x.width(v.logits), v.top_k as usize);
+        let choice = kernels::ExpertChoice {
+            score: v.score,
+            correction: v.correction.map(|c| x.values(c)).transpose()?,
+            groups: v.groups as usize,
+            keep_groups: v.keep_groups as usize,
+        };
+        kernels::top_k_experts(self.out, x.values(v.logits)?, extents, choice);
         Ok(())
     }
 
@@ -39,7 +46,13 @@ impl KernelRun<'_> {
         let x = &self.inputs;
         let extents = (x.width(v.logits), x.width(v.experts));
         let chosen = x.chosen_experts(v.experts, extents.0 as u64)?;
-        kernels::expert_weights(self.out, x.values(v.logits)?, chosen, extents, v.renormalise);
+        kernels::expert_weights(
+            self.out,
+            x.values(v.logits)?,
+            chosen,
+            extents,
+            (v.score, v.renormalise, v.scale),
+        );
         Ok(())
     }
 

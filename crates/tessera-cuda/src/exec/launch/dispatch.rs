@@ -179,6 +179,9 @@ fn build_compute(
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
         C::Rotary(_)
         | C::HeadNorm(_)
+        | C::HeadColumns(_)
+        | C::HeadJoin(_)
+        | C::HeadMatmul(_)
         | C::PagedAttention(_)
         | C::Sample(_)
         | C::TopKExperts(_)
