@@ -2,6 +2,7 @@
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::Bundle;
+use tessera_mesh::Axis;
 use tessera_models::{
     DecoderModel, PagedCache, TokenBucket, TokenOutput, build_token_phases, token_phase_name,
 };
@@ -61,6 +62,8 @@ impl LanguagePlan {
             page_rows: PAGE_ROWS,
             pages: pages_per_sequence * settings.sequences,
             pages_per_sequence,
+            replicates_heads: !model.is_latent()
+                && u64::from(mapping.mesh.axis_size(Axis::Tp)) > model.kv_heads,
         };
         let prefill = TokenBucket { sequences: 1, rows: settings.prompt_rows };
         let decode = TokenBucket { sequences: settings.sequences, rows: 1 };
@@ -102,7 +105,7 @@ fn logical_model(
     LogicalModel {
         phases: build_token_phases(m, cache, &buckets, output),
         calls,
-        heads: if m.is_latent() { m.heads } else { m.kv_heads },
+        heads: if m.is_latent() || cache.replicates_heads { m.heads } else { m.kv_heads },
         head_dim: m.head_dim,
         hidden_size: m.extents.width,
         ffn_size: m.narrowest_feed_forward(),
