@@ -62,7 +62,7 @@ fn generate_continues_texts_on_every_mesh_and_names_what_does_not_fit() {
     assert_fails(&llama(&["--prompt", "x"]), 2, &["T0030", "no tokenizer.json", "--prompt-ids"]);
     assert_fails(&llama(&["--prompt-ids", "1,999"]), 1, &["T0086", "id 999", "211 ids"]);
     assert_fails(&llama(&["--prompt-ids", "1", "--max-tokens", "600"]), 1, &["T0086", "601 positions"]);
-    assert_fails(&llama(&["--prompt-ids", "1", "--mesh", "tp=3"]), 1, &["T0602", "2 heads"]);
+    assert_fails(&llama(&["--prompt-ids", "1", "--mesh", "tp=7"]), 1, &["T0602", "6 heads", "up to tp = 6"]);
     assert_fails(&llama(&["--prompt-ids", "1", "--mesh", "ep=2"]), 1, &["T0601", "no experts"]);
     assert_fails(&llama(&["--prompt-ids", "1", "--temperature", "-1"]), 2, &["--temperature"]);
     assert_fails(&["generate", "nowhere", "--prompt", "x"], 1, &["T0010", "nowhere"]);

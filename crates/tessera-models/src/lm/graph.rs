@@ -34,6 +34,8 @@ pub struct PagedCache {
     pub pages: u64,
     /// Largest number of pages of one sequence.
     pub pages_per_sequence: u64,
+    /// Whether every rank of tp computes and caches all KV heads, because there are more ranks than KV heads.
+    pub replicates_heads: bool,
 }
 
 /// What a program returns.

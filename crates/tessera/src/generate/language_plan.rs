@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::Bundle;
+use tessera_mesh::{Axis, Mesh};
 use tessera_models::{
     DecoderModel, PagedCache, TokenBucket, TokenOutput, build_token_phases, token_phase_name,
 };
@@ -68,7 +69,7 @@ impl LanguagePlan {
     ) -> Result<LanguagePlan, Diagnostics> {
         check_settings(model, settings)?;
         let mut mapping = Mapping { strategy: Strategy::Megatron, ..mapping.clone() };
-        let logical = logical_model(model, settings);
+        let logical = logical_model(model, &mapping.mesh, settings);
         let mut bundle: Bundle = lower(&logical, &mut mapping)?;
         bundle.mapping = sealed_text(&mapping, model, settings);
         let sealed = seal(bundle, &DeviceLimits::default())?;
@@ -82,7 +83,7 @@ impl LanguagePlan {
         settings: LanguageSettings,
     ) -> LanguagePlan {
         let [prefill, decode] = settings.buckets();
-        LanguagePlan { model, mapping, sealed, settings, cache: settings.cache(), prefill, decode }
+        LanguagePlan { cache: settings.cache(&model, &mapping.mesh), model, mapping, sealed, settings, prefill, decode }
     }
 
     /// Writes the plan's files under `prefix` into a staged folder. `model_dir` is the folder of the model.
@@ -125,9 +126,14 @@ const SETTINGS_FILE: &str = "language.json";
 
 impl LanguageSettings {
     /// Returns the extents of the KV caches, which hold every sequence at its full length.
-    fn cache(self) -> PagedCache {
+    fn cache(self, model: &DecoderModel, mesh: &Mesh) -> PagedCache {
         let pages_per_sequence = self.positions.div_ceil(PAGE_ROWS);
-        PagedCache { page_rows: PAGE_ROWS, pages: pages_per_sequence * self.sequences, pages_per_sequence }
+        PagedCache {
+            page_rows: PAGE_ROWS,
+            pages: pages_per_sequence * self.sequences,
+            pages_per_sequence,
+            replicates_heads: !model.is_latent() && u64::from(mesh.axis_size(Axis::Tp)) > model.kv_heads,
+        }
     }
 
     /// Returns the bucket that reads prompts and the one that decodes.
@@ -161,14 +167,15 @@ fn check_settings(model: &DecoderModel, s: LanguageSettings) -> Result<(), Diagn
     Ok(())
 }
 
-fn logical_model(m: &DecoderModel, settings: LanguageSettings) -> LogicalModel {
+fn logical_model(m: &DecoderModel, mesh: &Mesh, settings: LanguageSettings) -> LogicalModel {
+    let cache = settings.cache(m, mesh);
     let mut buckets = settings.buckets().to_vec();
     buckets.dedup();
     let calls = buckets.iter().map(|b| token_phase_name(*b)).map(|name| (name.clone(), vec![name])).collect();
     LogicalModel {
-        phases: build_token_phases(m, settings.cache(), &buckets, settings.output),
+        phases: build_token_phases(m, cache, &buckets, settings.output),
         calls,
-        heads: if m.is_latent() { m.heads } else { m.kv_heads },
+        heads: if m.is_latent() || cache.replicates_heads { m.heads } else { m.kv_heads },
         head_dim: m.head_dim,
         hidden_size: m.extents.width,
         ffn_size: m.narrowest_feed_forward(),

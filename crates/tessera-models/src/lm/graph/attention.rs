@@ -28,8 +28,11 @@ impl DecoderBuilder<'_> {
         let m = self.model;
         let (hd, group) = (m.head_dim, m.heads / m.kv_heads);
         let n = format!("model.layers.{i}.self_attn");
-        // A rank holds whole KV heads, and the query heads that read them.
-        let (q_part, kv_part) = (("col", group * hd), ("col", hd));
+        // A rank holds whole KV heads and the query heads that read them, or all KV heads and some query heads.
+        let (q_part, kv_part, cache) = match self.cache.replicates_heads {
+            true => (("col", hd), ("whole", 1), "kv_all"),
+            false => (("col", group * hd), ("col", hd), "kv"),
+        };
         let mut q = self.emit_linear(&format!("{n}.q_proj"), a, m.heads * hd, q_part, qkv_bias, None);
         let mut k = self.emit_linear(&format!("{n}.k_proj"), a, m.kv_heads * hd, kv_part, qkv_bias, None);
         let v = self.emit_linear(&format!("{n}.v_proj"), a, m.kv_heads * hd, kv_part, qkv_bias, None);
@@ -39,16 +42,15 @@ impl DecoderBuilder<'_> {
         }
         let q = self.emit_rotary(q, hd, at);
         let k = self.emit_rotary(k, hd, at);
-        let keys = self.cache_rows(&format!("kv.k.{i}"), k, at);
-        let values = self.cache_rows(&format!("kv.v.{i}"), v, at);
+        let keys = self.cache_rows(&format!("{cache}.k.{i}"), k, at);
+        let values = self.cache_rows(&format!("{cache}.v.{i}"), v, at);
         self.set_page_attrs(at);
         self.builder.set_attr("head_dim", hd);
         if let Some(window) = m.window {
             self.builder.set_attr("window", window);
         }
         let o = self.emit_op(Opcode::PagedAttention, &[q, keys, values]);
-        let part = ("row", group * hd);
-        self.emit_linear(&format!("{n}.o_proj"), o, m.extents.width, part, out_bias, None)
+        self.emit_linear(&format!("{n}.o_proj"), o, m.extents.width, ("row", q_part.1), out_bias, None)
     }
 
     /// Emits latent attention in its absorbed form. The matrix that expands a latent to the keys of a head is
