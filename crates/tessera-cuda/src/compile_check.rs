@@ -66,7 +66,11 @@ fn all_compilations() -> Vec<Compilation> {
         }
     }
     for (module, source, _) in head_sources() {
-        let heads: &[u64] = if module == "frame_attention" { &[32, 96, 384] } else { &[0, 16, 48, 64, 128] };
+        let heads: &[u64] = match module {
+            "frame_attention" => &[32, 96, 384],
+            "paged_attention" => &[5, 128],
+            _ => &[0, 16, 48, 64, 128],
+        };
         for head in heads {
             out.extend(compilations(HEAD_FAMILY, &source, &head_defines(*head)));
         }

@@ -184,6 +184,14 @@ struct HostOutput {
     is_current: bool,
 }
 
+/// Location of the host's copy of the ids that an op chooses. An id is NaN if the logits of its row contain NaN.
+#[derive(Debug, Clone, Copy)]
+struct ChosenIds {
+    op: usize,
+    offset: usize,
+    rows: usize,
+}
+
 /// Which allocation of the backend holds a value's elements, and at which offset.
 #[derive(Debug, Clone, Copy)]
 enum ValueLocation {
@@ -218,6 +226,8 @@ struct PreparedProgram {
     staged_bytes: usize,
     /// Pinned host memory that outputs are copied to.
     host_outputs: PinnedMemory,
+    /// The host's copies of chosen ids, which lie behind the outputs.
+    chosen_ids: Vec<ChosenIds>,
     /// The graph that the program declares, and that the backend captures.
     declared_graph: Option<CapturedGraph>,
     graph: Option<GraphExec>,

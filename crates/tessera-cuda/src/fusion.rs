@@ -31,5 +31,10 @@ fn writes_matrix_rows(p: &Program, j: usize) -> bool {
     let op = &p.ops[j];
     let Some(b) = op.buffer else { return false };
     let (from, to) = (p.type_of(op.operands[0]), &p.buffer(b).ty);
-    op.opcode == Opcode::CacheWrite && from.shape.len() == 2 && from.shape[1..] == to.shape[1..]
+    // Rows in pages lie apart.
+    let is_in_pages = op.keyed.iter().any(|(name, _)| *name == "pages");
+    op.opcode == Opcode::CacheWrite
+        && !is_in_pages
+        && from.shape.len() == 2
+        && from.shape[1..] == to.shape[1..]
 }

@@ -29,9 +29,11 @@ kernel_signatures! {
     Mul { x: DevicePtr<Element>, y: DevicePtr<Element>, out: DevicePtr<Element>, n: i64 } =
         MUL_F32 "mul_f32", MUL_BF16 "mul_bf16";
 
-    /// Takes rows of a table by their ids; `n` elements of `width` columns.
-    Embed { ids: DevicePtr<f32>, table: DevicePtr<Element>, out: DevicePtr<f32>, rows: i32, width: i32, n: i64 } =
-        EMBED_F32 "embed_f32", EMBED_BF16 "embed_bf16";
+    /// Takes rows of a table by their ids; `n` elements of `width` columns. The rank holds `rows` of `table_rows`.
+    Embed {
+        ids: DevicePtr<f32>, table: DevicePtr<Element>, out: DevicePtr<f32>, rows: i32, first_row: i32,
+        table_rows: i32, width: i32, n: i64,
+    } = EMBED_F32 "embed_f32", EMBED_BF16 "embed_bf16";
 
     /// Adds an embedding to consecutive modulation tables.
     Modulation {
@@ -41,9 +43,9 @@ kernel_signatures! {
 
     /// A GEMM of at most 8 rows: `m` columns of out, contracted over `k`.
     SmallGemm {
-        x: DevicePtr<f32>, w: DevicePtr<f32>, b: DevicePtr<f32>, out: DevicePtr<f32>,
+        x: DevicePtr<Element>, w: DevicePtr<Element>, b: DevicePtr<Element>, out: DevicePtr<Element>,
         rows: i32, k: i32, m: i32, act: i32,
-    } = SMALL_GEMM "small_gemm";
+    } = SMALL_GEMM "small_gemm", SMALL_GEMM_BF16 "small_gemm_bf16";
 
     /// Embeds times as cosines and sines.
     TimeEmbed { t: DevicePtr<f32>, out: DevicePtr<f32>, width: i32, n: i64 } = TIME_EMBED "time_embed";
@@ -148,6 +150,80 @@ kernel_signatures! {
     Clamp { x: DevicePtr<Element>, out: DevicePtr<Element>, limit: f32, is_soft: i32, n: i64 } =
         CLAMP_F32 "clamp_f32", CLAMP_BF16 "clamp_bf16";
 
+    /// Rotates the heads of token rows by their positions.
+    Rotary {
+        x: DevicePtr<Element>, frequencies: DevicePtr<f32>, start: DevicePtr<f32>, out: DevicePtr<Element>,
+        width: i32, head: i32, pairs: i32, rows_per_sequence: i32, scale: f32,
+    } = ROTARY_F32 "rotary_f32", ROTARY_BF16 "rotary_bf16";
+
+    /// Normalises heads of `head` elements.
+    HeadNorm {
+        x: DevicePtr<Element>, w: DevicePtr<f32>, out: DevicePtr<Element>, head: i32, eps: f32, heads: i64,
+    } = HEAD_NORM_F32 "head_norm_f32", HEAD_NORM_BF16 "head_norm_bf16";
+
+    /// Copies `n` words to the rows of a pool in which the positions of their rows lie.
+    PutPages {
+        from: DevicePtr<Word>, to: DevicePtr<Word>, pages: DevicePtr<f32>, start: DevicePtr<f32>,
+        page_count: i32, page_rows: i32, pool_pages: i32, rows_per_sequence: i32, words: i32, n: i64,
+    } = PUT_PAGES_16 "put_pages_16", PUT_PAGES_4 "put_pages_4", PUT_PAGES_2 "put_pages_2";
+
+    /// Finds the largest logit of parts of each row.
+    SampleLargest { logits: DevicePtr<f32>, largest: DevicePtr<u64>, vocabulary: i32 } =
+        SAMPLE_LARGEST "sample_largest";
+
+    /// Computes the probability of each id, relative to the largest one of its row.
+    SampleUnits {
+        logits: DevicePtr<f32>, largest: DevicePtr<u64>, temperature: DevicePtr<f32>, units: DevicePtr<u64>,
+        vocabulary: i32, n: i64,
+    } = SAMPLE_UNITS "sample_units";
+
+    /// Chooses an id per row.
+    SampleChoose {
+        logits: DevicePtr<f32>, largest: DevicePtr<u64>, units: DevicePtr<u64>, temperature: DevicePtr<f32>,
+        top_k: DevicePtr<f32>, top_p: DevicePtr<f32>, seed: DevicePtr<f32>, draw: DevicePtr<f32>,
+        out: DevicePtr<f32>, host_copy: DevicePtr<f32>, vocabulary: i32,
+    } = SAMPLE_CHOOSE "sample_choose";
+
+    /// Chooses the experts of each token.
+    TopKExperts { logits: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, k: i32, tokens: i32 } =
+        TOP_K_EXPERTS "top_k_experts";
+
+    /// Computes the weights of the chosen experts.
+    ExpertWeights {
+        logits: DevicePtr<f32>, chosen: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, k: i32,
+        renormalise: i32, tokens: i32,
+    } = EXPERT_WEIGHTS "expert_weights";
+
+    /// Gives each of `n` choices the next slot of its expert.
+    ExpertSlots { chosen: DevicePtr<f32>, out: DevicePtr<f32>, capacity: i32, n: i32 } =
+        EXPERT_SLOTS "expert_slots";
+
+    /// Counts the slots that each expert has given away.
+    ExpertCounts {
+        chosen: DevicePtr<f32>, slots: DevicePtr<f32>, out: DevicePtr<f32>, choices: i32, groups: i32,
+    } = EXPERT_COUNTS "expert_counts";
+
+    /// Fills `n` words of 4 bytes with zeros.
+    ZeroWords { out: DevicePtr<Word>, n: i64 } = ZERO_WORDS "zero_words";
+
+    /// Copies rows of tokens to the slots of their experts.
+    ExpertPack {
+        x: DevicePtr<Element>, chosen: DevicePtr<f32>, slots: DevicePtr<f32>, out: DevicePtr<Element>,
+        width: i32, k: i32, capacity: i32, groups: i32,
+    } = EXPERT_PACK_F32 "expert_pack_f32", EXPERT_PACK_BF16 "expert_pack_bf16";
+
+    /// Multiplies the filled slots of each group with the weights of the group.
+    GroupedMatmul {
+        x: DevicePtr<Element>, w: DevicePtr<Element>, counts: DevicePtr<f32>, out: DevicePtr<Element>,
+        slots: i32, k: i32, m: i32, act: i32,
+    } = GROUPED_MATMUL_F32 "grouped_matmul_f32", GROUPED_MATMUL_BF16 "grouped_matmul_bf16";
+
+    /// Adds the weighted results of the experts of each token.
+    ExpertCombine {
+        y: DevicePtr<Element>, chosen: DevicePtr<f32>, slots: DevicePtr<f32>, weights: DevicePtr<f32>,
+        out: DevicePtr<Element>, width: i32, k: i32, capacity: i32, groups: i32,
+    } = EXPERT_COMBINE_F32 "expert_combine_f32", EXPERT_COMBINE_BF16 "expert_combine_bf16";
+
     /// Adds the mixed words of pieces of buffers to a sum per buffer.
     DigestPieces { pieces: DevicePtr<BufferPiece>, is_wanted: DevicePtr<u32>, sums: DevicePtr<u64> } =
         DIGEST_PIECES "digest_pieces";
@@ -222,6 +298,35 @@ impl KernelParam for BucketStarts {
     const TYPE: ParamType = ParamType::Value("BucketStarts");
 }
 
+/// Kernel argument with the layout of `PagedShape` in paged_attention.cu: extents of attention over pages, and
+/// how it is divided into blocks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
+pub(crate) struct PagedShape {
+    /// Rows that the call brings of each sequence.
+    pub(crate) rows_per_sequence: i32,
+    pub(crate) heads: i32,
+    pub(crate) kv_heads: i32,
+    /// Pages of each sequence, and rows of each page.
+    pub(crate) page_count: i32,
+    pub(crate) page_rows: i32,
+    /// Pages of the caches.
+    pub(crate) pool_pages: i32,
+    /// Last positions that a query attends to, and first ones that it attends to in any case.
+    pub(crate) window: i32,
+    pub(crate) sink: i32,
+    /// Parts into which the positions are divided, and positions of each.
+    pub(crate) parts: i32,
+    pub(crate) part_positions: i32,
+    /// Blocks of queries of each sequence and KV head.
+    pub(crate) tiles: i32,
+    pub(crate) scale: f32,
+}
+
+impl KernelParam for PagedShape {
+    const TYPE: ParamType = ParamType::Value("PagedShape");
+}
+
 kernel_signatures! {
     HEAD_TABLE:
 
@@ -237,4 +342,15 @@ kernel_signatures! {
     FrameAttention {
         q: DevicePtr<Bf16>, k: DevicePtr<Bf16>, v: DevicePtr<Bf16>, out: DevicePtr<Bf16>, cells: i32,
     } = FRAME_ATTENTION "frame_attention";
+
+    /// Attention over caches in pages, in blocks of `queries` queries. With one part, `sums` is null.
+    PagedAttention {
+        q: DevicePtr<Element>, k: DevicePtr<Element>, v: DevicePtr<Element>, pages: DevicePtr<f32>,
+        start: DevicePtr<f32>, out: DevicePtr<Element>, sums: DevicePtr<f32>, queries: i32, shape: PagedShape,
+    } = PAGED_ATTENTION_F32 "paged_attention_f32", PAGED_ATTENTION_BF16 "paged_attention_bf16";
+
+    /// Adds the parts of attention over pages.
+    MergeParts {
+        sums: DevicePtr<f32>, start: DevicePtr<f32>, out: DevicePtr<Element>, shape: PagedShape,
+    } = MERGE_PARTS_F32 "merge_parts_f32", MERGE_PARTS_BF16 "merge_parts_bf16";
 }

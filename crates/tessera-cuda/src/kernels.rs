@@ -18,6 +18,8 @@ pub(crate) const HOPPER: &str = include_str!("kernels/hopper.cuh");
 /// Extents of a convolution, for both of its kernels.
 pub(crate) const CONV_SHAPE: &str = include_str!("kernels/conv.cuh");
 const FRAMES: &str = include_str!("kernels/frames.cu");
+const LANGUAGE: &str = include_str!("kernels/language.cu");
+const EXPERTS: &str = include_str!("kernels/experts.cu");
 const BUFFERS: &str = include_str!("kernels/buffers.cu");
 const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
@@ -27,6 +29,7 @@ const ELEMENTWISE: &str = include_str!("kernels/elements.cu");
 const MMA: &str = include_str!("kernels/mma.cuh");
 const RELATIVE_ATTENTION: &str = include_str!("kernels/relative_attention.cu");
 const FRAME_ATTENTION: &str = include_str!("kernels/frame_attention.cu");
+const PAGED_ATTENTION: &str = include_str!("kernels/paged_attention.cu");
 
 /// Threads per block of an elementwise kernel.
 const ELEMENTWISE_THREADS: u32 = 256;
@@ -152,7 +155,7 @@ const ROW_SOURCES: [(&str, &str, u64, &[&str]); 2] = [
 ];
 
 /// Modules of the kernels that are compiled for a head size: their sources and their kernels.
-const HEAD_SOURCES: [(&str, &str, &[&str]); 2] = [
+const HEAD_SOURCES: [(&str, &str, &[&str]); 3] = [
     (
         "relative_attention",
         RELATIVE_ATTENTION,
@@ -163,6 +166,16 @@ const HEAD_SOURCES: [(&str, &str, &[&str]); 2] = [
         ],
     ),
     ("frame_attention", FRAME_ATTENTION, &[kernel_table::FRAME_ATTENTION.name()]),
+    (
+        "paged_attention",
+        PAGED_ATTENTION,
+        &[
+            kernel_table::PAGED_ATTENTION_F32.name(),
+            kernel_table::PAGED_ATTENTION_BF16.name(),
+            kernel_table::MERGE_PARTS_F32.name(),
+            kernel_table::MERGE_PARTS_BF16.name(),
+        ],
+    ),
 ];
 
 impl KernelSet {
@@ -278,7 +291,7 @@ impl KernelSet {
 
 /// Returns the CUDA source of the elementwise kernels.
 pub(crate) fn elementwise_source() -> String {
-    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{BUFFERS}")
+    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{EXPERTS}{BUFFERS}")
 }
 
 /// Returns the function `wgmma_step`, which multiplies 64 rows by `columns` columns. It is generated

@@ -10,8 +10,10 @@ pub(super) mod attention;
 mod copies;
 pub(super) mod dispatch;
 pub(super) mod elementwise;
+mod experts;
 pub(super) mod frames;
 pub(super) mod gemms;
+pub(super) mod language;
 mod norms;
 mod relative_attention;
 pub(super) mod site;
@@ -39,6 +41,8 @@ pub(super) enum StepWork {
     /// Nothing, or what the enqueuing of collectives and of events does.
     Nothing,
     Kernel(KernelLaunch),
+    /// Several launches, each of which reads what those before it wrote.
+    Kernels(Vec<KernelLaunch>),
     Gemm(GemmWork),
     Attention(Box<AttentionWork>),
     Conv(Box<ConvWork>),
@@ -57,6 +61,7 @@ impl CudaBackend {
         match build_step(&LaunchSite::new(self, program), views, step, targets)? {
             StepWork::Nothing => Ok(()),
             StepWork::Kernel(launch) => self.enqueue_launch(&launch, stream),
+            StepWork::Kernels(all) => all.iter().try_for_each(|launch| self.enqueue_launch(launch, stream)),
             StepWork::Gemm(work) => self.enqueue_gemm(work, stream),
             StepWork::Attention(work) => self.enqueue_attention(&work, stream),
             StepWork::Conv(work) => self.enqueue_conv(&work, stream),

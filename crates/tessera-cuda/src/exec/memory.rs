@@ -123,4 +123,11 @@ impl CudaBackend {
             self.outputs.get(&name).ok_or_else(|| CudaError(format!("no host memory for output {name}")))?;
         Ok(self.programs[program].host_outputs.device_address() + o.offset as u64)
     }
+    /// Returns the address of the host's copy of the ids that an op chooses.
+    pub(super) fn chosen_ids_address(&self, program: usize, op: usize) -> CudaResult<u64> {
+        let own = &self.programs[program];
+        let at = own.chosen_ids.iter().find(|ids| ids.op == op);
+        at.map(|ids| own.host_outputs.device_address() + ids.offset as u64)
+            .ok_or_else(|| CudaError(format!("no host memory for the ids of op {op}")))
+    }
 }

@@ -1,7 +1,7 @@
 //! Decides which programs the kernels of this backend support. Unsupported programs are rejected before
 //! anything runs.
 
-use tessera_ir::{DType, OpView, Opcode, Program, ValueId};
+use tessera_ir::{DType, Op, OpView, Opcode, Program, ValueId};
 
 use super::launch::dispatch::build_op;
 use super::launch::site::LaunchSite;
@@ -25,14 +25,15 @@ pub(super) fn read_supported(p: &Program, i: usize) -> Result<OpView, String> {
 }
 
 /// Explains why this backend cannot run a program whose ops it supports one by one; `None` if it can.
-/// GEMMs share a workspace, and so do cuDNN's attentions, so each must run on one stream.
+/// GEMMs share a workspace, and so do attentions and the choice of ids, so each must run on one stream.
 pub(super) fn unsupported_streams(p: &Program) -> Option<String> {
-    [Opcode::Matmul, Opcode::Attention].into_iter().find_map(|opcode| {
-        let mut streams = p.ops.iter().filter(|op| op.opcode == opcode).map(|op| op.stream);
-        let first = streams.next()?;
-        let other = streams.find(|s| *s != first)?;
-        let name = |i: u32| p.streams.get(i as usize).map_or("?", String::as_str);
-        Some(format!("{} on the streams {} and {}", opcode.name(), name(first.0), name(other.0)))
+    let attentions: &[Opcode] = &[Opcode::Attention, Opcode::PagedAttention, Opcode::Sample];
+    [&[Opcode::Matmul], attentions].into_iter().find_map(|sharing| {
+        let mut ops = p.ops.iter().filter(|op| sharing.contains(&op.opcode));
+        let first = ops.next()?;
+        let other = ops.find(|op| op.stream != first.stream)?;
+        let name = |op: &Op| p.streams.get(op.stream.0 as usize).map_or("?", String::as_str);
+        Some(format!("{} on the streams {} and {}", other.opcode.name(), name(first), name(other)))
     })
 }
 

@@ -11,11 +11,12 @@ use tessera_ir::{DType, Op, OpView, Program, Slots, StreamKind, ValueId, views};
 use super::launch::StepWork;
 use super::launch::attention::attention_scratch_bytes;
 use super::launch::dispatch::build_step;
+use super::launch::language::{paged_attention_scratch_bytes, sample_scratch_bytes};
 use super::launch::site::{LaunchSite, row_bytes};
 use super::memory::place_in_order;
 use super::rope_tables::{RopeTables, plan_rope_tables};
 use super::transfer_batches::TransferBatches;
-use super::{CudaBackend, DeviceBuffer, HostOutput, PreparedProgram, ValueLocation, cuda_error};
+use super::{ChosenIds, CudaBackend, DeviceBuffer, HostOutput, PreparedProgram, ValueLocation, cuda_error};
 use crate::device_memory::{ALIGNMENT, DeviceMemory, PinnedMemory};
 use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
 use crate::fusion::comm_fusion::plan_comm_offloads;
@@ -29,6 +30,7 @@ struct ValueLayout {
     locations: Vec<ValueLocation>,
     call_area_bytes: u64,
     output_bytes: usize,
+    chosen_ids: Vec<ChosenIds>,
 }
 
 impl CudaBackend {
@@ -50,8 +52,12 @@ impl CudaBackend {
         let rope_tables = plan_rope_tables(&views, &mut layout.call_area_bytes);
         let call_area = allocate_call_area(layout.call_area_bytes, &rope_tables).map_err(broken)?;
         self.create_streams(p).map_err(broken)?;
-        let scratch_of =
-            |v: &OpView| if let OpView::Attention(v) = v { attention_scratch_bytes(p, v) } else { 0 };
+        let scratch_of = |v: &OpView| match v {
+            OpView::Attention(v) => attention_scratch_bytes(p, v),
+            OpView::PagedAttention(v) => paged_attention_scratch_bytes(p, v),
+            OpView::Sample(v) => sample_scratch_bytes(p, v),
+            _ => 0,
+        };
         let op_scratch = views.iter().map(scratch_of).max().unwrap_or(0);
         let op_scratch = op_scratch.next_multiple_of(ALIGNMENT as usize);
         let fused_groups =
@@ -74,6 +80,7 @@ impl CudaBackend {
             staged: PinnedMemory::new(staged_bytes).map_err(broken)?,
             staged_bytes,
             host_outputs: PinnedMemory::new(layout.output_bytes).map_err(broken)?,
+            chosen_ids: layout.chosen_ids,
             declared_graph: declared_graph(p)?,
             graph: None,
             traced_graph: None,
@@ -107,8 +114,13 @@ impl CudaBackend {
         source: &mut dyn WeightSource,
     ) -> Result<ValueLayout, Diagnostic> {
         let locations = vec![ValueLocation::NoStorage; p.values.len()];
-        let mut layout = ValueLayout { locations, call_area_bytes: 0, output_bytes: 0 };
-        for (op, view) in p.ops.iter().zip(views) {
+        let mut layout = ValueLayout {
+            locations,
+            call_area_bytes: 0,
+            output_bytes: 0,
+            chosen_ids: Vec::new(),
+        };
+        for (i, (op, view)) in p.ops.iter().zip(views).enumerate() {
             for r in op.results.iter().filter(|r| !p.type_of(**r).is_token()) {
                 let ty = p.type_of(*r);
                 layout.locations[r.0 as usize] = match view {
@@ -124,6 +136,11 @@ impl CudaBackend {
                     // The plan assigns a slot to every value that an op writes.
                     _ => locate_slot(p, op, *r, slots)?,
                 };
+            }
+            if let OpView::Sample(v) = view {
+                let rows = p.type_of(v.logits).shape[0] as usize;
+                layout.chosen_ids.push(ChosenIds { op: i, offset: layout.output_bytes, rows });
+                layout.output_bytes += (rows * 4).next_multiple_of(ALIGNMENT as usize);
             }
             if let OpView::Output(v) = view {
                 let len = p.type_of(v.x).element_count() as usize;
@@ -141,6 +158,9 @@ impl CudaBackend {
         for step in steps {
             match build_step(&LaunchSite::without_memory(p), views, step, None)? {
                 StepWork::Kernel(launch) => self.kernels.prepare_launch(&launch)?,
+                StepWork::Kernels(all) => {
+                    all.iter().try_for_each(|launch| self.kernels.prepare_launch(launch))?;
+                }
                 StepWork::Gemm(work) => self.gemms.plan_shape(work.shape, &mut self.kernels.compiler)?,
                 StepWork::Attention(work) => {
                     for (shape, _) in &work.parts {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tessera_device::{CallData, Fault, Observer, Scalar, check_input};
 use tessera_ir::{OpView, Opcode, Program, StreamKind};
 
-use super::call_checks::check_ids_and_lengths;
+use super::call_checks::check_numbers;
 use super::{CudaBackend, PreparedProgram, ValueLocation};
 use crate::driver::{CudaError, CudaResult, CudaStream};
 use crate::kernel_table::{SPIN, Spin};
@@ -70,7 +70,7 @@ impl CudaBackend {
         self.context.make_current().map_err(broken)?;
         self.stage_call_data(program, call)?;
         self.check_cache_rows(program, call)?;
-        check_ids_and_lengths(&self.programs[program], call)?;
+        check_numbers(&self.programs[program], call)?;
         for (i, _) in self.programs[program].program.collective_ops() {
             observer.on_issuing(i).map_err(Fault::Refused)?;
         }
@@ -98,12 +98,27 @@ impl CudaBackend {
             observer.on_issued(i);
         }
         self.wait_for_device(&p, observer)?;
+        self.check_chosen_ids(program)?;
         for o in self.outputs.values_mut() {
             o.is_current = o.program == program;
         }
         self.has_unfinished_run = false;
         self.last_program = Some(program);
         self.slot_reuses += self.used_slots(program).values().map(|(_, _, values)| values - 1).sum::<u64>();
+        Ok(())
+    }
+
+    /// Checks that every chosen id is one. The device has completed the run.
+    fn check_chosen_ids(&mut self, program: usize) -> Result<(), Fault> {
+        let own = &self.programs[program];
+        for ids in &own.chosen_ids {
+            // SAFETY: the device has completed the run that writes the ids, and no other is in flight.
+            let chosen: &[f32] = unsafe { own.host_outputs.as_slice(ids.offset, ids.rows) };
+            if let Some(row) = chosen.iter().position(|id| id.is_nan()) {
+                self.has_unfinished_run = false;
+                return Err(Fault::Failed(format!("the logits of row {row} contain NaN")));
+            }
+        }
         Ok(())
     }
 

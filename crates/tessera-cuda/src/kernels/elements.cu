@@ -73,19 +73,24 @@ extern "C" __global__ void mul_bf16(const bf16 *x, const bf16 *y, bf16 *out, i64
     mul_elements(x, y, out, n);
 }
 
-// Copies the row of the table that each id names. An id that names none yields NaN; the host refuses
-// such ids where they are an input.
-template <typename T> __device__ void embed_element(const float *ids, const T *table, float *out, int rows, int width, i64 n) {
+// Copies the row of the table that each id names. A rank may hold `rows` of all `table_rows` rows, from `first_row` on;
+// ids of other ranks give zeros. An id that names no row yields NaN; the host refuses such ids where they are an
+// input.
+template <typename T> __device__ void embed_element(const float *ids, const T *table, float *out, int rows, int first_row, int table_rows, int width, i64 n) {
     ELEMENT_INDEX(n);
     float id = ids[i / width];
-    bool exists = id >= 0.0f && id < (float)rows && id == truncf(id);
-    out[i] = exists ? to_f32(table[(i64)id * width + i % width]) : __int_as_float(0x7fffffff);
+    if (!(id >= 0.0f && id < (float)table_rows && id == truncf(id))) {
+        out[i] = __int_as_float(0x7fffffff);
+        return;
+    }
+    int row = (int)id - first_row;
+    out[i] = row >= 0 && row < rows ? to_f32(table[(i64)row * width + i % width]) : 0.0f;
 }
-extern "C" __global__ void embed_f32(const float *ids, const float *table, float *out, int rows, int width, i64 n) {
-    embed_element(ids, table, out, rows, width, n);
+extern "C" __global__ void embed_f32(const float *ids, const float *table, float *out, int rows, int first_row, int table_rows, int width, i64 n) {
+    embed_element(ids, table, out, rows, first_row, table_rows, width, n);
 }
-extern "C" __global__ void embed_bf16(const float *ids, const bf16 *table, float *out, int rows, int width, i64 n) {
-    embed_element(ids, table, out, rows, width, n);
+extern "C" __global__ void embed_bf16(const float *ids, const bf16 *table, float *out, int rows, int first_row, int table_rows, int width, i64 n) {
+    embed_element(ids, table, out, rows, first_row, table_rows, width, n);
 }
 
 // Adds the embedding [frames, width] to consecutive modulation tables of `table_columns` columns
@@ -132,6 +137,50 @@ extern "C" __global__ void small_gemm(const float *x, const float *w, const floa
     case 6: return small_gemm_rows<6>(x, w, b, out, k, m, act);
     case 7: return small_gemm_rows<7>(x, w, b, out, k, m, act);
     default: return small_gemm_rows<8>(x, w, b, out, k, m, act);
+    }
+}
+
+// Multiplies up to ROWS rows with one row of weights per warp, so that weights are read once. Sums are f32.
+template <typename T, int ROWS> __device__ __forceinline__ void multiply_rows(const T *x, const T *w, int k, float (&sum)[ROWS]) {
+    constexpr int N = 16 / sizeof(T);
+    int lane = threadIdx.x % 32;
+    for (int r = 0; r < ROWS; r++) sum[r] = 0.0f;
+    if (k % N == 0) {
+#pragma unroll 4
+        for (int j = lane * N; j < k; j += 32 * N) {
+            Vec<T, N> v = *(const Vec<T, N> *)(w + j);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                Vec<T, N> a = *(const Vec<T, N> *)(x + (i64)r * k + j);
+#pragma unroll
+                for (int i = 0; i < N; i++) sum[r] = fmaf(to_f32(a.e[i]), to_f32(v.e[i]), sum[r]);
+            }
+        }
+    } else {
+        for (int j = lane; j < k; j += 32)
+            for (int r = 0; r < ROWS; r++) sum[r] = fmaf(to_f32(x[(i64)r * k + j]), to_f32(w[j]), sum[r]);
+    }
+    for (int r = 0; r < ROWS; r++) sum[r] = warp_sum(sum[r]);
+}
+// A GEMM of at most 8 rows in bf16, with one warp per column as in `small_gemm`.
+template <int ROWS> __device__ void small_gemm_bf16_rows(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *out, int k, int m, int act) {
+    int column = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (column >= m) return;
+    float sum[ROWS], bias = b ? to_f32(b[column]) : 0.0f;
+    multiply_rows<bf16, ROWS>(x, w + (i64)column * k, k, sum);
+    for (int r = 0; r < ROWS; r++)
+        if (threadIdx.x % 32 == 0) from_f32(activate(sum[r] + bias, act), out[(i64)r * m + column]);
+}
+extern "C" __global__ void small_gemm_bf16(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *out, int rows, int k, int m, int act) {
+    switch (rows) {
+    case 1: return small_gemm_bf16_rows<1>(x, w, b, out, k, m, act);
+    case 2: return small_gemm_bf16_rows<2>(x, w, b, out, k, m, act);
+    case 3: return small_gemm_bf16_rows<3>(x, w, b, out, k, m, act);
+    case 4: return small_gemm_bf16_rows<4>(x, w, b, out, k, m, act);
+    case 5: return small_gemm_bf16_rows<5>(x, w, b, out, k, m, act);
+    case 6: return small_gemm_bf16_rows<6>(x, w, b, out, k, m, act);
+    case 7: return small_gemm_bf16_rows<7>(x, w, b, out, k, m, act);
+    default: return small_gemm_bf16_rows<8>(x, w, b, out, k, m, act);
     }
 }
 

@@ -9,7 +9,7 @@ use super::elementwise as kernels;
 use super::norms::{NormView, RmsView, build_residual_norm, build_rms_rope};
 use super::relative_attention::build_relative_attention;
 use super::site::{LaunchSite, last_extent};
-use super::{StepWork, attention, copies, frames, gemms};
+use super::{StepWork, attention, copies, experts, frames, gemms, language};
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::exec::comm_groups::check_collective;
@@ -134,8 +134,13 @@ pub(in crate::exec) fn build_op(
             s.refuse_bf16(op, "inputs and outputs other than f32")?;
             copy_whole(s, v.x, s.host_output_address(op)?)
         }
+        OpByKind::Sink(SinkOp::CacheWrite(v)) if v.pages.is_some() || v.start.is_some() => {
+            let (Some(pages), Some(start)) = (v.pages, v.start) else {
+                return cuda_failure("a write to pages without `pages` or without `start`");
+            };
+            language::build_page_write(s, op, v, (pages, start)).map(StepWork::Kernel)
+        }
         // Rows that are interleaved with those of other values.
-        OpByKind::Sink(SinkOp::CacheWrite(v)) if v.pages.is_some() => cuda_failure("a write to pages"),
         OpByKind::Sink(SinkOp::CacheWrite(v)) if s.row_pitch(v.x) != last_extent(s.p.type_of(v.x)) => {
             build_rms_rope(s, (None, None, Some((i, v))), targets).map(StepWork::Kernel)
         }
@@ -177,23 +182,20 @@ fn build_compute(
         C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
-        C::Rotary(_)
-        | C::HeadNorm(_)
-        | C::HeadColumns(_)
-        | C::HeadJoin(_)
-        | C::HeadMatmul(_)
-        | C::PagedAttention(_)
-        | C::Sample(_)
-        | C::TopKExperts(_)
-        | C::ExpertWeights(_)
-        | C::ExpertSlots(_)
-        | C::ExpertCounts(_)
-        | C::ExpertPack(_)
-        | C::GroupedMatmul(_)
-        | C::ExpertCombine(_) => return cuda_failure("an op of a language model"),
-        C::Embed(v) if !s.p.type_of(v.table).layout.is_replicated() => {
-            return cuda_failure("a table whose rows are sharded");
+        C::HeadColumns(_) | C::HeadJoin(_) | C::HeadMatmul(_) => {
+            return cuda_failure("an op of latent attention");
         }
+        C::PagedAttention(v) => return language::build_paged_attention(s, v, out).map(StepWork::Kernels),
+        C::Sample(v) => return language::build_sample(s, i, v, out).map(StepWork::Kernels),
+        C::ExpertPack(v) => return experts::build_expert_pack(s, v, out).map(StepWork::Kernels),
+        C::Rotary(v) => language::build_rotary(s, v, out),
+        C::HeadNorm(v) => language::build_head_norm(s, v, out),
+        C::TopKExperts(v) => experts::build_top_k_experts(s, v, out),
+        C::ExpertWeights(v) => experts::build_expert_weights(s, v, out),
+        C::ExpertSlots(v) => experts::build_expert_slots(s, v, out),
+        C::ExpertCounts(v) => experts::build_expert_counts(s, v, out),
+        C::GroupedMatmul(v) => experts::build_grouped_matmul(s, v, out),
+        C::ExpertCombine(v) => experts::build_expert_combine(s, v, out),
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
         C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),
         C::LayerNorm(v) => build_residual_norm(s, None, Some((i, NormView::Affine(v))), None),

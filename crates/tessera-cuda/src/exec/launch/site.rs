@@ -58,6 +58,11 @@ impl<'a> LaunchSite<'a> {
         self.find_address(|backend, program| backend.host_output_address(program, op))
     }
 
+    /// Returns the address of the host's copy of the ids that an op chooses.
+    pub(super) fn chosen_ids_address<A: From<u64>>(&self, op: usize) -> CudaResult<A> {
+        self.find_address(|backend, program| backend.chosen_ids_address(program, op))
+    }
+
     pub(super) fn scratch_address(&self) -> CudaResult<u64> {
         self.find_address(|backend, _| backend.scratch_address())
     }
