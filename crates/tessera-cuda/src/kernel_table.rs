@@ -41,7 +41,7 @@ kernel_signatures! {
         table_columns: i32, width: i32, table_elements: i32, n: i64,
     } = MODULATION "modulation";
 
-    /// A GEMM of at most 8 rows: `m` columns of out, contracted over `k`.
+    /// A GEMM of at most 8 rows, in bf16 of one: `m` columns of out, contracted over `k`.
     SmallGemm {
         x: DevicePtr<Element>, w: DevicePtr<Element>, b: DevicePtr<Element>, out: DevicePtr<Element>,
         rows: i32, k: i32, m: i32, act: i32,

@@ -72,8 +72,11 @@ impl CaseWriter {
 
     /// Adds an input of normals in the dtype of the case.
     fn operand(&mut self, name: &str, shape: &[usize]) {
-        self.input(&format!("{name}0"), shape);
         let to = self.dtype;
+        if to == "f32" {
+            return self.input(name, shape);
+        }
+        self.input(&format!("{name}0"), shape);
         writeln!(self.body, "%{name} = toperator.cast %{name}0 {{to = \"{to}\"}}").unwrap();
     }
 
@@ -89,7 +92,7 @@ impl CaseWriter {
     fn weight(&mut self, name: &str, dtype: &str, shape: &[usize]) {
         writeln!(self.declarations, "%{name} = weight \"{name}\" : {dtype}{shape:?}").unwrap();
         // Exact in bf16, so that loading them rounds nothing.
-        let values = normals(shape, name, 0).iter().map(|x| f32::from_bits(x.to_bits() & 0xffff_0000));
+        let values = normals(shape, name, 0).into_iter().map(|x| f32::from_bits(x.to_bits() & 0xffff_0000));
         self.case.weights.insert(name.to_string(), (shape.to_vec(), values.collect()));
     }
 
@@ -108,8 +111,11 @@ impl CaseWriter {
 
     /// Returns a value of the dtype of the case.
     fn output(&mut self, name: &str) {
-        writeln!(self.body, "%{name}1 = toperator.cast %{name} {{to = \"f32\"}}").unwrap();
-        writeln!(self.body, "output \"{name}\", %{name}1").unwrap();
+        if self.dtype == "f32" {
+            return self.line(format!("output \"{name}\", %{name}"));
+        }
+        self.line(format!("%{name}1 = toperator.cast %{name} {{to = \"f32\"}}"));
+        self.line(format!("output \"{name}\", %{name}1"));
     }
 
     fn finish(self, buffers: &str) -> Case {
@@ -128,19 +134,14 @@ fn normals(shape: &[usize], name: &str, call: usize) -> Vec<f32> {
 struct CaseWeights<'a>(&'a Numbers);
 
 impl WeightSource for CaseWeights<'_> {
-    fn read(
-        &mut self,
-        name: &str,
-        _: &Type,
-        _: Option<&str>,
-        _: &MeshRank,
-    ) -> Result<Vec<f32>, Diagnostic> {
+    fn read(&mut self, name: &str, _: &Type, _: Option<&str>, _: &MeshRank) -> Result<Vec<f32>, Diagnostic> {
         Ok(self.0[name].1.clone())
     }
 }
 
 fn parse_case(case: &Case) -> Arc<Program> {
-    let mut program = parse_all(&case.text, &case.name).unwrap_or_else(|e| panic!("{e:#?}\n{}", case.text)).remove(0);
+    let mut program =
+        parse_all(&case.text, &case.name).unwrap_or_else(|e| panic!("{e:#?}\n{}", case.text)).remove(0);
     program.capture_into("p");
     Arc::new(program)
 }
@@ -162,7 +163,10 @@ fn run_call(
     };
     backend.run(loaded, &call, &mut NoopObserver).unwrap();
     let names = program.ops.iter().filter(|op| op.opcode == tessera_ir::Opcode::Output);
-    names.filter_map(|op| op.name.clone()).map(|n| (n.clone(), backend.output(&n).unwrap().to_vec())).collect()
+    names
+        .filter_map(|op| op.name.clone())
+        .map(|n| (n.clone(), backend.output(&n).unwrap().to_vec()))
+        .collect()
 }
 
 fn open_gpu(found: &GpuDiscovery) -> CudaBackend {
@@ -197,8 +201,10 @@ fn find_differences(found: &GpuDiscovery, cases: &[Case]) -> Vec<String> {
             for (k, v) in &call.0 {
                 inputs = inputs.with_input(k, to_tensor(v));
             }
-            inputs.scalars = call.1.iter().map(|(k, v)| (k.clone(), CallScalar::Float(to_tensor(v)))).collect();
-            let expected = reference.run(&[&program], &inputs).unwrap_or_else(|e| panic!("{}: {e}", case.name));
+            inputs.scalars =
+                call.1.iter().map(|(k, v)| (k.clone(), CallScalar::Float(to_tensor(v)))).collect();
+            let expected =
+                reference.run(&[&program], &inputs).unwrap_or_else(|e| panic!("{}: {e}", case.name));
             let got = run_call(&mut gpu, (loaded, &program), call);
             let again = run_call(&mut gpu, (loaded, &program), call);
             for (name, expected) in &expected[0] {
@@ -209,7 +215,11 @@ fn find_differences(found: &GpuDiscovery, cases: &[Case]) -> Vec<String> {
                     if d.is_nan() { f64::INFINITY } else { m.max(d) }
                 }) / scale;
                 let limit = if case.name.ends_with("bf16") { 1e-2 } else { 5e-6 };
-                println!("{} call {i}, {name} {:?}: largest error {error:.1e} of {scale:.3}", case.name, expected.shape());
+                println!(
+                    "{} call {i}, {name} {:?}: largest error {error:.1e} of {scale:.3}",
+                    case.name,
+                    expected.shape()
+                );
                 if error > limit || got[name].len() != expected.data().len() {
                     wrong.push(format!("{} call {i}, {name}: {error:e}", case.name));
                 }
@@ -304,7 +314,16 @@ fn attention_over_pages_agrees_with_the_reference() {
         long,
         Attention { mask: ", window = 100, sink = 5", ..long },
         Attention { heads: 14, head: 64, ..long },
-        Attention { sequences: 3, heads: 3, kv_heads: 3, head: 20, page_rows: 5, pages: 30, fill: 131, ..long },
+        Attention {
+            sequences: 3,
+            heads: 3,
+            kv_heads: 3,
+            head: 20,
+            page_rows: 5,
+            pages: 30,
+            fill: 131,
+            ..long
+        },
         Attention { sequences: 2, rows: 37, heads: 6, head: 80, page_rows: 8, pages: 25, fill: 140, ..long },
         Attention { rows: 70, heads: 4, head: 256, mask: ", window = 9", ..long },
         Attention { sequences: 2, rows: 5, heads: 4, head: 6, page_rows: 3, pages: 9, fill: 17, ..long },
@@ -322,7 +341,9 @@ fn position_case(dtype: &'static str, (heads, head, pairs): (usize, usize, usize
     w.weight("frequencies", "f32", &[pairs]);
     w.scalar("start", &[2], &[&[0.0, 4099.0], &[77.0, 3.0]]);
     w.line(format!("%n = toperator.head_norm %x, %norm {{eps = 1e-6, head_dim = {head}}}"));
-    w.line(format!("%r = toperator.rotary %x, %frequencies, start=%start {{head_dim = {head}, scale = 1.25}}"));
+    w.line(format!(
+        "%r = toperator.rotary %x, %frequencies, start=%start {{head_dim = {head}, scale = 1.25}}"
+    ));
     w.output("n");
     w.output("r");
     w.finish("")

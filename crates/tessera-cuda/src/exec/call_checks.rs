@@ -77,9 +77,7 @@ fn check_page_table(
 fn check_count(p: &Program, counts: ValueId, call: &CallData<'_>) -> Result<(), Fault> {
     let counts = find_numbers(p, counts, call);
     match counts.iter().find(|n| n.fract() != 0.0 || !(0.0..EXACT_END).contains(*n)) {
-        Some(n) => {
-            Err(Fault::Failed(format!("{n} is no top_k, seed or draw: a whole number below 2^24")))
-        }
+        Some(n) => Err(Fault::Failed(format!("{n} is no top_k, seed or draw: a whole number below 2^24"))),
         None => Ok(()),
     }
 }

@@ -114,12 +114,8 @@ impl CudaBackend {
         source: &mut dyn WeightSource,
     ) -> Result<ValueLayout, Diagnostic> {
         let locations = vec![ValueLocation::NoStorage; p.values.len()];
-        let mut layout = ValueLayout {
-            locations,
-            call_area_bytes: 0,
-            output_bytes: 0,
-            chosen_ids: Vec::new(),
-        };
+        let mut layout =
+            ValueLayout { locations, call_area_bytes: 0, output_bytes: 0, chosen_ids: Vec::new() };
         for (i, (op, view)) in p.ops.iter().zip(views).enumerate() {
             for r in op.results.iter().filter(|r| !p.type_of(**r).is_token()) {
                 let ty = p.type_of(*r);

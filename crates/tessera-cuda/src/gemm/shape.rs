@@ -139,11 +139,16 @@ pub(crate) fn is_worth_tuning(s: &GemmShape) -> bool {
     s.rows * s.out_columns * s.inner >= MIN_MULTIPLY_ADDS && s.dtype != DType::F32
 }
 
-/// Maximum rows of a matmul that uses the kernel for few rows, which reads the weights once.
+/// Maximum rows of an f32 matmul that uses the kernel for few rows, which reads the weights once.
 const MAX_FEW_ROWS: u64 = 8;
 
-/// Returns whether a matmul uses the kernel for few rows, which cannot add a residual.
+/// Returns whether a matmul uses the kernel for few rows, which cannot add a residual. In bf16 cuBLASLt is as fast
+/// from two rows on.
 pub(crate) fn uses_few_rows_kernel(p: &Program, v: &views::Matmul) -> bool {
     let x = p.type_of(v.x);
-    matches!(x.dtype, DType::F32 | DType::Bf16) && x.shape[0] <= MAX_FEW_ROWS
+    match x.dtype {
+        DType::F32 => x.shape[0] <= MAX_FEW_ROWS,
+        DType::Bf16 => x.shape[0] == 1,
+        _ => false,
+    }
 }

@@ -162,25 +162,14 @@ template <typename T, int ROWS> __device__ __forceinline__ void multiply_rows(co
     }
     for (int r = 0; r < ROWS; r++) sum[r] = warp_sum(sum[r]);
 }
-// A GEMM of at most 8 rows in bf16, with one warp per column as in `small_gemm`.
-template <int ROWS> __device__ void small_gemm_bf16_rows(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *out, int k, int m, int act) {
+// Multiplies one row in bf16, with one warp per column. The time is that of reading the weights.
+extern "C" __global__ void small_gemm_bf16(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *out, int rows, int k, int m, int act) {
     int column = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (column >= m) return;
-    float sum[ROWS], bias = b ? to_f32(b[column]) : 0.0f;
-    multiply_rows<bf16, ROWS>(x, w + (i64)column * k, k, sum);
-    for (int r = 0; r < ROWS; r++)
-        if (threadIdx.x % 32 == 0) from_f32(activate(sum[r] + bias, act), out[(i64)r * m + column]);
-}
-extern "C" __global__ void small_gemm_bf16(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *out, int rows, int k, int m, int act) {
-    switch (rows) {
-    case 1: return small_gemm_bf16_rows<1>(x, w, b, out, k, m, act);
-    case 2: return small_gemm_bf16_rows<2>(x, w, b, out, k, m, act);
-    case 3: return small_gemm_bf16_rows<3>(x, w, b, out, k, m, act);
-    case 4: return small_gemm_bf16_rows<4>(x, w, b, out, k, m, act);
-    case 5: return small_gemm_bf16_rows<5>(x, w, b, out, k, m, act);
-    case 6: return small_gemm_bf16_rows<6>(x, w, b, out, k, m, act);
-    case 7: return small_gemm_bf16_rows<7>(x, w, b, out, k, m, act);
-    default: return small_gemm_bf16_rows<8>(x, w, b, out, k, m, act);
+    for (int r = 0; r < rows; r++) {
+        float sum[1];
+        multiply_rows<bf16, 1>(x + (i64)r * k, w + (i64)column * k, k, sum);
+        if (threadIdx.x % 32 == 0) from_f32(activate(b ? sum[0] + to_f32(b[column]) : sum[0], act), out[(i64)r * m + column]);
     }
 }
 

@@ -123,8 +123,9 @@ __device__ __forceinline__ u64 largest_of_row(const u64 *largest, int row) {
 }
 
 // Probabilities relative to the largest one are whole numbers of units of 2^-44: their sums do not depend on the
-// order, and those of 2^19 ids fit 64 bits. A probability below half a unit counts as 0.
+// order, and those of MAX_IDS ids fit 64 bits. A probability below half a unit counts as 0.
 constexpr double UNITS_OF_ONE = 17592186044416.0;
+constexpr int MAX_IDS = 1 << 19;
 
 extern "C" __global__ void sample_units(const float *logits, const u64 *largest, const float *temperature, u64 *units, int vocabulary, i64 n) {
     ELEMENT_INDEX(n);
@@ -135,76 +136,121 @@ extern "C" __global__ void sample_units(const float *logits, const u64 *largest,
     units[i] = x == best ? (u64)UNITS_OF_ONE : __double2ull_rn(exp(((double)x - (double)best) / (double)temperature[row]) * UNITS_OF_ONE);
 }
 
-// A row of logits with the orders of its ids, of `bits` bits.
+// An id among the sorted ones: by falling logit, ties by rising id.
+struct SortedPlace {
+    u32 order;
+    int id;
+};
+// A row of logits with the units of its ids.
 struct SampledRow {
     const float *logits;
     const u64 *units;
-    int vocabulary, id_bits;
-
-    __device__ __forceinline__ u64 order_of(int id) const {
-        return (u64)float_order(logits[id] + 0.0f) << id_bits | (u64)(((1u << id_bits) - 1) - (u32)id);
-    }
-    __device__ __forceinline__ int id_of(u64 order) const {
-        return (int)(((1u << id_bits) - 1) - (u32)(order & ((1u << id_bits) - 1)));
-    }
+    int vocabulary;
 };
-constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS, CHOICE_THREADS = 1024;
+constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS, CHOICE_THREADS = 1024, LOADS = 8;
 
-// Returns the order of the last id of the shortest prefix of the sorted ids that weighs at least `wanted`: an id
-// weighs its units, or 1 if `by_count`. Finds the order from its first digit on; each step reads the whole row.
-// Every thread returns the same.
-__device__ u64 find_prefix(const SampledRow &row, u64 wanted, bool by_count) {
+// Calls f(id, order of its logit) for each id, from all threads. Several loads are in flight at once: a row is read
+// by one multiprocessor, so their latency would otherwise take most of the time.
+template <typename F> __device__ __forceinline__ void for_each_logit(const SampledRow &row, F f) {
+    for (int first = threadIdx.x; first < row.vocabulary; first += LOADS * CHOICE_THREADS) {
+        float x[LOADS];
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            int id = first + j * CHOICE_THREADS;
+            x[j] = id < row.vocabulary ? row.logits[id] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            int id = first + j * CHOICE_THREADS;
+            if (id < row.vocabulary) f(id, float_order(x[j] + 0.0f));
+        }
+    }
+}
+__device__ __forceinline__ u64 warp_sum_u64(u64 x) {
+    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+    return x;
+}
+
+// Finds a number of 4 · `digits` bits, from its first digit on: the largest one that the items from it on have a
+// weight of at least `wanted`. `visit` calls its argument with the number and the weight of each item of this
+// thread that begins with the digits found so far. `before` becomes the weight of the items above the result, and
+// `equal` that of the items that have it. Every thread returns the same.
+template <typename V> __device__ u32 find_number(int digits, u64 wanted, u64 &before, u64 &equal, V visit) {
     __shared__ u64 by_warp[DIGITS][CHOICE_THREADS / 32];
     __shared__ u64 from_digit[DIGITS + 1];
-    u64 prefix = 0, before = 0;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int steps = div_up(32 + row.id_bits, DIGIT_BITS);
-    for (int shift = (steps - 1) * DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
-        // What ids with this digit or a larger one weigh.
+    u32 prefix = 0;
+    before = 0;
+    for (int shift = (digits - 1) * DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
+        // The weight of the items with this digit or a larger one.
         u64 sums[DIGITS];
 #pragma unroll
         for (int d = 0; d < DIGITS; d++) sums[d] = 0;
-        for (int id = threadIdx.x; id < row.vocabulary; id += CHOICE_THREADS) {
-            u64 order = row.order_of(id);
-            if (order >> (shift + DIGIT_BITS) != prefix) continue;
-            int digit = (int)(order >> shift) & (DIGITS - 1);
-            u64 weight = by_count ? 1 : row.units[id];
+        visit([&](u32 number, auto weigh) {
+            if (((u64)number >> (shift + DIGIT_BITS)) != prefix) return;
+            int digit = (int)(number >> shift) & (DIGITS - 1);
+            u64 weight = weigh();
 #pragma unroll
             for (int d = 0; d < DIGITS; d++) sums[d] += digit >= d ? weight : 0;
-        }
+        });
 #pragma unroll
         for (int d = 0; d < DIGITS; d++) {
-            for (int o = 16; o > 0; o >>= 1) sums[d] += __shfl_xor_sync(0xffffffffu, sums[d], o);
-            if (lane == 0) by_warp[d][warp] = sums[d];
+            sums[d] = warp_sum_u64(sums[d]);
+            if (threadIdx.x % 32 == 0) by_warp[d][threadIdx.x / 32] = sums[d];
         }
         __syncthreads();
-        if (threadIdx.x < DIGITS) {
-            u64 sum = 0;
-            for (int w = 0; w < CHOICE_THREADS / 32; w++) sum += by_warp[threadIdx.x][w];
-            from_digit[threadIdx.x] = sum;
+        // A warp adds what the warps have found for one digit.
+        if (threadIdx.x / 32 < DIGITS) {
+            u64 sum = warp_sum_u64(by_warp[threadIdx.x / 32][threadIdx.x % 32]);
+            if (threadIdx.x % 32 == 0) from_digit[threadIdx.x / 32] = sum;
         }
-        if (threadIdx.x == DIGITS) from_digit[DIGITS] = 0;
+        if (threadIdx.x == CHOICE_THREADS - 1) from_digit[DIGITS] = 0;
         __syncthreads();
         int digit = DIGITS - 1;
         while (digit > 0 && before + from_digit[digit] < wanted) digit--;
+        equal = from_digit[digit] - from_digit[digit + 1];
         before += from_digit[digit + 1];
-        prefix = prefix << DIGIT_BITS | (u64)digit;
+        prefix = prefix << DIGIT_BITS | (u32)digit;
         __syncthreads();
     }
     return prefix;
 }
-// Returns what the ids of at least this order weigh, in every thread.
-__device__ u64 units_from(const SampledRow &row, u64 order) {
+
+// Returns the last of the first sorted ids that weigh at least `wanted` together: an id weighs its units, or 1 if
+// `by_count`.
+__device__ SortedPlace find_prefix(const SampledRow &row, u64 wanted, bool by_count) {
+    u64 before, equal;
+    u32 order = find_number(8, wanted, before, equal, [&](auto item) {
+        for_each_logit(row, [&](int id, u32 order) { item(order, [&] { return by_count ? 1 : row.units[id]; }); });
+    });
+    // Ids of equal logits weigh the same; most often there is one.
+    __shared__ u64 weight;
+    __shared__ int some_id;
+    for_each_logit(row, [&](int id, u32 other) {
+        if (other == order) weight = by_count ? 1 : row.units[id], some_id = id;
+    });
+    __syncthreads();
+    if (equal == weight) return {order, some_id};
+    u64 rank = (wanted - before + weight - 1) / weight;
+    // Of the equal ones, the id that `rank` ids, itself and lower ones, belong to: as inverted numbers.
+    u32 inverted = find_number(5, rank, before, equal, [&](auto item) {
+        for_each_logit(row, [&](int id, u32 other) {
+            if (other == order) item((u32)(MAX_IDS - 1 - id), [] { return (u64)1; });
+        });
+    });
+    return {order, (int)(MAX_IDS - 1 - inverted)};
+}
+// Returns what the sorted ids up to a place weigh, in every thread.
+__device__ u64 units_up_to(const SampledRow &row, SortedPlace last) {
     __shared__ u64 by_warp[CHOICE_THREADS / 32];
     u64 sum = 0;
-    for (int id = threadIdx.x; id < row.vocabulary; id += CHOICE_THREADS) sum += row.order_of(id) >= order ? row.units[id] : 0;
-    for (int o = 16; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    for_each_logit(row, [&](int id, u32 order) {
+        if (order > last.order || (order == last.order && id <= last.id)) sum += row.units[id];
+    });
+    sum = warp_sum_u64(sum);
     __syncthreads();
     if (threadIdx.x % 32 == 0) by_warp[threadIdx.x / 32] = sum;
     __syncthreads();
-    sum = 0;
-    for (int w = 0; w < CHOICE_THREADS / 32; w++) sum += by_warp[w];
-    return sum;
+    return warp_sum_u64(by_warp[threadIdx.x % 32]);
 }
 
 // Chooses the id of one row per block. A row with NaN has no id: its result is NaN, here and in the host's copy
@@ -218,20 +264,19 @@ extern "C" __global__ void __launch_bounds__(CHOICE_THREADS) sample_choose(const
     } else if (temperature[i] <= 0.0f) {
         id = (float)(int)~(u32)best;
     } else {
-        SampledRow row = {logits + (i64)i * vocabulary, units + (i64)i * vocabulary, vocabulary, max(1, 32 - __clz(vocabulary - 1))};
-        u64 k = (u64)top_k[i], last = 0;
-        if (k > 0 && k < (u64)vocabulary) last = find_prefix(row, k, true);
-        u64 kept = units_from(row, last);
+        SampledRow row = {logits + (i64)i * vocabulary, units + (i64)i * vocabulary, vocabulary};
+        SortedPlace last = {0, vocabulary};
+        if (top_k[i] > 0.0f && top_k[i] < (float)vocabulary) last = find_prefix(row, (u64)top_k[i], true);
+        u64 kept = units_up_to(row, last);
         if (top_p[i] < 1.0f) {
             double wanted = ceil((double)top_p[i] * (double)kept);
-            last = find_prefix(row, min(kept, wanted > 1.0 ? (u64)wanted : 1), false);
-            kept = units_from(row, last);
+            kept = units_up_to(row, find_prefix(row, min(kept, wanted > 1.0 ? (u64)wanted : 1), false));
         }
         uint4 w = philox((u32)draw[i], 0, 0, 0x73616d70u, (u32)seed[i], 0);
         double uniform = (double)(((u64)w.y << 32 | w.x) >> 11) * (1.0 / 9007199254740992.0);
         // The first sum above the uniform part of all.
         u64 wanted = min(kept, (u64)(uniform * (double)kept) + 1);
-        id = (float)row.id_of(find_prefix(row, wanted, false));
+        id = (float)find_prefix(row, wanted, false).id;
     }
     if (threadIdx.x == 0) {
         out[i] = id;

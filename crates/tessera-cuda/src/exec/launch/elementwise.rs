@@ -12,8 +12,9 @@ use crate::kernel_table::{
     ADD_BF16, ADD_F32, Add, BIAS_ACT_BF16, BIAS_ACT_F32, BMM, BiasAct, Bmm, CAST_BF16_E4M3, CAST_BF16_F32,
     CAST_F32_BF16, CAST_F32_E4M3, Cast, EMBED_BF16, EMBED_F32, Embed, GUIDE, Guide, MODULATION, MUL_BF16,
     MUL_F32, Modulation, Mul, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize, RENOISE,
-    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SMALL_GEMM_BF16, SOFTMAX_BF16,
-    SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0, TimeEmbed, ToX0,
+    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SMALL_GEMM_BF16,
+    SOFTMAX_BF16, SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0,
+    TimeEmbed, ToX0,
 };
 use crate::kernels::KernelLaunch;
 

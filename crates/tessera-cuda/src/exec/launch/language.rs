@@ -128,7 +128,8 @@ pub(super) fn build_paged_attention(
     let ty = s.p.type_of(v.q);
     let (queries, shape) = paged_shape(s.p, v);
     let element_bytes = ty.dtype.element_bytes();
-    let vector = [16 / element_bytes, 4, 2, 1].into_iter().find(|n| v.head_dim.is_multiple_of(*n)).unwrap_or(1);
+    let vector =
+        [16 / element_bytes, 4, 2, 1].into_iter().find(|n| v.head_dim.is_multiple_of(*n)).unwrap_or(1);
     if v.head_dim / vector > PAGED_THREADS || v.head_dim > PAGED_THREADS * 2 {
         return cuda_failure(format!("heads of {} elements", v.head_dim));
     }
