@@ -224,7 +224,7 @@ pub(crate) mod tests {
         };
         RunRecord {
             start: RunStart {
-                generates: RunKind::Video,
+                generates: crate::record::RunKind::Video,
                 schema: SCHEMA,
                 tessera: "0.1.0".into(),
                 host: Some(Box::default()),
