@@ -429,7 +429,8 @@ fn every_code_has_a_page_and_is_listed() {
     }
     let page = success_stdout(&run_tessera(&["explain", "t0602"]));
     assert!(
-        page.starts_with("T0602: tp does not fit the model\n\n") && page.contains("Raised by: mappings"),
+        page.starts_with("T0602: tp or ep does not fit the model\n\n")
+            && page.contains("Raised by: mappings"),
         "{page}"
     );
     assert_fails(&["explain", "T0603x"], 2, &["T0032", "T0603"]);
@@ -495,7 +496,19 @@ fn generate_continues_texts_on_every_mesh_and_names_what_does_not_fit() {
         ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "17,4", "--max-tokens", "9", "--mesh", mesh]
     };
     assert_eq!(success_stdout(&run_tessera(&moe("ep=3"))), success_stdout(&run_tessera(&moe("ep=1"))));
-    assert_fails(&moe("ep=4"), 1, &["T0602", "ep = 4 does not divide 6 experts", "1, 2, 3 or 6"]);
+    assert_eq!(success_stdout(&run_tessera(&moe("ep=4"))), success_stdout(&run_tessera(&moe("ep=1"))));
+    assert_fails(
+        &moe("ep=7"),
+        1,
+        &["T0602", "ep = 7 leaves a rank without one of 6 experts", "1, 2, 3 or 6"],
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("mapping.toml");
+    std::fs::write(&file, "[mesh]\nep = 4\n[experts]\ntokens = \"sharded\"\n").unwrap();
+    let sharded =
+        ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "17,4", "--max-tokens", "9", "--mapping"];
+    let sharded = run_tessera(&[&sharded[..], &[file.to_str().unwrap()]].concat());
+    assert_eq!(success_stdout(&sharded), success_stdout(&run_tessera(&moe("ep=1"))));
     let llama = |more: &[&'static str]| [&["generate", "fixtures/lm/llama"], more].concat();
     assert_fails(&llama(&["--prompt", "x"]), 2, &["T0030", "no tokenizer.json", "--prompt-ids"]);
     assert_fails(&llama(&["--prompt-ids", "1,999"]), 1, &["T0086", "id 999", "211 ids"]);

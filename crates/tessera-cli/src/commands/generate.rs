@@ -15,7 +15,7 @@ use tessera::terminal::print_stderr_line;
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
-use crate::flags::mapping::{parse_mesh, require_axes};
+use crate::flags::mapping::{parse_mesh, read_mapping, require_axes};
 use crate::output::{CliError, CliResult, OutputFormat, write_stdout};
 use crate::parse::invalid_argument;
 
@@ -72,6 +72,10 @@ pub struct Args {
     #[arg(long, value_name = "MESH", value_parser = require_axes, default_value = "tp=1")]
     mesh: String,
 
+    /// Mapping file in place of --mesh, such as one with a table [experts]
+    #[arg(long, value_name = "FILE", conflicts_with = "mesh")]
+    mapping: Option<PathBuf>,
+
     /// Threads of each rank [default: the cores of this host, divided among the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
@@ -90,7 +94,10 @@ pub fn run(args: &Args) -> CliResult {
     check_sampling(args)?;
     let model = TextModel::open(&args.model)?;
     let prompts = read_prompts(args, &model)?;
-    let mapping = Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() };
+    let mapping = match &args.mapping {
+        Some(file) => read_mapping(file)?,
+        None => Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() },
+    };
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let settings = LanguageSettings {
         sequences: prompts.len() as u64,
