@@ -35,6 +35,12 @@ pub(crate) fn spell_out_routes(p: &Program, mapping: &Mapping) -> Result<Program
                 ds.extend(check_route(p, &v, mapping));
                 emit_route(p, op, &v, &mut b, map)
             }
+            Err(e) if op.opcode == Opcode::MoeRoute => {
+                ds.push(
+                    Diagnostic::error(&T0606, e.to_string()).with_label(format!("@{}", p.name), "this phase"),
+                );
+                Vec::new()
+            }
             _ => copy_op(p, op, &mut b, map, |_| ()),
         };
         values.extend(op.results.iter().copied().zip(made));
