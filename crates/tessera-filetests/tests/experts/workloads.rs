@@ -43,9 +43,9 @@ impl Workload {
             let turn = |e: usize| (e + experts - t * top_k % experts) % experts < top_k;
             let bonus = |e: usize| match self {
                 Workload::Balanced => 20.0 * f32::from(turn(e)),
-                Workload::HotExperts => 20.0 * f32::from(e % each == 0 && e / each < top_k.max(2)),
+                Workload::HotExperts => 20.0 * f32::from(e.is_multiple_of(each) && e / each < top_k.max(2)),
                 Workload::HotRank => 20.0 * f32::from(e / each == 1 % ranks),
-                Workload::SpreadHot => 3.0 * f32::from(e % each == 0),
+                Workload::SpreadHot => 3.0 * f32::from(e.is_multiple_of(each)),
                 Workload::SourceRagged => 20.0 * f32::from(t >= tokens / 2 && e == 0),
                 Workload::ZeroLoadRank => -20.0 * f32::from(e / each == ranks - 1),
                 Workload::RotatingHotspot => 20.0 * f32::from(e == call % experts),
