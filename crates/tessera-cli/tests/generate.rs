@@ -57,7 +57,15 @@ fn generate_continues_texts_on_every_mesh_and_names_what_does_not_fit() {
         ]
     };
     assert_eq!(success_stdout(&run_tessera(&moe("ep=3"))), success_stdout(&run_tessera(&moe("ep=1"))));
-    assert_fails(&moe("ep=4"), 1, &["T0602", "ep = 4 does not divide 6 experts", "1, 2, 3 or 6"]);
+    assert_eq!(success_stdout(&run_tessera(&moe("ep=4"))), success_stdout(&run_tessera(&moe("ep=1"))));
+    let too_many = ["T0602", "ep = 7 leaves a rank without one of 6 experts", "1, 2, 3 or 6"];
+    assert_fails(&moe("ep=7"), 1, &too_many);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("mapping.toml");
+    fs::write(&file, "[mesh]\nep = 4\n[experts]\ntokens = \"sharded\"\n").unwrap();
+    let sharded = ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "17,4", "--max-tokens", "9"];
+    let sharded = [&sharded[..], &["--oversubscribe", "--mapping", file.to_str().unwrap()]].concat();
+    assert_eq!(success_stdout(&run_tessera(&sharded)), success_stdout(&run_tessera(&moe("ep=1"))));
     let llama = |more: &[&'static str]| [&["generate", "fixtures/lm/llama"], more].concat();
     assert_fails(&llama(&["--prompt", "x"]), 2, &["T0030", "no tokenizer.json", "--prompt-ids"]);
     assert_fails(&llama(&["--prompt-ids", "1,999"]), 1, &["T0086", "id 999", "211 ids"]);

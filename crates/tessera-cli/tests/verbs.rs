@@ -429,7 +429,8 @@ fn every_code_has_a_page_and_is_listed() {
     }
     let page = success_stdout(&run_tessera(&["explain", "t0602"]));
     assert!(
-        page.starts_with("T0602: tp does not fit the model\n\n") && page.contains("Raised by: mappings"),
+        page.starts_with("T0602: tp or ep does not fit the model\n\n")
+            && page.contains("Raised by: mappings"),
         "{page}"
     );
     assert_fails(&["explain", "T0603x"], 2, &["T0032", "T0603"]);

@@ -21,6 +21,7 @@ mod pool;
 mod simd;
 pub mod tcp;
 pub mod transport;
+pub mod wire;
 
 pub use exec::{CommEndpoint, CpuBackend};
 pub use pool::Pool;

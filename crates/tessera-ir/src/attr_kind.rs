@@ -96,6 +96,8 @@ attr_kinds! {
     ReductionName: Reduction, "a reduction: sum, tree or max", |a| Reduction::parse(parse_text(a)?);
     /// The transport of a collective.
     TransportName: Transport, "p2p or nccl", |a| parse_choice(a, &Transport::ALL, Transport::name);
+    /// The form in which the elements of a collective travel.
+    WireFormat: Wire, "fp8_e4m3", |a| parse_choice(a, &Wire::ALL, Wire::name);
     /// The transformation of a weight at load.
     LoadName: WeightLoad, "patch, conv, conv.past, e4m3, e4m3.scale, conv.e4m3 or conv.e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
 }
@@ -256,6 +258,28 @@ impl Transport {
         match self {
             Transport::P2p => "p2p",
             Transport::Nccl => "nccl",
+        }
+    }
+}
+
+/// Elements that share one scale where e4m3 travels.
+pub const WIRE_BLOCK: usize = 128;
+
+/// The form in which the elements of a collective travel, if it is not that of the value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wire {
+    /// e4m3, with one scale in f32 per [`WIRE_BLOCK`] elements.
+    E4m3,
+}
+
+impl Wire {
+    const ALL: [Wire; 1] = [Wire::E4m3];
+
+    /// Returns the name in the text form, which is that of the token policy that allows the form.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Wire::E4m3 => QUANTIZED_TOKENS,
         }
     }
 }

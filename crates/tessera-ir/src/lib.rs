@@ -29,7 +29,7 @@ mod types;
 mod view_reader;
 
 pub use attr::{Attr, Attrs};
-pub use attr_kind::{Activation, CommAxis, RouterScore, Transport, WeightLoad};
+pub use attr_kind::{Activation, CommAxis, RouterScore, Transport, WIRE_BLOCK, WeightLoad, Wire};
 pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use codes::CODES;

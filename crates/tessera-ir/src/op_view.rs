@@ -179,6 +179,17 @@ impl views::GateResidual {
     }
 }
 
+impl views::MoeRoute {
+    /// Returns the number of tokens that an expert accepts of each group, for this many tokens and experts.
+    #[must_use]
+    pub fn capacity(&self, tokens: u64, experts: u64) -> u64 {
+        let group = tokens.div_ceil(self.token_groups).max(1);
+        let share = self.capacity_factor * (group * self.top_k) as f64 / experts as f64;
+        // An expert receives a token at most once.
+        (share.ceil() as u64).clamp(1, group)
+    }
+}
+
 impl views::Attention {
     /// Returns the bias, and the rows of keys to whose scores it is added.
     #[must_use]
@@ -214,7 +225,7 @@ mod tests {
 
     /// Values of every type of attribute, some of which each kind accepts.
     fn sample_attrs() -> Vec<Attr> {
-        let texts = ["tp", "world", "sum", "nccl", "patch", "gelu_tanh", "f32", "odd", ""];
+        let texts = ["tp", "world", "sum", "nccl", "patch", "gelu_tanh", "f32", "fp8_e4m3", "odd", ""];
         let numbers = [Attr::Int(-1), Attr::Int(0), Attr::Int(2), Attr::Float(0.5), Attr::Float(f64::NAN)];
         let lists = [vec![1, 2], vec![2, 1], vec![1, 2, 3], vec![0, 1, 2]].map(Attr::Ints);
         texts

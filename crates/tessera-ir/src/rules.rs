@@ -164,12 +164,18 @@ impl RuleContext<'_> {
             V::Bmm(v) => one(self.bmm_type(v)?),
             V::MoeRoute(v) => one(self.moe_route_type(v)?),
             V::TopKExperts(v) => one(self.top_k_experts_type(v)?),
-            V::ExpertWeights(_) => one(self.expert_weights_type()?),
-            V::ExpertSlots(_) => one(self.expert_slots_type()?),
+            V::ExpertWeights(_) | V::ExpertGates(_) => one(self.expert_weights_type()?),
+            V::ExpertTokens(v) => one(self.expert_tokens_type(v)?),
+            V::ExpertReroute(v) => one(self.expert_reroute_type(v)?),
+            V::ExpertSlots(v) => one(self.expert_slots_type(v)?),
             V::ExpertCounts(v) => one(self.expert_counts_type(v)?),
-            V::ExpertPack(v) => one(self.expert_pack_type(v)?),
+            V::ExpertStatistics(v) => one(self.expert_statistics_type(v)?),
+            V::ExpertPack(v) => one(self.expert_pack_type(&[1, 2], (v.groups, v.capacity, v.group_tokens))?),
+            V::ExpertPackFused(v) => {
+                one(self.expert_pack_type(&[1], (v.groups, v.capacity, v.group_tokens))?)
+            }
             V::GroupedMatmul(v) => one(self.grouped_matmul_type(v)?),
-            V::ExpertCombine(_) => one(self.expert_combine_type()?),
+            V::ExpertCombine(v) => one(self.expert_combine_type(v)?),
             V::TimeEmbed(v) => one(self.time_embed_type(v)?),
             V::SpaceTimeToDepth(v) => one(self.space_time_to_depth_type(v)?),
             V::DepthToSpaceTime(v) => one(self.depth_to_space_time_type(v)?),

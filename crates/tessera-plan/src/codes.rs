@@ -5,8 +5,9 @@ tessera_base::codes! {
     "A video generator has no experts, so `ep` must be 1, and a stream is one sequence, so `dp` must be 1. Use tp \
 to shard heads or tokens, and pp to split blocks into stages.";
 
-    T0602: "tp does not fit the model",
-    "`tp=N` shards each transformer block over N ranks. Every one of these ranks must \
+    T0602: "tp or ep does not fit the model",
+    "`ep=N` gives each of N ranks some of the experts of a layer, so it may be up to the number of experts; the ranks' \
+shares may differ by one. `tp=N` shards each transformer block over N ranks. Every one of these ranks must \
 hold at least one attention head. Under `megatron` it must also hold at least one column of the \
 feed-forward layer, under `ulysses` at least one token of a chunk. Here tp is larger than one \
 of these counts, so a rank would hold nothing. The message shows tp and the count. tp need not \
@@ -47,8 +48,8 @@ A mapping may use both.";
 The strategy has no rule for the op with its operands in these layouts, or the op does not \
 accept the dtypes of `--dtype`, or it cannot run on a row chunk. The message states the reason. \
 Try another strategy, f32, `--overlap-chunks 1`, or tp=1; the missing rule is a gap in the \
-planner. No strategy shards softmax, bmm and moe_route: use attention and matmul, or write the \
-programs of the ranks in text.\n\n\
+planner. No strategy shards softmax and bmm: use attention and matmul, or write the \
+programs of the ranks in text. Tokens of moe_route travel over ep alone.\n\n\
 This code also rejects a weight or an input of a model whose attribute `part`, a hint for the \
 strategy, has an unknown value. The planner could treat the value as `whole` and the results \
 would be correct, but every rank would hold and compute the whole tensor. The hint lists the \
@@ -84,6 +85,15 @@ multiply values in e4m3, an fp8 format. Only GPUs of sm_90 do so, and only progr
 values: the mapping needs `dtype = \"bf16\"` or `\"fp8\"`, and `media = \"mesh\"`, `\"replicas\"` or \
 `\"outside\"`, because with `media = \"leader\"` the leader decodes on its cores. With `quality = \"exact\"`, the \
 default, the decoder gives the reference's values on every device.";
+
+    T0611: "table of experts does not fit",
+    "The table `[experts]` of a mapping states which ranks route a token (`tokens`), how the results of its experts \
+are added (`combine`), how many tokens an expert accepts (`capacity_factor`, in each of `token_groups` groups of tokens), how \
+many bytes of tokens may move to another expert instead (`reroute_bytes`), and how tokens travel (`wire`). Two of its keys \
+contradict each other, or a number does not fit the mesh; the message names them.\n\n\
+With `tokens = \"sharded\"` every rank of ep has the same number of token groups, so ep must divide `token_groups`. Which \
+tokens are dropped follows from the groups alone: state a multiple of every ep that you want to compare. `wire = \"fp8\"` \
+rounds the tokens that travel, which only `numerics.tokens = \"fp8_e4m3\"` allows.";
 
     T1200: "cannot parse a mapping pin",
     "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. \

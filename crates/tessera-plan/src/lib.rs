@@ -11,10 +11,13 @@
 
 pub mod attention;
 mod codes;
+mod copy_op;
+mod expert_routing;
 mod logical_model;
 mod lower;
 mod mapping;
 mod memory;
+mod moe_route;
 mod op_order;
 mod ownership;
 pub mod precision;
@@ -29,7 +32,8 @@ pub use codes::CODES;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
 pub use mapping::{
-    CapturePolicy, DtypePolicy, Mapping, MediaPlacement, Numerics, Strategy, Topology, Transport,
+    CapturePolicy, DtypePolicy, ExpertCombine, ExpertMapping, Mapping, MediaPlacement, Numerics, Strategy,
+    TokenNumerics, TokenPlacement, TokenWire, Topology, Transport,
 };
 pub use memory::assign_slots;
 pub use precision::DecoderPrecision;

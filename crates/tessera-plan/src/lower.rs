@@ -26,12 +26,12 @@ use crate::codes::{T0606, T0609, T0610};
 use crate::ownership::{
     OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase, is_media_phase, is_outside_media_phase,
 };
-use crate::roles::{TpClass, group_roles, uneven_shards};
+use crate::roles::{RankClass, group_roles, uneven_shards};
 use crate::stages::{StageCosts, pixel_flops_per_pass};
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
 use crate::{
-    CapturePolicy, DecoderPrecision, DtypePolicy, LogicalModel, Mapping, MediaPlacement, Numerics, Strategy,
-    Transport, memory, op_order, precision, row_chunks,
+    CapturePolicy, DecoderPrecision, DtypePolicy, ExpertMapping, LogicalModel, Mapping, MediaPlacement,
+    Numerics, Strategy, Transport, expert_routing, memory, moe_route, op_order, precision, row_chunks,
 };
 
 /// The phase that decodes without the shortcuts of a fast decoder, for a comparison with it.
@@ -46,6 +46,7 @@ const LEADER: &str = "leader@out0";
 /// # Errors
 /// Returns every reason why the mapping does not fit, or T0606.
 pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Diagnostics> {
+    let logical = &with_routes_spelled_out(logical, mapping)?;
     let mut ds = mapping.check_fit(&logical.model_extents());
     ds.extend(check_parts(&logical.phases));
     ds.extend(check_opcodes(&logical.phases));
@@ -54,7 +55,8 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     if !ds.is_empty() {
         return Err(ds);
     }
-    let logical = with_dtype_policy(logical, mapping)?;
+    let logical = with_token_groups(logical, mapping)?;
+    let logical = with_dtype_policy(&logical, mapping)?;
     let mesh = mapping.mesh;
     if mapping.blocks.is_empty() {
         let stages = u64::from(mesh.axis_size(Axis::Pp));
@@ -76,7 +78,7 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     let sources: Vec<ProgramAnalysis<'_>> = ordered.iter().map(|p| ProgramAnalysis::new(p)).collect();
     let lower_phase = |phase, target| Lowering::new(&logical, mapping, world, phase, target).run();
     let (mut roles, mut of_role) =
-        group_roles(&world, lower_tp_classes(mapping.mesh, &sources, lower_phase)?);
+        group_roles(&world, lower_classes(mapping.mesh, logical.experts, &sources, lower_phase)?);
     if world.outside_count() > 0 {
         let mut leader_programs = Vec::new();
         for phase in &sources {
@@ -139,6 +141,34 @@ fn check_fast_decoder(logical: &LogicalModel, mapping: &Mapping) -> Option<Diagn
     )
 }
 
+/// Replaces each `moe_route` by the ops of which it consists.
+fn with_routes_spelled_out<'a>(
+    logical: &'a LogicalModel,
+    mapping: &Mapping,
+) -> Result<Cow<'a, LogicalModel>, Diagnostics> {
+    if logical.phases.iter().all(|p| p.ops.iter().all(|op| op.opcode != Opcode::MoeRoute)) {
+        return Ok(Cow::Borrowed(logical));
+    }
+    let spell_out = |p| moe_route::spell_out_routes(p, mapping);
+    let phases = logical.phases.iter().map(spell_out).collect::<Result<_, _>>()?;
+    Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
+}
+
+/// Gives the tokens of experts the groups and slots that the mapping states, and states the number of groups in it.
+fn with_token_groups<'a>(
+    logical: &'a LogicalModel,
+    mapping: &mut Mapping,
+) -> Result<Cow<'a, LogicalModel>, Diagnostics> {
+    if logical.experts == 0 || !mapping.experts.changes_programs() {
+        return Ok(Cow::Borrowed(logical));
+    }
+    let groups = mapping.token_groups(logical.experts);
+    mapping.experts.token_groups = u32::try_from(groups).ok();
+    let route = |p| expert_routing::route_in_groups(p, &mapping.experts, groups);
+    let phases = logical.phases.iter().map(route).collect::<Result<_, _>>()?;
+    Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
+}
+
 /// Inserts the casts and quantizations of the mapping's dtype policy.
 fn with_dtype_policy<'a>(
     logical: &'a LogicalModel,
@@ -177,15 +207,36 @@ fn with_row_chunks(
     Ok(Cow::Owned(LogicalModel { phases, ..logical.into_owned() }))
 }
 
+/// Lowers every phase for every coordinate of tp and, if ranks have unequal numbers of experts, of ep.
+fn lower_classes<'a>(
+    mesh: Mesh,
+    experts: u64,
+    phases: &'a [ProgramAnalysis<'a>],
+    lower_phase: impl Fn(&'a ProgramAnalysis<'a>, LoweringTarget) -> Result<Vec<Program>, Diagnostics>,
+) -> Result<Vec<RankClass>, Diagnostics> {
+    let ep = mesh.axis_size(Axis::Ep);
+    // The first ranks have an expert more.
+    let more = u32::try_from(experts % u64::from(ep)).unwrap_or(0);
+    let mut classes = Vec::new();
+    for members in [0..more, more..ep].into_iter().filter(|members| !members.is_empty()) {
+        let at = (more > 0).then_some(members.start);
+        let target = |tp| LoweringTarget::Mesh { tp, ep: at };
+        let mut of_tp = lower_tp_classes(mesh, phases, |phase, tp| lower_phase(phase, target(tp)))?;
+        of_tp.iter_mut().for_each(|class| class.experts = at.map(|_| members.clone()));
+        classes.append(&mut of_tp);
+    }
+    Ok(classes)
+}
+
 /// Lowers every phase for every tp coordinate. A coordinate affects nothing but the sizes of uneven
 /// shards: coordinates with equal sizes are lowered once.
 fn lower_tp_classes<'a>(
     mesh: Mesh,
     phases: &'a [ProgramAnalysis<'a>],
-    lower_phase: impl Fn(&'a ProgramAnalysis<'a>, LoweringTarget) -> Result<Vec<Program>, Diagnostics>,
-) -> Result<Vec<TpClass>, Diagnostics> {
+    lower_phase: impl Fn(&'a ProgramAnalysis<'a>, u32) -> Result<Vec<Program>, Diagnostics>,
+) -> Result<Vec<RankClass>, Diagnostics> {
     let tp = mesh.axis_size(Axis::Tp);
-    let mut classes: Vec<TpClass> = Vec::new();
+    let mut classes: Vec<RankClass> = Vec::new();
     let mut uneven: BTreeSet<(Uneven, Option<u32>)> = BTreeSet::new();
     for at in 0..tp {
         let size = |(u, subgroup_size): &(Uneven, Option<u32>)| {
@@ -200,14 +251,14 @@ fn lower_tp_classes<'a>(
         }
         let mut per_stage: Vec<Vec<Program>> = vec![Vec::new(); mesh.axis_size(Axis::Pp) as usize];
         for phase in phases {
-            let lowered = lower_phase(phase, LoweringTarget::Mesh { tp: at })?;
+            let lowered = lower_phase(phase, at)?;
             for (stage, p) in lowered.into_iter().enumerate() {
                 per_stage[stage].push(p);
             }
         }
         uneven.extend(per_stage.iter().flatten().flat_map(uneven_shards));
         let sizes = uneven.iter().map(size).collect();
-        classes.push(TpClass { shard_sizes: sizes, coordinates: vec![at], per_stage });
+        classes.push(RankClass { shard_sizes: sizes, coordinates: vec![at], experts: None, per_stage });
     }
     Ok(classes)
 }
@@ -257,8 +308,8 @@ enum LocalValue {
 /// The ranks whose programs are lowered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoweringTarget {
-    /// All stages at this tp coordinate.
-    Mesh { tp: u32 },
+    /// All stages at this tp coordinate, and from this ep coordinate on, if that determines the number of experts.
+    Mesh { tp: u32, ep: Option<u32> },
     /// The leader outside the mesh, which runs the encode and decode phases.
     Leader,
 }
@@ -270,6 +321,7 @@ struct Lowering<'a> {
     /// phases, and the mesh runs the others; in topology `mesh`, the mesh runs all.
     is_active: bool,
     sharding: ShardingRules,
+    experts: &'a ExpertMapping,
     mesh_invariant: bool,
     /// Rows of latents in a phase of pixels, of which each rank of tp owns whole ones.
     latent_rows: Option<u64>,
@@ -289,7 +341,7 @@ struct StageBuilder {
 impl<'a> Lowering<'a> {
     fn new(
         logical: &LogicalModel,
-        mapping: &Mapping,
+        mapping: &'a Mapping,
         mesh: Mesh,
         analysis: &'a ProgramAnalysis<'a>,
         target: LoweringTarget,
@@ -313,7 +365,8 @@ impl<'a> Lowering<'a> {
         .flatten()
         .collect();
         let role = |s| match target {
-            LoweringTarget::Mesh { tp } => format!("stage{s}@tp{tp}"),
+            LoweringTarget::Mesh { tp, ep: None } => format!("stage{s}@tp{tp}"),
+            LoweringTarget::Mesh { tp, ep: Some(ep) } => format!("stage{s}@tp{tp}@ep{ep}"),
             LoweringTarget::Leader => LEADER.to_string(),
         };
         let stages = (0..pp)
@@ -329,6 +382,7 @@ impl<'a> Lowering<'a> {
             is_active: mesh.outside_count() == 0
                 || analysis.is_leader_phase == (target == LoweringTarget::Leader),
             sharding: ShardingRules { strategy: mapping.strategy, tp, ep, head_dim: logical.head_dim },
+            experts: &mapping.experts,
             mesh_invariant: mapping.numerics == Numerics::MeshInvariant,
             latent_rows: (analysis.is_media_phase && mapping.media == MediaPlacement::Mesh)
                 .then(|| frames::latent_rows(program))
@@ -411,13 +465,13 @@ impl<'a> Lowering<'a> {
             (LoweringRule::Own, Ok(OpView::Attention(v))) => self.lower_attention(op, &v, s),
             (LoweringRule::Own, Ok(OpView::Sample(_))) => self.lower_sample(op, s),
             (LoweringRule::Own, Ok(OpView::Embed(_))) => self.lower_with_sum(op, s),
-            (LoweringRule::Own, Ok(OpView::ExpertCounts(_) | OpView::ExpertPack(_))) => {
-                self.lower_to_experts(op, s);
-            }
-            (LoweringRule::Own, Ok(OpView::ExpertCombine(v))) => {
-                self.return_from_experts(v.y, s);
-                self.lower_with_sum(op, s);
-            }
+            (LoweringRule::Own, Ok(OpView::ExpertTokens(v))) => self.lower_expert_tokens(op, &v, s),
+            (
+                LoweringRule::Own,
+                Ok(OpView::ExpertCounts(_) | OpView::ExpertPack(_) | OpView::ExpertPackFused(_)),
+            ) => self.lower_to_experts(op, s),
+            (LoweringRule::Own, Ok(OpView::ExpertStatistics(_))) => self.lower_expert_statistics(op, s),
+            (LoweringRule::Own, Ok(OpView::ExpertCombine(v))) => self.lower_expert_combine(op, &v, s),
             // A rank has the query heads that read its KV heads.
             (
                 LoweringRule::Own,

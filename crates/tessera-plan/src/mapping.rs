@@ -2,12 +2,14 @@
 //! and queue depths.
 
 mod checks;
+mod experts;
 
 use tessera_base::config::{ConfigReader, T0004, parse_toml};
 use tessera_base::{Diagnostic, Diagnostics, named_enum};
 use tessera_mesh::{Axis, Mesh, RankMap};
 
 use crate::codes::T0605;
+pub use experts::{ExpertCombine, ExpertMapping, TokenNumerics, TokenPlacement, TokenWire};
 
 named_enum! {
     /// The placement of the leader: which ranks encode and decode, and which generate.
@@ -136,6 +138,10 @@ pub struct Mapping {
     pub numerics: Numerics,
     /// Dtype of matmuls and of the ops on their results.
     pub dtype: DtypePolicy,
+    /// Whether tokens that travel between ranks may be rounded.
+    pub token_numerics: TokenNumerics,
+    /// Where tokens are routed to experts, and how many an expert accepts.
+    pub experts: ExpertMapping,
     /// How GPU collectives move data: peer-to-peer kernels, NCCL or the faster of them.
     pub transport: Transport,
     /// Which programs are captured as graphs on all ranks.
@@ -168,6 +174,8 @@ impl Default for Mapping {
             strategy: Strategy::Ulysses,
             numerics: Numerics::Standard,
             dtype: DtypePolicy::F32,
+            token_numerics: TokenNumerics::F32,
+            experts: ExpertMapping::default(),
             transport: Transport::Best,
             capture: CapturePolicy::Programs,
             overlap_chunks: 1,
@@ -203,6 +211,10 @@ impl Mapping {
         out.strategy = strategy.read_named("tp", &strategies, Strategy::name, out.strategy);
         out.numerics = numerics.read_named("policy", &Numerics::ALL, Numerics::name, out.numerics);
         out.dtype = numerics.read_named("dtype", &DtypePolicy::ALL, DtypePolicy::name, out.dtype);
+        out.token_numerics =
+            numerics.read_named("tokens", &TokenNumerics::ALL, TokenNumerics::name, out.token_numerics);
+        let mut experts = root.read_table("experts");
+        out.experts = ExpertMapping::read(&mut experts);
         let mut collectives = root.read_table("collectives");
         out.transport = collectives.read_named("transport", &Transport::ALL, Transport::name, out.transport);
         let mut runtime = root.read_table("runtime");
@@ -242,7 +254,7 @@ impl Mapping {
         let mut weights = root.read_optional_table("weights");
         out.weights = weights.as_mut().map(|weights| read_weights_digest(file, weights));
         let mut ds: Diagnostics =
-            [root, mesh, strategy, numerics, overlap, collectives, runtime, stages, devices, queues]
+            [root, mesh, strategy, numerics, experts, overlap, collectives, runtime, stages, devices, queues]
                 .into_iter()
                 .chain(weights)
                 .flat_map(ConfigReader::finish)
@@ -258,8 +270,8 @@ impl Mapping {
     }
 
     /// Returns the canonical text: every key in a fixed order, except keys at their defaults: a
-    /// topology of `mesh`, media on the leader, a dtype of f32, unchunked rows, the best transport, captured programs and any
-    /// weights.
+    /// topology of `mesh`, media on the leader, a dtype of f32, tokens of experts replicated and none dropped, unchunked rows, the best transport, captured
+    /// programs and any weights.
     /// [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn to_toml(&self) -> String {
@@ -280,6 +292,11 @@ impl Mapping {
             DtypePolicy::F32 => String::new(),
             other => format!("dtype = \"{}\"\n", other.name()),
         };
+        let tokens = match self.token_numerics {
+            TokenNumerics::F32 => String::new(),
+            other => format!("tokens = \"{}\"\n", other.name()),
+        };
+        let experts = self.experts.to_toml();
         let collectives = match self.transport {
             Transport::Best => String::new(),
             other => format!("[collectives]\ntransport = \"{}\"\n\n", other.name()),
@@ -295,7 +312,7 @@ impl Mapping {
         let weights =
             self.weights.as_ref().map_or(String::new(), |w| format!("\n[weights]\ndigest = \"{w}\"\n"));
         format!(
-            "{placement}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{collectives}{runtime}\
+            "{placement}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}{tokens}\n{experts}{overlap}{collectives}{runtime}\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n{weights}",
             size(Axis::Tp),
             size(Axis::Ep),

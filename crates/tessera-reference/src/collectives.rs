@@ -1,12 +1,13 @@
 //! Executes collectives: computes every member's result from all members' operands.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use tessera_ir::{Attrs, CollectiveOp, Op, OpByKind, OpView, Opcode, PeerPosition};
+use tessera_ir::{Attrs, CollectiveOp, DType, Op, OpByKind, OpView, Opcode, PeerPosition, WIRE_BLOCK, Wire};
 use tessera_mesh::{Group, Mesh, Rank, Reduction, split_units};
 
 use crate::error::OpError;
-use crate::{EvalError, Tensor};
+use crate::{EvalError, Tensor, rounding_to};
 
 /// All collectives and transfers between ranks, finished or in flight.
 #[derive(Debug, Default)]
@@ -201,8 +202,12 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
         }
         C::AllToAll(v) => (0..n)
             .map(|to| {
+                let sent = tensors.iter().map(|t| match v.wire {
+                    Some(Wire::E4m3) => round_on_wire(t),
+                    None => Cow::Borrowed(t),
+                });
                 let pieces: Option<Vec<Tensor>> =
-                    tensors.iter().map(|t| take_shard(t, v.split, v.unit as usize, n, to)).collect();
+                    sent.map(|t| take_shard(&t, v.split, v.unit as usize, n, to)).collect();
                 pieces.and_then(|p| Tensor::concat(v.concat, &p))
             })
             .collect::<Option<Vec<_>>>()
@@ -222,6 +227,26 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
         // The sender is the first member, and only it contributes a tensor.
         C::Send(_) | C::Recv(_) => Ok(vec![tensors[0].clone(); n]),
     }
+}
+
+/// Rounds each block of elements of the last dim to e4m3 with one scale in f32.
+fn round_on_wire(t: &Tensor) -> Cow<'_, Tensor> {
+    let width = t.shape().last().copied().unwrap_or(1).max(1);
+    let (Some(f32), Some(e4m3)) = (rounding_to(DType::F32), rounding_to(DType::E4m3)) else {
+        return Cow::Borrowed(t);
+    };
+    let mut out = t.clone();
+    for block in out.data_mut().chunks_mut(width).flat_map(|row| row.chunks_mut(WIRE_BLOCK)) {
+        let largest = block.iter().fold(0.0, |m: f64, x| m.max(x.abs()));
+        let scale = match f32.round_nearest(largest / 448.0) {
+            0.0 => 1.0,
+            scale => scale,
+        };
+        for x in block {
+            *x = f32.round_nearest(e4m3.round_nearest(f32.round_nearest(*x / scale)) * scale);
+        }
+    }
+    Cow::Owned(out)
 }
 
 /// Returns the last rows of the member before a member and the first rows of the one after it, for each

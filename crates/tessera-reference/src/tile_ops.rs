@@ -76,8 +76,10 @@ pub(crate) fn moe_route(v: &views::MoeRoute, x: &Tensor, g: &Tensor, experts: &T
         return Err(format!("invalid routing: top_k {top_k} of {n} experts, capacity_factor {factor}"));
     }
     // An expert receives a token at most once, so no expert needs more rows than there are tokens.
-    let capacity = ((factor * (tokens * top_k) as f64 / n as f64).ceil() as usize).min(tokens);
-    let routes = assign_tokens(g, top_k, capacity);
+    let group = tokens.div_ceil(v.token_groups as usize).max(1);
+    let capacity = ((factor * (group * top_k) as f64 / n as f64).ceil() as usize).min(group);
+    let routes = assign_tokens(g, top_k, capacity, group);
+    let capacity = capacity * v.token_groups as usize;
     let apply_expert = |row: &[f64], e: usize, o: usize| -> f64 {
         row.iter().zip(&experts.data()[(e * d_out + o) * d..][..d]).map(|(a, b)| a * b).sum()
     };
@@ -118,18 +120,21 @@ struct Route {
 }
 
 /// Assigns each token to the `top_k` experts with the largest weights in `g`, `[tokens, experts]`.
-/// An expert drops the tokens beyond its capacity.
-fn assign_tokens(g: &Tensor, top_k: usize, capacity: usize) -> Vec<Route> {
+/// An expert drops the tokens of each group beyond its capacity.
+fn assign_tokens(g: &Tensor, top_k: usize, capacity: usize, group: usize) -> Vec<Route> {
     let (tokens, n) = (g.shape()[0], g.shape()[1]);
     let mut load = vec![0usize; n];
     let mut routes = Vec::new();
     for token in 0..tokens {
+        if token.is_multiple_of(group) {
+            load.fill(0);
+        }
         let mut order: Vec<usize> = (0..n).collect();
         // The sort is stable: of equal weights the lower expert comes first.
         order.sort_by(|a, b| g.row(token)[*b].total_cmp(&g.row(token)[*a]));
         for expert in order.into_iter().take(top_k) {
             if load[expert] < capacity {
-                routes.push(Route { token, expert, row: load[expert] });
+                routes.push(Route { token, expert, row: token / group * capacity + load[expert] });
                 load[expert] += 1;
             }
         }

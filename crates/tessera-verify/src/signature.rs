@@ -76,6 +76,8 @@ pub(crate) struct CollectiveSignature {
     pub(crate) graph: Option<String>,
     /// Transport, if the program names one.
     pub(crate) transport: Option<String>,
+    /// Form in which elements travel, if the program names one.
+    pub(crate) wire: Option<String>,
     /// Position of the peer of a send or receive.
     pub(crate) peer: Option<u32>,
 }
@@ -116,8 +118,11 @@ impl CollectiveSignature {
         if let Some(g) = &self.graph {
             out += &format!(" captured in graph {g}");
         }
-        match &self.transport {
-            Some(v) => out + &format!(" transport {v}"),
+        if let Some(v) = &self.transport {
+            out += &format!(" transport {v}");
+        }
+        match &self.wire {
+            Some(v) => out + &format!(" as {v} on the wire"),
             None => out,
         }
     }
@@ -152,6 +157,7 @@ impl CollectiveSignature {
             (self.element_count() != b.element_count(), &T0302, "count"),
             (self.graph != b.graph, &T0334, "graph"),
             (self.transport != b.transport, &T0344, "transport"),
+            (self.wire != b.wire, &T0303, "dtype on the wire"),
             (self.dims != b.dims, &T0306, "tensor dim"),
             (self.extents != b.extents, &T0333, "shape"),
         ];
@@ -177,6 +183,9 @@ impl std::fmt::Display for CollectiveSignature {
         }
         if let Some(v) = &self.transport {
             write!(f, " transport={v}")?;
+        }
+        if let Some(v) = &self.wire {
+            write!(f, " wire={v}")?;
         }
         self.peer.map_or(Ok(()), |k| write!(f, " peer={k}"))
     }
@@ -236,6 +245,7 @@ fn build_signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Collect
         dims: Vec::new(),
         graph: None,
         transport: None,
+        wire: None,
         // A position that does not exist is rejected with the program; here the op must still count
         // as a pair.
         peer: (!key.is_empty()).then_some(u32::MAX),
@@ -249,6 +259,7 @@ fn build_signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Collect
             ("root", Attr::Int(i)) => out.root = Some(*i),
             ("graph", Attr::Str(g)) => out.graph = Some(g.clone()),
             ("transport", Attr::Str(v)) => out.transport = Some(v.clone()),
+            ("wire", Attr::Str(v)) => out.wire = Some(v.clone()),
             ("batch", Attr::Int(i)) => batch = Some(*i),
             ("concat", Attr::Int(i)) => out.dims.push(("concat", *i)),
             ("dim", Attr::Int(i)) => out.dims.push(("dim", *i)),

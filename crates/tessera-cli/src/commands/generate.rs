@@ -18,7 +18,7 @@ use tessera::{DtypePolicy, Mapping, WeightsBase};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
-use crate::flags::mapping::{DTYPES, parse_mesh, require_axes};
+use crate::flags::mapping::{DTYPES, parse_mesh, read_mapping, require_axes};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, print_failure, write_stdout};
 use crate::parse::{current_exe_path, invalid_argument, parse_weights_base};
@@ -83,13 +83,17 @@ pub struct Args {
     #[arg(long, value_name = "MESH", value_parser = require_axes, default_value = "tp=1")]
     mesh: String,
 
+    /// Mapping file in place of --mesh, such as one with a table [experts]
+    #[arg(long, value_name = "FILE", conflicts_with = "mesh")]
+    mapping: Option<PathBuf>,
+
     /// Device of the ranks
     #[arg(long, value_parser = named_values(DEVICES), default_value = "cpu")]
     device: RunDevice,
 
-    /// Compute dtype of matmuls and of the activations that they produce
-    #[arg(long, value_parser = named_values(DTYPES), default_value = "f32")]
-    dtype: DtypePolicy,
+    /// Compute dtype of matmuls and of the activations that they produce [default: that of the mapping, or f32]
+    #[arg(long, value_parser = named_values(DTYPES))]
+    dtype: Option<DtypePolicy>,
 
     /// Draw the weights from a seed instead of reading them, for a measurement without a checkpoint
     #[arg(long, value_name = "synthetic:SEED")]
@@ -140,8 +144,11 @@ pub fn run(args: &Args) -> CliResult {
         None => WeightsBase::Files,
         Some(text) => parse_weights_base(text).map_err(CliError::usage)?,
     };
-    let mesh = parse_mesh(&args.mesh).map_err(CliError::usage)?;
-    let mapping = Mapping { mesh, dtype: args.dtype, ..Mapping::default() };
+    let mapping = match &args.mapping {
+        Some(file) => read_mapping(file)?,
+        None => Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() },
+    };
+    let mapping = Mapping { dtype: args.dtype.unwrap_or(mapping.dtype), ..mapping };
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let settings = LanguageSettings {
         sequences: prompts.len() as u64,

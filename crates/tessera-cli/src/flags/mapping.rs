@@ -483,7 +483,11 @@ pub fn parse_steps(text: &str) -> Result<Vec<f64>, Diagnostic> {
         })
 }
 
-fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
+/// Reads the file of `--mapping`.
+///
+/// # Errors
+/// T0030 for a file that cannot be read, or what is wrong with its text.
+pub fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
     let name = file.display().to_string();
     match read_text_file(file) {
         Ok(text) => Ok(Mapping::parse(&name, &text)?),

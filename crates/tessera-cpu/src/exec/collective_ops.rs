@@ -14,6 +14,7 @@ use super::{CpuBackend, PreparedProgram};
 use crate::collectives;
 use crate::halo::{self, ExpectedHalo};
 use crate::transport::{CommFault, Ticket};
+use crate::wire;
 
 impl CpuBackend {
     /// Publishes this rank's contribution to the collective that op number `issue` issues.
@@ -44,7 +45,13 @@ impl CpuBackend {
             }
             _ => None,
         };
-        let data = edges.as_deref().unwrap_or(data);
+        let encoded = match &prepared.views[issue] {
+            OpView::AllToAll(v) if v.wire.is_some() => {
+                Some(wire::encode_rows(data, row_width(p.type_of(v.x))))
+            }
+            _ => None,
+        };
+        let data = edges.as_deref().or(encoded.as_deref()).unwrap_or(data);
         let ticket =
             end.transport.publish(fingerprint, data, deadline).map_err(|e| to_fault(p, op, end.route, &e))?;
         Ok((at, ticket))
@@ -142,6 +149,24 @@ impl ResultContext<'_> {
                 let (shape, own) = (as_matrix(&p.type_of(v.x).shape, dim), parts[self.me].clone());
                 collectives::reduce_scatter(out, views, shape, dim.min(1), own, v.reduction);
             }
+            (V::AllToAll(v), Some(axis)) if v.wire.is_some() => {
+                let width = row_width(out_ty);
+                // The words of rows take the place of their elements: no rule shards the last dim here.
+                let with_words = |ty: &Type| {
+                    let mut shape = ty.shape.clone();
+                    shape.pop();
+                    shape.push(wire::words_per_row(width) as u64);
+                    Type { shape, ..ty.clone() }
+                };
+                let (x, words_ty) = (with_words(p.type_of(v.x)), with_words(out_ty));
+                let (dim, concat) = shard_ranges(&x, axis, parts);
+                let (_, split) = shard_ranges(&words_ty, axis, parts);
+                let whole = x.layout.global_shape(&x.shape, &self.placement.mesh);
+                let mut words = vec![0.0; words_ty.element_count() as usize];
+                let shape = as_matrix(&whole, 1);
+                collectives::all_to_all(&mut words, views, self.me, shape, dim, &concat, &split);
+                wire::decode_rows(out, &words, width);
+            }
             (V::AllToAll(v), Some(axis)) => {
                 let x = p.type_of(v.x);
                 let (dim, concat) = shard_ranges(x, axis, parts);
@@ -171,6 +196,11 @@ impl ResultContext<'_> {
             .flat_map(|t| self.program.mesh.active_axes().map(move |a| (t, a)))
             .find_map(|(t, a)| matches!(t.layout.on_axis(a), AxisLayout::Shard(_)).then_some(a))
     }
+}
+
+/// Returns the extent of the last dim.
+fn row_width(ty: &Type) -> usize {
+    ty.shape.last().map_or(1, |n| *n as usize)
 }
 
 /// Returns the rows of each frame of a value [t, h, w, c] and the elements of a row.

@@ -196,9 +196,18 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::Bmm(v) => bind_values(v, [v.x, v.y], |r, v, x| r.run_bmm(v, x)),
         C::TopKExperts(v) => bind_op(v, |r, v| r.run_top_k_experts(v)),
         C::ExpertWeights(v) => bind_op(v, |r, v| r.run_expert_weights(v)),
+        C::ExpertTokens(v) => bind_values(v, [v.x], |r, _, [x]| {
+            let (tokens, padding) = r.out.split_at_mut(x.len());
+            tokens.copy_from_slice(x);
+            padding.fill(0.0);
+        }),
+        C::ExpertGates(v) => bind_op(v, |r, v| r.run_expert_gates(v)),
+        C::ExpertReroute(v) => bind_op(v, |r, v| r.run_expert_reroute(v)),
         C::ExpertSlots(v) => bind_op(v, |r, v| r.run_expert_slots(v)),
         C::ExpertCounts(v) => bind_op(v, |r, v| r.run_expert_counts(v)),
+        C::ExpertStatistics(v) => bind_op(v, |r, v| r.run_expert_statistics(v)),
         C::ExpertPack(v) => bind_op(v, |r, v| r.run_expert_pack(v)),
+        C::ExpertPackFused(v) => bind_op(v, |r, v| r.run_expert_pack_fused(v)),
         C::GroupedMatmul(v) => bind_op(v, |r, v| r.run_grouped_matmul(v)),
         C::ExpertCombine(v) => bind_op(v, |r, v| r.run_expert_combine(v)),
         C::MoeRoute(_) => return Err("MoE routing as one op"),

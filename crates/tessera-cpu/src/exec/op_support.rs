@@ -50,8 +50,9 @@ fn unsupported_variant(p: &Program, op: &Op, view: &OpView) -> Option<String> {
         }
         V::SpaceTimeToDepth(v) => (v.patch != [2, 2], "a patch other than 2 × 2"),
         V::DepthToSpaceTime(v) => (v.patch != [2, 2], "a patch other than 2 × 2"),
-        V::AllToAll(v) if p.type_of(v.x).shape.len() > 2 => {
-            return Some(format!("sharding of a tensor of {} dims", p.type_of(v.x).shape.len()));
+        // The dims behind these two are the columns of a matrix.
+        V::AllToAll(v) => {
+            (v.split > 1 || v.concat > 1, "an exchange of shards of another dim than the first two")
         }
         // An issue op does not wait, so the transfers of a batch are in flight together; a blocking
         // one would hold up the rest.

@@ -1,4 +1,6 @@
 //! Kernels that route tokens to experts: the choice, the slots, one matmul per expert, and the weighted sum.
+//!
+//! The slots of an expert belong to groups of consecutive tokens, in equal parts: `[experts, token groups, capacity]`.
 
 use tessera_ir::RouterScore;
 
@@ -78,6 +80,13 @@ fn score_experts(scores: &mut [f64], row: &[f32], score: RouterScore) {
     }
 }
 
+/// Returns the gate of each chosen expert.
+pub fn expert_gates(out: &mut [f32], gates: &[f32], chosen: &[f32], (experts, k): (usize, usize)) {
+    for (i, (out, e)) in out.iter_mut().zip(chosen).enumerate() {
+        *out = gates[i / k * experts + *e as usize];
+    }
+}
+
 /// Returns the scores of each row of `logits` at the chosen experts times `scale`, divided by their sum with
 /// `renormalise`. They are computed in f64.
 pub fn expert_weights(
@@ -100,42 +109,161 @@ pub fn expert_weights(
     }
 }
 
-/// Gives each choice the next slot of its expert, or −1 beyond the capacity.
-pub fn expert_slots(slots: &mut [f32], chosen: &[f32], capacity: usize) {
+/// How the tokens of a rank share the slots of experts.
+#[derive(Debug, Clone, Copy)]
+pub struct TokenGroups {
+    /// Tokens of a group, at least 1: each has slots of its own.
+    pub size: usize,
+    /// Choices of a token.
+    pub k: usize,
+    /// Slots that an expert gives to a group.
+    pub capacity: usize,
+    /// Tokens of this rank that are no padding.
+    pub real: usize,
+}
+
+impl TokenGroups {
+    /// Returns the index of a choice's slot among all slots of `groups` token groups, expert by expert.
+    fn slot_index(&self, choice: usize, expert: usize, slot: usize, groups: usize) -> usize {
+        (expert * groups + choice / self.k / self.size) * self.capacity + slot
+    }
+
+    /// Calls `f` for the choices of each group that are no padding.
+    fn for_each_group(&self, choices: usize, mut f: impl FnMut(std::ops::Range<usize>)) {
+        let (step, end) = (self.size * self.k, choices.min(self.real * self.k));
+        (0..end).step_by(step.max(1)).for_each(|start| f(start..end.min(start + step)));
+    }
+}
+
+/// Moves choices beyond the capacity of their experts to the next expert of each token's `ranking` that has a free
+/// slot, at most `reroutes` of each group of tokens. `ranking` has `experts` per token.
+pub fn expert_reroute(
+    chosen: &mut [f32],
+    ranking: &[f32],
+    experts: usize,
+    reroutes: usize,
+    groups: TokenGroups,
+) {
+    let k = groups.k;
+    for (chosen, ranking) in chosen.chunks_exact_mut(k).zip(ranking.chunks_exact(experts)) {
+        chosen.copy_from_slice(&ranking[..k]);
+    }
+    let count = ranking.iter().fold(0, |n, e| n.max(*e as usize + 1));
+    let (mut taken, mut waiting) = (vec![0_usize; count], Vec::new());
+    groups.for_each_group(chosen.len(), |range| {
+        taken.fill(0);
+        waiting.clear();
+        for i in range {
+            let taken = &mut taken[chosen[i] as usize];
+            match *taken < groups.capacity {
+                true => *taken += 1,
+                false => waiting.push(i),
+            }
+        }
+        let mut left = reroutes;
+        for i in &waiting {
+            if left == 0 {
+                break;
+            }
+            let token = i / k;
+            let own = token * k..(token + 1) * k;
+            let next = ranking[token * experts..][..experts][k..]
+                .iter()
+                .find(|e| taken[**e as usize] < groups.capacity && !chosen[own.clone()].contains(*e));
+            if let Some(to) = next {
+                chosen[*i] = *to;
+                taken[*to as usize] += 1;
+                left -= 1;
+            }
+        }
+    });
+}
+
+/// Gives each choice the next slot of its expert in its group of tokens, or −1 beyond the capacity.
+pub fn expert_slots(slots: &mut [f32], chosen: &[f32], groups: TokenGroups) {
+    slots.fill(-1.0);
+    for_each_slot(chosen, groups, |i, slot| slots[i] = slot as f32);
+}
+
+/// Calls `f` with the index and the slot of each choice that finds one.
+fn for_each_slot(chosen: &[f32], groups: TokenGroups, mut f: impl FnMut(usize, usize)) {
     let experts = chosen.iter().fold(0, |n, e| n.max(*e as usize + 1));
     let mut next = vec![0_usize; experts];
-    for (slot, e) in slots.iter_mut().zip(chosen) {
-        let next = &mut next[*e as usize];
-        *slot = if *next < capacity { *next as f32 } else { -1.0 };
-        *next += 1;
-    }
+    groups.for_each_group(chosen.len(), |range| {
+        next.fill(0);
+        for i in range {
+            let next = &mut next[chosen[i] as usize];
+            if *next < groups.capacity {
+                f(i, *next);
+            }
+            *next += 1;
+        }
+    });
 }
 
-/// Counts the slots that each expert has given away.
-pub fn expert_counts(counts: &mut [f32], chosen: &[f32], slots: &[f32]) {
+/// Counts the slots that each expert has given to each group of `group_choices` choices: `counts[experts, groups]`.
+pub fn expert_counts(
+    counts: &mut [f32],
+    chosen: &[f32],
+    slots: &[f32],
+    (groups, group_choices): (usize, usize),
+) {
     counts.fill(0.0);
-    for (e, _) in chosen.iter().zip(slots).filter(|(_, slot)| **slot >= 0.0) {
-        counts[*e as usize] += 1.0;
+    for (i, (e, _)) in chosen.iter().zip(slots).enumerate().filter(|(_, (_, slot))| **slot >= 0.0) {
+        counts[*e as usize * groups + i / group_choices] += 1.0;
     }
 }
 
-/// Copies the rows of `x[tokens, d]` to the slots of their experts, `k` each, and fills the others with zeros.
+/// Counts per expert the choices, those that kept it, those that moved to it, and those that found no slot.
+pub fn expert_statistics(counts: &mut [f32], [choices, experts, slots]: [&[f32]; 3], real_choices: usize) {
+    counts.fill(0.0);
+    for i in 0..choices.len().min(real_choices) {
+        let (chose, has) = (choices[i] as usize, experts[i] as usize);
+        counts[chose * 4] += 1.0;
+        let (of, column) = match slots[i] >= 0.0 {
+            true if has == chose => (chose, 1),
+            true => (has, 2),
+            false => (chose, 3),
+        };
+        counts[of * 4 + column] += 1.0;
+    }
+}
+
+/// Copies the rows of `x[tokens, d]` to the slots of their experts and fills the others with zeros. `count` is the
+/// number of token groups.
 pub fn expert_pack(
     rows: &mut [f32],
     x: &[f32],
     chosen: &[f32],
     slots: &[f32],
-    (d, k, capacity): (usize, usize, usize),
+    (d, count): (usize, usize),
+    groups: TokenGroups,
 ) {
     rows.fill(0.0);
     for (i, (e, slot)) in chosen.iter().zip(slots).enumerate().filter(|(_, (_, slot))| **slot >= 0.0) {
-        let to = (*e as usize * capacity + *slot as usize) * d;
-        rows[to..][..d].copy_from_slice(&x[i / k * d..][..d]);
+        let to = groups.slot_index(i, *e as usize, *slot as usize, count) * d;
+        rows[to..][..d].copy_from_slice(&x[i / groups.k * d..][..d]);
     }
 }
 
+/// [`expert_pack`] with the slots of [`expert_slots`], in one pass over the choices.
+pub fn expert_pack_fused(
+    rows: &mut [f32],
+    x: &[f32],
+    chosen: &[f32],
+    (d, count): (usize, usize),
+    groups: TokenGroups,
+) {
+    rows.fill(0.0);
+    for_each_slot(chosen, groups, |i, slot| {
+        let to = groups.slot_index(i, chosen[i] as usize, slot, count) * d;
+        rows[to..][..d].copy_from_slice(&x[i / groups.k * d..][..d]);
+    });
+}
+
 /// Multiplies the filled slots of each group with the group's own weights, `x[groups, slots, k]` and
-/// `w[groups, m, k]`; other slots are zeros.
+/// `w[groups, m, k]`; other slots are zeros. The slots of a group belong to token groups in equal parts, each of which
+/// is filled from its start, as `counts[groups, token groups]` says.
 pub fn grouped_matmul(
     pool: &Pool,
     scratch: &mut Scratch,
@@ -144,9 +272,12 @@ pub fn grouped_matmul(
     [slots, m, k]: [usize; 3],
     act: Option<Activation>,
 ) {
-    for (group, count) in counts.iter().enumerate() {
-        let (filled, empty) = out[group * slots * m..][..slots * m].split_at_mut(*count as usize * m);
-        let (rows, w) = (&x[group * slots * k..][..*count as usize * k], &w[group * m * k..][..m * k]);
+    let token_groups = counts.len() * slots * m / out.len().max(1);
+    let capacity = slots / token_groups.max(1);
+    for (part, count) in counts.iter().enumerate() {
+        let (filled, empty) = out[part * capacity * m..][..capacity * m].split_at_mut(*count as usize * m);
+        let rows = &x[part * capacity * k..][..*count as usize * k];
+        let w = &w[part / token_groups * m * k..][..m * k];
         if !filled.is_empty() {
             let extents = (*count as usize, m, k);
             matmul(pool, scratch, filled, rows, MatmulWeight::Plain(w), extents, None, act, 1);
@@ -155,22 +286,26 @@ pub fn grouped_matmul(
     }
 }
 
-/// Adds the weighted results of each token's experts, by ascending expert.
+/// Adds the weighted results of each token's experts, by ascending expert. `y` has the slots of the experts `held`,
+/// for `count` token groups; other experts add nothing.
 pub fn expert_combine(
     pool: &Pool,
     out: &mut [f32],
     y: &[f32],
     [experts, slots, weights]: [&[f32]; 3],
-    (d, k, capacity): (usize, usize, usize),
+    (d, count, held): (usize, usize, std::ops::Range<usize>),
+    groups: TokenGroups,
 ) {
+    let k = groups.k;
     let work = 2 * out.len() * k;
     pool.for_each_block(out, d, work, |t, out| {
         out.fill(0.0);
-        let mut choices: Vec<usize> = (t * k..(t + 1) * k).filter(|i| slots[*i] >= 0.0).collect();
+        let is_here = |i: &usize| slots[*i] >= 0.0 && held.contains(&(experts[*i] as usize));
+        let mut choices: Vec<usize> = (t * k..(t + 1) * k).filter(is_here).collect();
         choices.sort_unstable_by(|a, b| experts[*a].total_cmp(&experts[*b]));
         for i in choices {
-            let row = &y[(experts[i] as usize * capacity + slots[i] as usize) * d..][..d];
-            out.iter_mut().zip(row).for_each(|(out, y)| *out = weights[i].mul_add(*y, *out));
+            let from = groups.slot_index(i, experts[i] as usize - held.start, slots[i] as usize, count);
+            out.iter_mut().zip(&y[from * d..][..d]).for_each(|(out, y)| *out = weights[i].mul_add(*y, *out));
         }
     });
 }

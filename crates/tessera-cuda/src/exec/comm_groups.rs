@@ -430,6 +430,7 @@ pub(super) fn check_collective(p: &Program, op: &Op, collective: CollectiveOp<'_
         return cuda_failure("a blocking send or receive in a batch");
     }
     match collective {
+        CollectiveOp::AllToAll(v) if v.wire.is_some() => cuda_failure("an all-to-all with e4m3 on the wire"),
         CollectiveOp::AllToAll(v) if p.type_of(v.x).shape.len() > 2 => {
             let dims = p.type_of(v.x).shape.len();
             cuda_failure(format!("an all-to-all of a tensor of {dims} dims"))

@@ -200,9 +200,14 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 | V::HeadJoin(_)
                 | V::Sample(_)
                 | V::TopKExperts(_)
+                | V::ExpertTokens(_)
+                | V::ExpertGates(_)
+                | V::ExpertReroute(_)
                 | V::ExpertSlots(_)
                 | V::ExpertCounts(_)
-                | V::ExpertPack(_) => {
+                | V::ExpertStatistics(_)
+                | V::ExpertPack(_)
+                | V::ExpertPackFused(_) => {
                     continue;
                 }
                 V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) => continue,

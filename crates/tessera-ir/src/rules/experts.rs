@@ -1,15 +1,24 @@
 //! Rules of the ops that route tokens to experts with slots of fixed number.
 
-use tessera_mesh::{AxisLayout, Shard};
+use tessera_mesh::{Axis, AxisLayout, Layout, Shard};
 
-use super::{RuleContext, RuleResult, rule_error};
+use super::{RuleContext, RuleResult, multiply_extents, rule_error};
 use crate::codes::{T0210, T0213, T0215};
 use crate::{DType, Type, views};
 
 impl RuleContext<'_> {
+    pub(super) fn expert_tokens_type(&self, v: &views::ExpertTokens) -> RuleResult<Type> {
+        let [tokens, d] = self.matrix_shape(0)?;
+        self.check_replicated(0)?;
+        if v.rows < tokens {
+            return rule_error(&T0215, format!("`rows` is {} for {tokens} tokens", v.rows));
+        }
+        Ok(Type::new(self.operands[0].dtype, [v.rows, d]))
+    }
+
     pub(super) fn top_k_experts_type(&self, v: &views::TopKExperts) -> RuleResult<Type> {
         let [tokens, experts] = self.matrix_shape(0)?;
-        self.check_replicated(0)?;
+        let layout = self.token_layout(&[0])?;
         if !experts.is_multiple_of(v.groups) || v.keep_groups > v.groups {
             return rule_error(
                 &T0215,
@@ -29,13 +38,13 @@ impl RuleContext<'_> {
                 format!("`correction` is {} for {experts} experts", correction.display_on(self.mesh)),
             );
         }
-        Ok(Type::new(DType::F32, [tokens, v.top_k]))
+        Ok(Type { dtype: DType::F32, shape: vec![tokens, v.top_k], layout })
     }
 
     pub(super) fn expert_weights_type(&self) -> RuleResult<Type> {
         let [tokens, experts] = self.matrix_shape(0)?;
-        self.check_replicated(0)?;
         let [of, k] = self.choices_shape(&[1])?;
+        self.token_layout(&[0, 1])?;
         if of != tokens || k > experts {
             return rule_error(
                 &T0210,
@@ -45,33 +54,63 @@ impl RuleContext<'_> {
         Ok(self.operands[1].clone())
     }
 
-    pub(super) fn expert_slots_type(&self) -> RuleResult<Type> {
+    pub(super) fn expert_reroute_type(&self, v: &views::ExpertReroute) -> RuleResult<Type> {
+        let [tokens, experts] = self.choices_shape(&[0])?;
+        let layout = self.token_layout(&[0])?;
+        self.group_count(0, v.group_tokens)?;
+        if v.top_k > experts {
+            return rule_error(&T0215, format!("`top_k` is {} of {experts} experts", v.top_k));
+        }
+        Ok(self.type_like_first([tokens, v.top_k], layout))
+    }
+
+    pub(super) fn expert_slots_type(&self, v: &views::ExpertSlots) -> RuleResult<Type> {
         self.choices_shape(&[0])?;
+        self.token_layout(&[0])?;
+        self.group_count(0, v.group_tokens)?;
         Ok(self.operands[0].clone())
     }
 
     pub(super) fn expert_counts_type(&self, v: &views::ExpertCounts) -> RuleResult<Type> {
         self.choices_shape(&[0, 1])?;
-        Ok(Type::new(DType::F32, [v.groups, 1]))
+        let layout = self.token_layout(&[0, 1])?;
+        let groups = self.group_count(0, v.group_tokens)?;
+        Ok(Type { dtype: DType::F32, shape: vec![v.groups, groups], layout: move_shards(layout, 1) })
     }
 
-    pub(super) fn expert_pack_type(&self, v: &views::ExpertPack) -> RuleResult<Type> {
-        let ([tokens, d], [of, _]) = (self.matrix_shape(0)?, self.choices_shape(&[1, 2])?);
-        self.check_replicated(0)?;
+    pub(super) fn expert_statistics_type(&self, v: &views::ExpertStatistics) -> RuleResult<Type> {
+        self.choices_shape(&[0, 1, 2])?;
+        self.token_layout(&[0, 1, 2])?;
+        let layout = self.combine_layouts(&self.operand_layouts()[..1], |l| match l[0] {
+            AxisLayout::Shard(tokens) => self.partial_layout(tokens),
+            other => Some(other),
+        })?;
+        Ok(Type { dtype: DType::F32, shape: vec![v.groups, 4], layout })
+    }
+
+    /// Infers the type of tokens that lie in the slots of experts. `choices` are the operands with one number per
+    /// choice.
+    pub(super) fn expert_pack_type(
+        &self,
+        choices: &[usize],
+        (experts, capacity, group_tokens): (u64, u64, Option<u64>),
+    ) -> RuleResult<Type> {
+        let ([tokens, d], [of, _]) = (self.matrix_shape(0)?, self.choices_shape(choices)?);
+        let layout = self.token_layout(&[0, 1])?;
         if of != tokens {
             return rule_error(
                 &T0210,
                 format!("experts {} of the tokens {}", self.display_operand(1), self.display_operand(0)),
             );
         }
-        Ok(Type::new(self.operands[0].dtype, [v.groups, v.capacity, d]))
+        let slots = multiply_extents(&[self.group_count(0, group_tokens)?, capacity])?;
+        Ok(self.type_like_first([experts, slots, d], move_shards(layout, 1)))
     }
 
     /// Returns the common shape of operands that say something of each choice of each token.
     fn choices_shape(&self, operands: &[usize]) -> RuleResult<[u64; 2]> {
         let first = operands[0];
         let shape = self.matrix_shape(first)?;
-        operands.iter().try_for_each(|operand| self.check_replicated(*operand))?;
         match operands
             .iter()
             .find(|o| self.operands[**o].shape != shape || self.operands[**o].dtype != DType::F32)
@@ -83,6 +122,38 @@ impl RuleContext<'_> {
                     "{} beside {}: expected equal matrices of f32",
                     self.display_operand(*other),
                     self.display_operand(first)
+                ),
+            ),
+        }
+    }
+
+    /// Returns the common layout of operands with one row per token: on each axis, tokens are replicated or sharded
+    /// in equal parts.
+    fn token_layout(&self, operands: &[usize]) -> RuleResult<Layout> {
+        let layouts: Vec<Layout> = operands.iter().map(|o| self.operands[*o].layout).collect();
+        self.combine_layouts(&layouts, |l| match l[0] {
+            _ if l.iter().any(|on| *on != l[0]) => None,
+            AxisLayout::Replicated | AxisLayout::Shard(Shard { dim: 0, uneven: None, .. }) => Some(l[0]),
+            _ => None,
+        })
+    }
+
+    /// Returns the number of token groups on a rank.
+    fn group_count(&self, tokens: usize, group_tokens: Option<u64>) -> RuleResult<u64> {
+        let (rows, sharded) =
+            (self.operands[tokens].shape[0], self.axis_that_shards(&self.operands[tokens].layout, 0));
+        match (group_tokens, sharded) {
+            (None, None) => Ok(1),
+            (Some(n), _) if rows.is_multiple_of(n) => Ok(rows / n),
+            (Some(n), _) => rule_error(
+                &T0215,
+                format!("`group_tokens` is {n}, which does not divide {}", self.display_operand(tokens)),
+            ),
+            (None, Some(axis)) => rule_error(
+                &T0215,
+                format!(
+                    "{} is sharded over {axis}: `group_tokens` must state how many tokens share the slots of an expert",
+                    self.display_operand(tokens)
                 ),
             ),
         }
@@ -101,7 +172,8 @@ impl RuleContext<'_> {
                 ),
             );
         };
-        if groups != w_groups || k != w_k || counts[..] != [groups, 1] {
+        let fits = |n: &[u64]| n.len() == 2 && n[0] == groups && slots.is_multiple_of(n[1].max(1));
+        if groups != w_groups || k != w_k || !fits(counts) {
             return rule_error(
                 &T0210,
                 format!(
@@ -116,6 +188,8 @@ impl RuleContext<'_> {
         let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1], l[2]) {
             (R, R, R) => Some(R),
             (S(x), S(w), S(counts)) if x == w && w == counts && x.dim == 0 => Some(l[0]),
+            // Every rank has all experts, and the slots of some token groups.
+            (S(x), R, S(counts)) if x == counts && x.dim == 1 && x.uneven.is_none() => Some(l[0]),
             (R, S(w), R) if w.dim == 1 => Some(S(Shard { dim: 2, ..w })),
             (S(x), S(w), R) if x == w && x.dim == 2 => self.partial_layout(x),
             _ => None,
@@ -127,15 +201,36 @@ impl RuleContext<'_> {
         Ok(self.type_like_first([groups, slots, m], layout))
     }
 
-    pub(super) fn expert_combine_type(&self) -> RuleResult<Type> {
-        let &[_, _, d] = &self.operands[0].shape[..] else {
+    pub(super) fn expert_combine_type(&self, v: &views::ExpertCombine) -> RuleResult<Type> {
+        use AxisLayout::{Partial, Replicated as R, Shard as S};
+        let &[_, slots, d] = &self.operands[0].shape[..] else {
             return rule_error(&T0210, format!("{} are no slots of experts", self.display_operand(0)));
         };
         let [tokens, _] = self.choices_shape(&[1, 2, 3])?;
-        let layout = self.combine_layouts(&self.operand_layouts()[..1], |l| match l[0] {
-            AxisLayout::Replicated | AxisLayout::Partial { .. } => Some(l[0]),
-            AxisLayout::Shard(_) => None,
+        let groups = self.group_count(1, v.group_tokens)?;
+        if !slots.is_multiple_of(groups.max(1)) {
+            return rule_error(
+                &T0210,
+                format!("{} are no slots of {groups} groups of tokens", self.display_operand(0)),
+            );
+        }
+        let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1]) {
+            _ if l[2] != l[1] || l[3] != l[1] => None,
+            (R | Partial { .. }, R) => Some(l[0]),
+            (S(y), S(tokens)) if y.dim == 1 && tokens == (Shard { dim: 0, ..y }) && y.uneven.is_none() => {
+                Some(l[1])
+            }
+            (S(experts), R) if experts.dim == 0 => self.partial_layout(experts),
+            _ => None,
         })?;
         Ok(self.type_like_first([tokens, d], layout))
     }
+}
+
+/// Returns a layout with every shard on another dim.
+fn move_shards(layout: Layout, dim: usize) -> Layout {
+    Axis::ALL.into_iter().fold(layout, |layout, axis| match layout.on_axis(axis) {
+        AxisLayout::Shard(shard) => layout.with_axis(axis, AxisLayout::Shard(Shard { dim, ..shard })),
+        AxisLayout::Replicated | AxisLayout::Partial { .. } => layout,
+    })
 }

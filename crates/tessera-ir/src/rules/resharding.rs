@@ -5,8 +5,8 @@ use tessera_mesh::{AxisLayout, Group, Layout, Shard};
 use super::{
     AxisGroups, RuleContext, RuleResult, largest_shard, multiply_extents, role_shard_len, rule_error,
 };
-use crate::codes::{T0210, T0212, T0213};
-use crate::{Type, views};
+use crate::codes::{T0210, T0211, T0212, T0213};
+use crate::{DType, Type, views};
 
 /// Rows of a halo that each member holds: one above its shard and one below.
 pub(super) const HALO_ROWS: u64 = 2;
@@ -214,6 +214,28 @@ impl RuleContext<'_> {
         self.check_dim(split)?;
         self.check_dim(concat)?;
         let t = self.operands[0];
+        if let (Some(wire), Some((axis, r))) = (v.wire, t.layout.partial_axis()) {
+            return rule_error(
+                &T0211,
+                format!("{} on the wire of terms that are partial({}) over {axis}", wire.name(), r.name()),
+            );
+        }
+        // A narrower row would have more words on the wire than elements.
+        let is_narrow = t.shape.last().is_none_or(|n| *n < 4);
+        if v.wire.is_some()
+            && (is_narrow
+                || t.dtype != DType::F32
+                || split + 1 == t.shape.len()
+                || concat + 1 == t.shape.len())
+        {
+            return rule_error(
+                &T0210,
+                format!(
+                    "e4m3 on the wire of {}: expected f32 with whole rows of four elements or more",
+                    self.display_operand(0)
+                ),
+            );
+        }
         match t.layout.on_axis(over.axis) {
             AxisLayout::Shard(s)
                 if s.dim == concat && split != concat && s.subgroup_size == over.subgroup_size =>

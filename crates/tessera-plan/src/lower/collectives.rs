@@ -98,18 +98,29 @@ impl Lowering<'_> {
         LocalValue::Pending(self.issue_collective(s, Opcode::AllReduce, x, attrs, stream, Axis::Tp))
     }
 
-    /// Gathers all shards on every rank; pads uneven ones to equal counts first, as NCCL requires.
+    /// Gathers all shards over tp on every rank.
     fn gather_shards(&mut self, x: ValueId, from: Shard, s: usize) -> ValueId {
-        let parts = u64::from(self.sharding.tp);
+        self.gather_over(x, from, (Axis::Tp, StreamKind::TpCollective), s)
+    }
+
+    /// Gathers all shards over an axis on every rank; pads uneven ones to equal counts first, as NCCL requires.
+    pub(super) fn gather_over(
+        &mut self,
+        x: ValueId,
+        from: Shard,
+        (axis, stream): (Axis, StreamKind),
+        s: usize,
+    ) -> ValueId {
+        let parts = u64::from(self.mesh.axis_size(axis));
         let mut x = x;
         if let Some(u) = from.uneven {
             let rows = (u.extent / u.unit).div_ceil(parts) * u.unit;
             let b = &mut self.stages[s].builder;
-            b.set_attr("axis", "tp").set_attr("dim", from.dim as u64).set_attr("rows", rows);
+            b.set_attr("axis", axis.name()).set_attr("dim", from.dim as u64).set_attr("rows", rows);
             x = b.add_op(Opcode::Pad, &[x]);
         }
-        let (attrs, stream) = ([("dim", from.dim as u64)], StreamKind::TpCollective);
-        let ticket = self.issue_collective(s, Opcode::AllGather, x, attrs, stream, Axis::Tp);
+        let attrs = [("dim", from.dim as u64)];
+        let ticket = self.issue_collective(s, Opcode::AllGather, x, attrs, stream, axis);
         let mut y = self.wait_for(s, ticket, None);
         if let Some(u) = from.uneven {
             let b = &mut self.stages[s].builder;

@@ -167,7 +167,7 @@ impl Lowering<'_> {
             true => self.frame_buffer_layout(&name, &ty.shape),
             false => self.sharding.buffer_layout(&name, &ty.shape),
         };
-        let local = self.local_type(&ty, layout, s);
+        let local = self.with_own_experts(self.local_type(&ty, layout, s), &ty.shape, s);
         (self.stages[s].builder.declare_buffer(&name, local.clone()), local)
     }
 
@@ -179,7 +179,12 @@ impl Lowering<'_> {
         } else {
             1
         };
-        let x = self.reshard(x, ty.layout.on_axis(Axis::Tp), s, unit);
+        let mut x = self.reshard(x, ty.layout.on_axis(Axis::Tp), s, unit);
+        if ty.layout.on_axis(Axis::Ep) != AxisLayout::Replicated {
+            let b = &mut self.stages[s].builder;
+            b.set_attr("axis", Axis::Ep.name()).set_attr("dim", 0_u64);
+            x = b.add_op(Opcode::TakeShard, &[x]);
+        }
         let keyed = [("pages", v.pages), ("row", v.row), ("start", v.start)]
             .map(|(k, value)| value.map(|value| (k, self.local_value(value, s))));
         let b = &mut self.stages[s].builder;

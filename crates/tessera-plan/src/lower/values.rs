@@ -35,11 +35,8 @@ impl Lowering<'_> {
             _ => AxisLayout::Replicated,
         };
         let mut ty = self.local_type(&logical, layout, s);
-        if op.opcode == Opcode::Weight
-            && let AxisLayout::Shard(experts) = self.sharding.expert_layout(&logical.shape)
-        {
-            ty = ty.with_axis_layout(Axis::Ep, AxisLayout::Shard(experts));
-            ty.shape[0] /= u64::from(self.sharding.ep);
+        if op.opcode == Opcode::Weight {
+            ty = self.with_own_experts(ty, &logical.shape, s);
         }
         let name = op.name.clone().unwrap_or_default();
         let b = &mut self.stages[s].builder;
@@ -56,6 +53,20 @@ impl Lowering<'_> {
             return self.reshard(x, want, s, 1);
         }
         x
+    }
+
+    /// Returns the type of a value of this global shape with the experts of this role only, if it has some.
+    pub(super) fn with_own_experts(&self, ty: Type, global: &[u64], s: usize) -> Type {
+        let AxisLayout::Shard(experts) = self.sharding.expert_layout(global) else { return ty };
+        let mut ty = ty.with_axis_layout(Axis::Ep, AxisLayout::Shard(experts));
+        ty.shape[0] = match experts.uneven {
+            None => ty.shape[0] / u64::from(self.sharding.ep),
+            Some(u) => {
+                let program = self.stages[s].builder.program();
+                tessera_ir::rules::role_shard_len(program, Axis::Ep, u, experts.subgroup_size)
+            }
+        };
+        ty
     }
 
     /// Sends a value from the stage that holds it to stage `s` and waits for it there.

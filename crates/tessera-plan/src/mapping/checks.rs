@@ -79,6 +79,7 @@ impl Mapping {
                 );
             }
         }
+        ds.extend(self.check_expert_table());
         if let Err(d) = self.rank_map() {
             ds.push(*d);
         }
@@ -127,20 +128,6 @@ impl Mapping {
             ds.extend(self.check_invariant_trees(e));
         }
         ds
-    }
-
-    /// Checks that every rank of ep has the same number of experts.
-    fn check_experts(&self, e: &ModelExtents) -> Option<Diagnostic> {
-        let ep = u64::from(self.mesh.axis_size(Axis::Ep));
-        if e.experts == 0 || e.experts.is_multiple_of(ep) {
-            return None;
-        }
-        let even: Vec<u64> = (1..=e.experts).filter(|n| e.experts.is_multiple_of(*n)).collect();
-        Some(
-            Diagnostic::error(&T0602, format!("ep = {ep} does not divide {} experts", e.experts))
-                .with_label("mesh", self.mesh.to_string())
-                .with_hint(format!("use ep = {}", format_choices(&even))),
-        )
     }
 
     /// Checks that every rank of tp has a head and a unit of what the strategy shards.

@@ -1,6 +1,6 @@
 //! Reference semantics of the ops that route tokens to experts.
 
-use tessera_ir::{RouterScore, views};
+use tessera_ir::{RouterScore, ValueId, views};
 
 use super::{OpContext, TensorResult, activate, matrix_extents, vector_data};
 use crate::Tensor;
@@ -67,39 +67,151 @@ pub(super) fn expert_weights(cx: &OpContext<'_>, v: &views::ExpertWeights) -> Te
     }))
 }
 
+pub(super) fn expert_tokens(cx: &OpContext<'_>, v: &views::ExpertTokens) -> TensorResult {
+    let x = cx.tensor(v.x)?;
+    let (tokens, d) = matrix_extents(x)?;
+    Ok(Tensor::from_fn(&[v.rows as usize, d], |i| if i / d < tokens { x.data()[i] } else { 0.0 }))
+}
+
+pub(super) fn expert_gates(cx: &OpContext<'_>, v: &views::ExpertGates) -> TensorResult {
+    let (gates, chosen) = (cx.tensor(v.gates)?, cx.tensor(v.experts)?);
+    let ((tokens, experts), (of, k)) = (matrix_extents(gates)?, matrix_extents(chosen)?);
+    if of != tokens {
+        return Err(format!("{of} rows of experts for {tokens} tokens"));
+    }
+    check_experts(chosen, experts)?;
+    Ok(Tensor::from_fn(&[tokens, k], |i| gates.row(i / k)[chosen.data()[i] as usize]))
+}
+
+pub(super) fn expert_reroute(cx: &OpContext<'_>, v: &views::ExpertReroute) -> TensorResult {
+    let ranking = cx.tensor(v.ranking)?;
+    let ((tokens, experts), k) = (matrix_extents(ranking)?, v.top_k as usize);
+    check_experts(ranking, 1 << 24)?;
+    let mut chosen = Tensor::from_fn(&[tokens, k], |i| ranking.row(i / k)[i % k]);
+    let slots = slots_of(cx, v.ranking, &chosen, (v.capacity, v.group_tokens, v.tokens))?;
+    let (size, first) = (v.group_tokens.map_or(tokens, |n| n as usize), cx.position(v.ranking).global_row(0));
+    for group in 0..tokens.checked_div(size).unwrap_or(0) {
+        let range = group * size * k..(group + 1) * size * k;
+        // Experts that lost a choice have no free slot, so the number of their slots stays the same.
+        let mut taken: Vec<f64> =
+            range.clone().filter(|i| slots[*i] >= 0.0).map(|i| chosen.data()[i]).collect();
+        let mut left = v.reroutes;
+        for i in range.filter(|i| slots[*i] < 0.0 && !is_padding(first + i / k, v.tokens)) {
+            let own = chosen.row(i / k).to_vec();
+            let is_free =
+                |e: &&f64| !own.contains(*e) && (taken.iter().filter(|t| t == e).count() as u64) < v.capacity;
+            let Some(to) = ranking.row(i / k)[k..experts].iter().find(is_free).copied().filter(|_| left > 0)
+            else {
+                continue;
+            };
+            left -= 1;
+            taken.push(to);
+            chosen.data_mut()[i] = to;
+        }
+    }
+    Ok(chosen)
+}
+
 pub(super) fn expert_slots(cx: &OpContext<'_>, v: &views::ExpertSlots) -> TensorResult {
     let chosen = cx.tensor(v.experts)?;
-    matrix_extents(chosen)?;
-    Ok(Tensor::from_fn(chosen.shape(), |i| {
-        let before = chosen.data()[..i].iter().filter(|e| **e == chosen.data()[i]).count();
-        if before < v.capacity as usize { before as f64 } else { -1.0 }
-    }))
+    let slots = slots_of(cx, v.experts, chosen, (v.capacity, v.group_tokens, v.tokens))?;
+    Ok(Tensor::from_fn(chosen.shape(), |i| slots[i]))
+}
+
+/// Returns the slot of each choice, for a capacity, the tokens of a group and the number of tokens that are no
+/// padding. The rows of `rows` are those of the tokens.
+fn slots_of(
+    cx: &OpContext<'_>,
+    rows: ValueId,
+    chosen: &Tensor,
+    (capacity, group_tokens, real): (u64, Option<u64>, Option<u64>),
+) -> Result<Vec<f64>, String> {
+    let (tokens, k) = matrix_extents(chosen)?;
+    let size = group_tokens.map_or(tokens, |n| n as usize).max(1);
+    let first = cx.position(rows).global_row(0);
+    let slot = |i: usize| {
+        if is_padding(first + i / k, real) {
+            return -1.0;
+        }
+        let start = i / k / size * size * k;
+        let earlier = (start..i).filter(|j| chosen.data()[*j] == chosen.data()[i]);
+        let before = earlier.filter(|j| !is_padding(first + j / k, real)).count();
+        if before < capacity as usize { before as f64 } else { -1.0 }
+    };
+    Ok((0..tokens * k).map(slot).collect())
+}
+
+fn is_padding(row: usize, tokens: Option<u64>) -> bool {
+    tokens.is_some_and(|n| row as u64 >= n)
 }
 
 pub(super) fn expert_counts(cx: &OpContext<'_>, v: &views::ExpertCounts) -> TensorResult {
     let (chosen, slots) = (cx.tensor(v.experts)?, cx.tensor(v.slots)?);
+    let (tokens, k) = matrix_extents(chosen)?;
     check_experts(chosen, v.groups as usize)?;
-    Ok(Tensor::from_fn(&[v.groups as usize, 1], |e| {
-        chosen.data().iter().zip(slots.data()).filter(|(c, slot)| **c == e as f64 && **slot >= 0.0).count()
-            as f64
-    }))
+    let size = v.group_tokens.map_or(tokens, |n| n as usize).max(1);
+    let groups = if v.group_tokens.is_some() { tokens / size } else { 1 };
+    let mut counts = Tensor::full(&[v.groups as usize, groups], 0.0);
+    for (i, e) in chosen.data().iter().enumerate().filter(|(i, _)| slots.data()[*i] >= 0.0) {
+        counts.data_mut()[*e as usize * groups + i / k / size] += 1.0;
+    }
+    Ok(counts)
+}
+
+pub(super) fn expert_statistics(cx: &OpContext<'_>, v: &views::ExpertStatistics) -> TensorResult {
+    let (choices, experts, slots) = (cx.tensor(v.choices)?, cx.tensor(v.experts)?, cx.tensor(v.slots)?);
+    let (_, k) = matrix_extents(choices)?;
+    check_experts(choices, v.groups as usize)?;
+    check_experts(experts, v.groups as usize)?;
+    let first = cx.position(v.choices).global_row(0);
+    let mut counts = Tensor::full(&[v.groups as usize, 4], 0.0);
+    for i in (0..choices.data().len()).filter(|i| !is_padding(first + i / k, v.tokens)) {
+        let (chose, has, slot) = (choices.data()[i], experts.data()[i], slots.data()[i]);
+        counts.data_mut()[chose as usize * 4] += 1.0;
+        let (of, column) = match slot >= 0.0 {
+            true if has == chose => (chose, 1),
+            true => (has, 2),
+            false => (chose, 3),
+        };
+        counts.data_mut()[of as usize * 4 + column] += 1.0;
+    }
+    Ok(counts)
 }
 
 pub(super) fn expert_pack(cx: &OpContext<'_>, v: &views::ExpertPack) -> TensorResult {
-    let (x, chosen, slots) = (cx.tensor(v.x)?, cx.tensor(v.experts)?, cx.tensor(v.slots)?);
+    let slots = cx.tensor(v.slots)?;
+    pack(cx.tensor(v.x)?, cx.tensor(v.experts)?, slots, (v.groups, v.capacity, v.group_tokens))
+}
+
+pub(super) fn expert_pack_fused(cx: &OpContext<'_>, v: &views::ExpertPackFused) -> TensorResult {
+    let chosen = cx.tensor(v.experts)?;
+    let slots = slots_of(cx, v.experts, chosen, (v.capacity, v.group_tokens, v.tokens))?;
+    let slots = Tensor::from_fn(chosen.shape(), |i| slots[i]);
+    pack(cx.tensor(v.x)?, chosen, &slots, (v.groups, v.capacity, v.group_tokens))
+}
+
+/// Copies tokens to the slots of their experts, for a number of experts, a capacity and the tokens of a group.
+fn pack(
+    x: &Tensor,
+    chosen: &Tensor,
+    slots: &Tensor,
+    (experts, capacity, group_tokens): (u64, u64, Option<u64>),
+) -> TensorResult {
     let ((tokens, d), (of, k)) = (matrix_extents(x)?, matrix_extents(chosen)?);
     if of != tokens || slots.shape() != chosen.shape() {
         return Err(format!("experts {:?} and slots {:?} of {tokens} tokens", chosen.shape(), slots.shape()));
     }
-    let (groups, capacity) = (v.groups as usize, v.capacity as usize);
-    check_experts(chosen, groups)?;
-    let mut rows = Tensor::full(&[groups, capacity, d], 0.0);
+    let (experts, capacity) = (experts as usize, capacity as usize);
+    check_experts(chosen, experts)?;
+    let size = group_tokens.map_or(tokens, |n| n as usize).max(1);
+    let groups = if group_tokens.is_some() { tokens / size } else { 1 };
+    let mut rows = Tensor::full(&[experts, groups * capacity, d], 0.0);
     for (i, (expert, slot)) in chosen.data().iter().zip(slots.data()).enumerate() {
         if *slot >= capacity as f64 {
             return Err(format!("slot {slot} of {capacity}"));
         }
         if *slot >= 0.0 {
-            let to = *expert as usize * capacity + *slot as usize;
+            let to = (*expert as usize * groups + i / k / size) * capacity + *slot as usize;
             rows.data_mut()[to * d..][..d].copy_from_slice(x.row(i / k));
         }
     }
@@ -119,12 +231,14 @@ pub(super) fn grouped_matmul(cx: &OpContext<'_>, v: &views::GroupedMatmul) -> Te
     let (&[groups, slots, k], &[w_groups, m, w_k]) = (x.shape(), w.shape()) else {
         return Err(format!("{:?} times {:?}", x.shape(), w.shape()));
     };
-    if (groups, k) != (w_groups, w_k) || counts.data().len() != groups {
+    let token_groups = counts.data().len() / groups.max(1);
+    if (groups, k) != (w_groups, w_k) || counts.data().len() != groups * token_groups || token_groups == 0 {
         return Err(format!("{:?} times {:?}, counts {:?}", x.shape(), w.shape(), counts.shape()));
     }
+    let capacity = (slots / token_groups).max(1);
     Ok(Tensor::from_fn(&[groups, slots, m], |i| {
         let (group, slot, column) = (i / (slots * m), i / m % slots, i % m);
-        if slot as f64 >= counts.data()[group] {
+        if (slot % capacity) as f64 >= counts.data()[group * token_groups + slot / capacity] {
             return 0.0;
         }
         let row = &x.data()[(group * slots + slot) * k..][..k];
@@ -137,9 +251,13 @@ pub(super) fn expert_combine(cx: &OpContext<'_>, v: &views::ExpertCombine) -> Te
     let (y, experts) = (cx.tensor(v.y)?, cx.tensor(v.experts)?);
     let (slots, weights) = (cx.tensor(v.slots)?, cx.tensor(v.weights)?);
     let (tokens, k) = matrix_extents(experts)?;
-    let &[groups, capacity, d] = y.shape() else {
+    let &[held, all_slots, d] = y.shape() else {
         return Err(format!("{:?} are no slots of experts", y.shape()));
     };
+    let size = v.group_tokens.map_or(tokens, |n| n as usize).max(1);
+    let groups = if v.group_tokens.is_some() { tokens / size } else { 1 };
+    let capacity = all_slots / groups.max(1);
+    let (first, count) = (cx.position(v.y).global_row(0), cx.position(v.y).global[0]);
     if slots.shape() != experts.shape() || weights.shape() != experts.shape() {
         return Err(format!(
             "experts {:?}, slots {:?}, weights {:?}",
@@ -154,11 +272,14 @@ pub(super) fn expert_combine(cx: &OpContext<'_>, v: &views::ExpertCombine) -> Te
         choices.sort_by(|a, b| experts.data()[*a].total_cmp(&experts.data()[*b]));
         for i in choices {
             let (e, slot) = (experts.data()[i] as usize, slots.data()[i] as usize);
-            if e >= groups || slot >= capacity {
+            if e >= count || slot >= capacity {
                 return Err(format!("slot {slot} of expert {e} in {:?}", y.shape()));
             }
+            // Another rank has the experts before the first and from the last of this one.
+            let Some(e) = e.checked_sub(first).filter(|e| *e < held) else { continue };
+            let from = (e * groups + t / size) * capacity + slot;
             for c in 0..d {
-                out.data_mut()[t * d + c] += weights.data()[i] * y.data()[(e * capacity + slot) * d + c];
+                out.data_mut()[t * d + c] += weights.data()[i] * y.data()[from * d + c];
             }
         }
     }

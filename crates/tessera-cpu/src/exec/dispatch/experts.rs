@@ -4,9 +4,29 @@ use tessera_device::Fault;
 use tessera_ir::{ValueId, views};
 
 use super::{KernelInputs, KernelRun};
-use crate::kernels;
+use crate::kernels::{self, TokenGroups};
+
+/// Some ops know no number of experts: whole numbers below this one are experts.
+const MAX_EXPERTS: u64 = 1 << 24;
 
 impl<'a> KernelInputs<'a> {
+    /// Returns how tokens share the slots of experts. `choices` has a row per token; the others are the capacity, the
+    /// tokens of a group (all by default), and the tokens of the whole tensor that are no padding (all by default).
+    fn token_groups(
+        &self,
+        choices: ValueId,
+        (capacity, group_tokens, tokens): (u64, Option<u64>, Option<u64>),
+    ) -> TokenGroups {
+        let rows = self.shape(choices)[0] as usize;
+        let real = tokens.map_or(rows, |n| (n as usize).saturating_sub(self.global_row(choices)).min(rows));
+        TokenGroups {
+            size: group_tokens.map_or(rows, |n| n as usize).max(1),
+            k: self.width(choices),
+            capacity: capacity as usize,
+            real,
+        }
+    }
+
     /// Returns the experts that tokens chose, each of which is one of `experts`.
     fn chosen_experts(&self, v: ValueId, experts: u64) -> Result<&'a [f32], Fault> {
         let chosen = self.values(v)?;
@@ -56,32 +76,76 @@ impl KernelRun<'_> {
         Ok(())
     }
 
+    pub(super) fn run_expert_gates(&mut self, v: &views::ExpertGates) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let extents = (x.width(v.gates), x.width(v.experts));
+        let chosen = x.chosen_experts(v.experts, extents.0 as u64)?;
+        kernels::expert_gates(self.out, x.values(v.gates)?, chosen, extents);
+        Ok(())
+    }
+
+    pub(super) fn run_expert_reroute(&mut self, v: &views::ExpertReroute) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let ranking = x.chosen_experts(v.ranking, MAX_EXPERTS)?;
+        let groups = TokenGroups {
+            k: v.top_k as usize,
+            ..x.token_groups(v.ranking, (v.capacity, v.group_tokens, v.tokens))
+        };
+        kernels::expert_reroute(self.out, ranking, x.width(v.ranking), v.reroutes as usize, groups);
+        Ok(())
+    }
+
     pub(super) fn run_expert_slots(&mut self, v: &views::ExpertSlots) -> Result<(), Fault> {
-        // The op knows no number of experts: whole numbers below 2^24 are.
-        let chosen = self.inputs.chosen_experts(v.experts, 1 << 24)?;
-        kernels::expert_slots(self.out, chosen, v.capacity as usize);
+        let x = &self.inputs;
+        let chosen = x.chosen_experts(v.experts, MAX_EXPERTS)?;
+        let groups = x.token_groups(v.experts, (v.capacity, v.group_tokens, v.tokens));
+        kernels::expert_slots(self.out, chosen, groups);
         Ok(())
     }
 
     pub(super) fn run_expert_counts(&mut self, v: &views::ExpertCounts) -> Result<(), Fault> {
-        let chosen = self.inputs.chosen_experts(v.experts, v.groups)?;
-        kernels::expert_counts(self.out, chosen, self.inputs.values(v.slots)?);
+        let x = &self.inputs;
+        let chosen = x.chosen_experts(v.experts, v.groups)?;
+        let groups = x.token_groups(v.experts, (0, v.group_tokens, None));
+        let extents = (self.out_ty.shape[1] as usize, groups.size * groups.k);
+        kernels::expert_counts(self.out, chosen, x.values(v.slots)?, extents);
+        Ok(())
+    }
+
+    pub(super) fn run_expert_statistics(&mut self, v: &views::ExpertStatistics) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let groups = x.token_groups(v.choices, (0, None, v.tokens));
+        let experts = [v.choices, v.experts].map(|value| x.chosen_experts(value, v.groups));
+        let [choices, experts] = experts;
+        let operands = [choices?, experts?, x.values(v.slots)?];
+        kernels::expert_statistics(self.out, operands, groups.real * groups.k);
         Ok(())
     }
 
     pub(super) fn run_expert_pack(&mut self, v: &views::ExpertPack) -> Result<(), Fault> {
         let x = &self.inputs;
-        let extents = (x.width(v.x), x.width(v.experts), v.capacity as usize);
         let (chosen, slots) = (x.chosen_experts(v.experts, v.groups)?, x.chosen_slots(v.slots, v.capacity)?);
-        kernels::expert_pack(self.out, x.values(v.x)?, chosen, slots, extents);
+        let groups = x.token_groups(v.experts, (v.capacity, v.group_tokens, None));
+        let extents = (x.width(v.x), (self.out_ty.shape[1] / v.capacity) as usize);
+        kernels::expert_pack(self.out, x.values(v.x)?, chosen, slots, extents, groups);
+        Ok(())
+    }
+
+    pub(super) fn run_expert_pack_fused(&mut self, v: &views::ExpertPackFused) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let chosen = x.chosen_experts(v.experts, v.groups)?;
+        let groups = x.token_groups(v.experts, (v.capacity, v.group_tokens, v.tokens));
+        let extents = (x.width(v.x), (self.out_ty.shape[1] / v.capacity) as usize);
+        kernels::expert_pack_fused(self.out, x.values(v.x)?, chosen, extents, groups);
         Ok(())
     }
 
     pub(super) fn run_grouped_matmul(&mut self, v: &views::GroupedMatmul) -> Result<(), Fault> {
         let x = &self.inputs;
         let (shape, counts) = (x.shape(v.x), x.values(v.counts)?);
-        if let Some(n) = counts.iter().find(|n| n.fract() != 0.0 || !(0.0..=shape[1] as f32).contains(*n)) {
-            return Err(Fault::Failed(format!("{n} of {} slots", shape[1])));
+        let capacity = shape[1] / x.shape(v.counts)[1].max(1);
+        if let Some(n) = counts.iter().find(|n| n.fract() != 0.0 || !(0.0..=capacity as f32).contains(*n)) {
+            return Err(Fault::Failed(format!("{n} of {capacity} slots")));
         }
         let extents = [shape[1] as usize, x.shape(v.w)[1] as usize, shape[2] as usize];
         let operands = [x.values(v.x)?, x.values(v.w)?, counts];
@@ -91,17 +155,16 @@ impl KernelRun<'_> {
 
     pub(super) fn run_expert_combine(&mut self, v: &views::ExpertCombine) -> Result<(), Fault> {
         let x = &self.inputs;
-        let shape = x.shape(v.y);
-        let chosen = x.chosen_experts(v.experts, shape[0])?;
-        let slots = x.chosen_slots(v.slots, shape[1])?;
-        let extents = (shape[2] as usize, x.width(v.experts), shape[1] as usize);
-        kernels::expert_combine(
-            self.pool,
-            self.out,
-            x.values(v.y)?,
-            [chosen, slots, x.values(v.weights)?],
-            extents,
-        );
+        let (ty, tokens) = (x.type_of(v.y), x.shape(v.experts)[0]);
+        let all = ty.layout.global_shape(&ty.shape, &x.placement.mesh)[0];
+        let count = v.group_tokens.map_or(1, |n| tokens / n).max(1);
+        let groups = x.token_groups(v.experts, (ty.shape[1] / count, v.group_tokens, None));
+        let chosen = x.chosen_experts(v.experts, all)?;
+        let slots = x.chosen_slots(v.slots, ty.shape[1] / count)?;
+        let first = x.global_row(v.y);
+        let extents = (ty.shape[2] as usize, count as usize, first..first + ty.shape[0] as usize);
+        let operands = [chosen, slots, x.values(v.weights)?];
+        kernels::expert_combine(self.pool, self.out, x.values(v.y)?, operands, extents, groups);
         Ok(())
     }
 }

@@ -3,6 +3,7 @@
 //! is built for it here.
 
 use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp, views};
+use tessera_mesh::{Axis, AxisLayout};
 
 use super::copies::copy_whole;
 use super::elementwise as kernels;
@@ -184,6 +185,20 @@ fn build_compute(
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
         C::HeadColumns(_) | C::HeadJoin(_) | C::HeadMatmul(_) => {
             return cuda_failure("an op of latent attention");
+        }
+        C::ExpertSlots(
+            views::ExpertSlots { group_tokens: Some(_), .. } | views::ExpertSlots { tokens: Some(_), .. },
+        )
+        | C::ExpertCounts(views::ExpertCounts { group_tokens: Some(_), .. })
+        | C::ExpertPack(views::ExpertPack { group_tokens: Some(_), .. })
+        | C::ExpertCombine(views::ExpertCombine { group_tokens: Some(_), .. })
+        | C::ExpertTokens(_)
+        | C::ExpertGates(_)
+        | C::ExpertReroute(_)
+        | C::ExpertStatistics(_)
+        | C::ExpertPackFused(_) => return cuda_failure("groups of tokens with slots of their own"),
+        C::ExpertCombine(v) if matches!(s.p.type_of(v.y).layout.on_axis(Axis::Ep), AxisLayout::Shard(_)) => {
+            return cuda_failure("a sum over the experts of one rank");
         }
         C::PagedAttention(v) => return language::build_paged_attention(s, v, out).map(StepWork::Kernels),
         C::Sample(v) => return language::build_sample(s, i, v, out).map(StepWork::Kernels),

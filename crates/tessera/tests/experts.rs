@@ -1,0 +1,95 @@
+//! Experts over ranks: where tokens are routed, how results return, and how many tokens an expert accepts, on CPU
+//! ranks and against one rank.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tessera::Mapping;
+use tessera::generate::{LanguagePlan, LanguageSettings, TextModel, TokenRun};
+use tessera_models::TokenOutput;
+
+fn folder(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/lm").join(family)
+}
+
+/// Plans a model whose tokens choose `top_k` experts.
+fn plan(family: &str, top_k: u64, mapping: &str) -> LanguagePlan {
+    let mut model = TextModel::open(&folder(family)).unwrap().decoder;
+    model.end_ids.clear();
+    model.experts.as_mut().unwrap().top_k = top_k;
+    let mapping = Mapping::parse("mapping.toml", mapping).unwrap_or_else(|ds| panic!("{mapping}: {ds:#?}"));
+    let settings =
+        LanguageSettings { sequences: 2, positions: 64, prompt_rows: 25, output: TokenOutput::Logits };
+    LanguagePlan::new(&model, &mapping, settings).unwrap_or_else(|ds| panic!("{mapping:?}: {ds:#?}"))
+}
+
+/// Returns the logits of a prompt, which calls of 25 rows read: three rows of a token group over 12.
+fn logits(family: &str, top_k: u64, mapping: &str) -> Vec<f32> {
+    let plan = Arc::new(plan(family, top_k, mapping));
+    let prompt: Vec<u32> = (0..29).map(|i| (i * 29 + 3) % 61).collect();
+    TokenRun::load(&plan, &folder(family), 1).unwrap().compute_logits(&prompt).unwrap()
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Returns the largest difference over the largest magnitude of `y`.
+fn largest_difference(x: &[f32], y: &[f32]) -> f32 {
+    let largest = y.iter().fold(0.0_f32, |m, y| m.max(y.abs()));
+    x.iter().zip(y).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max) / largest
+}
+
+#[test]
+fn tokens_that_each_rank_routes_give_the_bits_of_one_rank() {
+    for top_k in [1, 2, 4] {
+        let alone = bits(&logits("qwen3-moe", top_k, ""));
+        for mesh in ["ep = 1", "ep = 2", "ep = 3", "ep = 4", "ep = 2\npp = 2"] {
+            for tokens in ["sharded", "replicated"] {
+                let mapping = format!("[mesh]\n{mesh}\n[experts]\ntokens = \"{tokens}\"\n");
+                let found = logits("qwen3-moe", top_k, &mapping);
+                assert!(bits(&found) == alone, "{top_k} experts, {mesh}, {tokens}");
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_per_rank_change_logits_by_rounding_alone() {
+    let alone = logits("qwen3-moe", 4, "");
+    for mesh in ["ep = 2", "ep = 4", "tp = 2\nep = 3"] {
+        for tokens in ["sharded", "replicated"] {
+            let keys = format!("tokens = \"{tokens}\"\ncombine = \"reduced\"");
+            let found = logits("qwen3-moe", 4, &format!("[mesh]\n{mesh}\n[experts]\n{keys}\n"));
+            let far = largest_difference(&found, &alone);
+            assert!(far < 2e-5, "{mesh}, {tokens}: {far:e}");
+        }
+    }
+}
+
+#[test]
+fn a_capacity_drops_the_same_tokens_on_every_mesh() {
+    let keys =
+        "[experts]\ntoken_groups = 12\ncapacity_factor = 0.7\nreroute_bytes = 256\nstatistics = true\n";
+    let alone = logits("qwen3-moe", 2, keys);
+    assert!(bits(&alone) != bits(&logits("qwen3-moe", 2, "")), "the capacity drops tokens");
+    for mesh in ["ep = 2", "ep = 4", "ep = 3\npp = 2"] {
+        for tokens in ["sharded", "replicated"] {
+            let mapping = format!("[mesh]\n{mesh}\n{keys}tokens = \"{tokens}\"\n");
+            assert!(bits(&logits("qwen3-moe", 2, &mapping)) == bits(&alone), "{mesh}, {tokens}");
+        }
+    }
+}
+
+#[test]
+fn the_digest_of_a_plan_covers_the_groups_and_the_default_table_changes_none() {
+    let digest = |mapping: &str| plan("qwen3-moe", 2, mapping).sealed.digest_hex();
+    let plain = digest("");
+    assert_eq!(digest("[experts]\ntokens = \"replicated\"\n"), plain);
+    let groups = |n: u32| digest(&format!("[experts]\ntokens = \"sharded\"\ntoken_groups = {n}\n"));
+    assert!(groups(2) != groups(4) && groups(2) != plain);
+    let sealed = plan("qwen3-moe", 2, "[mesh]\nep = 3\n[experts]\ntokens = \"sharded\"\n").mapping;
+    assert_eq!(sealed.experts.token_groups, Some(3));
+}
