@@ -4,6 +4,7 @@
 //! collectives with the seal as it issues them, and the ids that ranks choose are compared before the next
 //! call depends on them.
 
+mod chat;
 mod language_plan;
 mod language_weights;
 mod pages;
@@ -11,6 +12,7 @@ mod text_model;
 mod token_ranks;
 mod token_run;
 
+pub use chat::chat_messages;
 pub use language_plan::{LanguagePlan, LanguageSettings};
 pub use tessera_models::TokenOutput;
 pub use text_model::TextModel;
