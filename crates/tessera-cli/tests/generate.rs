@@ -36,6 +36,11 @@ fn generate_continues_texts_on_every_mesh_and_names_what_does_not_fit() {
     let alone = text(&[]);
     assert!(alone.starts_with(" has a ring.") && alone.ends_with("The end.\n"), "{alone}");
     assert_eq!(text(&["--mesh", "tp=2"]), alone);
+    // The template of the model writes the token of the beginning and joins messages with a space.
+    let chat = ["generate", "models/tales", "--chat", "--system", "The red", "--prompt", "circle"];
+    let chat = [&chat[..], &["--max-tokens", "120"]].concat();
+    assert_eq!(success_stdout(&run_tessera(&chat)), alone);
+    assert_fails(&["generate", "models/tales", "--prompt", "x", "--system", "y"], 2, &["--chat"]);
     let json: serde_json::Value =
         serde_json::from_str(&text(&["--prompt", "One day", "--format", "json"])).unwrap();
     assert_eq!(json["texts"][0]["text"].as_str().unwrap().to_string() + "\n", alone);

@@ -12,4 +12,10 @@ Fetch the folder `tokenizer` again from the publisher of the model, and compare 
     "A language model reads and writes the ids of its own tokenizer.json, the format of the library tokenizers. The file is damaged or \
 of another kind (a Git LFS pointer, a login page), or it has ids for which the model's embedding has no row.\n\n\
 Fetch tokenizer.json again from the publisher of the model.";
+
+    T0453: "chat template cannot be used",
+    "With `--chat`, the folder's own template writes the prompt as the message of a user: chat_template.jinja, chat_template.json, or \
+`chat_template` in tokenizer_config.json, in this order. The folder has none, the template is not one in the language Jinja, or it \
+refused the messages by `raise_exception`, for example because the model knows no system message. The message names the line.\n\n\
+A base model has no template: give it `--prompt` without `--chat`. If a template refuses `--system`, write its text into the prompt.";
 }

@@ -8,6 +8,7 @@
 #![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
 mod charsmap;
+mod chat_template;
 mod clean;
 mod codes;
 mod fix_text;
@@ -17,6 +18,7 @@ mod spiece_file;
 mod text_tokenizer;
 mod tokenizer;
 
+pub use chat_template::{ChatMessage, ChatTemplate, ChatTokens};
 pub use clean::clean_prompt;
 pub use codes::CODES;
 pub use text_tokenizer::TextTokenizer;

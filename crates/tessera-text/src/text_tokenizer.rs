@@ -44,11 +44,23 @@ impl TextTokenizer {
     /// # Errors
     /// T0452 if the tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Diagnostic> {
+        self.encode_with(text, true)
+    }
+
+    /// Tokenizes what a chat template has written, which contains every special token by its text.
+    ///
+    /// # Errors
+    /// T0452 if the tokenizer fails.
+    pub fn encode_chat(&self, text: &str) -> Result<Vec<u32>, Diagnostic> {
+        self.encode_with(text, false)
+    }
+
+    fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, Diagnostic> {
         let failed = |e: tokenizers::Error| {
             Diagnostic::error(&T0452, "the prompt cannot be tokenized")
                 .with_label("the tokenizer", e.to_string())
         };
-        Ok(self.0.encode(text, true).map_err(failed)?.get_ids().to_vec())
+        Ok(self.0.encode(text, add_special_tokens).map_err(failed)?.get_ids().to_vec())
     }
 
     /// Returns the text of ids, without those that only mark places, such as the end of a text.

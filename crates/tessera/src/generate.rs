@@ -4,6 +4,7 @@
 //! and the ids that ranks choose are compared before the next call depends on them. [`run`] starts a process for
 //! each rank, under a leader; [`TokenRun`] runs the same calls on threads of this process.
 
+mod chat;
 mod generate_config;
 mod language_plan;
 mod language_rank;
@@ -15,6 +16,7 @@ mod text_leader;
 mod text_model;
 mod token_run;
 
+pub use chat::chat_messages;
 pub(crate) use generate_config::GenerateConfig;
 pub use language_plan::{LanguagePlan, LanguageSettings};
 pub use language_weights::LanguagePlace;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::json;
 use tessera::codes::T0086;
@@ -10,7 +10,7 @@ use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::generate::{
     CallTimes, FinishReason, GenerateEvent, GenerateOptions, GenerateReport, LanguagePlace, LanguagePlan,
-    LanguageSettings, Sampling, TextModel, TextRequest, TokenOutput,
+    LanguageSettings, Sampling, TextModel, TextRequest, TokenOutput, chat_messages,
 };
 use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
@@ -28,6 +28,7 @@ const EXAMPLES: &str = "\
 Examples:
   tessera generate models/tales --prompt 'The red circle' --max-tokens 120      a small model of the repository
   tessera generate Qwen3-8B --mesh tp=2 --prompt 'The sea is' --max-tokens 200 --temperature 0.7 --seed 1
+  tessera generate Qwen3-8B --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
   tessera generate Qwen3-8B --prompt 'One.' --prompt 'Two.'                     several texts at once
   tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
 
@@ -54,6 +55,14 @@ pub struct Args {
     /// Text to continue; may be repeated
     #[arg(long, value_name = "TEXT", required_unless_present = "prompt_ids")]
     prompt: Vec<String>,
+
+    /// Write each prompt as the message of a user, with the model's chat template
+    #[arg(long, conflicts_with = "prompt_ids")]
+    chat: bool,
+
+    /// Message of the system before the prompt
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
 
     /// Ids to continue, for a folder without a tokenizer; may be repeated
     #[arg(long, value_name = "LIST", conflicts_with = "prompt")]
@@ -286,7 +295,16 @@ fn read_prompts(args: &Args, model: &TextModel) -> Result<Vec<Vec<u32>>, CliErro
                 .with_hint("give the prompt as --prompt-ids, or fetch tokenizer.json from the publisher"),
         ));
     };
-    let encode = |text: &String| match tokenizer.encode(text) {
+    let template = args.chat.then(|| model.read_chat_template()).transpose()?;
+    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let encode_prompt = |text: &str| match &template {
+        Some(template) => {
+            let messages = chat_messages(args.system.as_deref(), text);
+            tokenizer.encode_chat(&template.render(&messages, i64::try_from(now_s).unwrap_or(0))?)
+        }
+        None => tokenizer.encode(text),
+    };
+    let encode = |text: &String| match encode_prompt(text) {
         Ok(ids) if ids.is_empty() => {
             Err(CliError::from(Diagnostic::error(&T0086, format!("the prompt {text:?} has no ids"))))
         }
