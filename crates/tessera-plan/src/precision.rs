@@ -7,6 +7,8 @@
 //!   chunks: calls and inputs, the conditioning (values computed from calls alone: `time_embed`,
 //!   the matmuls after it, `modulation`), latent buffers (every buffer except those
 //!   named below), `renoise`, `to_x0`, pixels, outputs, the vectors of norms, square sums.
+//! - f32 is the matmul whose result chooses experts, because a rounding there would choose others, and so are
+//!   the numbers of experts, slots and counts.
 //! - bf16 are the operands, biases and results of every other matmul and of every convolution, and the
 //!   buffers `kv.*`, `cross.*` and `vae.*`.
 //! - A table whose rows an `embed` takes is stored in bf16, and its rows are f32. So is therefore the
@@ -138,16 +140,22 @@ impl<'a> DtypePass<'a> {
         };
         let first = op.operands.first().map_or(DType::F32, |v| self.dtypes[v.0 as usize]);
         let is = match op.opcode.table_row().traits.result_dtype {
-            ResultDtype::Matmul if self.conditioning[result] => DType::F32,
+            ResultDtype::Matmul if self.conditioning[result] || self.chooses_experts(result) => DType::F32,
             ResultDtype::Matmul => DType::Bf16,
             _ if self.fast_frames[result] => DType::E4m3,
             ResultDtype::Buffer => op.buffer.map_or(first, |b| self.buffer_type(b).dtype),
             ResultDtype::Stated => self.dtypes[result],
+            ResultDtype::FirstOperand if op.opcode == Opcode::ExpertPack => DType::Bf16,
             ResultDtype::FirstOperand => first,
             ResultDtype::Sums => DType::F32,
             ResultDtype::Fixed(dtype) => dtype,
         };
         self.dtypes[result] = is;
+    }
+
+    /// Returns whether experts are chosen by a value, given by index.
+    fn chooses_experts(&self, value: usize) -> bool {
+        self.readers[value].iter().any(|i| self.program.ops[*i].opcode == Opcode::TopKExperts)
     }
 
     /// Selects the convolutions of a fast decoder, with their weights and histories.
@@ -227,9 +235,17 @@ impl<'a> DtypePass<'a> {
     fn operand_dtype(&self, op: &Op, at: usize) -> RequiredDtype {
         let first = || self.dtypes[op.operands[0].0 as usize];
         let row = op.opcode.table_row();
-        // The rows of a table of words are copied, so that storing them in bf16 rounds once.
-        if op.opcode == Opcode::Embed && at == 1 {
-            return Some(DType::Bf16);
+        match (op.opcode, at) {
+            // The rows of a table of words are copied, so that storing them in bf16 rounds once. Rows of a value
+            // keep its dtype.
+            (Opcode::Embed, 1) => return self.is_weight(op.operands[1]).then_some(DType::Bf16),
+            // Rounding before the copies to slots rounds each token once.
+            (Opcode::ExpertPack, 0) => return Some(DType::Bf16),
+            // Experts, slots, counts and weights of choices.
+            (Opcode::ExpertPack | Opcode::ExpertCombine, 1..) | (Opcode::GroupedMatmul, 2) => {
+                return Some(DType::F32);
+            }
+            _ => {}
         }
         match row.traits.result_dtype {
             // The weights of a fast convolution are replaced where it is emitted.

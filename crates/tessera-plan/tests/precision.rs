@@ -9,7 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use tessera_ir::{Bundle, DType, Op, OpKind, Opcode, Program, ValueId, print};
-use tessera_models::{TEXT_DEVICE_PHASE, TEXT_PHASE, Umt5Config, VideoModel};
+use tessera_models::{
+    DecoderModel, PagedCache, TEXT_DEVICE_PHASE, TEXT_PHASE, TokenBucket, TokenOutput, Umt5Config,
+    VideoModel, build_token_phases,
+};
 use tessera_plan::{DecoderPrecision, DtypePolicy, LogicalModel, Mapping, Strategy, lower, precision};
 use tessera_reference::Tensor;
 
@@ -321,4 +324,43 @@ fn a_text_encoder_for_a_device_keeps_the_sum_of_its_layers_in_f32() {
             assert_eq!(dtypes(device, op), expected, "{} under {}", op.opcode.name(), dtype.name());
         }
     }
+}
+
+#[test]
+fn a_language_model_chooses_experts_and_ids_in_f32() {
+    let config = r#"{"model_type":"qwen3_moe","architectures":["Qwen3MoeForCausalLM"],"hidden_size":16,
+        "intermediate_size":24,"num_hidden_layers":1,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":4,
+        "vocab_size":32,"max_position_embeddings":64,"rms_norm_eps":1e-6,"rope_theta":10000.0,"hidden_act":"silu",
+        "num_experts":8,"num_experts_per_tok":2,"moe_intermediate_size":8,"decoder_sparse_step":1,
+        "norm_topk_prob":true,"tie_word_embeddings":false}"#;
+    let model = DecoderModel::parse("config.json", config).unwrap();
+    let cache = PagedCache { page_rows: 4, pages: 8, pages_per_sequence: 4 };
+    let bucket = TokenBucket { sequences: 2, rows: 1 };
+    let phase = build_token_phases(&model, cache, &[bucket], TokenOutput::Next).remove(0);
+    let apply = precision::apply_dtype_policy;
+    let p = apply(&phase, DtypePolicy::Bf16, Strategy::Megatron, DecoderPrecision::Exact).unwrap();
+    let (single, half) = (DType::F32, DType::Bf16);
+    assert!(p.buffers.iter().all(|b| b.ty.dtype == half), "caches hold bf16");
+    let mut checked = BTreeSet::new();
+    for op in &p.ops {
+        let expected = match op.opcode {
+            Opcode::Matmul if weight_of(&p, op).ends_with("mlp.gate.weight") => vec![single; 3],
+            Opcode::Matmul => vec![half; 3],
+            Opcode::HeadNorm | Opcode::Rotary => vec![half, single, half],
+            Opcode::PagedAttention => vec![half; 4],
+            Opcode::TopKExperts => vec![single; 2],
+            Opcode::ExpertPack => vec![half, single, single, half],
+            Opcode::GroupedMatmul => vec![half, half, single, half],
+            Opcode::ExpertCombine => vec![half, single, single, single, half],
+            Opcode::Sample | Opcode::Add | Opcode::RmsNorm => vec![single; dtypes(&p, op).len()],
+            _ => continue,
+        };
+        assert_eq!(dtypes(&p, op), expected, "{} of {}", op.opcode.name(), p.name);
+        checked.insert(op.opcode);
+    }
+    assert_eq!(checked.len(), 11, "{checked:?}");
+    let tables: Vec<_> =
+        p.ops.iter().filter(|op| op.opcode == Opcode::Embed).map(|op| dtypes(&p, op)).collect();
+    // The second one takes rows of the sum of layers.
+    assert_eq!(tables, [vec![single, half, single], vec![single; 3]]);
 }

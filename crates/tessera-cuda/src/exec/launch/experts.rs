@@ -108,6 +108,9 @@ pub(super) fn build_expert_pack(
 
 pub(super) fn build_grouped_matmul(s: &LaunchSite<'_>, v: &views::GroupedMatmul, out: ValueId) -> Built {
     let (x, w) = (s.p.type_of(v.x), s.p.type_of(v.w));
+    if last_extent(s.p.type_of(v.counts)) > 1 {
+        return cuda_failure("counts of slots per group of tokens");
+    }
     if s.p.type_of(v.counts).dtype != DType::F32 {
         return cuda_failure("counts of slots in another dtype than f32");
     }

@@ -6,7 +6,7 @@ use super::DecoderBuilder;
 use crate::lm::decoder::ExpertLayers;
 
 /// Begins the name of an output with the experts [rows, k] that each row of a layer chose; the layer follows.
-const EXPERT_CHOICES: &str = "experts.";
+const EXPERT_CHOICES: &str = "routing.";
 
 impl DecoderBuilder<'_> {
     /// Emits a gated feed-forward, whose matrices have names behind `n`.
