@@ -66,7 +66,7 @@ enum CliCommand {
     Bench(Box<bench::Args>),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
-    Generate(generate::Args),
+    Generate(Box<generate::Args>),
     /// Run one rank of a stream. `tessera stream` starts this; do not run it directly.
     #[command(hide = true)]
     Rank,

@@ -213,8 +213,13 @@ impl RoutingPass<'_> {
         let layer = &self.layers[at];
         let Some(reroutes) = layer.reroutes else { return made };
         let logits = self.value(Some(at), v.logits);
+        let correction = v.correction.map(|c| self.value(Some(at), c));
         let b = &mut self.builder;
-        b.set_attrs(op.attrs.clone()).set_attr("top_k", layer.experts);
+        // A token may only move to an expert of the groups that its gate keeps.
+        b.set_attrs(op.attrs.clone()).set_attr("top_k", layer.experts / v.groups * v.keep_groups);
+        if let Some(correction) = correction {
+            b.add_keyed("correction", correction);
+        }
         let ranking = b.add_op(Opcode::TopKExperts, &[logits]);
         b.copy_attrs(op, &["at", "top_k"]).set_attr("reroutes", reroutes);
         layer.set_slot_attrs(b, true);

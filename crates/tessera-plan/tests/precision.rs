@@ -334,7 +334,7 @@ fn a_language_model_chooses_experts_and_ids_in_f32() {
         "num_experts":8,"num_experts_per_tok":2,"moe_intermediate_size":8,"decoder_sparse_step":1,
         "norm_topk_prob":true,"tie_word_embeddings":false}"#;
     let model = DecoderModel::parse("config.json", config).unwrap();
-    let cache = PagedCache { page_rows: 4, pages: 8, pages_per_sequence: 4 };
+    let cache = PagedCache { page_rows: 4, pages: 8, pages_per_sequence: 4, replicates_heads: false };
     let bucket = TokenBucket { sequences: 2, rows: 1 };
     let phase = build_token_phases(&model, cache, &[bucket], TokenOutput::Next).remove(0);
     let apply = precision::apply_dtype_policy;

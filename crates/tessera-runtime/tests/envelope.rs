@@ -312,7 +312,8 @@ fn a_call_belongs_to_the_kind_of_its_session() {
 #[test]
 fn a_page_table_that_differs_on_one_rank_is_refused() {
     let (untouched, before) = second_token_call();
-    let edits: [(&str, fn(&mut CallMeta)); 6] = [
+    type Edit = fn(&mut CallMeta);
+    let edits: [(&str, Edit); 6] = [
         ("T0712", |m| m.phases[0].args[0].1 = ScalarArg::from_f32s(&[2.0, 1.0, 1.0, 3.0])),
         ("T0712", |m| m.phases[0].args[1].1 = ScalarArg::from_f32s(&[2.0, 0.0])),
         ("T0710", |m| token_work(m).begun[0].pages = vec![0, 3]),

@@ -24,7 +24,7 @@ pub(crate) enum RankOrders {
     /// A stream of video.
     Stream(Box<RankConfig>),
     /// Texts of a language model.
-    Generate(GenerateConfig),
+    Generate(Box<GenerateConfig>),
 }
 
 /// Runs one rank to its end and returns the exit status of its process. `on_joined` is called once

@@ -83,7 +83,15 @@ impl LanguagePlan {
         settings: LanguageSettings,
     ) -> LanguagePlan {
         let [prefill, decode] = settings.buckets();
-        LanguagePlan { cache: settings.cache(&model, &mapping.mesh), model, mapping, sealed, settings, prefill, decode }
+        LanguagePlan {
+            cache: settings.cache(&model, &mapping.mesh),
+            model,
+            mapping,
+            sealed,
+            settings,
+            prefill,
+            decode,
+        }
     }
 
     /// Writes the plan's files under `prefix` into a staged folder. `model_dir` is the folder of the model.

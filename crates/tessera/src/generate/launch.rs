@@ -130,7 +130,7 @@ pub fn run(
     write_run_dir(plan, &config, options).map_err(one)?;
     // GPU ranks communicate on the GPUs and need no CPU communicators.
     let specs = if uses_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
-    let payload = serde_json::to_vec(&RankOrders::Generate(config)).map_err(|e| {
+    let payload = serde_json::to_vec(&RankOrders::Generate(Box::new(config))).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
     let spec = LaunchSpec {
