@@ -24,6 +24,7 @@ pub mod perfetto;
 pub mod raw_video;
 pub mod record;
 pub mod record_check;
+mod run_kind;
 mod stats;
 mod svg;
 pub mod timeline;

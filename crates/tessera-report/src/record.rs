@@ -12,6 +12,7 @@ use tessera_base::Diagnostic;
 
 use crate::codes::{T0901, T0902};
 pub use crate::memory_record::{MEMORY_TOLERANCE_PERCENT, MemoryRecord, PhaseMemory, StartupMemory};
+pub use crate::run_kind::{RunDevice, RunKind};
 
 /// Schema number that [`RecordLine::to_json`] writes and [`RunRecord::parse`] reads.
 pub const SCHEMA: u32 = 2;
@@ -129,38 +130,6 @@ pub struct RunHost {
     pub build: String,
     /// The processors that the run could use, such as `8 x NVIDIA H200`.
     pub machine_shape: String,
-}
-
-/// What a run generates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RunKind {
-    /// Chunks of a video.
-    #[default]
-    Video,
-    /// Texts. A chunk of the record is a call, and its frames are the ids that the call generated.
-    Text,
-}
-
-impl RunKind {
-    /// Whether the run generates a video.
-    #[must_use]
-    pub fn is_video(&self) -> bool {
-        *self == RunKind::Video
-    }
-}
-
-/// Kind of device that ran a plan.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RunDevice {
-    /// CPUs of this machine; values and times are real.
-    #[default]
-    Cpu,
-    /// A simulated machine; only times are estimated, and no values are computed.
-    Sim,
-    /// GPUs, one per rank of the mesh.
-    Cuda,
 }
 
 /// A prompt and the first chunk that uses it.

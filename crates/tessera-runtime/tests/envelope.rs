@@ -307,6 +307,7 @@ fn a_call_belongs_to_the_kind_of_its_session() {
     assert!(codes(&Envelope { header: video.header, ..e }, &caches, &token_programs()).contains(&"T0732"));
 }
 
+// proves: K-02
 /// A rank refuses pages, positions and rows that differ from its own sequences, whichever of them an edit
 /// changes.
 #[test]

@@ -52,8 +52,16 @@ const MAX_MULTIPLE: u64 = 16;
 const WHOLE_NUMBER_SCALE: f32 = 4096.0;
 
 /// Ops that only move elements, by the layout of their operand. A probe has no layout.
-const COPIES: [Opcode; 5] =
-    [Opcode::TakeRows, Opcode::TakeShard, Opcode::Pad, Opcode::Compact, Opcode::MoeRoute];
+const COPIES: [Opcode; 7] = [
+    Opcode::TakeRows,
+    Opcode::TakeShard,
+    Opcode::Pad,
+    Opcode::Compact,
+    Opcode::MoeRoute,
+    Opcode::ExpertTokens,
+    // A probe would give two rows one slot, and which of them stays depends on the order of the threads.
+    Opcode::ExpertPack,
+];
 
 /// Begins the value of a kernel that has no digest.
 const UNPROBED: &str = "not probed: ";

@@ -82,7 +82,8 @@ pub fn layer_output(layer: &Layer, routed: &Routed) -> Vec<f64> {
     for (t, experts) in routed.experts.iter().enumerate() {
         let x: Vec<f64> = x[t * d..][..d].iter().map(|x| f64::from(*x)).collect();
         let logit = |e: usize| f64::from(layer.logits[t][e]);
-        let total: f64 = routed.named[t].iter().map(|e| logit(*e).exp()).sum();
+        let all: f64 = layer.logits[t].iter().map(|x| f64::from(*x).exp()).sum();
+        let total: f64 = 1e-20 + routed.named[t].iter().map(|e| logit(*e).exp() / all).sum::<f64>();
         let mut sum = vec![0.0; d];
         for e in experts {
             let h: Vec<f64> = (0..inner)
@@ -94,7 +95,7 @@ pub fn layer_output(layer: &Layer, routed: &Routed) -> Vec<f64> {
                 .collect();
             for (c, sum) in sum.iter_mut().enumerate() {
                 let row = &down.data()[(e * d + c) * inner..][..inner];
-                *sum += logit(*e).exp() / total * row.iter().zip(&h).map(|(a, b)| a * b).sum::<f64>();
+                *sum += logit(*e).exp() / all / total * row.iter().zip(&h).map(|(a, b)| a * b).sum::<f64>();
             }
         }
         out.extend(sum);

@@ -135,6 +135,14 @@ impl Lowering<'_> {
         self.gather_over(x, from, (Axis::Ep, StreamKind::A2a), s)
     }
 
+    /// Gathers a value whose rows are sharded over ep, and returns any other as it is.
+    pub(super) fn gather_tokens(&mut self, x: ValueId, s: usize) -> ValueId {
+        match self.ep_shard(x, s) {
+            Some(shard) => self.gather_over_ep(x, shard, s),
+            None => x,
+        }
+    }
+
     /// Returns how a value is sharded over ep.
     fn ep_shard(&self, x: ValueId, s: usize) -> Option<Shard> {
         match self.stages[s].builder.type_of(x).layout.on_axis(Axis::Ep) {

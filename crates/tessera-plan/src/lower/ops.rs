@@ -272,6 +272,8 @@ impl Lowering<'_> {
     pub(super) fn lower_output(&mut self, op: &Op, s: usize) {
         let x = self.local_value(op.operands[0], s);
         let x = self.reshard(x, AxisLayout::Replicated, s, 1);
+        // Ranks that return an output return the same one, so that it can be compared.
+        let x = self.gather_tokens(x, s);
         self.stages[s].builder.add_output(op.name.as_deref().unwrap_or("out"), x);
     }
 

@@ -11,7 +11,7 @@ use tessera_runtime::token_director::{TokenDirector, TokenRequest};
 use tessera_runtime::wire::{Tensors, TokenEvent};
 
 use super::LanguagePlan;
-use super::language_weights::LanguagePlace;
+use super::language_weights::{LanguagePlace, LanguageWeights};
 use super::scheduler::{CallTimes, GeneratedText, Sampling, TextRequest, TokenScheduler};
 use crate::in_process_ranks::InProcessRanks;
 use crate::rank::RankContext;
@@ -37,11 +37,14 @@ impl TokenRun {
     /// # Errors
     /// The first error of a rank.
     pub fn load(plan: &Arc<LanguagePlan>, dir: &Path, threads: usize) -> Result<TokenRun, Diagnostics> {
+        let place = LanguagePlace::from_files(dir);
+        // A rank would find a missing tensor too, but only report the first of several.
+        LanguageWeights::open(&place, &plan.model, &plan.sealed)?;
         let one = |d: Diagnostic| vec![d];
         let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
         let state = PagedCacheState::new(plan.paged_cache_spec()).map_err(one)?;
         Ok(TokenRun {
-            ranks: InProcessRanks::start(&context, &LanguagePlace::from_files(dir), threads).map_err(one)?,
+            ranks: InProcessRanks::start(&context, &place, threads).map_err(one)?,
             context,
             director: TokenDirector::new(state),
             next_call: 1,

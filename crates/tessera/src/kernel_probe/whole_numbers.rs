@@ -34,11 +34,23 @@ fn limits_of_op(p: &Program, op: &Op) -> Vec<(ValueId, u64)> {
             [v.draw, v.seed, v.temperature, v.top_k, v.top_p].map(|key| (key, ANY_CHOICE)).to_vec()
         }
         Ok(OpView::ExpertWeights(v)) => vec![(v.experts, extent(v.logits, 1))],
+        Ok(OpView::ExpertGates(v)) => vec![(v.experts, extent(v.gates, 1))],
+        Ok(OpView::ExpertReroute(v)) => vec![(v.ranking, extent(v.ranking, 1))],
+        Ok(OpView::ExpertStatistics(v)) => {
+            vec![(v.choices, v.groups), (v.experts, v.groups), (v.slots, ANY_CHOICE)]
+        }
+        Ok(OpView::ExpertPackFused(v)) => vec![(v.experts, v.groups)],
         Ok(OpView::ExpertSlots(v)) => vec![(v.experts, v.capacity)],
         Ok(OpView::ExpertCounts(v)) => vec![(v.experts, v.groups), (v.slots, ANY_CHOICE)],
-        Ok(OpView::ExpertPack(v)) => vec![(v.experts, v.groups), (v.slots, v.capacity)],
-        Ok(OpView::GroupedMatmul(v)) => vec![(v.counts, extent(v.x, 1).min(v.rows / extent(v.x, 0)) + 1)],
-        Ok(OpView::ExpertCombine(v)) => vec![(v.experts, extent(v.y, 0)), (v.slots, extent(v.y, 1))],
+        Ok(OpView::GroupedMatmul(v)) => {
+            let counts = p.type_of(v.counts).element_count();
+            let slots = extent(v.x, 1) / extent(v.counts, 1);
+            vec![(v.counts, slots.min(v.rows / counts) + 1)]
+        }
+        Ok(OpView::ExpertCombine(v)) => {
+            let token_groups = v.group_tokens.map_or(1, |n| extent(v.experts, 0).div_ceil(n));
+            vec![(v.experts, extent(v.y, 0)), (v.slots, extent(v.y, 1) / token_groups)]
+        }
         _ => Vec::new(),
     }
 }
