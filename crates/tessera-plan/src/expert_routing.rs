@@ -67,7 +67,7 @@ struct ExpertLayer {
     rows: ValueId,
     /// The choices before rerouting.
     choices: ValueId,
-    /// The weighted sum.
+    /// Index of the op that adds the weighted results of a token's experts.
     sum: usize,
     /// Ops from the rows to the sum, the latter included.
     ops: BTreeSet<usize>,

@@ -10,7 +10,7 @@ use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Uneven};
 pub(crate) struct RankClass {
     /// Sizes of the uneven shards over tp.
     pub(crate) shard_sizes: Vec<u64>,
-    /// Coordinates on tp.
+    /// The coordinates on tp of the ranks that share these programs.
     pub(crate) coordinates: Vec<u32>,
     /// Coordinates on ep, if the numbers of experts of two classes differ.
     pub(crate) experts: Option<Range<u32>>,

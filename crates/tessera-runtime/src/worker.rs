@@ -106,9 +106,9 @@ pub struct Worker {
     predicted: CallState,
     pending: VecDeque<PendingCall>,
     running: Option<RunningCall>,
-    /// Actions that follow from the current event, in order.
     /// A failure that another rank caused, and the time until which its cause may be reported.
     secondary_failure: Option<(Failure, u64)>,
+    /// Actions that follow from the current event, in order.
     actions: Vec<Action>,
     ended: bool,
 }

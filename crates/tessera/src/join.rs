@@ -31,6 +31,7 @@ use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
 use crate::rank_config::RankConfig;
+use crate::rank_launch::new_session_id;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::build_id;
 use crate::stream::{self, ProgressTally};
@@ -318,7 +319,7 @@ fn build_rendezvous(
             ("synthetic delays".into(), options.delays.announced_text()),
             ("device".into(), if on_gpus { "cuda" } else { "cpu" }.into()),
         ],
-        session: stream::new_session_id(&plan.sealed),
+        session: new_session_id(&plan.sealed),
         leader_payload: Vec::new(),
         join_limit: join.timeout,
     })

@@ -58,6 +58,8 @@ mod plan_folder;
 mod prompt_rows;
 mod rank;
 mod rank_config;
+mod rank_launch;
+mod rank_orders;
 mod rank_process;
 mod rank_weights;
 pub mod record;

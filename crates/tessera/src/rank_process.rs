@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics, render_all};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::{JoinedRank, exit_process, exit_without_handlers, join_launch};
@@ -15,17 +14,9 @@ use crate::generate::{GenerateConfig, LanguagePlan, run_text_leader};
 use crate::plan::Plan;
 use crate::rank::{RankContext, RankPlan, RankSetup, report_refusal, run_as_leader, run_follower};
 use crate::rank_config::RankConfig;
+use crate::rank_orders::RankOrders;
 use crate::synthetic_delays::SyntheticDelays;
 use crate::terminal::{print_stderr, print_stderr_line};
-
-/// What the launcher sends to every rank.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum RankOrders {
-    /// A stream of video.
-    Stream(Box<RankConfig>),
-    /// Texts of a language model.
-    Generate(Box<GenerateConfig>),
-}
 
 /// Runs one rank to its end and returns the exit status of its process. `on_joined` is called once
 /// the rank holds its links; from then on the launcher handles the first interrupt.

@@ -25,6 +25,7 @@ use crate::machine_shape::describe_machine;
 use crate::noise_file::NoiseFile;
 use crate::plan::Plan;
 use crate::rank_config::{RankConfig, checks_output};
+use crate::rank_launch::exit_status;
 use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
 use crate::run_dir::read_record;
 use crate::run_settings::build_id;
@@ -176,19 +177,7 @@ pub(crate) fn close_run_with_ops(
     interrupted: bool,
     ops: Vec<TimelineSpan>,
 ) -> StreamReport {
-    let path = options.out.join(RECORD_FILE);
-    let (mut record, mut written) = match read_record(&path) {
-        Some(Ok(record)) => (Some(record), Ok(())),
-        Some(Err(d)) => (None, Err(d)),
-        None => (None, Err(lost_output(&path, "no such file"))),
-    };
-    if let Some(record) = &mut record
-        && record.end.is_none()
-    {
-        let end = missing_end_line(record, failure.as_ref());
-        written = append_line(&path, record.truncated, &RecordLine::End(end.clone()));
-        record.end = Some(end);
-    }
+    let (record, mut written) = close_record(&options.out, failure.as_ref());
     if let Some(record) = &record {
         written = written
             .and(html_writer::write_reports(plan, record, &options.out, ops))
@@ -205,11 +194,7 @@ pub(crate) fn close_run_with_ops(
     let weights = record.as_ref().map(|r| r.start.weights.clone()).filter(|w| !w.is_empty());
     let end = record.and_then(|r| r.end);
     let (chunks, frames, fps) = end.as_ref().map_or((0, 0, 0.0), |e| (e.chunks, e.frames, e.fps));
-    let exit_code = match (&failure, interrupted) {
-        (Some(f), _) => u8::try_from(f.class.exit_code()).unwrap_or(1),
-        (None, true) => 130,
-        (None, false) => 0,
-    };
+    let exit_code = exit_status(failure.as_ref(), interrupted);
     let golden = end.filter(|e| !e.golden.is_empty() && e.chunks > 0).map(|e| e.golden);
     let out = options.out.clone();
     StreamReport {
@@ -229,8 +214,29 @@ pub(crate) fn close_run_with_ops(
     }
 }
 
+/// Reads the record of a run that is over, and adds the end if its leader wrote none. Returns the record, and why it
+/// could not be read or closed.
+pub(crate) fn close_record(
+    out: &Path,
+    failure: Option<&Failure>,
+) -> (Option<RunRecord>, Result<(), Diagnostic>) {
+    let path = out.join(RECORD_FILE);
+    let mut record = match read_record(&path) {
+        Some(Ok(record)) => record,
+        Some(Err(d)) => return (None, Err(d)),
+        None => return (None, Err(lost_output(&path, "no such file"))),
+    };
+    let mut written = Ok(());
+    if record.end.is_none() {
+        let end = missing_end_line(&record, failure);
+        written = append_line(&path, record.truncated, &RecordLine::End(end.clone()));
+        record.end = Some(end);
+    }
+    (Some(record), written)
+}
+
 /// Builds the end line of a record whose leader wrote none.
-pub(crate) fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
+fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
     let (chunks, frames) = (record.chunk_count(), record.frame_count());
     let begun = record.chunks.first().map_or(0, |c| c.start_ns);
     let ended = record.chunks.last().map_or(0, |c| c.start_ns + c.wall_ns);
@@ -261,7 +267,7 @@ fn check_frames_file(record: &RunRecord, options: &StreamOptions) -> Result<(), 
 }
 
 /// Appends a line, on a new line after a truncated one.
-pub(crate) fn append_line(path: &Path, truncated: bool, line: &RecordLine) -> Result<(), Diagnostic> {
+fn append_line(path: &Path, truncated: bool, line: &RecordLine) -> Result<(), Diagnostic> {
     let text = if truncated { format!("\n{}", line.to_json()) } else { line.to_json() };
     let write = || -> std::io::Result<()> {
         let mut file = std::fs::OpenOptions::new().append(true).open(path)?;

@@ -1,7 +1,7 @@
 //! Runs a sealed plan as processes on this host and writes the run directory.
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
@@ -11,10 +11,9 @@ use tessera_mesh::Rank;
 use tessera_models::{PixelDecoder, denoising_steps};
 use tessera_plan::DtypePolicy;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
-use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
-use tessera_verify::SealedPlan;
 
-use crate::codes::{T0015, T0016, T0018};
+use crate::codes::{T0016, T0018};
+use crate::communicators;
 use crate::cuda::{self, GpuRankConfig};
 use crate::frame_writer::new_clip_stream;
 use crate::gpu_placement::find_gpu;
@@ -27,14 +26,14 @@ use crate::noise_file::NoiseFile;
 use crate::pixel_placement::is_outside_phase;
 use crate::plan::{Plan, has_cpu_variant, is_leader_phase};
 use crate::rank_config::RankConfig;
-use crate::rank_process::RankOrders;
+use crate::rank_launch::{check_cores, launcher_limits, new_session_id, settle_launch};
+use crate::rank_orders::RankOrders;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
 use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions, StreamReport};
 use crate::video_file::VideoFile;
 use crate::weights_origin::{WeightChange, WeightsBase};
-use crate::{communicators, flight};
 
 /// Runs a plan and blocks until no process is left. `argv` is the command line of a rank's process,
 /// which must call [`crate::rank_main`].
@@ -88,6 +87,7 @@ pub fn run(
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
     write_run_dir(plan, &orders, options, digest.finish(plan)?).map_err(|d| vec![d])?;
+    let (limits, tripwires) = launcher_limits(options.drill.as_ref());
     let spec = LaunchSpec {
         argv,
         rank_count: ranks,
@@ -96,8 +96,8 @@ pub fn run(
         extra_fds,
         payload,
         env: if gpus.is_some() { cuda::missing_env() } else { Vec::new() },
-        limits: options.drill.as_ref().map_or_else(Limits::default, |d| d.limits.clone()),
-        tripwires: options.drill.as_ref().map_or_else(Tripwires::default, |d| d.disabled_tripwires.clone()),
+        limits,
+        tripwires,
     };
     let mut tally = ProgressTally::new(options.chunks);
     let launched = launch_ranks(&spec, interrupt, &mut |event| match event {
@@ -105,18 +105,7 @@ pub fn run(
         LaunchEvent::Progress(p) => on_event(StreamEvent::Chunk(tally.count_chunk(p))),
     });
     on_event(StreamEvent::Exited);
-    let (failure, interrupted) = match launched {
-        Ok(report) => {
-            let unwritten = flight::write_exits(&options.out, &report.exits).err();
-            let unwritten = unwritten.map(|d| Failure::from_diagnostic(FailureClass::Output, None, &d));
-            (report.failure.or(unwritten), report.interrupted)
-        }
-        Err(ds) => {
-            let d =
-                ds.into_iter().next().unwrap_or_else(|| Diagnostic::error(&T0018, "the launch was refused"));
-            (Some(Failure::from_diagnostic(FailureClass::Preflight, None, &d)), false)
-        }
-    };
+    let (failure, interrupted) = settle_launch(launched, &options.out);
     Ok(close_run(plan, options, failure, interrupted))
 }
 
@@ -179,12 +168,8 @@ pub(crate) fn check_stream(
 ) -> Result<(), Diagnostics> {
     let mut ds = Vec::new();
     let on_gpus = options.device == RunDevice::Cuda;
-    if ranks as usize > cores && !options.oversubscribe && !on_gpus {
-        ds.push(
-            Diagnostic::error(&T0015, format!("{ranks} ranks on {cores} cores"))
-                .with_label("mesh", plan.sealed.mesh().to_string())
-                .with_hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe")),
-        );
+    if !options.oversubscribe && !on_gpus {
+        ds.extend(check_cores(plan.sealed.mesh(), ranks, cores));
     }
     ds.extend(options.check());
     ds.extend(unsupported_op(plan, on_gpus));
@@ -347,13 +332,4 @@ fn unsupported_op(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
             "plan it with --dtype f32, or run it on another device: cuda, or sim, which takes any dtype and computes no numbers",
         ),
     })
-}
-
-/// Returns a session id from the plan and the current time. The id only separates the messages of
-/// two runs.
-pub(crate) fn new_session_id(plan: &SealedPlan) -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
-    let digest = plan.digest();
-    let head = digest.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
-    head ^ now ^ (u64::from(std::process::id()) << 32)
 }

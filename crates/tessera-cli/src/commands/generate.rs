@@ -175,7 +175,7 @@ pub fn run(args: &Args) -> CliResult {
     ));
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
-    let run_folder = RunFolder::create(args.out.as_deref())?;
+    let run_folder = RunFolder::new(args.out.as_deref())?;
     let options = GenerateOptions {
         weights: LanguagePlace { dir: args.model.clone(), base },
         device: args.device,
@@ -184,18 +184,18 @@ pub fn run(args: &Args) -> CliResult {
             .map(|prompt| TextRequest { prompt, max_ids: args.max_tokens as usize, sampling })
             .collect(),
         prompts: args.prompt.clone(),
-        out: run_folder.path().to_path_buf(),
+        out: run_folder.path.clone(),
         threads: args.threads.map(usize::from),
         oversubscribe: args.oversubscribe,
         wire_dump: args.wire_dump,
         drill: args.arm_fault.clone(),
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
-    let report = generate(&model, &plan, &options, args.format)?;
-    let kept = run_folder.close(report.failure.is_some());
+    let report = run_and_print(&model, &plan, &options, args.format)?;
+    run_folder.close(report.failure.is_some());
     if let Some(failure) = &report.failure {
         print_failure(failure);
-        print_stderr_line(&format!("the run is in {}", kept.display()));
+        print_stderr_line(&format!("the run is in {}", options.out.display()));
     }
     print_stderr_line(&format!(
         "prompts: {}; texts: {}",
@@ -206,7 +206,7 @@ pub fn run(args: &Args) -> CliResult {
 }
 
 /// Runs the ranks and prints the texts.
-fn generate(
+fn run_and_print(
     model: &TextModel,
     plan: &Arc<LanguagePlan>,
     options: &GenerateOptions,
@@ -240,34 +240,27 @@ fn generate(
     Ok(report)
 }
 
-/// The folder of a run: the one that the user named, or one that is removed unless the run failed.
+/// The folder of a run: the one that the user named, or one that is removed unless the run fails.
 struct RunFolder {
     path: PathBuf,
-    is_wanted: bool,
-    _reserved: Option<ReservedFolder>,
+    temporary: Option<ReservedFolder>,
 }
 
 impl RunFolder {
-    fn create(named: Option<&Path>) -> Result<RunFolder, Diagnostic> {
-        let reserved = match named {
-            Some(_) => None,
-            None => Some(ReservedFolder::create(&std::env::temp_dir(), "tessera-generate")?),
-        };
-        let path = named.or(reserved.as_ref().map(ReservedFolder::path)).unwrap_or(Path::new("out"));
-        Ok(RunFolder { path: path.to_path_buf(), is_wanted: named.is_some(), _reserved: reserved })
+    fn new(named: Option<&Path>) -> Result<RunFolder, Diagnostic> {
+        if let Some(path) = named {
+            return Ok(RunFolder { path: path.to_path_buf(), temporary: None });
+        }
+        let reserved = ReservedFolder::create(&std::env::temp_dir(), "tessera-generate")?;
+        Ok(RunFolder { path: reserved.path().to_path_buf(), temporary: Some(reserved) })
     }
 
-    fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Removes the folder unless it is wanted, and returns its path.
-    fn close(self, has_failed: bool) -> PathBuf {
-        if !self.is_wanted && !has_failed {
+    /// Removes a temporary folder unless the run failed.
+    fn close(self, has_failed: bool) {
+        if self.temporary.is_some() && !has_failed {
             // Nobody misses a folder that stays in the system's temporary folder.
             let _ = std::fs::remove_dir_all(&self.path);
         }
-        self.path.clone()
     }
 }
 

@@ -11,7 +11,7 @@ pub struct HeadRows {
     pub of: usize,
     /// First of the rows that count, from the head's first one.
     pub first: usize,
-    /// Rows that count.
+    /// Number of rows per head that the matmul reads.
     pub rows: usize,
     /// Columns of the matrix.
     pub columns: usize,

@@ -76,6 +76,14 @@ pub fn token_phase_name(bucket: TokenBucket) -> String {
     format!("tokens.b{}.n{}", bucket.sequences, bucket.rows)
 }
 
+/// Output [sequences] with the id that is chosen after the last row of each sequence.
+pub const NEXT_IDS: &str = "next";
+/// Output [sequences · rows, vocabulary] with the logits of every row.
+pub const LOGITS: &str = "logits";
+/// The part of a weight's name that stands for the number of each expert: a program reads the matrices of all
+/// experts of a layer as one weight, whose first dim is the expert.
+pub const EVERY_EXPERT: &str = ".*.";
+
 /// Returns the name of the tensor [sequences · rows] with the ids of a call's rows, sequence by sequence. A call that
 /// runs several programs, as a warm-up does, needs one for each.
 #[must_use]
@@ -126,7 +134,7 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
     let head = if m.extents.tied_embedding { "model.embed_tokens" } else { "lm_head" };
     let logits = g.emit_linear(head, x, m.extents.vocab, ("col", 1), false, None);
     let (name, value) = match output {
-        TokenOutput::Logits => ("logits", logits),
+        TokenOutput::Logits => (LOGITS, logits),
         TokenOutput::Next => {
             use TokenInput as In;
             let numbers = [In::DRAW, In::SEED, In::TEMPERATURE, In::TOP_K, In::TOP_P]
@@ -134,7 +142,7 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
             for (name, value) in numbers {
                 g.builder.add_keyed(name, value);
             }
-            ("next", g.emit_op(Opcode::Sample, &[logits]))
+            (NEXT_IDS, g.emit_op(Opcode::Sample, &[logits]))
         }
     };
     g.builder.set_attr("at", "last");

@@ -36,7 +36,7 @@ named_enum! {
     /// The form in which tokens travel to their experts.
     #[derive(Default)]
     pub enum TokenWire {
-        /// As they are.
+        /// In f32, as the layer before computed them.
         #[default]
         F32 = "f32",
         /// As e4m3 with one scale in f32 per 128 channels.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
+use tessera_models::NEXT_IDS;
 use tessera_runtime::drill::{DrillFault, inject_call_fault};
 use tessera_runtime::engine::{
     AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult,
@@ -17,9 +18,6 @@ use crate::engine::MeshEngine;
 
 /// Beginning of the names of the caches in which a VAE keeps frames, rows and the anchor.
 const VAE_CACHES: &str = "vae.";
-
-/// Name of the output with the ids that a language model chooses.
-const NEXT_IDS: &str = "next";
 
 /// A weights folder that does not exist.
 const MISSING_WEIGHTS: &str = "/nonexistent/weights";

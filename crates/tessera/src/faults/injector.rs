@@ -10,6 +10,7 @@ use tessera_base::random::philox4x32;
 use tessera_device::{Backend, MeshRank, WeightSource};
 use tessera_ir::{Program, Type};
 use tessera_mesh::{Mesh, Rank};
+use tessera_models::EVERY_EXPERT;
 use tessera_runtime::drill::{ArmedFault, DrillFault, MessageFaultInjector, announcement_text};
 use tessera_runtime::driver::{Interceptor, StreamRequest};
 use tessera_runtime::wire::Reload;
@@ -303,9 +304,6 @@ impl WeightSource for WrongShardSource<'_> {
         self.weights.read(name, ty, load, &MeshRank { rank, ..*seat })
     }
 }
-
-/// Part of the name of a weight with the matrices of all experts of a layer, whose first dim is the expert.
-const EVERY_EXPERT: &str = ".*.";
 
 /// End of the name of a router of experts.
 const ROUTER: &str = "gate.weight";

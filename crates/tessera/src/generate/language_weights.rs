@@ -8,7 +8,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::{Opcode, Type};
 use tessera_mesh::Rank;
-use tessera_models::{DecoderModel, ROTARY_FREQUENCIES};
+use tessera_models::{DecoderModel, EVERY_EXPERT, ROTARY_FREQUENCIES};
 use tessera_verify::SealedPlan;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
@@ -81,10 +81,6 @@ fn open_files(dir: &Path, model: &DecoderModel, plan: &SealedPlan) -> Result<Wei
 
 /// The head of a model without tied embeddings.
 const TIED_HEAD: &str = "lm_head.weight";
-
-/// The part of a weight's name that stands for the number of each expert: a program reads the matrices of all
-/// experts as one weight, whose first dim is the expert.
-const EVERY_EXPERT: &str = ".*.";
 
 /// Returns the name of the tensor of one expert.
 fn expert_tensor(name: &str, expert: u64) -> String {

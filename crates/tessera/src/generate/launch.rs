@@ -8,19 +8,22 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
+use tessera_mesh::Mesh;
 use tessera_report::record::{
     RankRole, RecordLine, RunDevice, RunHost, RunKind, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
 };
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
+use tessera_runtime::tripwire::T0765;
 use tessera_runtime::wire::{FinishReason, Progress, TokenEvent};
-use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
+use tessera_runtime::{Failure, FailureClass};
 
 use super::LanguagePlan;
 use super::generate_config::GenerateConfig;
 use super::language_weights::{LanguagePlace, LanguageWeights};
 use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
 use crate::clock::format_utc;
-use crate::codes::{T0015, T0018};
+use crate::codes::T0018;
+use crate::communicators;
 use crate::cuda::{self, GpuRankConfig};
 use crate::faults::DrillConfig;
 use crate::files::{StagedFolder, write_error};
@@ -28,13 +31,12 @@ use crate::gpus::GpuDiscovery;
 use crate::machine_shape::describe_machine;
 use crate::plan_folder::folder_name;
 use crate::rank::RankPlan;
-use crate::rank_process::RankOrders;
+use crate::rank_config::checks_output;
+use crate::rank_launch::{check_cores, exit_status, launcher_limits, new_session_id, settle_launch};
+use crate::rank_orders::RankOrders;
 use crate::record::RECORD_FILE;
-use crate::run_dir::read_record;
-use crate::run_dir_writer::{append_line, missing_end_line};
+use crate::run_dir_writer::close_record;
 use crate::run_settings::build_id;
-use crate::stream::new_session_id;
-use crate::{communicators, flight};
 
 /// What a run generates, and where.
 #[derive(Debug, Clone)]
@@ -106,9 +108,9 @@ pub fn run(
 ) -> Result<GenerateReport, Diagnostics> {
     let one = |d: Diagnostic| vec![d];
     let ranks = plan.sealed.mesh().world_size();
-    let threads = choose_threads(options, ranks)?;
+    let threads = choose_threads(plan.sealed.mesh(), options)?;
     let gpus = prepare_device(plan, options.device, ranks)?;
-    let (uses_gpus, env) = (gpus.is_some(), if gpus.is_some() { cuda::missing_env() } else { Vec::new() });
+    let uses_gpus = gpus.is_some();
     // The leader would find an impossible request too, but later and in another process.
     TokenScheduler::new(plan, &plan.model.end_ids).open(&options.requests).map_err(one)?;
     // Every rank would find a missing file too, but only after all have started.
@@ -133,6 +135,7 @@ pub fn run(
     let payload = serde_json::to_vec(&RankOrders::Generate(Box::new(config))).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
+    let (limits, tripwires) = launcher_limits(options.drill.as_ref());
     let spec = LaunchSpec {
         argv,
         rank_count: ranks,
@@ -140,9 +143,9 @@ pub fn run(
         session: new_session_id(&plan.sealed),
         extra_fds: communicators::create_arenas_of_ranks(&specs, ranks).map_err(one)?,
         payload,
-        env,
-        limits: options.drill.as_ref().map_or_else(Limits::default, |d| d.limits.clone()),
-        tripwires: options.drill.as_ref().map_or_else(Tripwires::default, |d| d.disabled_tripwires.clone()),
+        env: if uses_gpus { cuda::missing_env() } else { Vec::new() },
+        limits,
+        tripwires,
     };
     let mut tally = TextTally::new(plan.prefill.rows, &options.requests);
     let launched = launch_ranks(&spec, interrupt, &mut |event| match event {
@@ -153,25 +156,20 @@ pub fn run(
         }
     });
     on_event(GenerateEvent::Exited);
-    let (failure, interrupted) = match launched {
-        Ok(report) => {
-            let unwritten = flight::write_exits(&options.out, &report.exits).err();
-            let unwritten = unwritten.map(|d| Failure::from_diagnostic(FailureClass::Output, None, &d));
-            (report.failure.or(unwritten), report.interrupted)
-        }
-        Err(ds) => (ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, None, d)), false),
-    };
-    close_record(&options.out, failure.as_ref()).map_err(one)?;
+    let (failure, interrupted) = settle_launch(launched, &options.out);
+    let (_, written) = close_record(&options.out, failure.as_ref());
+    let written = written.err().filter(|d| d.code != &T0765 || checks_output(options.drill.as_ref()));
+    let failure = failure.or_else(|| Some(Failure::from_diagnostic(FailureClass::Output, None, &written?)));
     Ok(tally.into_report(failure, interrupted))
 }
 
-fn choose_threads(options: &GenerateOptions, ranks: u32) -> Result<usize, Diagnostics> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if ranks as usize > cores && !options.oversubscribe && options.device == RunDevice::Cpu {
-        return Err(vec![
-            Diagnostic::error(&T0015, format!("{ranks} ranks on {cores} cores"))
-                .with_hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe")),
-        ]);
+fn choose_threads(mesh: &Mesh, options: &GenerateOptions) -> Result<usize, Diagnostics> {
+    let (ranks, cores) = (mesh.world_size(), std::thread::available_parallelism().map_or(1, usize::from));
+    if !options.oversubscribe
+        && options.device == RunDevice::Cpu
+        && let Some(d) = check_cores(mesh, ranks, cores)
+    {
+        return Err(vec![d]);
     }
     Ok(options.threads.unwrap_or((cores / ranks as usize).max(1)))
 }
@@ -253,18 +251,6 @@ fn write_run_dir(
     folder.commit()
 }
 
-/// Adds the end of a record whose leader wrote none.
-fn close_record(out: &Path, failure: Option<&Failure>) -> Result<(), Diagnostic> {
-    let path = out.join(RECORD_FILE);
-    match read_record(&path) {
-        Some(Ok(record)) if record.end.is_none() => {
-            append_line(&path, record.truncated, &RecordLine::End(missing_end_line(&record, failure)))
-        }
-        Some(Err(d)) => Err(d),
-        Some(Ok(_)) | None => Ok(()),
-    }
-}
-
 /// The texts and times that the leader has reported.
 struct TextTally {
     texts: Vec<GeneratedText>,
@@ -304,11 +290,7 @@ impl TextTally {
     }
 
     fn into_report(self, failure: Option<Failure>, interrupted: bool) -> GenerateReport {
-        let exit_code = match (&failure, interrupted) {
-            (Some(f), _) => u8::try_from(f.class.exit_code()).unwrap_or(1),
-            (None, true) => 130,
-            (None, false) => 0,
-        };
+        let exit_code = exit_status(failure.as_ref(), interrupted);
         let TextTally { texts, prefill, decode, .. } = self;
         GenerateReport { exit_code, failure, interrupted, texts, prefill, decode }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
-use tessera_models::{TokenBucket, TokenInput, token_ids_name, token_phase_name};
+use tessera_models::{LOGITS, NEXT_IDS, TokenBucket, TokenInput, token_ids_name, token_phase_name};
 use tessera_runtime::token_director::TokenRequest;
 use tessera_runtime::wire::{
     FinishReason, NewSequence, PhaseCall, ScalarArg, SequenceRows, Tensor, Tensors, TokenEvent, TokenWork,
@@ -192,7 +192,7 @@ impl TokenScheduler {
     /// T0087 if no call is in flight or an id is missing.
     pub(super) fn take_outputs(&mut self, outputs: &Tensors) -> Result<Vec<TokenEvent>, Diagnostic> {
         let rows = self.in_flight.take().ok_or_else(|| Diagnostic::error(&T0087, "no call is in flight"))?;
-        let next = outputs.get("next").and_then(Tensor::to_f32);
+        let next = outputs.get(NEXT_IDS).and_then(Tensor::to_f32);
         let mut events = Vec::new();
         for (place, RowsInFlight { text, count }) in
             rows.iter().enumerate().filter_map(|(place, rows)| rows.map(|rows| (place, rows)))
@@ -214,7 +214,7 @@ impl TokenScheduler {
     /// # Errors
     /// T0087 if no call is in flight, or the plan returns no logits.
     pub(super) fn take_logits(&mut self, outputs: &Tensors) -> Result<Vec<f32>, Diagnostic> {
-        let logits = outputs.get("logits").and_then(Tensor::to_f32);
+        let logits = outputs.get(LOGITS).and_then(Tensor::to_f32);
         let mut logits = logits.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no logits"))?;
         let rows = self.in_flight.take().and_then(|rows| rows.first().copied().flatten());
         let RowsInFlight { text, count } =

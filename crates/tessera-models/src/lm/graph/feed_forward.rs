@@ -2,7 +2,7 @@
 
 use tessera_ir::{Attr, Opcode, ValueId};
 
-use super::DecoderBuilder;
+use super::{DecoderBuilder, EVERY_EXPERT};
 use crate::lm::decoder::ExpertLayers;
 
 /// Begins the name of an output with the experts [rows, k] that each row of a layer chose; the layer follows.
@@ -29,8 +29,12 @@ impl DecoderBuilder<'_> {
         self.builder.set_attr("groups", e.count).set_attr("capacity", tokens);
         let rows = self.emit_op(Opcode::ExpertPack, &[a, chosen, slots]);
         let grouped = |g: &mut Self, x, name: &str, [m, k]: [u64; 2], part: &str, act: Option<&str>| {
-            let w =
-                g.emit_weight(&format!("{n}.{}.*.{name}.weight", e.names.experts), &[e.count, m, k], part, 1);
+            let w = g.emit_weight(
+                &format!("{n}.{}{EVERY_EXPERT}{name}.weight", e.names.experts),
+                &[e.count, m, k],
+                part,
+                1,
+            );
             if let Some(act) = act {
                 g.builder.set_attr("act", act);
             }

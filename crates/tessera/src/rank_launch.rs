@@ -1,0 +1,67 @@
+//! What a launch of ranks on this host needs, whatever they generate: the check of its size, a session, limits, and
+//! what its end means.
+
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_mesh::Mesh;
+use tessera_runtime::driver::LaunchReport;
+use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
+use tessera_verify::SealedPlan;
+
+use crate::codes::{T0015, T0018};
+use crate::faults::DrillConfig;
+use crate::flight;
+
+/// Returns T0015 if a mesh has more ranks than this host has cores.
+pub(crate) fn check_cores(mesh: &Mesh, ranks: u32, cores: usize) -> Option<Diagnostic> {
+    (ranks as usize > cores).then(|| {
+        Diagnostic::error(&T0015, format!("{ranks} ranks on {cores} cores"))
+            .with_label("mesh", mesh.to_string())
+            .with_hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe"))
+    })
+}
+
+/// Returns a session id from the plan and the current time. The id only separates the messages of
+/// two runs.
+pub(crate) fn new_session_id(plan: &SealedPlan) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+    let digest = plan.digest();
+    let head = digest.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
+    head ^ now ^ (u64::from(std::process::id()) << 32)
+}
+
+/// Returns the limits of the launcher, and the tripwires that it leaves out: those of the drill, if there is one.
+pub(crate) fn launcher_limits(drill: Option<&DrillConfig>) -> (Limits, Tripwires) {
+    drill.map_or_else(Default::default, |d| (d.limits.clone(), d.disabled_tripwires.clone()))
+}
+
+/// Writes how the processes of a launch ended to the flight records in `out`. Returns the failure that ended the run,
+/// if any, and whether a stop was requested.
+pub(crate) fn settle_launch(
+    launched: Result<LaunchReport, Diagnostics>,
+    out: &Path,
+) -> (Option<Failure>, bool) {
+    match launched {
+        Ok(report) => {
+            let unwritten = flight::write_exits(out, &report.exits).err();
+            let unwritten = unwritten.map(|d| Failure::from_diagnostic(FailureClass::Output, None, &d));
+            (report.failure.or(unwritten), report.interrupted)
+        }
+        Err(ds) => {
+            let refused = || Diagnostic::error(&T0018, "the launch was refused");
+            let d = ds.into_iter().next().unwrap_or_else(refused);
+            (Some(Failure::from_diagnostic(FailureClass::Preflight, None, &d)), false)
+        }
+    }
+}
+
+/// Returns the exit status of a command whose run ended so.
+pub(crate) fn exit_status(failure: Option<&Failure>, interrupted: bool) -> u8 {
+    match (failure, interrupted) {
+        (Some(f), _) => u8::try_from(f.class.exit_code()).unwrap_or(1),
+        (None, true) => 130,
+        (None, false) => 0,
+    }
+}
