@@ -559,6 +559,44 @@ fn a_weight_in_bf16_keeps_the_bits_of_a_matmul() {
     }
 }
 
+#[test]
+fn packed_matrices_of_groups_keep_the_bits_of_a_grouped_matmul() {
+    let pool = Pool::new(2).unwrap();
+    // Columns beside a panel, one row and many, empty groups, and two token groups in the slots of each expert.
+    for (groups, slots, m, k, counts) in
+        [(3, 4, 37, 20, vec![4.0, 0.0, 1.0]), (2, 102, 64, 300, vec![51.0, 7.0, 0.0, 50.0])]
+    {
+        let (x, w) = (random_values(groups * slots * k, 1), random_values(groups * m * k, 2));
+        let matrices: Vec<PackedWeight> =
+            w.chunks_exact(m * k).map(|w| PackedWeight::new(&pool, w, m, k)).collect();
+        let run = |w: GroupWeights<'_>| {
+            let mut out = vec![f32::NAN; groups * slots * m];
+            let (scratch, act) = (&mut Scratch::new(), Some(Activation::Silu));
+            grouped_matmul(&pool, scratch, &mut out, [&x, &counts], w, [slots, m, k], act);
+            out
+        };
+        let found = run(GroupWeights::Packed(&matrices));
+        assert_eq!(bits(&found), bits(&run(GroupWeights::Plain(&w))));
+        let capacity = slots * groups / counts.len();
+        for (i, y) in found.iter().enumerate() {
+            let (row, column) = (i / m, i % m);
+            let want = match (row % capacity) < counts[row / capacity] as usize {
+                true => {
+                    let w = &w[(row / slots * m + column) * k..][..k];
+                    let pairs = x[row * k..][..k].iter().zip(w);
+                    let y: f64 = pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+                    y / (1.0 + (-y).exp())
+                }
+                false => 0.0,
+            };
+            assert!(
+                (f64::from(*y) - want).abs() <= 6e-5 * want.abs().max(1.0),
+                "{row}, {column}: {y} for {want}"
+            );
+        }
+    }
+}
+
 /// Computes in f64, from the definition, the attention of one query of one head over all keys.
 fn exact_relative_row(
     [q, k, v]: [&[f32]; 3],

@@ -153,9 +153,11 @@ impl WeightSource for CountedSource {
     }
 }
 
-/// Two programs that share a weight, which one reads packed and the other plain.
+/// Two programs that share a weight, which one reads packed and the other plain; `www` has a matrix for each of three groups.
 const SHARED: &str = "program @a { %x = input : f32[4, 40] %w = weight \"w\" : f32[70, 40] %c = weight \"cc\" : f32[40] \
-    %n = toperator.add %x, %x %y = toperator.matmul %n, %w output \"y\", %y } \
+    %n = toperator.add %x, %x %y = toperator.matmul %n, %w output \"y\", %y \
+    %g = input : f32[3, 4, 20] %k = input : f32[3, 1] %e = weight \"www\" : f32[3, 37, 20] \
+    %z = toperator.grouped_matmul %g, %e, %k {rows = 12} output \"z\", %z } \
     program @b { %x = input : f32[4, 40] %w = weight \"w\" : f32[70, 40] %v = toperator.add %w, %w \
     %y = toperator.matmul %x, %v output \"y\", %y }";
 
@@ -176,11 +178,19 @@ fn a_weight_is_fingerprinted_once_in_any_layout() {
     let mut cpu = counted_backend();
     let prints = cpu.fingerprints();
     let names: Vec<&str> = prints.iter().map(|p| p.tensor.as_str()).collect();
-    assert_eq!(names, ["cc", "w"], "a weight stored packed and plain counts once");
+    assert_eq!(names, ["cc", "w", "www"], "a weight stored packed and plain counts once");
     let bytes: Vec<u8> = (0..70 * 40).flat_map(|i| (1000.0 + i as f32).to_le_bytes()).collect();
     let mut whole = tessera_device::FingerprintHasher::default();
     whole.update(&bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>());
     assert_eq!(prints[1], whole.finish("w", "whole"));
+    let groups: Vec<f32> = (0..3 * 37 * 20).map(|i| 3000.0 + i as f32).collect();
+    let mut whole = tessera_device::FingerprintHasher::default();
+    whole.update(&groups);
+    assert_eq!(prints[2], whole.finish("www", "whole"));
+    assert_eq!(cpu.read_weight("www", 37 * 20 + 5), Some(groups[37 * 20 + 5]));
+    assert_eq!(cpu.read_weight("www", 3 * 37 * 20), None);
+    let route = cpu.effective_values().into_iter().find(|(key, _)| key.contains("f32[3, 37, 20]"));
+    assert_eq!(route.map(|(_, form)| form).as_deref(), Some("packed weight"));
 
     // One audit round, whatever its budget per step; the largest unit here is the plain weight.
     for budget in [70 * 40 * 4, 12_000, 1 << 20] {
@@ -194,14 +204,14 @@ fn a_weight_is_fingerprinted_once_in_any_layout() {
                 break;
             }
         }
-        assert_eq!(bytes, (2 * 70 * 40 + 40) * 4, "{looks} audit steps of {budget} bytes");
+        assert_eq!(bytes, (2 * 70 * 40 + 40 + 3 * 37 * 20) * 4, "{looks} audit steps of {budget} bytes");
     }
     assert_eq!(cpu.audit_weights(100).bytes, 0, "less than a unit");
 }
 
 #[test]
 fn the_audit_covers_every_weight_element() {
-    for (name, elements) in [("w", 70 * 40), ("cc", 40)] {
+    for (name, elements) in [("w", 70 * 40), ("cc", 40), ("www", 3 * 37 * 20)] {
         for index in (0..elements).step_by(7).chain([elements - 1]) {
             let mut cpu = counted_backend();
             assert!(cpu.write_weight(name, index, -1.0));

@@ -15,12 +15,12 @@ use super::memory::{MemoryView, ValueLocation, WeightData};
 use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
 use crate::kernels::{
-    ConvSpec, DistanceBias, FrameIndexing, KeyBias, MatmulWeight, PatchGrid, PixelGeometry, RopeCache,
-    RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d, depth_to_space_time,
-    gate_residual, guide, layer_norm, map_elements, matmul, multiply, norm_modulate, patchify,
-    relative_attention, relu, renoise, rms_norm, rms_scale, rope, rotate_heads, row_square_sum, scale_shift,
-    silu, soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest,
-    widen_to_f32,
+    ConvSpec, DistanceBias, FrameIndexing, GroupWeights, KeyBias, MatmulWeight, PatchGrid, PixelGeometry,
+    RopeCache, RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d,
+    depth_to_space_time, gate_residual, guide, layer_norm, map_elements, matmul, multiply, norm_modulate,
+    patchify, relative_attention, relu, renoise, rms_norm, rms_scale, rope, rotate_heads, row_square_sum,
+    scale_shift, silu, soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify,
+    upsample_nearest, widen_to_f32,
 };
 
 impl CpuBackend {
@@ -83,11 +83,23 @@ impl<'a> KernelInputs<'a> {
     fn weight(&self, v: ValueId) -> Result<MatmulWeight<'a>, Fault> {
         Ok(match self.location(v) {
             ValueLocation::Weight(w) => match &self.memory.weights[*w] {
-                WeightData::Packed(p) => MatmulWeight::Packed(p),
-                WeightData::Plain(v) => MatmulWeight::Plain(v),
-                WeightData::Bf16(_) => MatmulWeight::Plain(self.values(v)?),
+                WeightData::Packed(p) => match p.as_slice() {
+                    [matrix] => MatmulWeight::Packed(matrix),
+                    _ => return Err(Fault::Failed("the matrices of groups are used in one matmul".into())),
+                },
+                _ => MatmulWeight::Plain(self.values(v)?),
             },
-            other => MatmulWeight::Plain(self.memory.view_value(other, self.call)?),
+            _ => MatmulWeight::Plain(self.values(v)?),
+        })
+    }
+
+    /// Returns the matrices of a grouped matmul.
+    fn group_weights(&self, v: ValueId) -> Result<GroupWeights<'a>, Fault> {
+        Ok(match self.location(v) {
+            ValueLocation::Weight(w) if let WeightData::Packed(p) = &self.memory.weights[*w] => {
+                GroupWeights::Packed(p)
+            }
+            _ => GroupWeights::Plain(self.values(v)?),
         })
     }
 

@@ -25,7 +25,8 @@ pub(super) struct BackendMemory {
 #[derive(Debug)]
 pub(super) enum WeightData {
     Plain(Vec<f32>),
-    Packed(PackedWeight),
+    /// The matrix of matmuls, or one matrix for each group of a grouped matmul.
+    Packed(Vec<PackedWeight>),
     /// Rows that only `embed` reads, each number exact in bf16.
     Bf16(Vec<u16>),
 }
@@ -35,7 +36,7 @@ impl WeightData {
     pub(super) fn allocated_bytes(&self) -> usize {
         match self {
             WeightData::Plain(v) => v.capacity() * ELEMENT_BYTES,
-            WeightData::Packed(p) => p.allocated_bytes(),
+            WeightData::Packed(p) => p.iter().map(PackedWeight::allocated_bytes).sum(),
             WeightData::Bf16(v) => v.capacity() * size_of::<u16>(),
         }
     }

@@ -61,14 +61,18 @@ impl CpuBackend {
                 opcodes.contains(&o.opcode) && o.operands[1] == v && !elsewhere
             })
         };
-        let has_choice = only_feeds(&[Opcode::Matmul, Opcode::Conv3d]) && ty.shape.len() == 2;
+        let has_choice = match ty.shape.len() {
+            2 => only_feeds(&[Opcode::Matmul, Opcode::Conv3d]),
+            3 => only_feeds(&[Opcode::GroupedMatmul]),
+            _ => false,
+        };
         let packed = has_choice && self.packs_weights;
         let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, packed, name };
         if let Some(i) = self.weight_index.get(&key) {
             return Ok(*i);
         }
         if packed {
-            // A matmul or a convolution can use a plain weight too; in the opposite case the weight is loaded a
+            // Each of these ops can use a plain weight too; in the opposite case the weight is loaded a
             // second time.
             key.packed = false;
             if let Some(i) = self.weight_index.get(&key) {
@@ -104,7 +108,7 @@ impl CpuBackend {
         let mut routes = BTreeMap::new();
         for (ty, index) in &self.matmul_weights {
             let form = match &self.memory.weights[*index] {
-                WeightData::Packed(p) if p.is_bf16() => "packed weight in bf16",
+                WeightData::Packed(_) if self.memory.weights[*index].is_bf16() => "packed weight in bf16",
                 WeightData::Packed(_) => "packed weight",
                 WeightData::Plain(_) | WeightData::Bf16(_) => "plain weight",
             };
@@ -198,7 +202,10 @@ impl CpuBackend {
         let index = usize::try_from(index).ok()?;
         let mut shards = self.shards.iter().zip(&self.memory.weights).filter(|(p, _)| p.name == name);
         shards.find_map(|(_, weight)| match weight {
-            WeightData::Packed(w) => w.get(index),
+            WeightData::Packed(matrices) => {
+                let (matrix, at) = locate_element(matrices, index);
+                matrices.get(matrix)?.get(at)
+            }
             WeightData::Plain(v) => v.get(index).copied(),
             WeightData::Bf16(v) => v.get(index).map(|x| widen_to_f32(*x)),
         })
@@ -208,7 +215,10 @@ impl CpuBackend {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
         self.shards.iter().zip(&mut self.memory.weights).filter(|(p, _)| p.name == name).any(|(_, weight)| {
             match weight {
-                WeightData::Packed(w) => w.set(index, value),
+                WeightData::Packed(matrices) => {
+                    let (matrix, at) = locate_element(matrices, index);
+                    matrices.get_mut(matrix).is_some_and(|w| w.set(at, value))
+                }
                 WeightData::Plain(v) => v.get_mut(index).map(|x| *x = value).is_some(),
                 WeightData::Bf16(v) => v.get_mut(index).map(|x| *x = narrow_to_bf16(value)).is_some(),
             }
@@ -272,10 +282,9 @@ impl LoadedShard {
         let load = self.load.map(WeightLoad::name);
         let data = source.read(&self.name, &self.ty, load, mesh_rank)?;
         let weight = match self.ty.shape[..] {
-            [n, k] if packed => {
-                let (n, k) = (n as usize, k as usize);
-                let bf16 = self.may_be_bf16.then(|| PackedWeight::new_bf16(pool, &data, n, k)).flatten();
-                WeightData::Packed(bf16.unwrap_or_else(|| PackedWeight::new(pool, &data, n, k)))
+            [ref groups @ .., n, k] if packed => {
+                let extents = [groups.iter().product(), n, k].map(|n| n as usize);
+                WeightData::Packed(pack_matrices(pool, &data, extents, self.may_be_bf16))
             }
             _ if self.may_be_bf16 && data.iter().all(|x| is_exact_bf16(*x)) => {
                 WeightData::Bf16(data.iter().map(|x| narrow_to_bf16(*x)).collect())
@@ -289,11 +298,35 @@ impl LoadedShard {
     }
 }
 
+/// Packs the matrices of `w[count, n, k]`, in bf16 if that may be and every element is exact in it.
+fn pack_matrices(pool: &Pool, w: &[f32], [count, n, k]: [usize; 3], may_be_bf16: bool) -> Vec<PackedWeight> {
+    let matrices = || (0..count).map(|i| &w[i * n * k..][..n * k]);
+    let bf16 = may_be_bf16.then(|| matrices().map(|w| PackedWeight::new_bf16(pool, w, n, k)).collect());
+    bf16.flatten().unwrap_or_else(|| matrices().map(|w| PackedWeight::new(pool, w, n, k)).collect())
+}
+
+/// Returns the matrix of an element of a packed weight, and the element's index in it.
+fn locate_element(matrices: &[PackedWeight], index: usize) -> (usize, usize) {
+    let elements = matrices.first().map_or(1, |w| w.shape().0 * w.shape().1).max(1);
+    (index / elements, index % elements)
+}
+
+/// Returns the number of units of one matrix of a packed weight.
+fn units_of_matrix(matrix: &PackedWeight) -> usize {
+    matrix.shape().0.div_ceil(UNPACK_ROWS).max(1)
+}
+
+/// Returns the matrix of a unit of a packed weight, and the unit's first row in it.
+fn locate_unit(matrices: &[PackedWeight], unit: usize) -> (usize, usize) {
+    let units = matrices.first().map_or(1, units_of_matrix);
+    (unit / units, unit % units * UNPACK_ROWS)
+}
+
 impl WeightData {
     fn is_bf16(&self) -> bool {
         match self {
             WeightData::Plain(_) => false,
-            WeightData::Packed(p) => p.is_bf16(),
+            WeightData::Packed(p) => p.iter().all(PackedWeight::is_bf16),
             WeightData::Bf16(_) => true,
         }
     }
@@ -302,7 +335,7 @@ impl WeightData {
         match self {
             WeightData::Plain(v) => v.len().div_ceil(UNIT_ELEMENTS).max(1),
             WeightData::Bf16(v) => v.len().div_ceil(UNIT_ELEMENTS).max(1),
-            WeightData::Packed(p) => p.shape().0.div_ceil(UNPACK_ROWS).max(1),
+            WeightData::Packed(p) => p.len() * p.first().map_or(0, units_of_matrix),
         }
     }
 
@@ -310,7 +343,11 @@ impl WeightData {
         let elements = match self {
             WeightData::Plain(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
             WeightData::Bf16(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
-            WeightData::Packed(p) => (p.shape().0 - unit * UNPACK_ROWS).min(UNPACK_ROWS) * p.shape().1,
+            WeightData::Packed(p) => {
+                let (matrix, first) = locate_unit(p, unit);
+                let (n, k) = p[matrix].shape();
+                (n - first).min(UNPACK_ROWS) * k
+            }
         };
         elements as u64 * 4
     }
@@ -328,7 +365,8 @@ impl WeightData {
                 hash.update(rows);
             }
             WeightData::Packed(p) => {
-                p.unpack_rows(unit * UNPACK_ROWS, rows);
+                let (matrix, first) = locate_unit(p, unit);
+                p[matrix].unpack_rows(first, rows);
                 hash.update(rows);
             }
         }

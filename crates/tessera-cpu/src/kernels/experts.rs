@@ -5,7 +5,7 @@
 use tessera_ir::RouterScore;
 
 use super::matmul::matmul;
-use super::{Activation, MatmulWeight, Scratch};
+use super::{Activation, MatmulWeight, PackedWeight, Scratch};
 use crate::Pool;
 
 /// How a router chooses experts.
@@ -261,14 +261,33 @@ pub fn expert_pack_fused(
     });
 }
 
-/// Multiplies the filled slots of each group with the group's own weights, `x[groups, slots, k]` and
-/// `w[groups, m, k]`; other slots are zeros. The slots of a group belong to token groups in equal parts, each of which
+/// The weights `[groups, m, k]` of a grouped matmul.
+#[derive(Debug, Clone, Copy)]
+pub enum GroupWeights<'a> {
+    /// `[groups, m, k]`; every call packs the matrices again that it reads.
+    Plain(&'a [f32]),
+    /// One matrix `[m, k]` per group, packed once; faster, with the same bits.
+    Packed(&'a [PackedWeight]),
+}
+
+impl<'a> GroupWeights<'a> {
+    /// Returns the matrix of a group, which has `elements` elements.
+    fn matrix(self, group: usize, elements: usize) -> MatmulWeight<'a> {
+        match self {
+            GroupWeights::Plain(w) => MatmulWeight::Plain(&w[group * elements..][..elements]),
+            GroupWeights::Packed(matrices) => MatmulWeight::Packed(&matrices[group]),
+        }
+    }
+}
+
+/// Multiplies the filled slots of each group of `x[groups, slots, k]` with the group's own matrix; other slots are zeros. The slots of a group belong to token groups in equal parts, each of which
 /// is filled from its start, as `counts[groups, token groups]` says.
 pub fn grouped_matmul(
     pool: &Pool,
     scratch: &mut Scratch,
     out: &mut [f32],
-    [x, w, counts]: [&[f32]; 3],
+    [x, counts]: [&[f32]; 2],
+    w: GroupWeights<'_>,
     [slots, m, k]: [usize; 3],
     act: Option<Activation>,
 ) {
@@ -277,10 +296,9 @@ pub fn grouped_matmul(
     for (part, count) in counts.iter().enumerate() {
         let (filled, empty) = out[part * capacity * m..][..capacity * m].split_at_mut(*count as usize * m);
         let rows = &x[part * capacity * k..][..*count as usize * k];
-        let w = &w[part / token_groups * m * k..][..m * k];
         if !filled.is_empty() {
-            let extents = (*count as usize, m, k);
-            matmul(pool, scratch, filled, rows, MatmulWeight::Plain(w), extents, None, act, 1);
+            let (w, extents) = (w.matrix(part / token_groups, m * k), (*count as usize, m, k));
+            matmul(pool, scratch, filled, rows, w, extents, None, act, 1);
         }
         empty.fill(0.0);
     }

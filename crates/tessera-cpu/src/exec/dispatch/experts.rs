@@ -148,8 +148,8 @@ impl KernelRun<'_> {
             return Err(Fault::Failed(format!("{n} of {capacity} slots")));
         }
         let extents = [shape[1] as usize, x.shape(v.w)[1] as usize, shape[2] as usize];
-        let operands = [x.values(v.x)?, x.values(v.w)?, counts];
-        kernels::grouped_matmul(self.pool, self.scratch, self.out, operands, extents, v.act);
+        let (operands, w) = ([x.values(v.x)?, counts], x.group_weights(v.w)?);
+        kernels::grouped_matmul(self.pool, self.scratch, self.out, operands, w, extents, v.act);
         Ok(())
     }
 
