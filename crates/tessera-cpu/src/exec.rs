@@ -91,7 +91,18 @@ struct WeightKey {
     name: String,
     ty: String,
     load: Option<WeightLoad>,
-    packed: bool,
+    form: WeightForm,
+}
+
+/// The form of a shard in memory, which decides who can read it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum WeightForm {
+    /// Elements in the order of the tensor, which every kernel reads.
+    Plain,
+    /// Panels for matmuls and convolutions.
+    Packed,
+    /// Elements that only `embed` reads, in bf16 if that is exact.
+    Table,
 }
 
 /// The value of an output op; its memory is reused from run to run.

@@ -1,4 +1,5 @@
-//! Kernels as plain functions on f32 slices, row-major, last dim fastest.
+//! Kernels as plain functions on f32 slices, row-major, last dim fastest. A value of a narrower dtype is a slice too,
+//! of numbers that the dtype represents exactly.
 //!
 //! A verified program guarantees the shapes, so a wrong length is a bug of the caller and panics.
 //! Every kernel propagates NaN: masking one would hide a fault.
@@ -12,6 +13,7 @@ mod frames;
 mod heads;
 mod language;
 mod matmul;
+mod narrow;
 mod norm;
 mod page_table;
 mod pixels;
@@ -27,6 +29,7 @@ pub use frames::*;
 pub use heads::*;
 pub use language::*;
 pub use matmul::*;
+pub use narrow::*;
 pub use norm::*;
 pub use page_table::PageTable;
 pub use pixels::*;
@@ -83,6 +86,7 @@ mod tests {
     use crate::Pool;
     use crate::simd::{levels, with_level};
     use tessera_base::random::{DrawKey, fill_normals};
+    use tessera_ir::DType;
 
     fn random_values(n: usize, seed: u64) -> Vec<f32> {
         let mut out = vec![0.0; n];
@@ -118,6 +122,19 @@ mod tests {
         keep(rows * 2, &mut |o| row_square_sum(&pool, o, &[&x, &y], d, 2));
         keep(rows * d, &mut |o| add(&pool, o, &x, &y));
         keep(rows * d, &mut |o| bias_act(&pool, o, &x, &m[..d], Some(Activation::GeluTanh)));
+        for dtype in [DType::Bf16, DType::E4m3] {
+            keep(rows * d, &mut |o| {
+                divide_rows_by_scales(&pool, o, &x, d);
+                round_to_dtype(&pool, o, dtype);
+            });
+        }
+        keep(rows, &mut |o| compute_row_scales(&pool, o, &x, d));
+        keep(rows * d, &mut |o| {
+            o.copy_from_slice(&x);
+            let (scales, columns) = (Some(&y[..rows]), Some(&m[..d]));
+            let act = Some(Activation::GeluTanh);
+            scale_matmul(&pool, o, d, MatmulScales { rows: scales, columns, bias: columns, act });
+        });
         keep(rows * d, &mut |o| map_elements(&pool, o, &x, silu));
         keep(rows * d, &mut |o| map_elements(&pool, o, &x, |x| soft_clamp(x, 0.7)));
         let key = DrawKey { seed: 9, chunk: 1, draw: 2 };

@@ -51,7 +51,8 @@ pub struct BackendUnderTest<'a, B> {
 /// elements over all ranks. `n` counts the roundings that can accumulate in the output: one for
 /// each arithmetic op of the program, plus the number of terms of its longest dot product, mean or
 /// sum over ranks. Roundings are independent enough to grow with √n. A program that only moves
-/// elements has n = 0: every bit must be right.
+/// elements has n = 0: every bit must be right. In a program with values in bf16, `relative` is at least the distance of
+/// two neighbours in bf16, because the reference does not round them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tolerance {
     /// Error of one rounding relative to the value's scale: a few units in the last place.

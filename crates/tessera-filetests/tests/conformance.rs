@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,8 +17,11 @@ use tessera_device::{
     MemoryUse, Observer, ProgramHandle, T0801, WeightSource,
 };
 use tessera_filetests::{BackendFactory, BackendUnderTest, ConformanceReport, Tolerance, run_conformance};
-use tessera_ir::{Program, Slots};
+use tessera_ir::{DType, OpKind, Opcode, Program, Slots, parse_all};
 use tessera_mesh::Mesh;
+use tessera_models::{DecoderModel, PagedCache, TokenBucket, TokenOutput, build_token_phases};
+use tessera_plan::precision::apply_dtype_policy;
+use tessera_plan::{DecoderPrecision, DtypePolicy, Strategy};
 
 #[test]
 fn the_cpu_backend_agrees_with_the_reference() {
@@ -32,6 +37,62 @@ fn the_cpu_backend_agrees_with_the_reference() {
         let file = format!("eval/{group}.tir");
         assert!(report.passed.contains(&file), "{file} must run\n{report}");
     }
+}
+
+/// An op with the dtypes below f32 of its operands and results.
+type NarrowOp = (Opcode, BTreeSet<DType>);
+
+fn narrow_ops(p: &Program) -> impl Iterator<Item = NarrowOp> + '_ {
+    p.ops.iter().filter(|op| op.opcode.table_row().kind == OpKind::Compute).filter_map(|op| {
+        let values = op.used_values().chain(op.results.iter().copied());
+        let dtypes: BTreeSet<DType> = values.map(|v| p.type_of(v).dtype).collect();
+        let narrow = dtypes.into_iter().filter(|d| matches!(d, DType::Bf16 | DType::E4m3));
+        let narrow: BTreeSet<DType> = narrow.collect();
+        (!narrow.is_empty()).then_some((op.opcode, narrow))
+    })
+}
+
+/// Returns the ops of the language models among the fixtures under the policies in low precision.
+fn low_precision_ops() -> BTreeMap<NarrowOp, String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/lm");
+    let cache = PagedCache { page_rows: 4, pages: 8, pages_per_sequence: 4, replicates_heads: false };
+    let buckets = [TokenBucket { sequences: 1, rows: 5 }, TokenBucket { sequences: 2, rows: 1 }];
+    let mut ops = BTreeMap::new();
+    for dir in std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()) {
+        let name = dir.file_name().unwrap().to_string_lossy().into_owned();
+        let config = std::fs::read_to_string(dir.join("config.json")).unwrap();
+        let model = DecoderModel::parse(&name, &config).unwrap();
+        for logical in build_token_phases(&model, cache, &buckets, TokenOutput::Next) {
+            for policy in [DtypePolicy::Bf16, DtypePolicy::Fp8] {
+                let decoder = DecoderPrecision::Exact;
+                let p = apply_dtype_policy(&logical, policy, Strategy::Megatron, decoder).unwrap();
+                ops.extend(narrow_ops(&p).map(|op| (op, format!("{name} under {}", policy.name()))));
+            }
+        }
+    }
+    ops
+}
+
+#[test]
+fn every_op_of_a_language_model_runs_in_the_dtypes_of_every_policy() {
+    let files: Vec<_> = read_files().into_iter().filter(|(name, _)| name.starts_with("eval/")).collect();
+    let mut covered = BTreeSet::new();
+    let parsed = files.iter().filter_map(|(name, text)| parse_all(text, name).ok());
+    parsed.flatten().for_each(|p| covered.extend(narrow_ops(&p)));
+    let wanted = low_precision_ops();
+    assert!(wanted.len() >= 17, "{wanted:?}");
+    let missing: Vec<_> = wanted.iter().filter(|(op, _)| !covered.contains(op)).collect();
+    assert!(missing.is_empty(), "no file evaluates {missing:#?}");
+    let narrow: Vec<_> = files
+        .into_iter()
+        .filter(|(name, text)| {
+            parse_all(text, name).is_ok_and(|ps| ps.iter().any(|p| narrow_ops(p).next().is_some()))
+        })
+        .collect();
+    let report = run_conformance(&cpu_backend("cpu"), &narrow);
+    let skipped: Vec<&str> = report.skipped.iter().map(|(name, _)| name.as_str()).collect();
+    // `cast.tir` covers f16 too, which no policy names.
+    assert!(report.failed.is_empty() && skipped == ["eval/cast.tir"], "{report}");
 }
 
 #[test]

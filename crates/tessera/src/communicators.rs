@@ -16,7 +16,7 @@ use tessera_cpu::halo;
 use tessera_cpu::tcp::{PeerStream, TcpTransport};
 use tessera_cpu::transport::{CommLayout, Transport, TransportError};
 use tessera_device::{CommRoute, Communicator};
-use tessera_ir::{Opcode, Program, ValueId};
+use tessera_ir::{DType, Opcode, Program, ValueId};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::ByteStream;
 use tessera_runtime::tripwire::T0757;
@@ -107,7 +107,8 @@ fn program_demands(p: &Program) -> BTreeMap<CommRoute, ArenaDemand> {
         let index = b.next_index;
         b.next_index += 1;
         let need = demands.entry(route).or_default();
-        let bytes = |v: ValueId| p.type_of(v).byte_size().0;
+        // Members pass numbers of every dtype as f32.
+        let bytes = |v: ValueId| p.type_of(v).element_count() * DType::F32.element_bytes();
         // A halo exchange passes the first and the last row of each frame, as many as it receives.
         let passed = match op.opcode {
             Opcode::HaloExchange => halo::contribution_bytes(p.collective_result(op).map_or(0, bytes)),

@@ -434,7 +434,7 @@ impl WeightSource for Weights {
 }
 
 /// Selects the columns of a shard from whole rows.
-fn select_columns(rows: Vec<f32>, width: usize, ty: &Type, mesh_rank: &MeshRank) -> Vec<f32> {
+pub(crate) fn select_columns(rows: Vec<f32>, width: usize, ty: &Type, mesh_rank: &MeshRank) -> Vec<f32> {
     let column_range = ty.layout.global_ranges(&ty.shape, &mesh_rank.mesh, mesh_rank.coord()).get(1).copied();
     match column_range.map(|(start, len)| start as usize..(start + len) as usize) {
         Some(column_range) if column_range.len() < width && column_range.end <= width => {

@@ -13,6 +13,7 @@ use super::memory::ValueLocation;
 use super::{CpuBackend, PreparedProgram};
 use crate::collectives;
 use crate::halo::{self, ExpectedHalo};
+use crate::kernels::round_to_dtype;
 use crate::transport::{CommFault, Ticket};
 use crate::wire;
 
@@ -85,6 +86,10 @@ impl CpuBackend {
             }
         });
         self.compensated_sums += report.compensated_sums;
+        // Members add in f32; the sum is rounded once, as on every device.
+        if let (Ok(()), Some(r)) = (&collected, result) {
+            round_to_dtype(&self.pool, memory, p.type_of(*r).dtype);
+        }
         collected.map_err(|e| to_fault(p, op, end.route, &e))?;
         let (Some(expected), OpView::HaloExchange(v)) = (report.halo, &prepared.views[issue]) else {
             return Ok(());

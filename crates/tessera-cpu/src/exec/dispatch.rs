@@ -1,4 +1,5 @@
-//! The kernel of each compute op, and its run on the values of a program.
+//! The kernel of each compute op, and its run on the values of a program. A kernel computes in f32; its result is
+//! rounded to the dtype of its type.
 
 mod experts;
 mod language;
@@ -15,12 +16,12 @@ use super::memory::{MemoryView, ValueLocation, WeightData};
 use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
 use crate::kernels::{
-    ConvSpec, DistanceBias, FrameIndexing, GroupWeights, KeyBias, MatmulWeight, PatchGrid, PixelGeometry,
-    RopeCache, RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames, conv3d,
-    depth_to_space_time, gate_residual, guide, layer_norm, map_elements, matmul, multiply, norm_modulate,
-    patchify, relative_attention, relu, renoise, rms_norm, rms_scale, rope, rotate_heads, row_square_sum,
-    scale_shift, silu, soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify,
-    upsample_nearest, widen_to_f32,
+    ConvSpec, DistanceBias, FrameIndexing, GroupWeights, KeyBias, MatmulScales, MatmulWeight, PatchGrid,
+    PixelGeometry, RopeCache, RopeSpec, Scratch, add, attention, bias_act, bmm, channels_to_frames,
+    compute_row_scales, conv3d, depth_to_space_time, divide_rows_by_scales, gate_residual, guide, layer_norm,
+    map_elements, matmul, multiply, norm_modulate, patchify, relative_attention, relu, renoise, rms_norm,
+    rms_scale, rope, rotate_heads, round_to_dtype, row_square_sum, scale_matmul, scale_shift, silu,
+    soft_clamp, softmax, space_time_to_depth, time_embed, to_x0, unpatchify, upsample_nearest, widen_to_f32,
 };
 
 impl CpuBackend {
@@ -35,26 +36,33 @@ impl CpuBackend {
         let Some(kernel) = &prepared.kernels[at] else {
             return Err(Fault::Failed(format!("{} has no kernel", op.opcode.name())));
         };
-        let ValueLocation::Slot(place) = prepared.locations[op.results[0].0 as usize] else {
-            return Err(Fault::Failed(format!("the result of {} has no slot", op.opcode.name())));
-        };
-        let (memory, out) = self.memory.split_at_place(place);
-        let inputs = KernelInputs {
-            program: &prepared.program,
-            locations: &prepared.locations,
-            memory,
-            call,
-            placement: self.placement,
-        };
-        let mut run = KernelRun {
-            inputs,
-            pool: &self.pool,
-            scratch: &mut self.scratch,
-            tables: &mut self.rope_cache,
-            out,
-            out_ty: prepared.program.type_of(op.results[0]),
-        };
-        (kernel.0)(&mut run)
+        // Memory lends one place for writing, so an op with two results computes each by itself.
+        for (nth_result, result) in op.results.iter().enumerate() {
+            let ValueLocation::Slot(place) = prepared.locations[result.0 as usize] else {
+                return Err(Fault::Failed(format!("the result of {} has no slot", op.opcode.name())));
+            };
+            let (memory, out) = self.memory.split_at_place(place);
+            let inputs = KernelInputs {
+                program: &prepared.program,
+                locations: &prepared.locations,
+                memory,
+                call,
+                placement: self.placement,
+            };
+            let out_ty = prepared.program.type_of(*result);
+            let mut run = KernelRun {
+                inputs,
+                pool: &self.pool,
+                scratch: &mut self.scratch,
+                tables: &mut self.rope_cache,
+                out,
+                out_ty,
+                nth_result,
+            };
+            (kernel.0)(&mut run)?;
+            round_to_dtype(&self.pool, run.out, out_ty.dtype);
+        }
+        Ok(())
     }
 }
 
@@ -143,6 +151,8 @@ struct KernelRun<'a> {
     tables: &'a mut RopeCache,
     out: &'a mut [f32],
     out_ty: &'a Type,
+    /// Which result of the op `out` is.
+    nth_result: usize,
 }
 
 /// A kernel with the operands and attributes of one op.
@@ -171,7 +181,15 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::Mul(v) => bind_values(v, [v.x, v.y], |r, _, [x, y]| multiply(r.pool, r.out, x, y)),
         C::Silu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, silu)),
         C::Relu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, relu)),
-        C::Cast(_) | C::Quantize(_) => return Err("another dtype (this backend computes in f32)"),
+        // The result of every kernel is rounded to its dtype.
+        C::Cast(v) => bind_values(v, [v.x], |r, _, [x]| r.out.copy_from_slice(x)),
+        C::Quantize(v) => bind_values(v, [v.x], |r, v, [x]| {
+            let width = r.inputs.width(v.x);
+            match r.nth_result {
+                0 => divide_rows_by_scales(r.pool, r.out, x, width),
+                _ => compute_row_scales(r.pool, r.out, x, width),
+            }
+        }),
         C::LayerNorm(v) => bind_values(v, [v.x, v.w, v.b], |r, v, [x, w, b]| {
             layer_norm(r.pool, r.out, x, w, b, v.eps as f32);
         }),
@@ -305,7 +323,14 @@ impl KernelRun<'_> {
         let extents = (x.shape(v.x)[0] as usize, x.shape(v.w)[0] as usize, x.width(v.x));
         let (w, bias) = (x.weight(v.w)?, v.bias.map(|b| x.values(b)).transpose()?);
         let (rows, segments) = (x.values(v.x)?, v.segments as usize);
-        matmul(self.pool, self.scratch, self.out, rows, w, extents, bias, v.act, segments);
+        let [row_scales, columns] = [v.x_scale, v.w_scale].map(|s| s.map(|s| x.values(s)).transpose());
+        let scales = MatmulScales { rows: row_scales?, columns: columns?, bias, act: v.act };
+        if scales.rows.is_none() && scales.columns.is_none() {
+            matmul(self.pool, self.scratch, self.out, rows, w, extents, bias, v.act, segments);
+        } else {
+            matmul(self.pool, self.scratch, self.out, rows, w, extents, None, None, segments);
+            scale_matmul(self.pool, self.out, extents.1, scales);
+        }
         Ok(())
     }
 
@@ -325,7 +350,13 @@ impl KernelRun<'_> {
         let out = &self.out_ty.shape;
         let (w, bias) = (x.weight(v.w)?, v.bias.map(|b| x.values(b)).transpose()?);
         let extents = extents([out[1], out[2], out[3]]);
-        conv3d(self.pool, self.scratch, self.out, x.values(v.x)?, w, bias, extents, &spec);
+        let columns = v.w_scale.map(|s| x.values(s)).transpose()?;
+        let added = if columns.is_some() { None } else { bias };
+        conv3d(self.pool, self.scratch, self.out, x.values(v.x)?, w, added, extents, &spec);
+        if columns.is_some() {
+            let scales = MatmulScales { rows: None, columns, bias, act: None };
+            scale_matmul(self.pool, self.out, extents[2], scales);
+        }
         Ok(())
     }
 

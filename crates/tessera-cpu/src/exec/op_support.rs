@@ -13,10 +13,15 @@ use crate::kernels::MAX_HEAD_DIM;
 pub(super) fn read_supported(p: &Program, op: &Op) -> Result<(OpView, Option<Kernel>), String> {
     let is_supported_dtype = |v: &ValueId| {
         let t = p.type_of(*v);
-        t.is_token() || t.dtype == DType::F32 || t.shape.is_empty()
+        match t.dtype {
+            DType::F32 | DType::Bf16 | DType::E4m3 => true,
+            DType::I64 => t.shape.is_empty(),
+            DType::F64 | DType::F16 => false,
+            DType::Ticket | DType::Event => true,
+        }
     };
     if let Some(v) = op.operands.iter().chain(&op.results).find(|v| !is_supported_dtype(v)) {
-        return Err(format!("dtype {} (this backend computes in f32)", p.type_of(*v).dtype));
+        return Err(format!("dtype {} (this backend holds f32, bf16 and e4m3)", p.type_of(*v).dtype));
     }
     let view = op.view().map_err(|e| e.message)?;
     if let Some(why) = unsupported_variant(p, op, &view) {
@@ -41,6 +46,7 @@ fn unsupported_variant(p: &Program, op: &Op, view: &OpView) -> Option<String> {
         V::Matmul(v) => {
             (!matches!(v.segments, 1 | 2 | 4 | 8), "a number of segments other than 1, 2, 4 or 8")
         }
+        V::Cast(v) => (p.type_of(v.x).dtype == DType::I64, "a cast of an integer"),
         V::Softmax(v) => (
             v.dim.is_some_and(|dim| dim + 1 != p.type_of(v.x).shape.len()),
             "a softmax over a dim other than the last",

@@ -60,13 +60,17 @@ impl CpuBackend {
     /// Places the slots of a program one after another in the temporaries, which grow if needed, and
     /// returns the first element of each.
     fn place_slots(&mut self, p: &Program, slots: &Slots) -> Result<Vec<usize>, Diagnostic> {
-        let (mut starts, mut end) = (Vec::with_capacity(slots.slot_bytes.len()), 0_u64);
-        for bytes in &slots.slot_bytes {
+        // The plan counts bytes of dtypes, and memory here holds every element as f32.
+        let mut elements: Vec<u64> = slots.slot_bytes.iter().map(|bytes| bytes.div_ceil(4)).collect();
+        for (value, slot) in p.values.iter().zip(&slots.value_slots) {
+            if let Some(most) = slot.and_then(|s| elements.get_mut(s as usize)) {
+                *most = (*most).max(value.ty.element_count());
+            }
+        }
+        let (mut starts, mut end) = (Vec::with_capacity(elements.len()), 0_u64);
+        for elements in elements {
             starts.push(usize::try_from(end).unwrap_or(usize::MAX));
-            end = end
-                .saturating_add(bytes.div_ceil(4))
-                .checked_next_multiple_of(SLOT_ALIGNMENT)
-                .unwrap_or(u64::MAX);
+            end = end.saturating_add(elements).checked_next_multiple_of(SLOT_ALIGNMENT).unwrap_or(u64::MAX);
         }
         if (self.memory.temporaries.len() as u64) < end {
             // The old memory is returned first, because no run reads what an earlier one wrote.
@@ -117,7 +121,7 @@ impl CpuBackend {
             }
             // The plan assigns a slot to every value that an op writes.
             _ => match slots.value_slots.get(result.0 as usize).copied().flatten() {
-                Some(s) if slots.slot_bytes.get(s as usize).is_some_and(|b| len as u64 <= b.div_ceil(4)) => {
+                Some(s) if slots.slot_bytes.get(s as usize).is_some_and(|b| ty.byte_size().0 <= *b) => {
                     let slot = s as usize;
                     ValueLocation::Slot(SlotPlace { slot, start: slot_starts[slot], len })
                 }

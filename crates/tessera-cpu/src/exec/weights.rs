@@ -5,13 +5,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_device::{AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
-use tessera_ir::{Op, OpView, Opcode, Program, Type, WeightLoad, views};
+use tessera_ir::{DType, Op, OpView, Opcode, Program, Type, WeightLoad, views};
 
 use super::memory::WeightData;
-use super::{CpuBackend, WeightKey};
+use super::{CpuBackend, WeightForm, WeightKey};
 use crate::Pool;
 use crate::kernels::{
-    PackedWeight, RopeSpec, RopeTables, UNPACK_ROWS, is_exact_bf16, narrow_to_bf16, time_embed, widen_to_f32,
+    PackedWeight, RopeSpec, RopeTables, UNPACK_ROWS, is_exact_bf16, narrow_to_bf16, round_to_dtype,
+    time_embed, widen_to_f32,
 };
 
 /// The origin of a loaded shard, and its fingerprint at load time.
@@ -66,29 +67,31 @@ impl CpuBackend {
             3 => only_feeds(&[Opcode::GroupedMatmul]),
             _ => false,
         };
-        let packed = has_choice && self.packs_weights;
-        let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, packed, name };
-        if let Some(i) = self.weight_index.get(&key) {
-            return Ok(*i);
-        }
-        if packed {
-            // Each of these ops can use a plain weight too; in the opposite case the weight is loaded a
-            // second time.
-            key.packed = false;
+        let may_be_bf16 = self.stores_bf16 || is_narrow(ty);
+        let form = match () {
+            () if has_choice && self.packs_weights => WeightForm::Packed,
+            () if may_be_bf16 && only_feeds(&[Opcode::Embed]) => WeightForm::Table,
+            () => WeightForm::Plain,
+        };
+        let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, form, name };
+        // Every kernel can use a plain weight; in the opposite case the weight is loaded a second time.
+        for found in [form, WeightForm::Plain] {
+            key.form = found;
             if let Some(i) = self.weight_index.get(&key) {
                 return Ok(*i);
             }
-            key.packed = true;
         }
+        key.form = form;
         let bytes = ty.element_count().saturating_mul(4);
         self.budget.reserve_bytes(&format!("weight {}", key.name), bytes)?;
         let mut piece = LoadedShard {
             name: key.name.clone(),
             ty: ty.clone(),
             load,
-            may_be_bf16: self.stores_bf16 && (packed || only_feeds(&[Opcode::Embed])),
+            may_be_bf16: may_be_bf16 && form != WeightForm::Plain,
             fingerprint: FingerprintHasher::default().finish("", ""),
         };
+        let packed = form == WeightForm::Packed;
         let data = piece.read(&self.pool, &self.placement, packed, source, &mut self.audit_cursor.rows)?;
         if data.is_bf16() {
             self.budget.give_back(bytes / 2);
@@ -165,7 +168,7 @@ impl CpuBackend {
             if size > budget {
                 break;
             }
-            weight.hash_unit(*unit, hash, rows);
+            weight.hash_unit(*unit, self.shards[*piece].ty.dtype, hash, rows);
             budget -= size;
             audited.bytes += size;
             *unit += 1;
@@ -280,7 +283,8 @@ impl LoadedShard {
         rows: &mut Vec<f32>,
     ) -> Result<WeightData, Diagnostic> {
         let load = self.load.map(WeightLoad::name);
-        let data = source.read(&self.name, &self.ty, load, mesh_rank)?;
+        let mut data = source.read(&self.name, &self.ty, load, mesh_rank)?;
+        round_to_dtype(pool, &mut data, self.ty.dtype);
         let weight = match self.ty.shape[..] {
             [ref groups @ .., n, k] if packed => {
                 let extents = [groups.iter().product(), n, k].map(|n| n as usize);
@@ -292,7 +296,7 @@ impl LoadedShard {
             _ => WeightData::Plain(data),
         };
         let mut hash = FingerprintHasher::default();
-        (0..weight.unit_count()).for_each(|unit| weight.hash_unit(unit, &mut hash, rows));
+        (0..weight.unit_count()).for_each(|unit| weight.hash_unit(unit, self.ty.dtype, &mut hash, rows));
         self.fingerprint = hash.finish(&self.name, describe_slice(&self.ty, load, mesh_rank));
         Ok(weight)
     }
@@ -353,22 +357,29 @@ impl WeightData {
     }
 
     /// Hashes unit number `unit`, which is [`UNIT_ELEMENTS`] elements or [`UNPACK_ROWS`] rows, in
-    /// the order of the tensor's elements.
-    fn hash_unit(&self, unit: usize, hash: &mut FingerprintHasher, rows: &mut Vec<f32>) {
+    /// the order of the tensor's elements, as numbers of the dtype of its type: a GPU stores these.
+    fn hash_unit(&self, unit: usize, dtype: DType, hash: &mut FingerprintHasher, rows: &mut Vec<f32>) {
         match self {
-            WeightData::Plain(v) => hash.update(v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default()),
+            WeightData::Plain(v) => {
+                hash.update_as(v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default(), dtype);
+            }
             WeightData::Bf16(v) => {
                 rows.clear();
                 rows.extend(
                     v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default().iter().map(|x| widen_to_f32(*x)),
                 );
-                hash.update(rows);
+                hash.update_as(rows, dtype);
             }
             WeightData::Packed(p) => {
                 let (matrix, first) = locate_unit(p, unit);
                 p[matrix].unpack_rows(first, rows);
-                hash.update(rows);
+                hash.update_as(rows, dtype);
             }
         }
     }
+}
+
+/// Returns whether bf16 represents every number of a type's dtype.
+fn is_narrow(ty: &Type) -> bool {
+    matches!(ty.dtype, DType::Bf16 | DType::E4m3)
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_device::{Backend, Fault};
-use tessera_ir::{OpKind, OpView, Opcode, Program, ValueId};
+use tessera_ir::{DType, OpKind, OpView, Opcode, Program, ValueId};
 use tessera_mesh::{Mesh, Rank};
 use tessera_reference::{EvalError as Exact, Evaluator, Tensor};
 
@@ -143,7 +143,7 @@ fn compare_outputs(
     }
     let mut worst = 0.0f64;
     for (phase, cast) in casts.iter().enumerate() {
-        let relative = tolerance.relative * count_roundings(cast).sqrt();
+        let relative = tolerance.relative.max(unit_error(cast)) * count_roundings(cast).sqrt();
         for rank in mesh.iter() {
             let at = rank.0 as usize;
             let RankEnd::Done(got) = &ends[at] else { continue };
@@ -179,6 +179,16 @@ fn max_difference(got: &[f32], want: &Tensor) -> f64 {
     let all = got.iter().zip(to_f32(want)).map(far);
     all.fold(0.0, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) })
 }
+
+/// Returns the error of one rounding in the narrowest dtype in which the programs compute, and 0 for f32. The
+/// reference rounds only the results of casts and of `quantize`, to e4m3 alone in the latter.
+fn unit_error(cast: &[&Program]) -> f64 {
+    let rounds_to_bf16 = |p: &&Program| p.values.iter().any(|v| v.ty.dtype == DType::Bf16);
+    if cast.iter().any(rounds_to_bf16) { BF16_UNIT } else { 0.0 }
+}
+
+/// Distance of neighbouring numbers in bf16 relative to their size: twice the error of one rounding.
+const BF16_UNIT: f64 = 1.0 / 128.0;
 
 /// Counts the roundings that can accumulate in a value of these programs; 0 if they only move
 /// elements.

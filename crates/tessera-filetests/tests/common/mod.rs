@@ -74,7 +74,7 @@ pub fn open_cpu_backends(
                     continue;
                 };
                 let need = needs.entry(lane).or_default();
-                let bytes = |v: ValueId| p.type_of(v).byte_size().0;
+                let bytes = |v: ValueId| p.type_of(v).element_count() * 4;
                 need.0 = need.0.max(match op.opcode {
                     Opcode::HaloExchange => contribution_bytes(p.collective_result(op).map_or(0, bytes)),
                     _ => op.operands.first().map_or(0, |v| bytes(*v)),

@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
-use tessera_ir::{Opcode, Type};
+use tessera_ir::{Opcode, Type, WeightLoad};
 use tessera_mesh::Rank;
 use tessera_models::{DecoderModel, EVERY_EXPERT, ROTARY_FREQUENCIES};
 use tessera_verify::SealedPlan;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
+use crate::model::select_columns;
 use crate::weights_origin::WeightsBase;
 
 /// The weights of a language model.
@@ -95,6 +97,10 @@ fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
         let Some(program) = plan.rank_program(phase, rank) else { continue };
         for op in program.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
             let (Some(name), Some(result)) = (&op.name, op.results.first()) else { continue };
+            // Scales are computed from the tensor of the same name.
+            if op.weight_load() == Some(WeightLoad::E4m3Scale) {
+                continue;
+            }
             let ty = program.type_of(*result);
             shapes.insert(name.clone(), ty.layout.global_shape(&ty.shape, mesh));
         }
@@ -121,14 +127,26 @@ impl WeightSource for LanguageWeights {
         &mut self,
         name: &str,
         ty: &Type,
-        _load: Option<&str>,
+        load: Option<&str>,
         rank: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
         if name == ROTARY_FREQUENCIES {
             return Ok(self.frequencies.clone());
         }
         let dims = ty.layout.global_ranges(&ty.shape, &rank.mesh, rank.coord());
-        let ranges: Vec<_> = dims.into_iter().map(|(start, len)| start..start + len).collect();
+        let mut ranges: Vec<_> = dims.into_iter().map(|(start, len)| start..start + len).collect();
+        if let Some("e4m3" | "e4m3.scale") = load {
+            // A scale is that of a whole row, whichever columns the shard has.
+            let width = self.set.tensor_shape(name).and_then(|s| s.get(1)).copied().unwrap_or(1);
+            ranges.truncate(1);
+            ranges.push(0..width);
+            let mut rows = self.set.read_f32(name, &ranges)?;
+            if load == Some("e4m3.scale") {
+                return Ok(row_scales(&rows, width as usize));
+            }
+            divide_by_row_scales(&mut rows, width as usize);
+            return Ok(select_columns(rows, width as usize, ty, rank));
+        }
         if !name.contains(EVERY_EXPERT) {
             return self.set.read_f32(name, &ranges);
         }
