@@ -51,6 +51,6 @@ pub use one_order::explore_one_order;
 pub use outcome::{ExecutionOutcome, MismatchField};
 pub use planned_call::{CollectiveSpec, ValueSharding};
 pub use programs::{JointOperation, ProgramSet};
-pub use rewrite::{Rewrite, RewriteKind};
+pub use rewrite::{Rewrite, RewriteKind, apply_rewrite};
 pub use table::ComparisonTable;
 pub use tessera_base::random::Rng;

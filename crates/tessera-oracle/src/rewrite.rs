@@ -79,7 +79,8 @@ impl Rewrite {
         self.at = at;
     }
 
-    pub(crate) fn random(d: &mut Rng, mesh: &Mesh) -> Rewrite {
+    /// Draws a rewrite of one rank of a mesh.
+    pub fn random(d: &mut Rng, mesh: &Mesh) -> Rewrite {
         let outside = |k: &RewriteKind| *k != RewriteKind::OtherRole || mesh.outside_count() > 0;
         let kinds = RewriteKind::ALL.into_iter().filter(|k| k.is_possible() && outside(k));
         let kinds: Vec<RewriteKind> = kinds.collect();
@@ -92,8 +93,11 @@ impl Rewrite {
     }
 }
 
-/// Applies a rewrite, if the program has a candidate op.
-pub(crate) fn apply_rewrite(e: &Rewrite, programs: &mut [Program]) {
+/// Applies a rewrite to the programs of all ranks, if the one of its rank has a candidate op.
+///
+/// # Panics
+/// Panics if there are fewer programs than the mesh of the rewrite has ranks.
+pub fn apply_rewrite(e: &Rewrite, programs: &mut [Program]) {
     let p = &mut programs[e.rank];
     if e.kind == RewriteKind::OtherRole {
         match p.role.find("@out") {

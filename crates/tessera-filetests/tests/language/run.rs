@@ -1,0 +1,131 @@
+//! Runs the calls of a plan on the reference evaluator and on CPU ranks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tessera_base::Diagnostic;
+use tessera_cpu::CpuBackend;
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar, WeightSource};
+use tessera_filetests::BackendFactory;
+use tessera_ir::{Bundle, Op, Opcode, Program, Type, WeightLoad};
+use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
+
+use crate::common::open_cpu_backends;
+use crate::draw::{TokenCall, programs_of_ranks};
+
+/// The output of each call. Every rank that returns it returns the same.
+pub type Results = Vec<Vec<f64>>;
+
+/// Runs the calls on the reference evaluator, in f64, and returns their output of this name.
+pub fn evaluate(
+    bundle: &Bundle,
+    weights: &BTreeMap<String, Tensor>,
+    calls: &[TokenCall],
+    output: &str,
+) -> Results {
+    let mut machine = Evaluator::new(bundle.mesh);
+    machine.load_weights(weights.clone());
+    let run = |call: &TokenCall| {
+        let mut inputs = CallInputs::default().with_input(&call.ids.0, call.ids.1.clone());
+        inputs.scalars = call.scalars.clone();
+        let outputs = machine.run(&programs_of_ranks(bundle, call.phase), &inputs);
+        let outputs = outputs.unwrap_or_else(|e| panic!("{e:?}"));
+        common_output(outputs.into_iter().filter_map(|mut o| Some(o.remove(output)?.data().to_vec())))
+    };
+    calls.iter().map(run).collect()
+}
+
+/// Runs the calls on CPU ranks, one thread each, and returns their output of this name.
+///
+/// # Errors
+/// The fault of the first rank that reports one.
+pub fn run_on_cpus(
+    bundle: &Bundle,
+    weights: &BTreeMap<String, Tensor>,
+    calls: &[TokenCall],
+    output: &str,
+) -> Result<Results, Fault> {
+    let mesh = bundle.mesh;
+    let phases = 0..bundle.phases.len();
+    let lists: Vec<Vec<Arc<Program>>> = (0..mesh.world_size() as usize)
+        .map(|rank| phases.clone().map(|p| Arc::new(programs_of_ranks(bundle, p)[rank].clone())).collect())
+        .collect();
+    let open = open_cpu_backends(&mesh, &lists).unwrap();
+    let mut evaluator = Evaluator::new(mesh);
+    evaluator.load_weights(weights.clone());
+    let evaluator = &evaluator;
+    let run_rank = |open: BackendFactory<CpuBackend>, seat: MeshRank, programs: &[Arc<Program>]| {
+        let mut backend = open(seat).unwrap();
+        backend.poison_temporaries();
+        let role = bundle.role_index(seat.rank).unwrap();
+        let load = |(phase, program): (usize, &Arc<Program>)| {
+            backend.load(program, &bundle.phases[phase].slots[role], &mut Weights(evaluator)).unwrap()
+        };
+        let handles: Vec<_> = programs.iter().enumerate().map(load).collect();
+        let mut outputs = Vec::new();
+        for call in calls {
+            let program = &programs[call.phase];
+            let ids = to_f32(&call.ids.1);
+            let data = CallData {
+                scalars: call.scalars.iter().map(|(name, x)| (name.as_str(), to_scalar(x))).collect(),
+                inputs: BTreeMap::from([(call.ids.0.as_str(), ids.as_slice())]),
+            };
+            backend.run(handles[call.phase], &data, &mut NoObserver)?;
+            let is_result = |o: &Op| o.opcode == Opcode::Output && o.name.as_deref() == Some(output);
+            let found = program.ops.iter().any(is_result).then(|| backend.output(output).unwrap());
+            outputs.push(found.map(|x| x.iter().map(|x| f64::from(*x)).collect()));
+        }
+        Ok::<Vec<Option<Vec<f64>>>, Fault>(outputs)
+    };
+    let run_rank = &run_rank;
+    let ranks: Vec<_> = std::thread::scope(|scope| {
+        let seats = mesh.iter().zip(open).zip(&lists);
+        let spawn = seats
+            .map(|((rank, open), list)| scope.spawn(move || run_rank(open, MeshRank { mesh, rank }, list)));
+        let threads: Vec<_> = spawn.collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let ranks: Vec<_> = ranks.into_iter().collect::<Result<_, _>>()?;
+    Ok((0..calls.len()).map(|i| common_output(ranks.iter().filter_map(|r| r[i].clone()))).collect())
+}
+
+/// Returns the output on which all ranks agree.
+fn common_output(mut outputs: impl Iterator<Item = Vec<f64>>) -> Vec<f64> {
+    let first = outputs.next().expect("a rank returns the output");
+    assert!(outputs.all(|o| o.iter().zip(&first).all(|(a, b)| a.to_bits() == b.to_bits())), "ranks differ");
+    first
+}
+
+fn to_f32(x: &Tensor) -> Vec<f32> {
+    x.data().iter().map(|x| *x as f32).collect()
+}
+
+fn to_scalar(x: &CallScalar) -> Scalar {
+    match x {
+        CallScalar::Int(i) => Scalar::I64(*i),
+        CallScalar::Float(t) => Scalar::F32s(to_f32(t)),
+    }
+}
+
+struct Weights<'a>(&'a Evaluator);
+
+impl WeightSource for Weights<'_> {
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        seat: &MeshRank,
+    ) -> Result<Vec<f32>, Diagnostic> {
+        let load = load.map(|load| WeightLoad::parse(load).unwrap());
+        let value = self.0.weight_value(name, ty, load, seat.coord()).unwrap_or_else(|why| panic!("{why}"));
+        Ok(to_f32(&value))
+    }
+}
+
+struct NoObserver;
+
+impl Observer for NoObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
+}
