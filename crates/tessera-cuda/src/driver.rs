@@ -262,6 +262,43 @@ impl CudaStream {
         Ok(unsafe { result::launch_kernel(function.raw, grid, (block, 1, 1), shared, self.0, params) }?)
     }
 
+    /// Launches a kernel that may begin before the kernel before it on this stream has ended. The device must be
+    /// of compute capability 9.0 or later.
+    ///
+    /// # Safety
+    /// As [`launch_kernel`](CudaStream::launch_kernel). The kernel must execute `griddepcontrol.wait` before it
+    /// reads what another kernel writes, and before it writes.
+    pub(crate) unsafe fn launch_dependent_kernel(
+        &self,
+        function: &KernelFunction,
+        grid: [u32; 3],
+        block: u32,
+        shared: u32,
+        params: &mut [*mut c_void],
+    ) -> CudaResult<()> {
+        // SAFETY: the driver defines all-zero bytes of the attribute as valid; `id` says which value is set.
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared,
+            hStream: self.0,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: function, stream and attribute are alive; the caller guarantees the rest.
+        let status = unsafe {
+            sys::cuLaunchKernelEx(&config, function.raw, params.as_mut_ptr(), std::ptr::null_mut())
+        };
+        Ok(status.result()?)
+    }
+
     /// Waits, spinning, until the work launched so far has completed. `end` is recorded for this
     /// purpose.
     pub(crate) fn spin_until_done(&self, end: &CudaEvent) -> CudaResult<()> {

@@ -235,6 +235,8 @@ struct PreparedProgram {
     traced_graph: Option<TracedGraph>,
     /// Whether the program has run since its memory was placed.
     has_run: bool,
+    /// How long the host waited for its last run.
+    usual_time: Option<Duration>,
 }
 
 impl CudaBackend {
@@ -290,7 +292,7 @@ impl CudaBackend {
             streams: BTreeMap::new(),
             groups,
             done_event: CudaEvent::new()?,
-            kernels: KernelSet::new(compiler, capabilities.multiprocessors)?,
+            kernels: KernelSet::new(compiler, &capabilities)?,
             gemms: Gemms::new(lt, capabilities.clone(), choices)?,
             attentions: CudnnAttention::new(dnn)?,
             sm90_attention: flash,

@@ -6,11 +6,13 @@
 pub(crate) mod comm_fusion;
 pub(crate) mod horizontal_fusion;
 pub(crate) mod kernel_fusion;
+mod language_fusion;
 pub(crate) mod launch_step;
 mod slot_check;
 
 use tessera_ir::{Activation, DType, OpView, Opcode, Program, Slots};
 
+use crate::gemm::shape::uses_few_rows_kernel;
 use kernel_fusion::plan_launch_steps;
 
 /// Returns the ops that each launch of a program computes, by op index, as the backend fuses them. A
@@ -18,7 +20,10 @@ use kernel_fusion::plan_launch_steps;
 #[must_use]
 pub fn launched_ops(p: &Program, slots: &Slots) -> Vec<Vec<usize>> {
     let is_whole_gemm = |i: &usize| match p.ops[*i].view() {
-        Ok(OpView::Matmul(v)) => p.type_of(v.x).dtype != DType::F32 && v.act != Some(Activation::Silu),
+        Ok(OpView::Matmul(v)) => {
+            let is_planned = p.type_of(v.x).dtype != DType::F32 && !uses_few_rows_kernel(p, &v);
+            is_planned && v.act != Some(Activation::Silu)
+        }
         _ => false,
     };
     // Horizontal fusion joins launches of one kernel, which stays the same.

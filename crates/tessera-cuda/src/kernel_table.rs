@@ -41,11 +41,11 @@ kernel_signatures! {
         table_columns: i32, width: i32, table_elements: i32, n: i64,
     } = MODULATION "modulation";
 
-    /// A GEMM of at most 8 rows, in bf16 of one: `m` columns of out, contracted over `k`.
+    /// A GEMM of at most 8 rows in f32: `m` columns of out, contracted over `k`.
     SmallGemm {
-        x: DevicePtr<Element>, w: DevicePtr<Element>, b: DevicePtr<Element>, out: DevicePtr<Element>,
+        x: DevicePtr<f32>, w: DevicePtr<f32>, b: DevicePtr<f32>, out: DevicePtr<f32>,
         rows: i32, k: i32, m: i32, act: i32,
-    } = SMALL_GEMM "small_gemm", SMALL_GEMM_BF16 "small_gemm_bf16";
+    } = SMALL_GEMM "small_gemm";
 
     /// Embeds times as cosines and sines.
     TimeEmbed { t: DevicePtr<f32>, out: DevicePtr<f32>, width: i32, n: i64 } = TIME_EMBED "time_embed";
@@ -167,6 +167,19 @@ kernel_signatures! {
         page_count: i32, page_rows: i32, pool_pages: i32, rows_per_sequence: i32, words: i32, n: i64,
     } = PUT_PAGES_16 "put_pages_16", PUT_PAGES_4 "put_pages_4", PUT_PAGES_2 "put_pages_2";
 
+    /// Multiplies one row of `k` elements with up to three matrices.
+    RowMatmuls { x: DevicePtr<Bf16>, k: i32, matrices: RowMatrices } = ROW_MATMULS_BF16 "row_matmuls_bf16";
+
+    /// Multiplies one row with two matrices, and the results with each other.
+    GatedRow {
+        x: DevicePtr<Bf16>, gate: DevicePtr<Bf16>, up: DevicePtr<Bf16>, out: DevicePtr<Bf16>, k: i32, act: i32,
+    } = GATED_ROW_BF16 "gated_row_bf16";
+
+    /// Normalises and rotates `n` heads and writes them to rows or pages.
+    PutHeads {
+        frequencies: DevicePtr<f32>, start: DevicePtr<f32>, pages: DevicePtr<f32>, n: i64, parts: HeadParts,
+    } = PUT_HEADS_F32 "put_heads_f32", PUT_HEADS_BF16 "put_heads_bf16";
+
     /// Finds the largest logit of parts of each row.
     SampleLargest { logits: DevicePtr<f32>, largest: DevicePtr<u64>, vocabulary: i32 } =
         SAMPLE_LARGEST "sample_largest";
@@ -264,6 +277,12 @@ kernel_signatures! {
         scales: DevicePtr<f32>, first_row: i32, frame_rows: i32, eps: f32,
     } = RESIDUAL_NORM "residual_norm";
 
+    /// Adds a residual in the dtype of x or in bf16, and normalises the sum; absent operands are null.
+    ResidualRms {
+        rows: i32, x: DevicePtr<Element>, y: DevicePtr<Element>, narrow_y: DevicePtr<Bf16>, w: DevicePtr<f32>,
+        total: DevicePtr<Element>, out: DevicePtr<Element>, narrow_out: DevicePtr<Bf16>, eps: f32,
+    } = RESIDUAL_RMS "residual_rms";
+
     /// Sums the squares of each row of x and of y.
     RowSquareSum {
         rows: i32, x: DevicePtr<Element>, y: DevicePtr<Element>, out: DevicePtr<f32>, columns: i32,
@@ -281,6 +300,73 @@ kernel_signatures! {
         by_column: DevicePtr<CosSin>, first_row: i32, height: i32, width: i32, has_positions: i32,
         targets: Targets,
     } = RMS_ROPE "rms_rope";
+}
+
+/// The most matmuls that one launch of a row computes.
+pub(crate) const MAX_ROW_MATRICES: usize = 3;
+
+/// A matmul with one row, with the layout of `RowMatrix` in fused_language.cu. No bias has the address 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
+pub(crate) struct RowMatrix {
+    pub(crate) w: u64,
+    pub(crate) b: u64,
+    pub(crate) out: u64,
+    pub(crate) columns: i32,
+    pub(crate) act: i32,
+}
+
+/// Kernel argument with the layout of `RowMatrices` in fused_language.cu. Unused matrices have no columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
+pub(crate) struct RowMatrices {
+    pub(crate) of: [RowMatrix; MAX_ROW_MATRICES],
+}
+
+impl KernelParam for RowMatrices {
+    const TYPE: ParamType = ParamType::Value("RowMatrices");
+}
+
+/// The most parts of heads that one launch writes: queries, keys and values.
+pub(crate) const MAX_HEAD_PARTS: usize = 3;
+
+/// Heads of one value, with the layout of `HeadPart` in fused_language.cu.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[repr(C)]
+pub(crate) struct HeadPart {
+    pub(crate) x: u64,
+    /// Address of the norm's weight; 0 without a norm.
+    pub(crate) w: u64,
+    /// Address of the result, or of the pool of pages.
+    pub(crate) out: u64,
+    pub(crate) heads: i32,
+    pub(crate) rotates: i32,
+    pub(crate) in_pages: i32,
+    pub(crate) eps: f32,
+}
+
+/// Kernel argument with the layout of `HeadParts` in fused_language.cu. Unused parts have no heads.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[repr(C)]
+pub(crate) struct HeadParts {
+    pub(crate) of: [HeadPart; MAX_HEAD_PARTS],
+    /// Heads of all parts, and elements of a head.
+    pub(crate) heads: i32,
+    pub(crate) head: i32,
+    /// Pairs of channels that a rotation turns.
+    pub(crate) pairs: i32,
+    /// Rows that the call brings of each sequence.
+    pub(crate) rows_per_sequence: i32,
+    /// Pages of each sequence, rows of each page, and pages of the caches.
+    pub(crate) page_count: i32,
+    pub(crate) page_rows: i32,
+    pub(crate) pool_pages: i32,
+    /// Factor of the rotated channels.
+    pub(crate) scale: f32,
+}
+
+impl KernelParam for HeadParts {
+    const TYPE: ParamType = ParamType::Value("HeadParts");
 }
 
 /// The number of buckets per direction that [`BucketStarts`] holds.

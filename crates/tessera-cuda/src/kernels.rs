@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use tessera_ir::DType;
 
+use crate::capabilities::Capabilities;
 use crate::compile::Compiler;
 use crate::driver::{CudaError, CudaModule, CudaResult, CudaStream, KernelFunction};
 use crate::kernel_params::{Kernel, KernelParams};
@@ -19,6 +20,7 @@ pub(crate) const HOPPER: &str = include_str!("kernels/hopper.cuh");
 pub(crate) const CONV_SHAPE: &str = include_str!("kernels/conv.cuh");
 const FRAMES: &str = include_str!("kernels/frames.cu");
 const LANGUAGE: &str = include_str!("kernels/language.cu");
+const FUSED_LANGUAGE: &str = include_str!("kernels/fused_language.cu");
 const EXPERTS: &str = include_str!("kernels/experts.cu");
 const BUFFERS: &str = include_str!("kernels/buffers.cu");
 const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
@@ -45,6 +47,8 @@ pub(crate) struct KernelSet {
     /// Attention kernels by name and the head size that they are compiled for.
     head_kernels: BTreeMap<(&'static str, u64), KernelFunction>,
     multiprocessors: u32,
+    /// Whether launches of one stream may overlap.
+    overlaps_launches: bool,
 }
 
 /// A kernel for rows of one width and dtype.
@@ -63,6 +67,8 @@ pub(crate) struct KernelLaunch {
     grid: LaunchGrid,
     /// Arguments of the type that the kernel declares.
     args: Box<dyn KernelParams>,
+    /// Whether the kernel may begin before the one before it has ended.
+    is_dependent: bool,
 }
 
 /// The grid of a launch.
@@ -101,7 +107,7 @@ impl KernelLaunch {
         args: P,
     ) -> KernelLaunch {
         let grid = LaunchGrid::Blocks { count, threads, shared_bytes };
-        KernelLaunch { name: kernel.name(), grid, args: Box::new(args) }
+        KernelLaunch { name: kernel.name(), grid, args: Box::new(args), is_dependent: false }
     }
 
     /// Describes a launch of a row kernel for rows of this width and dtype.
@@ -114,6 +120,7 @@ impl KernelLaunch {
             name: kernel.name(),
             grid: LaunchGrid::Rows { rows, width, dtype },
             args: Box::new(args),
+            is_dependent: false,
         }
     }
 
@@ -124,7 +131,18 @@ impl KernelLaunch {
         blocks: HeadBlocks,
         args: P,
     ) -> KernelLaunch {
-        KernelLaunch { name: kernel.name(), grid: LaunchGrid::Heads { head, blocks }, args: Box::new(args) }
+        KernelLaunch {
+            name: kernel.name(),
+            grid: LaunchGrid::Heads { head, blocks },
+            args: Box::new(args),
+            is_dependent: false,
+        }
+    }
+
+    /// Lets the kernel begin before the one before it has ended, where the device can. Its source must call
+    /// `wait_for_predecessor`.
+    pub(crate) fn begin_early(self) -> KernelLaunch {
+        KernelLaunch { is_dependent: true, ..self }
     }
 
     /// Returns the row width and dtype for which [`KernelSet::prepare_rows`] must compile the kernel;
@@ -147,6 +165,7 @@ const ROW_SOURCES: [(&str, &str, u64, &[&str]); 2] = [
         8,
         &[
             kernel_table::RESIDUAL_NORM.name(),
+            kernel_table::RESIDUAL_RMS.name(),
             kernel_table::ROW_SQUARE_SUM.name(),
             kernel_table::QUANTIZE.name(),
         ],
@@ -179,7 +198,7 @@ const HEAD_SOURCES: [(&str, &str, &[&str]); 3] = [
 ];
 
 impl KernelSet {
-    pub(crate) fn new(mut compiler: Compiler, multiprocessors: u32) -> CudaResult<KernelSet> {
+    pub(crate) fn new(mut compiler: Compiler, capabilities: &Capabilities) -> CudaResult<KernelSet> {
         let elements = compiler.compile_module("elements", &elementwise_source(), &[])?;
         Ok(KernelSet {
             compiler,
@@ -187,7 +206,8 @@ impl KernelSet {
             functions: BTreeMap::new(),
             row_kernels: BTreeMap::new(),
             head_kernels: BTreeMap::new(),
-            multiprocessors: multiprocessors.max(1),
+            multiprocessors: capabilities.multiprocessors.max(1),
+            overlaps_launches: capabilities.compute.0 >= 9,
         })
     }
 
@@ -245,15 +265,13 @@ impl KernelSet {
     /// stay allocated until the stream has completed the launch; meanwhile no other stream may write
     /// what the kernel reads, or access what it writes.
     pub(crate) unsafe fn launch(&mut self, launch: &KernelLaunch, stream: &CudaStream) -> CudaResult<()> {
-        let KernelLaunch { name, grid, args } = launch;
-        match *grid {
-            LaunchGrid::Blocks { count: 0, .. } => Ok(()),
+        let name = launch.name;
+        if matches!(launch.grid, LaunchGrid::Blocks { .. }) {
+            self.prepare_elementwise(name)?;
+        }
+        let (function, blocks, threads, shared_bytes) = match launch.grid {
             LaunchGrid::Blocks { count, threads, shared_bytes } => {
-                self.prepare_elementwise(name)?;
-                let (function, grid) = (&self.functions[name], [count as u32, 1, 1]);
-                // SAFETY: the kernel of this name declares arguments of this type; the caller
-                // guarantees the rest.
-                unsafe { stream.launch_kernel(function, grid, threads, shared_bytes, &mut args.addresses()) }
+                (&self.functions[name], count as u32, threads, shared_bytes)
             }
             LaunchGrid::Rows { rows, width, dtype } => {
                 let prepared = self.row_kernels.get(&(width, dtype == DType::Bf16)).and_then(|r| r.get(name));
@@ -261,21 +279,26 @@ impl KernelSet {
                     let what = format!("kernel {name} was not compiled for rows of {width} {dtype}");
                     return Err(CudaError(what));
                 };
-                if rows == 0 {
-                    return Ok(());
-                }
-                let grid = [(rows as u32).min(r.max_blocks), 1, 1];
-                // SAFETY: as above, and the kernel was compiled for rows of this width and dtype.
-                unsafe { stream.launch_kernel(&r.kernel, grid, r.threads, 0, &mut args.addresses()) }
+                (&r.kernel, (rows as u32).min(r.max_blocks), r.threads, 0)
             }
-            LaunchGrid::Heads { blocks: HeadBlocks { count: 0, .. }, .. } => Ok(()),
             LaunchGrid::Heads { head, blocks: HeadBlocks { count, threads, shared_bytes } } => {
-                let Some(function) = self.head_kernels.get(&(*name, head)) else {
+                let Some(function) = self.head_kernels.get(&(name, head)) else {
                     return Err(CudaError(format!("kernel {name} was not compiled for heads of {head}")));
                 };
-                let grid = [count as u32, 1, 1];
-                // SAFETY: as above, and the kernel was compiled for this head size.
-                unsafe { stream.launch_kernel(function, grid, threads, shared_bytes, &mut args.addresses()) }
+                (function, count as u32, threads, shared_bytes)
+            }
+        };
+        let (grid, mut arguments) = ([blocks, 1, 1], launch.args.addresses());
+        if blocks == 0 {
+            return Ok(());
+        }
+        // SAFETY: the kernel of this name declares arguments of this type, and was compiled for the width or
+        // head size of the grid; a dependent kernel waits for its predecessor. The caller guarantees the rest.
+        unsafe {
+            if launch.is_dependent && self.overlaps_launches {
+                stream.launch_dependent_kernel(function, grid, threads, shared_bytes, &mut arguments)
+            } else {
+                stream.launch_kernel(function, grid, threads, shared_bytes, &mut arguments)
             }
         }
     }
@@ -291,7 +314,7 @@ impl KernelSet {
 
 /// Returns the CUDA source of the elementwise kernels.
 pub(crate) fn elementwise_source() -> String {
-    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{EXPERTS}{BUFFERS}")
+    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{FUSED_LANGUAGE}{EXPERTS}{BUFFERS}")
 }
 
 /// Returns the function `wgmma_step`, which multiplies 64 rows by `columns` columns. It is generated

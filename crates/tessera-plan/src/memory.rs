@@ -1,11 +1,15 @@
 //! Assigns memory slots to temporaries: values with disjoint live ranges share a slot.
 
+mod language_ranges;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::rc::Rc;
 
 use tessera_base::Bytes;
 use tessera_ir::{Op, OpKind, Opcode, Program, Slots, ValueId};
+
+use language_ranges::extend_for_language_launches;
 
 /// Assigns slots in one walk over the program: the best fit among free slots, else the largest free
 /// slot, which grows, else a new one. An issued collective reads its operand until its wait and may
@@ -157,7 +161,8 @@ pub(crate) fn live_ranges(p: &Program) -> LiveRanges {
 
 /// Returns the last reader of each value. Extends the operands of a residual add until the norm
 /// that reads the sum first, and the operands of a norm until its result is quantized, so that a
-/// backend may fuse all of it into one kernel, with any small ops between them.
+/// backend may fuse all of it into one kernel, with any small ops between them; and likewise the operands of
+/// ops of language models.
 fn extended_last_uses(p: &Program) -> Vec<Option<usize>> {
     let mut last = p.last_uses();
     let readers = p.value_readers();
@@ -189,6 +194,7 @@ fn extended_last_uses(p: &Program) -> Vec<Option<usize>> {
             extend_to(op, end_of_norm(norm));
         }
     }
+    extend_for_language_launches(p, &readers, &mut last);
     last
 }
 
@@ -296,6 +302,32 @@ mod tests {
         for read in ["s", "y", "g"] {
             assert_ne!(slot_of(&p, "h"), slot_of(&p, read), "{read}");
             assert_ne!(slot_of(&p, "z"), slot_of(&p, read), "{read}");
+        }
+    }
+
+    #[test]
+    fn operands_of_a_language_models_launches_live_until_its_last_op() {
+        let p = parse_program(
+            "program @p { buffer @c : bf16[32, 32] %h = input : f32[1, 64] %g = weight \"g\" : f32[64] \
+             %f = weight \"f\" : f32[8] %start = call \"start\" : f32[1] %pages = call \"pages\" : f32[1, 2] \
+             %wk = weight \"wk\" : bf16[32, 64] %wq = weight \"wq\" : bf16[32, 64] %wo = weight \"wo\" : bf16[64, 32] \
+             %n = toperator.rms_norm %h, %g {eps = 1e-6} : f32[1, 64] \
+             %x = toperator.cast %n {to = \"bf16\"} : bf16[1, 64] %q = toperator.matmul %x, %wq : bf16[1, 32] \
+             %k = toperator.matmul %x, %wk : bf16[1, 32] \
+             %qr = toperator.rotary %q, %f, start=%start {head_dim = 16} : bf16[1, 32] \
+             %kr = toperator.rotary %k, %f, start=%start {head_dim = 16} : bf16[1, 32] \
+             cache.write @c, %kr, pages=%pages, start=%start {page_rows = 16} %ck = cache.read @c : bf16[32, 32] \
+             %a = toperator.paged_attention %qr, %ck, %ck, pages=%pages, start=%start \
+             {head_dim = 16, page_rows = 16} : bf16[1, 32] %o = toperator.matmul %a, %wo : bf16[1, 64] \
+             %ow = toperator.cast %o {to = \"f32\"} : f32[1, 64] %s = toperator.add %h, %ow : f32[1, 64] \
+             %sn = toperator.rms_norm %s, %g {eps = 1e-6} : f32[1, 64] \
+             %y = toperator.cast %sn {to = \"bf16\"} : bf16[1, 64] \
+             %gate = toperator.matmul %y, %wk {act = \"silu\"} : bf16[1, 32] %up = toperator.matmul %y, %wq : bf16[1, 32] \
+             %m = toperator.mul %gate, %up : bf16[1, 32] %d = toperator.matmul %m, %wo : bf16[1, 64] \
+             %dw = toperator.cast %d {to = \"f32\"} : f32[1, 64] %z = toperator.add %s, %dw : f32[1, 64] output \"z\", %z }",
+        );
+        for (written, read) in [("kr", "q"), ("qr", "k"), ("y", "o"), ("m", "y"), ("sn", "ow")] {
+            assert_ne!(slot_of(&p, written), slot_of(&p, read), "{written} shares a slot with {read}");
         }
     }
 

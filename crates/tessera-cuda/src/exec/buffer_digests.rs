@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn digests_of_buffers_equal_those_of_the_host_and_change_with_every_bit() {
         let Some(gpu) = open_test_gpu() else { return };
-        let mut kernels = KernelSet::new(gpu.compiler, gpu.capabilities.multiprocessors).unwrap();
+        let mut kernels = KernelSet::new(gpu.compiler, &gpu.capabilities).unwrap();
         let sizes = [3 * PIECE_BYTES as usize + 37, 1, 16, 4096];
         let mut contents: Vec<Vec<u8>> =
             sizes.iter().map(|n| (0..*n).map(|i| (i * i / 7 + n) as u8).collect()).collect();

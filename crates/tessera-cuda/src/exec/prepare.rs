@@ -85,6 +85,7 @@ impl CudaBackend {
             graph: None,
             traced_graph: None,
             has_run: false,
+            usual_time: None,
         })
     }
 

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 
 use tessera_ir::{DType, Op, OpKind, OpView, Opcode, Program, Slots, ValueId, views};
 
+use super::language_fusion::language_fusion_from;
 use super::launch_step::{FusedGroup, LaunchStep};
 use super::slot_check::slots_stay_valid;
 use super::writes_matrix_rows;
@@ -41,6 +42,9 @@ pub(crate) fn plan_launch_steps(p: &Program, slots: &Slots, fused_groups: &[Fuse
 fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: usize) -> Option<LaunchStep> {
     let op = &p.ops[i];
     let plain = |j: usize| !taken[j] && p.ops[j].stream == op.stream && p.ops[j].after.is_empty();
+    if let Some(step) = language_fusion_from(p, readers, &plain, i) {
+        return Some(step);
+    }
     // Returns the only reader of an op's result.
     let only = |j: usize| -> Option<usize> {
         let r = *p.ops[j].results.first()?;

@@ -21,6 +21,13 @@ pub(crate) enum LaunchStep {
     NormSilu { norm: usize, silu: usize, cast: Option<usize> },
     /// The write of some of a value's frames into a buffer, without a copy of them in between.
     FramesWrite { take: usize, write: usize },
+    /// The addition of a value to the residual stream, the RMS norm of the sum, and casts from and to bf16 around
+    /// them. The norm and at least one more are present.
+    ResidualRms { widen: Option<usize>, add: Option<usize>, norm: usize, narrow: Option<usize> },
+    /// Matmuls of one row with a common operand, and the product of the first two if it is all that reads them.
+    RowMatmuls { matmuls: Vec<usize>, product: Option<usize> },
+    /// Norms, rotations and writes to pages of the heads of up to three values.
+    PutHeads(Vec<HeadRows>),
     /// A horizontally fused group, which runs at the position of its first op. Its results lie in
     /// scratch memory.
     Fused(FusedGroup),
@@ -43,6 +50,17 @@ impl LaunchStep {
                 [Some(norm), Some(silu), cast].into_iter().flatten().collect()
             }
             LaunchStep::FramesWrite { take, write } => vec![take, write],
+            LaunchStep::ResidualRms { widen, add, norm, narrow } => {
+                [widen, add, Some(norm), narrow].into_iter().flatten().collect()
+            }
+            LaunchStep::RowMatmuls { ref matmuls, product } => {
+                matmuls.iter().copied().chain(product).collect()
+            }
+            LaunchStep::PutHeads(ref parts) => {
+                let mut ops: Vec<usize> = parts.iter().flat_map(HeadRows::ops).collect();
+                ops.sort_unstable();
+                ops
+            }
             LaunchStep::Fused(ref joined) => joined.all_ops(),
         }
     }
@@ -53,6 +71,22 @@ impl LaunchStep {
             LaunchStep::Fused(joined) => joined.fused_ops()[0],
             _ => self.all_ops().last().copied().unwrap_or(0),
         }
+    }
+}
+
+/// What happens to the rows of heads of one value; at least one op is present.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeadRows {
+    pub(crate) norm: Option<usize>,
+    pub(crate) rotary: Option<usize>,
+    /// A write to the pages of sequences.
+    pub(crate) write: Option<usize>,
+}
+
+impl HeadRows {
+    /// Returns the ops, each of which reads the result of the one before.
+    pub(crate) fn ops(&self) -> impl Iterator<Item = usize> + use<> {
+        [self.norm, self.rotary, self.write].into_iter().flatten()
     }
 }
 

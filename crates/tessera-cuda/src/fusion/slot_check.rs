@@ -118,10 +118,18 @@ impl<'a> SlotState<'a> {
     /// one of them.
     fn start_writes(&self, step: &LaunchStep, last: &Op) -> Option<Vec<ValueId>> {
         let mut written = last.results.clone();
-        // A fused residual add also writes the sum.
-        if let LaunchStep::ResidualNorm { add: Some(add), .. } = step {
-            written.extend(&self.p.ops[*add].results);
-        }
+        let inner_results: Vec<usize> = match step {
+            // A fused residual add also writes the sum.
+            LaunchStep::ResidualNorm { add: Some(add), .. }
+            | LaunchStep::ResidualRms { add: Some(add), .. } => {
+                vec![*add]
+            }
+            LaunchStep::RowMatmuls { matmuls, product: None } => matmuls[..matmuls.len() - 1].to_vec(),
+            LaunchStep::PutHeads(parts) => parts.iter().filter_map(|part| part.ops().last()).collect(),
+            _ => Vec::new(),
+        };
+        let inner_results = inner_results.iter().flat_map(|i| self.p.ops[*i].results.iter().copied());
+        written.extend(inner_results.filter(|v| !last.results.contains(v)));
         let mut stored =
             written.iter().filter(|v| last.opcode != Opcode::Wait && !self.p.type_of(**v).is_token());
         let is_in_flight = |v: &ValueId| self.slot_of(*v).is_some_and(|s| self.in_flight.contains_key(&s));
@@ -130,17 +138,23 @@ impl<'a> SlotState<'a> {
 
     /// Returns whether a fused step overwrites no operand that it still reads and stores its results
     /// apart. Row kernels read a whole row before they write it, so their results may overwrite an
-    /// operand of equal size; so may the sum of a convolution overwrite its residual.
+    /// operand of equal size; so may heads overwrite what they were, and the sum of a convolution its residual.
     fn are_distinct(&self, step: &LaunchStep, operands: &[ValueId], written: &[ValueId]) -> bool {
-        let is_row_kernel = |v: ValueId| match step {
-            LaunchStep::ResidualNorm { .. } | LaunchStep::RmsRope { .. } | LaunchStep::NormSilu { .. } => {
-                true
-            }
+        let is_row_kernel = |v: ValueId, w: ValueId| match step {
+            LaunchStep::ResidualNorm { .. }
+            | LaunchStep::ResidualRms { .. }
+            | LaunchStep::RmsRope { .. }
+            | LaunchStep::NormSilu { .. } => true,
+            LaunchStep::PutHeads(parts) => parts.iter().any(|part| {
+                let ops: Vec<&Op> = part.ops().map(|i| &self.p.ops[i]).collect();
+                ops[0].operands[0] == v && ops[ops.len() - 1].results.contains(&w)
+            }),
             LaunchStep::ConvResidual { conv, add } => {
                 self.p.ops[*add].operands.contains(&v) && !self.p.ops[*conv].used_values().any(|u| u == v)
             }
             LaunchStep::Single(_)
             | LaunchStep::GemmResidual { .. }
+            | LaunchStep::RowMatmuls { .. }
             | LaunchStep::FramesWrite { .. }
             | LaunchStep::Fused(_) => false,
         };
@@ -149,7 +163,7 @@ impl<'a> SlotState<'a> {
             // An operand of another shape, such as a table, is read again for later rows.
             let (of_v, of_w) = (self.p.type_of(v), self.p.type_of(w));
             let alike = of_v.shape == of_w.shape && of_v.byte_size() == of_w.byte_size();
-            meets && !(is_row_kernel(v) && alike)
+            meets && !(is_row_kernel(v, w) && alike)
         };
         if operands.iter().any(|v| written.iter().any(|w| overwrites(*v, *w))) {
             return false;

@@ -48,6 +48,19 @@ template <typename T> __device__ __forceinline__ float rounded(float x) {
     return to_f32(t);
 }
 
+// A launch may begin while the one before it on its stream still runs, if it is a dependent launch. It must call
+// `wait_for_predecessor` before it reads what another launch writes, and before it writes. A launch calls
+// `let_successor_begin` as soon as its blocks leave room. Before Hopper, launches never overlap.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_successor_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 template <typename T, int N> struct alignas(sizeof(T) * N) Vec {
     T e[N];
 };

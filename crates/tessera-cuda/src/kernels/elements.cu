@@ -162,14 +162,53 @@ template <typename T, int ROWS> __device__ __forceinline__ void multiply_rows(co
     }
     for (int r = 0; r < ROWS; r++) sum[r] = warp_sum(sum[r]);
 }
-// Multiplies one row in bf16, with one warp per column. The time is that of reading the weights.
-extern "C" __global__ void small_gemm_bf16(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *out, int rows, int k, int m, int act) {
-    int column = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (column >= m) return;
-    for (int r = 0; r < rows; r++) {
-        float sum[1];
-        multiply_rows<bf16, 1>(x + (i64)r * k, w + (i64)column * k, k, sum);
-        if (threadIdx.x % 32 == 0) from_f32(activate(b ? sum[0] + to_f32(b[column]) : sum[0], act), out[(i64)r * m + column]);
+// Loads weights that no other thread reads, past the L1 cache.
+__device__ __forceinline__ uint4 load_once(const void *at) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+    return x;
+}
+
+constexpr int ROW_COLUMNS = 2, ROW_BLOCK = 256;
+
+// Multiplies one row with ROW_COLUMNS rows of weights, by all ROW_BLOCK threads of a block; a null row gives 0.
+// Every thread gets the sums. A block for few columns keeps more loads in flight than a warp for each, and the last
+// blocks of a launch end sooner. The order of the sum depends on k alone.
+__device__ void multiply_row(const bf16 *x, const bf16 *const (&w)[ROW_COLUMNS], int k, float (&sum)[ROW_COLUMNS]) {
+    constexpr int N = 8, WARPS = ROW_BLOCK / 32;
+    __shared__ float by_warp[WARPS][ROW_COLUMNS];
+#pragma unroll
+    for (int c = 0; c < ROW_COLUMNS; c++) sum[c] = 0.0f;
+    if (k % N == 0) {
+#pragma unroll 2
+        for (int j = threadIdx.x * N; j < k; j += ROW_BLOCK * N) {
+            union {
+                uint4 word;
+                Vec<bf16, N> v;
+            } weights[ROW_COLUMNS];
+#pragma unroll
+            for (int c = 0; c < ROW_COLUMNS; c++) weights[c].word = w[c] ? load_once(w[c] + j) : make_uint4(0, 0, 0, 0);
+            Vec<bf16, N> a = *(const Vec<bf16, N> *)(x + j);
+#pragma unroll
+            for (int c = 0; c < ROW_COLUMNS; c++)
+#pragma unroll
+                for (int i = 0; i < N; i++) sum[c] = fmaf(to_f32(a.e[i]), to_f32(weights[c].v.e[i]), sum[c]);
+        }
+    } else {
+        for (int j = threadIdx.x; j < k; j += ROW_BLOCK)
+#pragma unroll
+            for (int c = 0; c < ROW_COLUMNS; c++) sum[c] = fmaf(to_f32(x[j]), w[c] ? to_f32(w[c][j]) : 0.0f, sum[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < ROW_COLUMNS; c++) {
+        float part = warp_sum(sum[c]);
+        if (threadIdx.x % 32 == 0) by_warp[threadIdx.x / 32][c] = part;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < ROW_COLUMNS; c++) {
+        sum[c] = by_warp[0][c];
+        for (int i = 1; i < WARPS; i++) sum[c] += by_warp[i][c];
     }
 }
 

@@ -100,3 +100,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(int rows, const T
         quantize_row(r, out, scales, row);
     }
 }
+
+// Writes the sum x + y to `total` and the RMS norm of the sum to `out`. An addend in bf16 is `narrow_y`, and a norm
+// that is rounded to bf16 is `narrow_out`. Without an addend, x itself is normalised.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    residual_rms(int rows, const T *x, const T *y, const bf16 *narrow_y, const float *w, T *total, T *out, bf16 *narrow_out, float eps) {
+    let_successor_begin();
+    wait_for_predecessor();
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        Row r;
+        load_row(r, x, row);
+        if (y || narrow_y) {
+#pragma unroll
+            for (int p = 0; p < VECTORS_PER_THREAD; p++) {
+                if (!in_row(p)) continue;
+                float addend[V];
+                if (y) {
+                    RowVector a = ((const RowVector *)(y + row * WIDTH))[vector_index(p)];
+#pragma unroll
+                    for (int i = 0; i < V; i++) addend[i] = to_f32(a.e[i]);
+                } else {
+                    Vec<bf16, V> a = ((const Vec<bf16, V> *)(narrow_y + row * WIDTH))[vector_index(p)];
+#pragma unroll
+                    for (int i = 0; i < V; i++) addend[i] = to_f32(a.e[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < V; i++) from_f32(to_f32(r.e[p].e[i]) + addend[i], r.e[p].e[i]);
+                store_vector(total, row, p, r.e[p]);
+            }
+        }
+        float scale = rsqrtf(square_sum(r) / WIDTH + eps);
+#pragma unroll
+        for (int p = 0; p < VECTORS_PER_THREAD; p++) {
+            if (!in_row(p)) continue;
+            Vec<float, V> c = load_columns(w, p);
+            Vec<bf16, V> narrow;
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                from_f32(to_f32(r.e[p].e[i]) * scale * c.e[i], r.e[p].e[i]);
+                from_f32(to_f32(r.e[p].e[i]), narrow.e[i]);
+            }
+            if (out) store_vector(out, row, p, r.e[p]);
+            else ((Vec<bf16, V> *)(narrow_out + row * WIDTH))[vector_index(p)] = narrow;
+        }
+    }
+}

@@ -30,6 +30,8 @@ __device__ __forceinline__ bool is_attended(const PagedShape &s, int query, int 
 
 template <typename T, int QUERIES> __device__ void attend_part(const T *q, const T *k, const T *v, const float *pages, const float *start, T *out, float *sums, const PagedShape &s) {
     constexpr int N = HeadVector<T>::N, LANES = HEAD / N, GROUPS = PAGED_THREADS / LANES;
+    let_successor_begin();
+    wait_for_predecessor();
     __shared__ float queries[QUERIES][HEAD], weights[QUERIES][STEP], top[QUERIES], total[QUERIES], shrink[QUERIES];
     __shared__ int rows[STEP];
     __shared__ float partial[PAGED_THREADS * N];
@@ -156,6 +158,8 @@ extern "C" __global__ void __launch_bounds__(PAGED_THREADS) paged_attention_bf16
 
 // Adds the parts of one head of one row per block, in order. A head without weights attends to nothing.
 template <typename T> __device__ void merge_parts(const float *sums, const float *start, T *out, const PagedShape &s) {
+    let_successor_begin();
+    wait_for_predecessor();
     int row = blockIdx.x / s.heads, sequence = row / s.rows_per_sequence;
     float first = start[sequence];
     int parts = first >= 0.0f ? min(s.parts, ((int)first + row % s.rows_per_sequence) / s.part_positions + 1) : 0;

@@ -2,12 +2,14 @@
 //! names every op, apart from the kinds of collectives. An op is supported if and only if something
 //! is built for it here.
 
-use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp, views};
+use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::copies::copy_whole;
 use super::elementwise as kernels;
-use super::norms::{NormView, RmsView, build_residual_norm, build_rms_rope};
+use super::norms::{
+    NormView, ResidualRmsOps, RmsView, build_residual_norm, build_residual_rms, build_rms_rope,
+};
 use super::relative_attention::build_relative_attention;
 use super::site::{LaunchSite, last_extent};
 use super::{StepWork, attention, copies, experts, frames, gemms, language};
@@ -79,6 +81,29 @@ pub(in crate::exec) fn build_step(
             }
             _ => misplaced_error(s, take),
         },
+        LaunchStep::ResidualRms { widen, add, norm, narrow } => {
+            let norm = view_as(s, views, norm, |v| if let OpView::RmsNorm(v) = v { Some(v) } else { None })?;
+            let sum = add.map(|add| residual_operands(s, views, add, widen)).transpose()?;
+            let out = s.p.ops[narrow.unwrap_or(norm.0)].results[0];
+            let ops = ResidualRmsOps { sum, norm: norm.1, out };
+            build_residual_rms(s, &ops).map(StepWork::Kernel)
+        }
+        LaunchStep::RowMatmuls { ref matmuls, product } => {
+            let own = matmuls.iter().map(|i| {
+                let (i, v) =
+                    view_as(s, views, *i, |v| if let OpView::Matmul(v) = v { Some(v) } else { None })?;
+                Ok((v, s.p.ops[i].results[0]))
+            });
+            let own: Vec<(&views::Matmul, ValueId)> = own.collect::<CudaResult<_>>()?;
+            let launch = match (product, &own[..]) {
+                (Some(mul), [(gate, _), (up, _)]) => {
+                    gemms::build_gated_row(s, gate, up, s.p.ops[mul].results[0])
+                }
+                _ => gemms::build_row_matmuls(s, &own),
+            };
+            launch.map(StepWork::Kernel)
+        }
+        LaunchStep::PutHeads(ref parts) => language::build_put_heads(s, views, parts).map(StepWork::Kernel),
         LaunchStep::Fused(ref group) => {
             let first = group.fused_ops()[0];
             match (group, &views[first]) {
@@ -104,6 +129,22 @@ fn view_as<'v, T>(
     read: impl FnOnce(&'v OpView) -> Option<T>,
 ) -> CudaResult<(usize, T)> {
     read(&views[i]).map_or_else(|| misplaced_error(s, i), |view| Ok((i, view)))
+}
+
+/// Returns the operands and the result of a sum. What a cast widens takes the place of the cast's result.
+fn residual_operands(
+    s: &LaunchSite<'_>,
+    views: &[OpView],
+    add: usize,
+    widen: Option<usize>,
+) -> CudaResult<(ValueId, ValueId, ValueId)> {
+    let (_, v) = view_as(s, views, add, |v| if let OpView::Add(v) = v { Some(v) } else { None })?;
+    let total = s.p.ops[add].results[0];
+    Ok(match widen.map(|cast| &s.p.ops[cast]) {
+        Some(cast) if cast.results[0] == v.x => (v.y, cast.operands[0], total),
+        Some(cast) => (v.x, cast.operands[0], total),
+        None => (v.x, v.y, total),
+    })
 }
 
 fn cache_write_view(view: &OpView) -> Option<&views::CacheWrite> {

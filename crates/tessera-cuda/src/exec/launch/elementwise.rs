@@ -12,9 +12,8 @@ use crate::kernel_table::{
     ADD_BF16, ADD_F32, Add, BIAS_ACT_BF16, BIAS_ACT_F32, BMM, BiasAct, Bmm, CAST_BF16_E4M3, CAST_BF16_F32,
     CAST_F32_BF16, CAST_F32_E4M3, Cast, EMBED_BF16, EMBED_F32, Embed, GUIDE, Guide, MODULATION, MUL_BF16,
     MUL_F32, Modulation, Mul, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize, RENOISE,
-    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SMALL_GEMM_BF16,
-    SOFTMAX_BF16, SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0,
-    TimeEmbed, ToX0,
+    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SOFTMAX_BF16,
+    SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0, TimeEmbed, ToX0,
 };
 use crate::kernels::KernelLaunch;
 
@@ -277,8 +276,7 @@ pub(super) fn build_small_gemm(s: &LaunchSite<'_>, v: &views::Matmul, out: Value
         act: PointwiseFunction::from(v.act).0,
     };
     let blocks = shape.out_columns.div_ceil(SMALL_GEMM_COLUMNS);
-    let kernel = kernel_for_dtype(shape.dtype, SMALL_GEMM, SMALL_GEMM_BF16);
-    Ok(KernelLaunch::blocks(kernel, (blocks, SMALL_GEMM_THREADS, 0), args))
+    Ok(KernelLaunch::blocks(SMALL_GEMM, (blocks, SMALL_GEMM_THREADS, 0), args))
 }
 
 /// Returns the launch that adds a bias per column, unless its address is 0, and applies an activation.

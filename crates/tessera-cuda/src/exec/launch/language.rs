@@ -1,16 +1,19 @@
 //! Ops of a language model: rotary embedding, norms of heads, caches in pages, and the choice of the next id.
 
-use tessera_ir::{DType, Op, Program, ValueId, views};
+use tessera_ir::{DType, Op, OpView, Program, ValueId, views};
 
 use super::elementwise::kernel_for_dtype;
 use super::site::{LaunchSite, last_extent, row_bytes};
 use crate::device_memory::ALIGNMENT;
 use crate::driver::{CudaResult, cuda_failure};
+use crate::fusion::launch_step::HeadRows;
+use crate::kernel_params::DevicePtr;
 use crate::kernel_table::{
-    HEAD_NORM_BF16, HEAD_NORM_F32, HeadNorm, MERGE_PARTS_BF16, MERGE_PARTS_F32, MergeParts,
-    PAGED_ATTENTION_BF16, PAGED_ATTENTION_F32, PUT_PAGES_2, PUT_PAGES_4, PUT_PAGES_16, PagedAttention,
-    PagedShape, PutPages, ROTARY_BF16, ROTARY_F32, Rotary, SAMPLE_CHOOSE, SAMPLE_LARGEST, SAMPLE_UNITS,
-    SampleChoose, SampleLargest, SampleUnits,
+    HEAD_NORM_BF16, HEAD_NORM_F32, HeadNorm, HeadPart, HeadParts, MAX_HEAD_PARTS, MERGE_PARTS_BF16,
+    MERGE_PARTS_F32, MergeParts, PAGED_ATTENTION_BF16, PAGED_ATTENTION_F32, PUT_HEADS_BF16, PUT_HEADS_F32,
+    PUT_PAGES_2, PUT_PAGES_4, PUT_PAGES_16, PagedAttention, PagedShape, PutHeads, PutPages, ROTARY_BF16,
+    ROTARY_F32, Rotary, SAMPLE_CHOOSE, SAMPLE_LARGEST, SAMPLE_UNITS, SampleChoose, SampleLargest,
+    SampleUnits,
 };
 use crate::kernels::{HeadBlocks, KernelLaunch};
 
@@ -20,6 +23,9 @@ type Built = CudaResult<KernelLaunch>;
 const SAMPLE_PARTS: u64 = 32;
 const SAMPLE_THREADS: u32 = 512;
 const CHOICE_THREADS: u32 = 1024;
+
+/// Threads of a block that writes heads, a warp for each. Few warps spread the heads of one row over the GPU.
+const PUT_HEADS_THREADS: u32 = 64;
 
 /// Ids whose probabilities, in the units of language.cu, have a sum below 2^64.
 const MAX_VOCABULARY: u64 = 1 << 19;
@@ -111,6 +117,71 @@ pub(super) fn build_page_write(
     Ok(KernelLaunch::elements(kernel, n, args))
 }
 
+/// Builds the launch that normalises, rotates and writes the heads of several values. The parts agree on the
+/// size of a head, the rotation and the pages.
+pub(super) fn build_put_heads(s: &LaunchSite<'_>, op_views: &[OpView], parts: &[HeadRows]) -> Built {
+    let mut args = PutHeads {
+        frequencies: DevicePtr::NULL,
+        start: DevicePtr::NULL,
+        pages: DevicePtr::NULL,
+        n: 0,
+        parts: HeadParts { scale: 1.0, page_rows: 1, ..HeadParts::default() },
+    };
+    let view = |i: Option<usize>| i.map(|i| &op_views[i]);
+    let head_dim = parts.iter().find_map(|part| match (view(part.norm), view(part.rotary)) {
+        (Some(OpView::HeadNorm(v)), _) => Some(v.head_dim),
+        (_, Some(OpView::Rotary(v))) => Some(v.head_dim),
+        _ => None,
+    });
+    let first = parts.first().and_then(|part| part.ops().next()).map(|i| s.p.ops[i].operands[0]);
+    let (Some(head_dim), Some(x), true) = (head_dim, first, parts.len() <= MAX_HEAD_PARTS) else {
+        return cuda_failure("a launch for heads of unknown size");
+    };
+    let (rows, dtype) = (s.p.type_of(x).shape[0], s.p.type_of(x).dtype);
+    args.parts.head = head_dim as i32;
+    for (part, own) in parts.iter().zip(0..) {
+        let of_part = &mut HeadPart::default();
+        let Some(first) = part.ops().next() else { continue };
+        let x = s.p.ops[first].operands[0];
+        (of_part.x, of_part.heads) = (s.at(x)?, (last_extent(s.p.type_of(x)) / head_dim) as i32);
+        if let Some(OpView::HeadNorm(v)) = view(part.norm) {
+            (of_part.w, of_part.eps) = (f32_address(s, v.w)?, v.eps as f32);
+        }
+        if let Some(OpView::Rotary(v)) = view(part.rotary) {
+            of_part.rotates = 1;
+            args.frequencies = f32_address(s, v.frequencies)?;
+            (args.parts.pairs, args.parts.scale) =
+                (s.p.type_of(v.frequencies).element_count() as i32, v.scale as f32);
+            args.start = s.at(v.start)?;
+            args.parts.rows_per_sequence = rows_per_sequence(s.p, x, v.start) as i32;
+        }
+        if let (Some(write), Some(OpView::CacheWrite(v))) = (part.write, view(part.write)) {
+            let op = &s.p.ops[write];
+            let (Some(pages), Some(start), Some(page_rows), Some(buffer)) =
+                (v.pages, v.start, v.page_rows, op.buffer)
+            else {
+                return cuda_failure("a write to pages without `pages`, `start` or `page_rows`");
+            };
+            (of_part.in_pages, of_part.out) = (1, s.write_address(op, v)?);
+            (args.pages, args.start) = (s.at(pages)?, s.at(start)?);
+            args.parts.page_count = last_extent(s.p.type_of(pages)) as i32;
+            args.parts.page_rows = page_rows as i32;
+            args.parts.pool_pages = (s.p.buffer(buffer).ty.shape[0] / page_rows) as i32;
+            args.parts.rows_per_sequence = rows_per_sequence(s.p, x, start) as i32;
+        } else if let Some(last) = part.ops().last() {
+            of_part.out = s.at(s.p.ops[last].results[0])?;
+        }
+        args.parts.heads += of_part.heads;
+        args.parts.of[own] = *of_part;
+    }
+    args.n = (rows * args.parts.heads as u64) as i64;
+    let warps = u64::from(PUT_HEADS_THREADS / 32);
+    let shared_bytes = (warps * head_dim * 4) as u32;
+    let kernel = kernel_for_dtype(dtype, PUT_HEADS_F32, PUT_HEADS_BF16);
+    let grid = ((args.n as u64).div_ceil(warps), PUT_HEADS_THREADS, shared_bytes);
+    Ok(KernelLaunch::blocks(kernel, grid, args).begin_early())
+}
+
 /// Returns how many rows a call brings of each sequence.
 fn rows_per_sequence(p: &Program, x: ValueId, start: ValueId) -> u64 {
     p.type_of(x).shape[0] / p.type_of(start).element_count().max(1)
@@ -149,14 +220,15 @@ pub(super) fn build_paged_attention(
     let blocks = sequences * (shape.kv_heads * shape.tiles * shape.parts) as u64;
     let kernel = kernel_for_dtype(ty.dtype, PAGED_ATTENTION_F32, PAGED_ATTENTION_BF16);
     let grid = |count, threads| HeadBlocks { count, threads, shared_bytes: 0 };
-    let mut launches =
-        vec![KernelLaunch::for_heads(kernel, v.head_dim, grid(blocks, PAGED_THREADS as u32), args)];
+    let mut launches = vec![
+        KernelLaunch::for_heads(kernel, v.head_dim, grid(blocks, PAGED_THREADS as u32), args).begin_early(),
+    ];
     if shape.parts > 1 {
         let merge = MergeParts { sums: sums.into(), start: s.at(v.start)?, out: s.at(out)?, shape };
         let kernel = kernel_for_dtype(ty.dtype, MERGE_PARTS_F32, MERGE_PARTS_BF16);
         let threads = (v.head_dim as u32).next_multiple_of(32).min(256);
         let blocks = grid(ty.shape[0] * shape.heads as u64, threads);
-        launches.push(KernelLaunch::for_heads(kernel, v.head_dim, blocks, merge));
+        launches.push(KernelLaunch::for_heads(kernel, v.head_dim, blocks, merge).begin_early());
     }
     Ok(launches)
 }

@@ -7,7 +7,7 @@ use super::site::{LaunchSite, last_extent, refuse_segments};
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::kernel_params::DevicePtr;
-use crate::kernel_table::{RESIDUAL_NORM, RMS_ROPE, ResidualNorm, RmsRope};
+use crate::kernel_table::{RESIDUAL_NORM, RESIDUAL_RMS, RMS_ROPE, ResidualNorm, ResidualRms, RmsRope};
 use crate::kernels::KernelLaunch;
 
 /// Eps of a launch without a norm, which the kernel does not use.
@@ -108,6 +108,40 @@ pub(super) fn build_residual_norm(
         eps,
     };
     Ok(KernelLaunch::for_rows(RESIDUAL_NORM, (ty.shape[0], ty.shape[1], ty.dtype), args))
+}
+
+/// A sum, its RMS norm and the casts around them. The sum is given by its operands and its result, of which the
+/// second operand may be what a cast reads.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ResidualRmsOps<'a> {
+    pub(super) sum: Option<(ValueId, ValueId, ValueId)>,
+    pub(super) norm: &'a views::RmsNorm,
+    pub(super) out: ValueId,
+}
+
+/// Builds the addition to the residual stream with the RMS norm of the sum.
+pub(super) fn build_residual_rms(s: &LaunchSite<'_>, ops: &ResidualRmsOps<'_>) -> CudaResult<KernelLaunch> {
+    let ty = s.p.type_of(ops.norm.x);
+    refuse_segments(ops.norm.segments)?;
+    // The operand goes to the parameter of its dtype.
+    let by_dtype = |v: Option<ValueId>| {
+        let is_narrow = v.is_some_and(|v| s.p.type_of(v).dtype != ty.dtype);
+        if is_narrow { (None, v) } else { (v, None) }
+    };
+    let (y, narrow_y) = by_dtype(ops.sum.map(|(_, y, _)| y));
+    let (out, narrow_out) = by_dtype(Some(ops.out));
+    let args = ResidualRms {
+        rows: ty.shape[0] as i32,
+        x: s.at(ops.sum.map_or(ops.norm.x, |(x, ..)| x))?,
+        y: s.at_optional(y)?,
+        narrow_y: s.at_optional(narrow_y)?,
+        w: s.at(ops.norm.w)?,
+        total: s.at_optional(ops.sum.map(|(.., total)| total))?,
+        out: s.at_optional(out)?,
+        narrow_out: s.at_optional(narrow_out)?,
+        eps: ops.norm.eps as f32,
+    };
+    Ok(KernelLaunch::for_rows(RESIDUAL_RMS, (ty.shape[0], ty.shape[1], ty.dtype), args).begin_early())
 }
 
 /// An RMS norm, a RoPE and a cache write, of which at least one is present.

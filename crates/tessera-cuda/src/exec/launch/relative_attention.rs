@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn results_match_the_reference_at_ragged_ends_and_short_lengths() {
         let Some(gpu) = open_test_gpu() else { return };
-        let mut kernels = KernelSet::new(gpu.compiler, gpu.capabilities.multiprocessors).unwrap();
+        let mut kernels = KernelSet::new(gpu.compiler, &gpu.capabilities).unwrap();
         let stream = CudaStream::new(false).unwrap();
         let heads =
             [(DType::Bf16, 64), (DType::Bf16, 16), (DType::Bf16, 128), (DType::Bf16, 6), (DType::F32, 6)];
