@@ -11,6 +11,7 @@ pub mod generate;
 pub mod lint;
 pub mod measure;
 pub mod models;
+pub mod parity;
 pub mod plan;
 pub mod record;
 pub mod stream;

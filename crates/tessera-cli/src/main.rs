@@ -23,8 +23,8 @@ use clap::{Parser, Subcommand};
 use tessera_base::DiagnosticFormat;
 
 use commands::{
-    autopsy, bench, bringup, check, doctor, drill, explain, generate, lint, measure, models, plan, record,
-    stream, wire,
+    autopsy, bench, bringup, check, doctor, drill, explain, generate, lint, measure, models, parity, plan,
+    record, stream, wire,
 };
 use output::{CliError, CliResult};
 use parse::invalid_argument;
@@ -67,6 +67,7 @@ enum CliCommand {
     Explain(explain::Args),
     Stream(Box<stream::Args>),
     Generate(Box<generate::Args>),
+    Parity(Box<parity::Args>),
     /// Run one rank of a stream. `tessera stream` starts this; do not run it directly.
     #[command(hide = true)]
     Rank,
@@ -104,6 +105,7 @@ fn main() -> ExitCode {
         CliCommand::Bringup(args) => (args.format.into(), bringup::run(&args)),
         CliCommand::Explain(args) => (args.format.into(), explain::run(&args)),
         CliCommand::Generate(args) => (args.format.into(), generate::run(&args)),
+        CliCommand::Parity(args) => (args.format.into(), parity::run(&args)),
         CliCommand::Stream(args) => (args.format.into(), stream::run(&args)),
         CliCommand::Bench(args) => (args.format().into(), bench::run(&args)),
         CliCommand::BenchRank { rank, orders } => return ExitCode::from(bench::run_rank(rank, &orders)),

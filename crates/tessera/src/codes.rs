@@ -212,4 +212,19 @@ the program; a note gives the code of the check that ended it. The caches of the
 continue.\n\n\
 Run it again. Ranks that differ twice with the same call point to a defect of this program or of the host's memory: keep the \
 command and the model.";
+
+    T0088: "precision policy changes nothing on this mapping",
+    "`tessera parity` compares two precision policies: f32, bf16, fp8 and fp8-wire. Under fp8-wire all values are f32, and tokens \
+travel to the ranks of their experts as e4m3. On one rank of ep, or in a model without experts, no token travels, and both sides of the \
+comparison would compute the same bits.\n\n\
+Share the experts over several ranks with `--mesh ep=2`, or compare bf16 or fp8.";
+
+    T0089: "logits in low precision differ too much",
+    "`tessera parity` runs the same ids under two precision policies and limits the mean squared error of the logits, \
+after both are divided by the standard deviation of the reference's logits. The limits are the keys of `[parity]` in \
+crates/tessera-plan/gates.toml, one for each policy; `--gates` names a file with others.\n\n\
+Look at the share of positions with the same likeliest id, and at the GEMMs that the command lists. A model whose logits fail in fp8 \
+and pass in bf16 has weights or activations with outliers: run it with `--dtype bf16`. A model that fails in bf16 too may have been \
+trained in a range that bf16 does not represent well, or a checkpoint may be damaged. A higher limit is a decision for one use: set it \
+in a file of your own.";
 }

@@ -6,8 +6,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tessera::generate::{LanguagePlan, LanguageSettings, TextModel, TokenOutput, TokenRun};
+use tessera::generate::{
+    LanguagePlan, LanguageSettings, LogitDifference, PrecisionPolicy, TextModel, TokenOutput, TokenRun,
+    check_parity, compare_logits, list_low_precision,
+};
 use tessera::{DtypePolicy, Mapping};
+use tessera_plan::search::thresholds::Thresholds;
 use tessera_weights::WeightFiles;
 
 const POLICIES: [DtypePolicy; 2] = [DtypePolicy::Bf16, DtypePolicy::Fp8];
@@ -93,5 +97,84 @@ fn stages_and_ranks_that_share_experts_keep_the_bits_of_one_rank_in_low_precisio
                 assert!(bits(mesh).eq(alone.iter().copied()), "{family} {mesh} {}", policy.name());
             }
         }
+    }
+}
+
+/// Returns the logits of a folder for some ids, and the plan that computed them.
+fn run_policy(dir: &Path, mesh: &str, policy: PrecisionPolicy, ids: &[u32]) -> (Arc<LanguagePlan>, Vec<f32>) {
+    let model = TextModel::open(dir).unwrap().decoder;
+    let mapping = policy.apply(&Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() });
+    let settings =
+        LanguageSettings { sequences: 1, positions: 256, prompt_rows: 64, output: TokenOutput::Logits };
+    let plan = Arc::new(LanguagePlan::new(&model, &mapping, settings).unwrap());
+    let logits = TokenRun::load(&plan, dir, 1).unwrap().compute_logits(ids).unwrap();
+    (plan, logits)
+}
+
+/// Compares a policy with f32 on a mesh.
+fn compare(
+    dir: &Path,
+    mesh: &str,
+    policy: PrecisionPolicy,
+    ids: &[u32],
+) -> (LogitDifference, Arc<LanguagePlan>) {
+    let (_, reference) = run_policy(dir, mesh, PrecisionPolicy::F32, ids);
+    let (plan, found) = run_policy(dir, mesh, policy, ids);
+    let vocabulary = plan.model.extents.vocab as usize;
+    let difference = compare_logits(&reference, &found, vocabulary).unwrap();
+    println!("{} {mesh} {}: {difference:?}", dir.file_name().unwrap().to_string_lossy(), policy.name());
+    (difference, plan)
+}
+
+/// Returns the ids of the demo model's own tale.
+fn read_tale(dir: &Path) -> Vec<u32> {
+    let golden: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(dir.join("golden.json")).unwrap()).unwrap();
+    let list = |key: &str| golden[key].as_array().unwrap().clone();
+    let ids = list("ids").into_iter().chain(list("continuation"));
+    ids.map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+#[test]
+fn a_trained_model_passes_the_gate_of_every_policy() {
+    let limits = Thresholds::default();
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tales");
+    let tale = read_tale(&dir);
+    for mesh in ["tp=1", "tp=2"] {
+        for policy in [PrecisionPolicy::F32, PrecisionPolicy::Bf16, PrecisionPolicy::Fp8] {
+            let (difference, plan) = compare(&dir, mesh, policy, &tale);
+            assert_eq!(difference.positions, tale.len() as u64);
+            assert_eq!(check_parity(policy, &difference, &limits), Ok(()));
+            let listed = list_low_precision(&plan);
+            let names: Vec<&str> = listed.keys().map(String::as_str).collect();
+            match policy {
+                PrecisionPolicy::Bf16 => assert_eq!(names, ["bf16"]),
+                PrecisionPolicy::Fp8 => {
+                    assert_eq!(names, ["bf16", "e4m3"]);
+                    assert_eq!(listed["e4m3"]["model.layers.*.self_attn.q_proj.weight"], 4);
+                    assert_eq!(listed["bf16"]["model.layers.*.mlp.down_proj.weight"], 4);
+                    let strict =
+                        Thresholds { max_fp8_mse: difference.normalised_mse * 0.99, ..limits.clone() };
+                    assert_eq!(check_parity(policy, &difference, &strict).unwrap_err().code.id, "T0089");
+                }
+                _ => assert!(names.is_empty() && difference.mse == 0.0, "{difference:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_in_e4m3_between_ranks_change_the_logits_and_no_matmul() {
+    for family in ["mixtral", "qwen3-moe"] {
+        let (ids, dir) = (read_reference(family).0, folder(family));
+        let (difference, plan) = compare(&dir, "ep=2", PrecisionPolicy::Fp8Wire, &ids);
+        let listed = list_low_precision(&plan);
+        assert!((1e-5..5e-3).contains(&difference.normalised_mse), "{family}: {difference:?}");
+        assert!(listed.keys().eq(["e4m3 on the wire"]), "{listed:?}");
+    }
+    for (family, mesh) in [("mixtral", "tp=2"), ("llama", "tp=2")] {
+        let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
+        let refused = PrecisionPolicy::Fp8Wire.check(&mapping, family == "mixtral").unwrap_err();
+        assert_eq!(refused.code.id, "T0088");
     }
 }

@@ -9,8 +9,8 @@ use tessera::codes::T0086;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::generate::{
-    CallTimes, FinishReason, GenerateEvent, GenerateOptions, GenerateReport, LanguagePlace, LanguagePlan,
-    LanguageSettings, Sampling, TextModel, TextRequest, TokenOutput, chat_messages,
+    CallTimes, ChatTemplate, FinishReason, GenerateEvent, GenerateOptions, GenerateReport, LanguagePlace,
+    LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest, TokenOutput, chat_messages,
 };
 use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
@@ -282,17 +282,27 @@ fn read_prompts(args: &Args, model: &TextModel) -> Result<Vec<Vec<u32>>, CliErro
     if !args.prompt_ids.is_empty() {
         return args.prompt_ids.iter().map(|list| parse_ids(list)).collect();
     }
+    let template = args.chat.then(|| model.read_chat_template()).transpose()?;
+    encode_prompts(model, &args.prompt, template.as_ref().map(|t| (t, args.system.as_deref())))
+}
+
+/// Returns the ids of texts, each as the message of a user if there is a chat template. The template comes with the
+/// message of the system.
+pub(super) fn encode_prompts(
+    model: &TextModel,
+    texts: &[String],
+    chat: Option<(&ChatTemplate, Option<&str>)>,
+) -> Result<Vec<Vec<u32>>, CliError> {
     let Some(tokenizer) = &model.tokenizer else {
         return Err(CliError::usage(
             Diagnostic::error(&T0030, format!("{} has no tokenizer.json", model.dir.display()))
                 .with_hint("give the prompt as --prompt-ids, or fetch tokenizer.json from the publisher"),
         ));
     };
-    let template = args.chat.then(|| model.read_chat_template()).transpose()?;
     let now_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let encode_prompt = |text: &str| match &template {
-        Some(template) => {
-            let messages = chat_messages(args.system.as_deref(), text);
+    let encode_prompt = |text: &str| match chat {
+        Some((template, system)) => {
+            let messages = chat_messages(system, text);
             tokenizer.encode_chat(&template.render(&messages, i64::try_from(now_s).unwrap_or(0))?)
         }
         None => tokenizer.encode(text),
@@ -304,10 +314,10 @@ fn read_prompts(args: &Args, model: &TextModel) -> Result<Vec<Vec<u32>>, CliErro
         Ok(ids) => Ok(ids),
         Err(d) => Err(d.into()),
     };
-    args.prompt.iter().map(encode).collect()
+    texts.iter().map(encode).collect()
 }
 
-fn parse_ids(list: &str) -> Result<Vec<u32>, CliError> {
+pub(super) fn parse_ids(list: &str) -> Result<Vec<u32>, CliError> {
     let ids: Option<Vec<u32>> = list.split(',').map(|id| id.trim().parse().ok()).collect();
     ids.ok_or_else(|| {
         CliError::usage(invalid_argument("--prompt-ids", list, "it is not a list of ids", "17,4,99"))

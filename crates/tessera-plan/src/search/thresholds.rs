@@ -83,6 +83,16 @@ thresholds! {
         /// Minimum OverlapScore of a run whose leader is outside of the mesh.
         min_overlap_score: Share,
     }
+    parity {
+        /// Maximum mean squared error of normalised logits in f32, against f32.
+        max_f32_mse: Share,
+        /// Maximum mean squared error of normalised logits in bf16.
+        max_bf16_mse: Share,
+        /// Maximum mean squared error of normalised logits in fp8.
+        max_fp8_mse: Share,
+        /// Maximum mean squared error of normalised logits with tokens in e4m3 between ranks.
+        max_fp8_wire_mse: Share,
+    }
     cache {
         /// Minimum share of KV reads that hit a hot tier.
         min_hits: Share,
