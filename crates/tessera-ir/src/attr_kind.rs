@@ -58,6 +58,13 @@ attr_kinds! {
     Index: u64, "an integer ≥ 0", parse_index;
     /// The index of a tensor dim.
     Dim: usize, "the index of a tensor dim", |a| usize::try_from(parse_index(a)?).ok();
+    /// At least one integer from 0 to 2⁴⁰, such as the group of each expert.
+    Indices: Vec<u64>, "a list of integers ≥ 0", |a| match a {
+        Attr::Ints(list) if !list.is_empty() => list.iter().map(|i| parse_index(&Attr::Int(*i))).collect(),
+        _ => None,
+    };
+    /// A probability above 0 and below 1.
+    Probability: f64, "a number above 0 and below 1", |a| parse_number(a).filter(|x| *x > 0.0 && *x < 1.0);
     /// Any integer.
     Int: i64, "an integer", parse_int;
     /// A finite number.

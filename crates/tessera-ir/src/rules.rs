@@ -7,6 +7,7 @@
 mod buffers;
 mod compute;
 mod embedding;
+mod expert_features;
 mod experts;
 mod heads;
 mod image;
@@ -166,6 +167,13 @@ impl RuleContext<'_> {
             V::TopKExperts(v) => one(self.top_k_experts_type(v)?),
             V::ExpertWeights(_) | V::ExpertGates(_) => one(self.expert_weights_type()?),
             V::ExpertTokens(v) => one(self.expert_tokens_type(v)?),
+            V::ExpertLocality(v) => one(self.expert_locality_type(v)?),
+            V::ExpertDistance(v) => one(self.expert_distance_type(&v.distances, &v.expert_homes)?),
+            V::ExpertDistanceGradient(v) => {
+                self.expert_distance_type(&v.distances, &v.expert_homes)?;
+                one(self.type_like_first(self.matrix_shape(0)?, self.token_layout(&[0])?))
+            }
+            V::ExpertDraw(v) => one(self.expert_draw_type(v)?),
             V::ExpertReroute(v) => one(self.expert_reroute_type(v)?),
             V::ExpertSlots(v) => one(self.expert_slots_type(v)?),
             V::ExpertCounts(v) => one(self.expert_counts_type(v)?),

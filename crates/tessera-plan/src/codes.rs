@@ -95,6 +95,20 @@ With `tokens = \"sharded\"` every rank of ep has the same number of token groups
 tokens are dropped follows from the groups alone: state a multiple of every ep that you want to compare. `wire = \"fp8\"` \
 rounds the tokens that travel, which only `numerics.tokens = \"fp8_e4m3\"` allows.";
 
+    T0612: "keys about routers do not fit",
+    "The table `[experts]` of a mapping can change what routers prefer: a gate that subtracts `locality_weight` from the logits \
+of distant experts, biases of the user (`bias`, `bias_file`, `bias_locality`), a term of a training loss (`regularizer`), \
+and another number of experts per token (`top_k`). Two keys contradict each other, or a key does not fit the model; the \
+message names both.\n\n\
+What depends on distance needs `tokens = \"sharded\"`, because only then has a token a rank of its own, and locality groups: \
+`locality_ranks` consecutive ranks, or the hosts that `devices.order` names. A gate by its name applies to models whose \
+gate is a softmax over all experts.";
+
+    T0613: "distance to experts counts more than once",
+    "The gate's penalty (`locality_weight`), the bias of logits (`bias_locality`) and the term of the loss (`regularizer`) \
+all make distant experts less likely, and their effects add up. The run uses the sum that the message states. One of them \
+is usually meant: the gate for a model that was trained without, the term of the loss for training.";
+
     T1200: "cannot parse a mapping pin",
     "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. \
 The message names the unknown knob or value and the nearest known one.\n\n\

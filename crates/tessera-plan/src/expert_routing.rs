@@ -112,7 +112,7 @@ impl ExpertLayer {
             rows,
             choices: combine.experts,
             sum,
-            ops: ops_between(p, defs, rows, sum),
+            ops: with_distances(p, defs, ops_between(p, defs, rows, sum)),
             experts,
             tokens,
             group_tokens,
@@ -151,6 +151,16 @@ fn ops_between(p: &Program, defs: &[Option<usize>], from: ValueId, last: usize) 
         }
     }
     out
+}
+
+/// Adds the ops that measure distances from logits inside of a layer: they know the homes of tokens by padded rows.
+fn with_distances(p: &Program, defs: &[Option<usize>], mut ops: BTreeSet<usize>) -> BTreeSet<usize> {
+    let is_inside = |op: &Op| op.used_values().any(|v| defs[v.0 as usize].is_some_and(|d| ops.contains(&d)));
+    let measures = |op: &Op| matches!(op.opcode, Opcode::ExpertDistance | Opcode::ExpertDistanceGradient);
+    let more: Vec<usize> =
+        (0..p.ops.len()).filter(|i| measures(&p.ops[*i]) && is_inside(&p.ops[*i])).collect();
+    ops.extend(more);
+    ops
 }
 
 struct RoutingPass<'a> {
@@ -257,21 +267,24 @@ impl RoutingPass<'_> {
                 _ => {}
             },
         };
-        let map = |v| find_value(&self.values, inside, v);
+        let map = |v| find_value(&self.values, self.layers.len(), inside, v);
         copy_op(self.program, op, &mut self.builder, map, set_attrs)
     }
 
     fn value(&self, inside: Option<usize>, v: ValueId) -> ValueId {
-        find_value(&self.values, inside, v)
+        find_value(&self.values, self.layers.len(), inside, v)
     }
 }
 
 /// Returns the counterpart of a value for an op inside of a layer, or outside of all.
 fn find_value(
     values: &BTreeMap<(Option<usize>, ValueId), ValueId>,
+    layers: usize,
     inside: Option<usize>,
     v: ValueId,
 ) -> ValueId {
     let padded = inside.and_then(|at| values.get(&(Some(at), v)));
-    padded.or_else(|| values.get(&(None, v))).copied().unwrap_or(v)
+    // An output of what a router computes reads a value that exists inside of a layer alone.
+    let elsewhere = || (0..layers).find_map(|at| values.get(&(Some(at), v)));
+    padded.or_else(|| values.get(&(None, v))).or_else(elsewhere).copied().unwrap_or(v)
 }

@@ -12,6 +12,7 @@
 pub mod attention;
 mod codes;
 mod copy_op;
+mod expert_map;
 mod expert_routing;
 mod logical_model;
 mod lower;
@@ -22,6 +23,7 @@ mod op_order;
 mod ownership;
 pub mod precision;
 mod roles;
+mod router_features;
 mod row_chunks;
 pub mod search;
 mod stages;
@@ -29,12 +31,15 @@ mod strategy;
 pub mod video;
 
 pub use codes::CODES;
+pub use expert_map::ExpertMap;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
 pub use mapping::{
-    CapturePolicy, DtypePolicy, ExpertCombine, ExpertMapping, Mapping, MediaPlacement, Numerics, Strategy,
-    TokenNumerics, TokenPlacement, TokenWire, Topology, Transport,
+    CapturePolicy, DtypePolicy, ExpertCombine, ExpertMapping, Mapping, MediaPlacement, Numerics,
+    RegularizerKind, RouterGate, RouterMapping, RouterRegularizer, RouterSeeds, Strategy, TokenNumerics,
+    TokenPlacement, TokenWire, Topology, Transport,
 };
 pub use memory::assign_slots;
 pub use precision::DecoderPrecision;
+pub use router_features::ROUTER_BIAS;
 pub use stages::balance_stages;

@@ -31,7 +31,8 @@ use crate::stages::{StageCosts, pixel_flops_per_pass};
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
 use crate::{
     CapturePolicy, DecoderPrecision, DtypePolicy, ExpertMapping, LogicalModel, Mapping, MediaPlacement,
-    Numerics, Strategy, Transport, expert_routing, memory, moe_route, op_order, precision, row_chunks,
+    Numerics, Strategy, Transport, expert_routing, memory, moe_route, op_order, precision, router_features,
+    row_chunks,
 };
 
 /// The phase that decodes without the shortcuts of a fast decoder, for a comparison with it.
@@ -55,6 +56,7 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     if !ds.is_empty() {
         return Err(ds);
     }
+    let logical = &with_router_features(logical, mapping)?;
     let logical = with_token_groups(logical, mapping)?;
     let logical = with_dtype_policy(&logical, mapping)?;
     let mesh = mapping.mesh;
@@ -151,6 +153,19 @@ fn with_routes_spelled_out<'a>(
     }
     let spell_out = |p| moe_route::spell_out_routes(p, mapping);
     let phases = logical.phases.iter().map(spell_out).collect::<Result<_, _>>()?;
+    Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
+}
+
+/// Changes what routers prefer as the mapping states it.
+fn with_router_features<'a>(
+    logical: &'a LogicalModel,
+    mapping: &Mapping,
+) -> Result<Cow<'a, LogicalModel>, Diagnostics> {
+    if logical.experts == 0 || !mapping.experts.router.changes_programs() {
+        return Ok(Cow::Borrowed(logical));
+    }
+    let change = |p| router_features::apply_router_features(p, mapping, logical.experts);
+    let phases = logical.phases.iter().map(change).collect::<Result<_, _>>()?;
     Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
 }
 
@@ -470,7 +485,9 @@ impl<'a> Lowering<'a> {
                 LoweringRule::Own,
                 Ok(OpView::ExpertCounts(_) | OpView::ExpertPack(_) | OpView::ExpertPackFused(_)),
             ) => self.lower_to_experts(op, s),
-            (LoweringRule::Own, Ok(OpView::ExpertStatistics(_))) => self.lower_expert_statistics(op, s),
+            (LoweringRule::Own, Ok(OpView::ExpertStatistics(_) | OpView::ExpertDistance(_))) => {
+                self.lower_expert_statistics(op, s);
+            }
             (LoweringRule::Own, Ok(OpView::ExpertCombine(v))) => self.lower_expert_combine(op, &v, s),
             // A rank has the query heads that read its KV heads.
             (

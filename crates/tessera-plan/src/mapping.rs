@@ -3,6 +3,7 @@
 
 mod checks;
 mod experts;
+mod router;
 
 use tessera_base::config::{ConfigReader, T0004, parse_toml};
 use tessera_base::{Diagnostic, Diagnostics, named_enum};
@@ -10,6 +11,7 @@ use tessera_mesh::{Axis, Mesh, RankMap};
 
 use crate::codes::T0605;
 pub use experts::{ExpertCombine, ExpertMapping, TokenNumerics, TokenPlacement, TokenWire};
+pub use router::{RegularizerKind, RouterGate, RouterMapping, RouterRegularizer, RouterSeeds};
 
 named_enum! {
     /// The placement of the leader: which ranks encode and decode, and which generate.

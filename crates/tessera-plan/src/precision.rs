@@ -155,7 +155,10 @@ impl<'a> DtypePass<'a> {
 
     /// Returns whether experts are chosen by a value, given by index.
     fn chooses_experts(&self, value: usize) -> bool {
-        self.readers[value].iter().any(|i| self.program.ops[*i].opcode == Opcode::TopKExperts)
+        // Where something stands between the logits and the choice, the weights still read them.
+        let reads =
+            |i: &usize| matches!(self.program.ops[*i].opcode, Opcode::TopKExperts | Opcode::ExpertWeights);
+        self.readers[value].iter().any(reads)
     }
 
     /// Selects the convolutions of a fast decoder, with their weights and histories.

@@ -1,6 +1,7 @@
 //! Computes the ops of one rank, element by element.
 
 mod attention;
+mod expert_features;
 mod experts;
 mod heads;
 mod image;
@@ -117,6 +118,10 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::ExpertWeights(v) => experts::expert_weights(cx, v),
         V::ExpertTokens(v) => experts::expert_tokens(cx, v),
         V::ExpertGates(v) => experts::expert_gates(cx, v),
+        V::ExpertLocality(v) => expert_features::expert_locality(cx, v),
+        V::ExpertDistance(v) => expert_features::expert_distance(cx, v),
+        V::ExpertDistanceGradient(v) => expert_features::expert_distance_gradient(cx, v),
+        V::ExpertDraw(v) => expert_features::expert_draw(cx, v),
         V::ExpertReroute(v) => experts::expert_reroute(cx, v),
         V::ExpertSlots(v) => experts::expert_slots(cx, v),
         V::ExpertCounts(v) => experts::expert_counts(cx, v),

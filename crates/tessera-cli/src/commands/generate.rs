@@ -15,12 +15,12 @@ use tessera::generate::{
 use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
 use tessera::{DtypePolicy, Mapping, WeightsBase};
-use tessera_base::Diagnostic;
+use tessera_base::{Diagnostic, DiagnosticFormat};
 
 use crate::codes::T0030;
 use crate::flags::mapping::{DTYPES, parse_mesh, read_mapping, require_axes};
 use crate::flags::named_values;
-use crate::output::{CliError, CliResult, OutputFormat, print_failure, write_stdout};
+use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics, print_failure, write_stdout};
 use crate::parse::{current_exe_path, invalid_argument, parse_weights_base};
 use crate::progress::stop_on_signals;
 
@@ -153,11 +153,7 @@ pub fn run(args: &Args) -> CliResult {
         None => WeightsBase::Files,
         Some(text) => parse_weights_base(text).map_err(CliError::usage)?,
     };
-    let mapping = match &args.mapping {
-        Some(file) => read_mapping(file)?,
-        None => Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() },
-    };
-    let mapping = Mapping { dtype: args.dtype.unwrap_or(mapping.dtype), ..mapping };
+    let mapping = read_run_mapping(args)?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let settings = LanguageSettings {
         sequences: prompts.len() as u64,
@@ -203,6 +199,17 @@ pub fn run(args: &Args) -> CliResult {
         describe_speed(report.decode)
     ));
     Ok(report.exit_code)
+}
+
+/// Returns the mapping of the run. Warns where several of its keys count the same distance.
+fn read_run_mapping(args: &Args) -> Result<Mapping, CliError> {
+    let mapping = match &args.mapping {
+        Some(file) => read_mapping(file)?,
+        None => Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() },
+    };
+    let stacked: Vec<Diagnostic> = mapping.find_stacked_biases().into_iter().collect();
+    print_diagnostics(&stacked, DiagnosticFormat::Text, &|_| None);
+    Ok(Mapping { dtype: args.dtype.unwrap_or(mapping.dtype), ..mapping })
 }
 
 /// Runs the ranks and prints the texts.

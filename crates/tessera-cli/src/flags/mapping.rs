@@ -490,12 +490,28 @@ pub fn parse_steps(text: &str) -> Result<Vec<f64>, Diagnostic> {
 pub fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
     let name = file.display().to_string();
     match read_text_file(file) {
-        Ok(text) => Ok(Mapping::parse(&name, &text)?),
+        Ok(text) => with_router_bias(file, Mapping::parse(&name, &text)?),
         Err(e) => Err(CliError::usage(
             Diagnostic::error(&T0030, format!("--mapping {name} cannot be read: {e}"))
                 .with_hint("name a TOML file, such as the mapping.toml of a plan folder"),
         )),
     }
+}
+
+/// Reads the biases of routers from the file that a mapping names, relative to the mapping.
+fn with_router_bias(file: &Path, mut mapping: Mapping) -> Result<Mapping, CliError> {
+    let router = &mut mapping.experts.router;
+    let Some(name) = router.bias_file.take() else { return Ok(mapping) };
+    let path = file.parent().unwrap_or_else(|| Path::new("")).join(name);
+    let refuse = |why: String| {
+        CliError::usage(
+            Diagnostic::error(&T0030, format!("experts.bias_file {} cannot be read: {why}", path.display()))
+                .with_hint("name a JSON file with one number per expert, such as [0.5, 0, -0.25]"),
+        )
+    };
+    let text = read_text_file(&path).map_err(|e| refuse(e.to_string()))?;
+    router.bias = serde_json::from_str(&text).map_err(|e| refuse(e.to_string()))?;
+    Ok(mapping)
 }
 
 /// Returns the error for a command line without a model.

@@ -1,6 +1,7 @@
 //! The kernel of each compute op, and its run on the values of a program. A kernel computes in f32; its result is
 //! rounded to the dtype of its type.
 
+mod expert_features;
 mod experts;
 mod language;
 
@@ -232,6 +233,10 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
             padding.fill(0.0);
         }),
         C::ExpertGates(v) => bind_op(v, |r, v| r.run_expert_gates(v)),
+        C::ExpertLocality(v) => bind_op(v, |r, v| r.run_expert_locality(v)),
+        C::ExpertDistance(v) => bind_op(v, |r, v| r.run_expert_distance(v)),
+        C::ExpertDistanceGradient(v) => bind_op(v, |r, v| r.run_expert_distance_gradient(v)),
+        C::ExpertDraw(v) => bind_op(v, |r, v| r.run_expert_draw(v)),
         C::ExpertReroute(v) => bind_op(v, |r, v| r.run_expert_reroute(v)),
         C::ExpertSlots(v) => bind_op(v, |r, v| r.run_expert_slots(v)),
         C::ExpertCounts(v) => bind_op(v, |r, v| r.run_expert_counts(v)),

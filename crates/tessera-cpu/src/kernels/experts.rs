@@ -65,7 +65,7 @@ fn list_candidates(order: &mut Vec<usize>, scores: &[f64], choice: ExpertChoice<
 }
 
 /// Computes the score of each expert.
-fn score_experts(scores: &mut [f64], row: &[f32], score: RouterScore) {
+pub(super) fn score_experts(scores: &mut [f64], row: &[f32], score: RouterScore) {
     let logits = row.iter().map(|x| f64::from(*x));
     match score {
         RouterScore::Sigmoid => {
@@ -97,15 +97,18 @@ pub fn expert_weights(
     (score, renormalise, scale): (RouterScore, bool, f64),
 ) {
     let mut scores = vec![0.0; experts];
+    let is_expert = |e: &&f32| **e >= 0.0;
     let rows = logits.chunks_exact(experts).zip(chosen.chunks_exact(k));
     for (weights, (row, chosen)) in weights.chunks_exact_mut(k).zip(rows) {
         score_experts(&mut scores, row, score);
         let total: f64 = match renormalise {
             // Scores of a sigmoid may all be 0.
-            true => chosen.iter().map(|e| scores[*e as usize]).sum::<f64>() + 1e-20,
+            true => chosen.iter().filter(is_expert).map(|e| scores[*e as usize]).sum::<f64>() + 1e-20,
             false => 1.0,
         };
-        weights.iter_mut().zip(chosen).for_each(|(w, e)| *w = (scale * scores[*e as usize] / total) as f32);
+        for (w, e) in weights.iter_mut().zip(chosen) {
+            *w = if *e < 0.0 { 0.0 } else { (scale * scores[*e as usize] / total) as f32 };
+        }
     }
 }
 
@@ -191,7 +194,7 @@ fn for_each_slot(chosen: &[f32], groups: TokenGroups, mut f: impl FnMut(usize, u
     let mut next = vec![0_usize; experts];
     groups.for_each_group(chosen.len(), |range| {
         next.fill(0);
-        for i in range {
+        for i in range.filter(|i| chosen[*i] >= 0.0) {
             let next = &mut next[chosen[i] as usize];
             if *next < groups.capacity {
                 f(i, *next);
@@ -217,7 +220,7 @@ pub fn expert_counts(
 /// Counts per expert the choices, those that kept it, those that moved to it, and those that found no slot.
 pub fn expert_statistics(counts: &mut [f32], [choices, experts, slots]: [&[f32]; 3], real_choices: usize) {
     counts.fill(0.0);
-    for i in 0..choices.len().min(real_choices) {
+    for i in (0..choices.len().min(real_choices)).filter(|i| choices[*i] >= 0.0) {
         let (chose, has) = (choices[i] as usize, experts[i] as usize);
         counts[chose * 4] += 1.0;
         let (of, column) = match slots[i] >= 0.0 {

@@ -212,6 +212,7 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 | V::TopKExperts(_)
                 | V::ExpertTokens(_)
                 | V::ExpertGates(_)
+                | V::ExpertDraw(_)
                 | V::ExpertReroute(_)
                 | V::ExpertSlots(_)
                 | V::ExpertCounts(_)
@@ -240,6 +241,9 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 V::HeadMatmul(v) => extent(v.w, 1).max(v.rows),
                 V::HeadNorm(v) => v.head_dim,
                 V::ExpertWeights(v) => extent(v.logits, 1),
+                // Two roundings of the logits and the softmax; sums over tokens are f64.
+                V::ExpertDistance(v) => 2 * extent(v.logits, 1),
+                V::ExpertDistanceGradient(v) => 2 * extent(v.logits, 1),
                 V::GroupedMatmul(v) => extent(v.w, 2),
                 V::ExpertCombine(v) => extent(v.experts, 1),
                 V::Attention(v) => p.type_of(v.k).element_count() / last_extent(v.k) + v.head_dim,

@@ -6,6 +6,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod oracle;
+mod router;
 mod routes;
 mod run;
 mod workloads;

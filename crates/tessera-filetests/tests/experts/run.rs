@@ -72,7 +72,7 @@ impl Layer {
     }
 
     /// Returns the logical program of the layer as a model writes it: no token is dropped.
-    fn program(&self) -> Program {
+    pub fn program(&self) -> Program {
         let (tokens, e, d) = (self.logits.len() as u64, self.experts as u64, self.width() as u64);
         let mut b = Builder::new_logical("layer");
         let x = b.add_input("x", Type::new(DType::F32, [tokens, d]));
@@ -98,6 +98,7 @@ impl Layer {
         let sum = b.add_op(Opcode::ExpertCombine, &[y, chosen, slots, weights]);
         // The rest of a layer reads the sum beside the rows that were packed.
         let y = b.add_op(Opcode::Add, &[sum, x]);
+        b.add_output("choices", chosen);
         b.add_output("sum", sum);
         b.add_output("y", y);
         b.finish().unwrap_or_else(|es| panic!("{}", es[0].message))
@@ -118,7 +119,7 @@ impl Layer {
         run(bundle, &self.weights(), &self.inputs())
     }
 
-    fn inputs(&self) -> BTreeMap<String, Tensor> {
+    pub fn inputs(&self) -> BTreeMap<String, Tensor> {
         let x = self.tokens().into_iter().map(f64::from).collect();
         BTreeMap::from([("x".to_string(), Tensor::new(&[self.logits.len(), self.width()], x))])
     }

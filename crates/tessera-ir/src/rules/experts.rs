@@ -108,7 +108,7 @@ impl RuleContext<'_> {
     }
 
     /// Returns the common shape of operands that say something of each choice of each token.
-    fn choices_shape(&self, operands: &[usize]) -> RuleResult<[u64; 2]> {
+    pub(super) fn choices_shape(&self, operands: &[usize]) -> RuleResult<[u64; 2]> {
         let first = operands[0];
         let shape = self.matrix_shape(first)?;
         match operands
@@ -129,7 +129,7 @@ impl RuleContext<'_> {
 
     /// Returns the common layout of operands with one row per token: on each axis, tokens are replicated or sharded
     /// in equal parts.
-    fn token_layout(&self, operands: &[usize]) -> RuleResult<Layout> {
+    pub(super) fn token_layout(&self, operands: &[usize]) -> RuleResult<Layout> {
         let layouts: Vec<Layout> = operands.iter().map(|o| self.operands[*o].layout).collect();
         self.combine_layouts(&layouts, |l| match l[0] {
             _ if l.iter().any(|on| *on != l[0]) => None,

@@ -110,7 +110,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
             ("bias" | "x_scale" | "w_scale", Opcode::Matmul)
             | ("bias" | "halo" | "history" | "w_scale", Opcode::Conv3d) => is_float(t.dtype),
             // Their rules check the shapes of what a batch of sequences has per sequence.
-            ("start", Opcode::Rotary)
+            ("start", Opcode::Rotary | Opcode::ExpertDraw)
             | ("pages" | "start", Opcode::PagedAttention | Opcode::CacheWrite)
             | ("correction", Opcode::TopKExperts)
             | (_, Opcode::Sample) => t.dtype == DType::F32 && t.layout.is_replicated(),

@@ -118,7 +118,7 @@ impl Lowering<'_> {
         self.wait_for(s, ticket, None)
     }
 
-    /// Lowers counts per expert, which every rank of ep has of its own tokens.
+    /// Lowers counts per expert or a sum over tokens, which every rank of ep has of its own tokens.
     pub(super) fn lower_expert_statistics(&mut self, op: &Op, s: usize) {
         let y = self.emit_as_is(op, s);
         let layout = self.stages[s].builder.type_of(y).layout.on_axis(Axis::Ep);

@@ -5,8 +5,9 @@ use tessera_base::config::ConfigReader;
 use tessera_base::{Diagnostic, Diagnostics, format_choices, named_enum};
 use tessera_mesh::Axis;
 
+use super::router::RouterMapping;
 use super::{Mapping, ModelExtents, Numerics};
-use crate::codes::{T0602, T0611};
+use crate::codes::{T0602, T0611, T0612};
 
 named_enum! {
     /// Which ranks of ep route a token.
@@ -75,6 +76,8 @@ pub struct ExpertMapping {
     pub wire: TokenWire,
     /// Whether the programs return counts of tokens per expert.
     pub statistics: bool,
+    /// What routers prefer.
+    pub router: RouterMapping,
 }
 
 impl ExpertMapping {
@@ -101,6 +104,7 @@ impl ExpertMapping {
             reroute_bytes: table.read_count_or_zero("reroute_bytes", 0),
             wire: table.read_named("wire", &TokenWire::ALL, TokenWire::name, Default::default()),
             statistics: table.read_flag("statistics", false),
+            router: RouterMapping::read(table),
         }
     }
 
@@ -129,7 +133,9 @@ impl ExpertMapping {
         if self.statistics {
             keys += "statistics = true\n";
         }
-        if keys.is_empty() { keys } else { format!("[experts]\n{keys}\n") }
+        let (router, tables) = self.router.to_toml();
+        keys += &router;
+        if keys.is_empty() { tables } else { format!("[experts]\n{keys}\n{tables}") }
     }
 
     /// Returns whether the logical programs must state groups of tokens, capacities or counts.
@@ -195,6 +201,14 @@ impl Mapping {
                     e.reroute_bytes
                 ),
                 "state `capacity_factor`, or leave out `reroute_bytes`",
+            );
+        }
+        if e.router.reads_locality() && e.tokens == TokenPlacement::Replicated {
+            let message = "a distance from a token to experts, but experts.tokens = \"replicated\" gives it no rank of its own";
+            ds.push(
+                Diagnostic::error(&T0612, message)
+                    .with_label("mapping", "[experts]")
+                    .with_hint("state tokens = \"sharded\""),
             );
         }
         ds

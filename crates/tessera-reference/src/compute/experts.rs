@@ -58,10 +58,10 @@ pub(super) fn expert_weights(cx: &OpContext<'_>, v: &views::ExpertWeights) -> Te
     if of != tokens {
         return Err(format!("{of} rows of experts for {tokens} tokens"));
     }
-    check_experts(chosen, experts)?;
+    check_choices(chosen, experts)?;
     Ok(Tensor::from_fn(&[tokens, k], |i| {
         let (row, chosen) = (logits.row(i / k), chosen.row(i / k));
-        let of = |e: f64| score(v.score, row, e as usize);
+        let of = |e: f64| if e < 0.0 { 0.0 } else { score(v.score, row, e as usize) };
         let total = if v.renormalise { chosen.iter().map(|e| of(*e)).sum::<f64>() + 1e-20 } else { 1.0 };
         v.scale * of(chosen[i % k]) / total
     }))
@@ -130,7 +130,7 @@ fn slots_of(
     let size = group_tokens.map_or(tokens, |n| n as usize).max(1);
     let first = cx.position(rows).global_row(0);
     let slot = |i: usize| {
-        if is_padding(first + i / k, real) {
+        if is_padding(first + i / k, real) || chosen.data()[i] < 0.0 {
             return -1.0;
         }
         let start = i / k / size * size * k;
@@ -148,7 +148,7 @@ fn is_padding(row: usize, tokens: Option<u64>) -> bool {
 pub(super) fn expert_counts(cx: &OpContext<'_>, v: &views::ExpertCounts) -> TensorResult {
     let (chosen, slots) = (cx.tensor(v.experts)?, cx.tensor(v.slots)?);
     let (tokens, k) = matrix_extents(chosen)?;
-    check_experts(chosen, v.groups as usize)?;
+    check_choices(chosen, v.groups as usize)?;
     let size = v.group_tokens.map_or(tokens, |n| n as usize).max(1);
     let groups = if v.group_tokens.is_some() { tokens / size } else { 1 };
     let mut counts = Tensor::full(&[v.groups as usize, groups], 0.0);
@@ -161,11 +161,12 @@ pub(super) fn expert_counts(cx: &OpContext<'_>, v: &views::ExpertCounts) -> Tens
 pub(super) fn expert_statistics(cx: &OpContext<'_>, v: &views::ExpertStatistics) -> TensorResult {
     let (choices, experts, slots) = (cx.tensor(v.choices)?, cx.tensor(v.experts)?, cx.tensor(v.slots)?);
     let (_, k) = matrix_extents(choices)?;
-    check_experts(choices, v.groups as usize)?;
-    check_experts(experts, v.groups as usize)?;
+    check_choices(choices, v.groups as usize)?;
+    check_choices(experts, v.groups as usize)?;
     let first = cx.position(v.choices).global_row(0);
     let mut counts = Tensor::full(&[v.groups as usize, 4], 0.0);
-    for i in (0..choices.data().len()).filter(|i| !is_padding(first + i / k, v.tokens)) {
+    let is_choice = |i: &usize| !is_padding(first + i / k, v.tokens) && choices.data()[*i] >= 0.0;
+    for i in (0..choices.data().len()).filter(is_choice) {
         let (chose, has, slot) = (choices.data()[i], experts.data()[i], slots.data()[i]);
         counts.data_mut()[chose as usize * 4] += 1.0;
         let (of, column) = match slot >= 0.0 {
@@ -202,7 +203,7 @@ fn pack(
         return Err(format!("experts {:?} and slots {:?} of {tokens} tokens", chosen.shape(), slots.shape()));
     }
     let (experts, capacity) = (experts as usize, capacity as usize);
-    check_experts(chosen, experts)?;
+    check_choices(chosen, experts)?;
     let size = group_tokens.map_or(tokens, |n| n as usize).max(1);
     let groups = if group_tokens.is_some() { tokens / size } else { 1 };
     let mut rows = Tensor::full(&[experts, groups * capacity, d], 0.0);
@@ -216,6 +217,15 @@ fn pack(
         }
     }
     Ok(rows)
+}
+
+/// Checks that each choice is an expert or −1, no expert.
+fn check_choices(chosen: &Tensor, experts: usize) -> Result<(), String> {
+    let is_choice = |e: &&f64| e.fract() == 0.0 && (-1.0..experts as f64).contains(*e);
+    match chosen.data().iter().find(|e| !is_choice(e)) {
+        Some(e) => Err(format!("{e} is none of {experts} experts")),
+        None => Ok(()),
+    }
 }
 
 fn check_experts(chosen: &Tensor, experts: usize) -> Result<(), String> {

@@ -61,7 +61,7 @@ impl RankPlan for LanguagePlan {
         place: LanguagePlace,
         _: Option<&FaultInjector>,
     ) -> Result<Box<dyn RankModel>, Diagnostic> {
-        let weights = LanguageWeights::open(&place, &self.model, &self.sealed).map_err(first_diagnostic)?;
+        let weights = LanguageWeights::open(&place, self).map_err(first_diagnostic)?;
         Ok(Box::new(LanguageRankModel { dir: place.dir, weights }))
     }
 }

@@ -1,4 +1,5 @@
-//! The weights of a language model: the tensors of its files, and the rotary frequencies that its config states.
+//! The weights of a language model: the tensors of its files, the rotary frequencies that its
+//! config states, and the biases of routers that the mapping states.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,9 +11,11 @@ use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::{Opcode, Type, WeightLoad};
 use tessera_mesh::Rank;
 use tessera_models::{DecoderModel, EVERY_EXPERT, ROTARY_FREQUENCIES};
+use tessera_plan::ROUTER_BIAS;
 use tessera_verify::SealedPlan;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
+use super::LanguagePlan;
 use crate::model::select_columns;
 use crate::weights_origin::WeightsBase;
 
@@ -21,6 +24,8 @@ use crate::weights_origin::WeightsBase;
 pub(super) struct LanguageWeights {
     set: WeightSet,
     frequencies: Vec<f32>,
+    /// The biases of routers that the mapping states.
+    router_bias: Vec<f32>,
 }
 
 impl LanguageWeights {
@@ -29,16 +34,14 @@ impl LanguageWeights {
     /// # Errors
     /// T0501 to T0508: a missing shard, a damaged file, or tensors that are missing, superfluous or of another
     /// shape.
-    pub(super) fn open(
-        place: &LanguagePlace,
-        model: &DecoderModel,
-        plan: &SealedPlan,
-    ) -> Result<LanguageWeights, Diagnostics> {
+    pub(super) fn open(place: &LanguagePlace, plan: &LanguagePlan) -> Result<LanguageWeights, Diagnostics> {
+        let (model, sealed) = (&plan.model, &plan.sealed);
         let set = match place.base {
-            WeightsBase::Synthetic(seed) => WeightSet::synthetic(seed, &list_expected(plan)),
-            WeightsBase::Files => open_files(&place.dir, model, plan)?,
+            WeightsBase::Synthetic(seed) => WeightSet::synthetic(seed, &list_expected(sealed)),
+            WeightsBase::Files => open_files(&place.dir, model, sealed)?,
         };
-        Ok(LanguageWeights { set, frequencies: model.rotary_frequencies() })
+        let router_bias = plan.mapping.experts.router.bias.iter().map(|x| *x as f32).collect();
+        Ok(LanguageWeights { set, frequencies: model.rotary_frequencies(), router_bias })
     }
 }
 
@@ -106,6 +109,7 @@ fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
         }
     }
     shapes.remove(ROTARY_FREQUENCIES);
+    shapes.remove(ROUTER_BIAS);
     let tensor =
         |name: String, shape: &[u64]| ExpectedTensor { name, aliases: Vec::new(), shape: shape.to_vec() };
     let expand = |(name, shape): (String, Vec<u64>)| match name.contains(EVERY_EXPERT) {
@@ -132,6 +136,9 @@ impl WeightSource for LanguageWeights {
     ) -> Result<Vec<f32>, Diagnostic> {
         if name == ROTARY_FREQUENCIES {
             return Ok(self.frequencies.clone());
+        }
+        if name == ROUTER_BIAS {
+            return Ok(self.router_bias.clone());
         }
         let dims = ty.layout.global_ranges(&ty.shape, &rank.mesh, rank.coord());
         let mut ranges: Vec<_> = dims.into_iter().map(|(start, len)| start..start + len).collect();

@@ -114,7 +114,7 @@ pub fn run(
     // The leader would find an impossible request too, but later and in another process.
     TokenScheduler::new(plan, &plan.model.end_ids).open(&options.requests).map_err(one)?;
     // Every rank would find a missing file too, but only after all have started.
-    LanguageWeights::open(&options.weights, &plan.model, &plan.sealed)?;
+    LanguageWeights::open(&options.weights, plan)?;
     let absolute = |p: &Path| std::path::absolute(p).map_err(|e| vec![write_error(p, &e)]);
     let out = absolute(&options.out)?;
     let config = GenerateConfig {

@@ -42,7 +42,7 @@ fn build_parts(
     let LeaderSeat { session, communicators, context, .. } = seat;
     let plan = &context.plan;
     let one = |d: Diagnostic| vec![d];
-    let weights = LanguageWeights::open(&config.weights, &plan.model, &plan.sealed)?;
+    let weights = LanguageWeights::open(&config.weights, plan)?;
     let parity = rank_parity(
         (&plan.sealed, &plan.mapping),
         &read_facts(&weights, &config.weights.dir).map_err(one)?,

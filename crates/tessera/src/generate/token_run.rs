@@ -39,7 +39,7 @@ impl TokenRun {
     pub fn load(plan: &Arc<LanguagePlan>, dir: &Path, threads: usize) -> Result<TokenRun, Diagnostics> {
         let place = LanguagePlace::from_files(dir);
         // A rank would find a missing tensor too, but only report the first of several.
-        LanguageWeights::open(&place, &plan.model, &plan.sealed)?;
+        LanguageWeights::open(&place, plan)?;
         let one = |d: Diagnostic| vec![d];
         let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
         let state = PagedCacheState::new(plan.paged_cache_spec()).map_err(one)?;

@@ -36,6 +36,7 @@ fn limits_of_op(p: &Program, op: &Op) -> Vec<(ValueId, u64)> {
         Ok(OpView::ExpertWeights(v)) => vec![(v.experts, extent(v.logits, 1))],
         Ok(OpView::ExpertGates(v)) => vec![(v.experts, extent(v.gates, 1))],
         Ok(OpView::ExpertReroute(v)) => vec![(v.ranking, extent(v.ranking, 1))],
+        Ok(OpView::ExpertDraw(v)) => v.start.map(|start| (start, ANY_POSITION)).into_iter().collect(),
         Ok(OpView::ExpertStatistics(v)) => {
             vec![(v.choices, v.groups), (v.experts, v.groups), (v.slots, ANY_CHOICE)]
         }

@@ -27,11 +27,20 @@ impl<'a> KernelInputs<'a> {
         }
     }
 
-    /// Returns the experts that tokens chose, each of which is one of `experts`.
+    /// Returns the experts that tokens chose, each of which is one of `experts`, or −1 for none.
     fn chosen_experts(&self, v: ValueId, experts: u64) -> Result<&'a [f32], Fault> {
         let chosen = self.values(v)?;
-        let is_expert = |e: &&f32| e.fract() == 0.0 && (0.0..experts as f32).contains(*e);
+        let is_expert = |e: &&f32| e.fract() == 0.0 && (-1.0..experts as f32).contains(*e);
         match chosen.iter().find(|e| !is_expert(e)) {
+            Some(e) => Err(Fault::Failed(format!("{e} is none of {experts} experts"))),
+            None => Ok(chosen),
+        }
+    }
+
+    /// Returns the experts that tokens chose, where each choice must be an expert.
+    fn each_an_expert(&self, v: ValueId, experts: u64) -> Result<&'a [f32], Fault> {
+        let chosen = self.chosen_experts(v, experts)?;
+        match chosen.iter().find(|e| **e < 0.0) {
             Some(e) => Err(Fault::Failed(format!("{e} is none of {experts} experts"))),
             None => Ok(chosen),
         }
@@ -79,14 +88,14 @@ impl KernelRun<'_> {
     pub(super) fn run_expert_gates(&mut self, v: &views::ExpertGates) -> Result<(), Fault> {
         let x = &self.inputs;
         let extents = (x.width(v.gates), x.width(v.experts));
-        let chosen = x.chosen_experts(v.experts, extents.0 as u64)?;
+        let chosen = x.each_an_expert(v.experts, extents.0 as u64)?;
         kernels::expert_gates(self.out, x.values(v.gates)?, chosen, extents);
         Ok(())
     }
 
     pub(super) fn run_expert_reroute(&mut self, v: &views::ExpertReroute) -> Result<(), Fault> {
         let x = &self.inputs;
-        let ranking = x.chosen_experts(v.ranking, MAX_EXPERTS)?;
+        let ranking = x.each_an_expert(v.ranking, MAX_EXPERTS)?;
         let groups = TokenGroups {
             k: v.top_k as usize,
             ..x.token_groups(v.ranking, (v.capacity, v.group_tokens, v.tokens))

@@ -227,6 +227,10 @@ fn build_compute(
         C::HeadColumns(_) | C::HeadJoin(_) | C::HeadMatmul(_) => {
             return cuda_failure("an op of latent attention");
         }
+        C::ExpertLocality(_) | C::ExpertDistance(_) | C::ExpertDistanceGradient(_) => {
+            return cuda_failure("a router that weighs distances");
+        }
+        C::ExpertDraw(_) => return cuda_failure("a draw of how many experts a token has"),
         C::ExpertSlots(
             views::ExpertSlots { group_tokens: Some(_), .. } | views::ExpertSlots { tokens: Some(_), .. },
         )
