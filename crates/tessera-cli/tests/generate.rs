@@ -184,3 +184,111 @@ fn rank_pids(launcher: u32) -> Vec<u32> {
     let children = fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).unwrap();
     children.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
 }
+
+/// Returns the JSON that a command prints.
+fn printed_json(args: &[&str]) -> serde_json::Value {
+    let output = run_tessera(args);
+    serde_json::from_str(&to_text(&output.stdout))
+        .unwrap_or_else(|e| panic!("{e}: {}", both_outputs(&output)))
+}
+
+#[test]
+fn a_run_leaves_its_texts_the_estimate_beside_the_run_a_trace_and_a_report() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let experts = dir.path().join("mapping.toml");
+    fs::write(&experts, "[mesh]\nep = 2\n[experts]\ntokens = \"sharded\"\n").unwrap();
+    let args = [
+        "generate",
+        "fixtures/lm/qwen3-moe",
+        "--prompt-ids",
+        "17,4,9,3",
+        "--max-tokens",
+        "6",
+        "--oversubscribe",
+    ];
+    let more = ["--prompt-rows", "2", "--format", "json", "--mapping", experts.to_str().unwrap()];
+    let printed = printed_json(&[&args[..], &more, &["--out", out.to_str().unwrap()]].concat());
+    let read = |name: &str| fs::read_to_string(out.join(name)).unwrap();
+    let text: serde_json::Value = serde_json::from_str(&read("text.jsonl")).unwrap();
+    assert_eq!((&text["ids"], text["prompt"].as_str()), (&printed["texts"][0]["ids"], Some("17 4 9 3")));
+    let comparison: serde_json::Value = serde_json::from_str(&read("comparison.json")).unwrap();
+    assert_eq!(comparison, printed["estimate"]);
+    for (call, name, calls) in [(0, "part of a prompt", 1), (1, "decoding step", 4)] {
+        let call = &comparison["calls"][call];
+        assert_eq!((call["name"].as_str(), call["calls"].as_u64()), (Some(name), Some(calls)), "{call}");
+        assert!(call["estimated_ns"].as_f64().unwrap() > 0.0 && call["measured_ns"].as_f64().unwrap() > 0.0);
+        let classes = call["classes"].as_array().unwrap();
+        let find = |name: &str| {
+            classes.iter().find(|c| c["class"] == name).unwrap_or_else(|| panic!("{name}: {call}"))
+        };
+        for class in [
+            "matmul",
+            "expert matmul",
+            "attention",
+            "expert pack",
+            "expert combine",
+            "all_to_all ep",
+            "leader",
+        ] {
+            let class = find(class);
+            assert!(class["estimated_ns"].as_f64().unwrap() > 0.0, "{class}");
+            assert!(class["measured_ns"].as_f64().unwrap() >= 0.0, "{class}");
+        }
+        assert!(find("all_to_all ep")["sent_bytes"].as_f64().unwrap() > 0.0);
+        assert_eq!(find("matmul")["sent_bytes"].as_f64(), Some(0.0));
+    }
+    let report = read("report.html");
+    for words in ["17 4 9 3", "Estimate beside the run", "all_to_all ep", "decoding step", "to the first id"]
+    {
+        assert!(report.contains(words), "no `{words}` in the report");
+    }
+    let trace: serde_json::Value = serde_json::from_str(&read("trace.json")).unwrap();
+    let names: Vec<&str> =
+        trace["traceEvents"].as_array().unwrap().iter().filter_map(|e| e["name"].as_str()).collect();
+    assert!(
+        names.iter().any(|n| n.starts_with("all_to_all")) && names.contains(&"tokens.b1.n2"),
+        "{names:?}"
+    );
+    let flight = read("flight/rank-1.jsonl");
+    assert!(flight.contains("\"sent\":"), "no bytes in {flight}");
+    // The commands that examine a run read its plan.
+    let folder = out.to_str().unwrap();
+    let doctor = to_text(&run_tessera(&["doctor", folder]).stdout);
+    assert!(doctor.contains("decoding step of 1 rows") && doctor.contains("exposed collectives"), "{doctor}");
+    let autopsy = run_tessera(&["autopsy", folder]);
+    assert_eq!(autopsy.status.code(), Some(0), "{}", both_outputs(&autopsy));
+    assert!(!both_outputs(&autopsy).contains("the plan cannot be read"), "{}", both_outputs(&autopsy));
+    // A plan that cannot be read is named.
+    fs::remove_file(out.join("plan/language.json")).unwrap();
+    assert!(both_outputs(&run_tessera(&["autopsy", folder])).contains("the plan cannot be read"));
+    assert_fails(&["doctor", folder], 2, &["T0051", "cannot be examined"]);
+}
+
+#[test]
+fn a_language_model_is_planned_with_its_estimate_and_its_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("plan");
+    let folder = out.to_str().unwrap();
+    let args = ["plan", "fixtures/lm/llama", "--mesh", "tp=2", "--positions", "64", "--prompt-rows", "8"];
+    let planned = printed_json(&[&args[..], &["--out", folder, "--format", "json"]].concat());
+    let calls = planned["estimate"]["calls"].as_array().unwrap();
+    assert_eq!(calls.iter().map(|c| c["rows"].as_u64().unwrap()).collect::<Vec<_>>(), [8, 1]);
+    let ns = |call: usize| calls[call]["estimated_ns"].as_f64().unwrap();
+    assert!(ns(0) > ns(1) && ns(1) > 0.0, "{planned}");
+    assert_eq!(planned["ids_per_second"].as_f64(), Some(1e9 / ns(1)));
+    assert_eq!(planned["ranks"].as_array().unwrap().len(), 2);
+    assert!(planned["ranks"][1]["caches_bytes"].as_u64().unwrap() > 0);
+    let text = success_stdout(&run_tessera(&args));
+    assert!(text.contains("decoding") && text.contains("ids/s") && text.contains("KV caches"), "{text}");
+    let doctor = run_tessera(&["doctor", folder]);
+    let text = both_outputs(&doctor);
+    assert!(text.contains("part of a prompt of 8 rows") && text.contains("memory"), "{text}");
+    assert_fails(
+        &["plan", "models/demo", "--positions", "5"],
+        2,
+        &["T0030", "--positions", "language model"],
+    );
+    assert_fails(&["plan", "fixtures/lm/llama", "--topology", "pp1"], 2, &["T0030", "--topology"]);
+    assert_fails(&["plan", "fixtures/lm/llama", "--positions", "100000"], 2, &["T0086", "100000 positions"]);
+}

@@ -6,9 +6,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_ir::{Op, Opcode, Program};
+use tessera_ir::{Op, Program};
 
 use crate::intervals::{Interval, IntervalKind};
+use crate::op_class::OpClass;
 
 /// Ops of a program that ran as one step on a stream, with the measured start and end.
 #[derive(Debug, Clone, PartialEq)]
@@ -56,13 +57,13 @@ impl ErrorRow {
     }
 }
 
-/// Groups steps by class: `matmul`, `attention`, `memory-bound` (elementwise and norm kernels),
-/// then collectives by the name of their op. `estimate` holds the nanoseconds of each op. An
+/// Groups steps by class: `matmul`, `attention`, the work on experts, `memory-bound` (elementwise and norm kernels),
+/// then collectives by the name of their op and their group. `estimate` holds the nanoseconds of each op. An
 /// estimate of an op that no step ran counts in the class of that op.
 #[must_use]
 pub fn compare_by_class(p: &Program, ran: &[MeasuredStep], estimate: Option<&[f64]>) -> Vec<ErrorRow> {
     let defs = p.defining_ops();
-    let heaviest = |ops: &[usize]| ops.iter().filter_map(|i| op_class(p, &defs, p.ops.get(*i)?)).min();
+    let heaviest = |ops: &[usize]| ops.iter().filter_map(|i| OpClass::of_op(p, &defs, p.ops.get(*i)?)).min();
     let mut lines = group_steps(ran, estimate, |r| heaviest(&r.ops));
     if let Some(estimate) = estimate {
         let ops: BTreeSet<usize> = ran.iter().flat_map(|r| r.ops.iter().copied()).collect();
@@ -72,7 +73,7 @@ pub fn compare_by_class(p: &Program, ran: &[MeasuredStep], estimate: Option<&[f6
             }
         }
     }
-    lines.into_iter().map(|((_, name), line)| ErrorRow { name: name.to_string(), ..line }).collect()
+    lines.into_iter().map(|(class, line)| ErrorRow { name: class.name, ..line }).collect()
 }
 
 /// Groups steps by the names of their ops and the shapes of the first op's operands, longest
@@ -166,22 +167,6 @@ fn empty_row(estimated: bool) -> ErrorRow {
     ErrorRow { name: String::new(), count: 0, estimated_ns: estimated.then_some(0.0), measured_ns: 0.0 }
 }
 
-/// Returns the sort position and the name of an op's class, or `None` for ops that launch nothing.
-fn op_class(p: &Program, defs: &[Option<usize>], op: &Op) -> Option<(u8, &'static str)> {
-    Some(match op.opcode {
-        Opcode::Matmul | Opcode::Bmm | Opcode::GroupedMatmul | Opcode::HeadMatmul | Opcode::MoeRoute => {
-            (0, "matmul")
-        }
-        Opcode::Attention | Opcode::PagedAttention | Opcode::RelativeAttention => (1, "attention"),
-        Opcode::Wait => {
-            let issue = defs.get(op.operands.first()?.0 as usize).copied().flatten()?;
-            (3, p.ops[issue].opcode.name())
-        }
-        o if o.is_collective() => (3, o.name()),
-        _ => (2, "memory-bound"),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -239,7 +224,7 @@ mod tests {
             ("matmul", 1, Some(22.0), 20.0),
             ("attention", 1, Some(9.0), 10.0),
             ("memory-bound", 1, Some(20.0), 20.0),
-            ("all_gather", 1, Some(18.0), 20.0),
+            ("all_gather tp", 1, Some(18.0), 20.0),
         ];
         assert_eq!(row_values(&lines), want);
         let errors: Vec<i64> =

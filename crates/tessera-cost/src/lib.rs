@@ -17,6 +17,7 @@ pub mod layer;
 mod layer_load;
 mod machine_model;
 pub mod moe;
+pub mod op_class;
 pub mod op_cost;
 pub mod parallelism;
 pub mod params;

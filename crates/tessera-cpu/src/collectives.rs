@@ -89,9 +89,9 @@ pub fn all_gather(
 /// Changes the sharded dim. Before, member m has `concat[m]` of dim `concat_dim` and all of the
 /// other dim; after, it has `split[m]` of the other dim and all of `concat_dim`. `(rows, columns)`
 /// is the shape of the unsharded tensor.
-pub fn all_to_all(
+pub fn all_to_all<C: Contribution>(
     out: &mut [f32],
-    views: &[&[f32]],
+    views: &[C],
     me: usize,
     (rows, columns): (usize, usize),
     concat_dim: usize,
@@ -102,16 +102,34 @@ pub fn all_to_all(
     let mine = split[me].clone();
     for (view, part) in views.iter().zip(concat) {
         if concat_dim == 0 {
-            assert!(view.len() == part.len() * columns && out.len() == rows * mine.len());
+            assert!(view.element_count() == part.len() * columns && out.len() == rows * mine.len());
             for (i, r) in part.clone().enumerate() {
-                out[r * mine.len()..][..mine.len()].copy_from_slice(&view[i * columns..][mine.clone()]);
+                view.copy_to(&mut out[r * mine.len()..][..mine.len()], i * columns + mine.start);
             }
         } else {
-            assert!(view.len() == part.len() * rows && out.len() == columns * mine.len());
+            assert!(view.element_count() == part.len() * rows && out.len() == columns * mine.len());
             for (i, r) in mine.clone().enumerate() {
-                out[i * columns..][part.clone()].copy_from_slice(&view[r * part.len()..][..part.len()]);
+                view.copy_to(&mut out[i * columns..][part.clone()], r * part.len());
             }
         }
+    }
+}
+
+/// What a member passed to an exchange, read by the index of its elements.
+pub trait Contribution {
+    /// Returns the number of elements that the contribution stands for.
+    fn element_count(&self) -> usize;
+    /// Copies the elements from `from` on, as many as `out` has.
+    fn copy_to(&self, out: &mut [f32], from: usize);
+}
+
+impl Contribution for &[f32] {
+    fn element_count(&self) -> usize {
+        self.len()
+    }
+
+    fn copy_to(&self, out: &mut [f32], from: usize) {
+        out.copy_from_slice(&self[from..][..out.len()]);
     }
 }
 

@@ -27,6 +27,7 @@ use tessera_device::{
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Slots, ValueId, WeightLoad};
 use xxhash_rust::xxh3::xxh3_64;
 
+pub use collective_ops::contribution_bytes;
 use dispatch::Kernel;
 use memory::{BackendMemory, ValueLocation};
 use op_support::read_supported;

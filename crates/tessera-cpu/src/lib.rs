@@ -14,6 +14,7 @@
 pub mod arena;
 pub mod collectives;
 mod exec;
+mod filled_rows;
 pub mod halo;
 mod host_memory;
 pub mod kernels;
@@ -23,6 +24,6 @@ pub mod tcp;
 pub mod transport;
 pub mod wire;
 
-pub use exec::{CommEndpoint, CpuBackend};
+pub use exec::{CommEndpoint, CpuBackend, contribution_bytes};
 pub use pool::Pool;
 pub use transport::Transport;

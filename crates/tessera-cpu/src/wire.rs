@@ -20,18 +20,23 @@ pub fn words_per_row(width: usize) -> usize {
 pub fn encode_rows(x: &[f32], width: usize) -> Vec<f32> {
     let mut out = Vec::with_capacity(x.len() / width.max(1) * words_per_row(width));
     for row in x.chunks_exact(width.max(1)) {
-        let scales = row.chunks(WIRE_BLOCK).map(block_scale);
-        let mut bytes = row
-            .chunks(WIRE_BLOCK)
-            .zip(scales.clone())
-            .flat_map(|(block, scale)| block.iter().map(move |x| to_e4m3_bits(x / scale)));
-        for _ in 0..width.div_ceil(4) {
-            let word = [0; 4].map(|_: u8| bytes.next().unwrap_or(0));
-            out.push(f32::from_bits(u32::from_le_bytes(word)));
-        }
-        out.extend(scales);
+        encode_row(row, &mut out);
     }
     out
+}
+
+/// Appends the words of a row, as [`encode_rows`] encodes it.
+pub fn encode_row(row: &[f32], out: &mut Vec<f32>) {
+    let scales = row.chunks(WIRE_BLOCK).map(block_scale);
+    let mut bytes = row
+        .chunks(WIRE_BLOCK)
+        .zip(scales.clone())
+        .flat_map(|(block, scale)| block.iter().map(move |x| to_e4m3_bits(x / scale)));
+    for _ in 0..row.len().div_ceil(4) {
+        let word = [0; 4].map(|_: u8| bytes.next().unwrap_or(0));
+        out.push(f32::from_bits(u32::from_le_bytes(word)));
+    }
+    out.extend(scales);
 }
 
 fn block_scale(block: &[f32]) -> f32 {

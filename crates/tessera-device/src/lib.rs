@@ -177,6 +177,9 @@ pub trait Observer: Send {
     }
     /// Called after a collective was issued, with the index of its op in the program.
     fn on_issued(&mut self, op: usize);
+    /// Called before [`Observer::on_issued`] by a backend that counts bytes: the rank passed so many bytes to the
+    /// other members. A backend whose device sends them by itself does not call it.
+    fn on_sent(&mut self, _op: usize, _bytes: u64) {}
     /// Called when the host begins to wait for a collective that was issued earlier, with the index
     /// of the issuing op. Not called for a collective that is issued and waited for in one step.
     fn on_waiting(&mut self, _op: usize) {}

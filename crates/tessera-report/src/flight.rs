@@ -16,7 +16,8 @@ use tessera_base::Diagnostic;
 pub use rank_list::{read_ranks, write_ranks};
 
 use crate::codes::T0905;
-use crate::record::{RunRecord, StreamWaits};
+use crate::record::{ChunkRecord, RunRecord, StreamWaits};
+use crate::timeline::TimelineSpan;
 
 /// Version of the format that this build writes and reads: [`FlightHeader::schema`].
 pub const SCHEMA: u32 = 2;
@@ -158,6 +159,9 @@ pub struct FlightCollective {
     /// no other work of this rank hid it.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub exposed_ns: u64,
+    /// Bytes that the rank passed to the other members; 0 if the backend does not count them.
+    #[serde(default, rename = "sent", skip_serializing_if = "is_zero")]
+    pub sent_bytes: u64,
 }
 
 /// How far one rank has come with a collective; other members may be at another state.
@@ -314,6 +318,48 @@ pub fn add_collective_waits(record: &mut RunRecord, flights: &[FlightLog]) {
             }
         }
     }
+}
+
+/// Returns the collectives in the flight records as spans on the clock of a run's record, as far back as the rings
+/// reach. A collective is placed by its distance from the beginning of its phase, so ranks on other hosts need no
+/// common clock.
+#[must_use]
+pub fn collective_spans(record: &RunRecord, flights: &[FlightLog]) -> Vec<TimelineSpan> {
+    let mut spans = Vec::new();
+    for flight in flights {
+        let rank = flight.header.rank;
+        let mut begins: BTreeMap<(u64, u32), u64> = BTreeMap::new();
+        for line in &flight.lines {
+            if let FlightEntry::Phase(p) = &line.entry {
+                begins.insert((p.call, p.step), line.at_ns);
+            }
+        }
+        let calls: BTreeMap<u64, &ChunkRecord> = record.chunks.iter().map(|c| (c.call_id, c)).collect();
+        for line in &flight.lines {
+            let FlightEntry::Collective(c) = &line.entry else { continue };
+            let Some(chunk) = calls.get(&c.call).filter(|_| c.state == CollectiveProgress::Done) else {
+                continue;
+            };
+            let phase = chunk
+                .ranks
+                .iter()
+                .find(|r| r.rank == rank)
+                .and_then(|r| r.phases.iter().filter(|p| p.stream == "compute").nth(c.step as usize));
+            let (Some(phase), Some(begin)) = (phase, begins.get(&(c.call, c.step))) else { continue };
+            let at = |ns: u64| phase.start_ns + ns.saturating_sub(*begin);
+            spans.push(TimelineSpan {
+                rank,
+                stream: format!("collectives {}", c.group),
+                name: format!("{} {}", c.op, c.ty),
+                chunk: chunk.chunk,
+                start_ns: at(line.at_ns),
+                end_ns: at(c.end_ns).max(at(line.at_ns)),
+                collectives: 1,
+                waits: None,
+            });
+        }
+    }
+    spans
 }
 
 /// A flight record that was read from a file.

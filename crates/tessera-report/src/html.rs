@@ -1,12 +1,14 @@
 //! `report.html`: a self-contained HTML report of a run.
 
 mod clip;
+mod comparison;
 mod estimate;
 mod layout;
 mod pipeline;
 mod plan;
 #[cfg(test)]
 mod tests;
+mod texts;
 mod time;
 
 pub use estimate::{
@@ -15,10 +17,12 @@ pub use estimate::{
 };
 pub use layout::{HeadlineNumber, render_html_page};
 pub use plan::{CollectiveTotalsRow, MAX_TEXT_BYTES, PlanView, ProgramView, RoleMemoryRow};
+pub use texts::{MAX_TEXTS, TextSample};
 
 use maud::{Markup, html};
 use tessera_base::Nanoseconds;
 
+use crate::call_comparison::EstimateComparison;
 use crate::markup::{format_count, format_or_dash, format_plural, format_shell_command};
 use crate::record::{FailureCause, RunDevice, RunEnd, RunEvent, RunRecord, RunStatus};
 use crate::stats::{self, ChunkTimeStats};
@@ -47,6 +51,10 @@ pub struct ReportPage<'a> {
     /// Frames for the contact sheet in the order of the clip; the report shows at most
     /// [`MAX_SHEET_FRAMES`].
     pub frames: &'a [SheetFrame],
+    /// Texts that the run generated; the report shows at most [`MAX_TEXTS`].
+    pub texts: &'a [TextSample],
+    /// The estimate beside the run.
+    pub comparison: Option<&'a EstimateComparison>,
     /// Mapping, programs, memory and collectives of the sealed plan that ran.
     pub plan: Option<&'a PlanView>,
     /// File name of the Perfetto trace in the same folder.
@@ -92,11 +100,14 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
         @if let Some(cause) = record.cause() { (render_cause(cause, page.library_href)) }
     };
     let body = html! {
-        (render_hero(clip::render_clip(page).as_ref(), &headline_numbers(record, times.as_ref())))
+        (render_hero(clip::render_clip(page).as_ref(), &headline_numbers(page, times.as_ref())))
         (render_list_section("Frames", page.frames, |_| clip::render_contact_sheet(page)))
+        (render_list_section("Texts", page.texts, |texts| texts::render_texts(texts)))
+        @if let Some(comparison) = page.comparison { (comparison::render_comparison(comparison)) }
         (time::render_time_section(page, &timeline, times.as_ref()))
-        (render_list_section("Phases", &phases, |phases| time::render_phase_table(&timeline, phases)))
-        (pipeline::render_pipeline_section(record))
+        (render_list_section("Phases", &phases, |phases| time::render_phase_table(page, &timeline, phases)))
+        // The ids of a call are part of the next one, so a language model has no stages that could overlap.
+        @if record.start.generates.is_video() { (pipeline::render_pipeline_section(record)) }
         (render_settings(record))
         @if let Some(plan) = page.plan { (plan::render_plan_section(plan)) }
         (render_list_section("Events", &shown_events(record), |events| render_events(record, events)))
@@ -112,16 +123,17 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
 /// Returns the verdict on a run for the head of the report: the CSS class (`good`, `warn` or
 /// `bad`), the headline, such as `Complete`, and a sentence on what the run completed.
 fn run_verdict(r: &RunRecord) -> (&'static str, &'static str, String) {
+    let chunk = r.start.generates.chunk_name();
     let asked = r.start.chunks.map_or(String::new(), |n| format!(" of {}", format_count(u64::from(n))));
     let Some(end) = &r.end else {
         let last = match r.chunks.last() {
-            Some(c) => format!("The record stops after chunk {}{}", c.chunk, asked),
-            None => "The record stops before the first chunk".to_string(),
+            Some(c) => format!("The record stops after {chunk} {}{}", c.chunk, asked),
+            None => format!("The record stops before the first {chunk}"),
         };
         let why = "the run is still in progress, or it died before it wrote its end line";
         return ("warn", "Unfinished", format!("{last}: {why}."));
     };
-    let made = output_summary(end);
+    let made = output_summary(r, end);
     let kept =
         if end.output_complete { "the output contains all of them" } else { "the output is incomplete" };
     match end.status {
@@ -130,17 +142,14 @@ fn run_verdict(r: &RunRecord) -> (&'static str, &'static str, String) {
         RunStatus::Interrupted => (
             "warn",
             "Interrupted",
-            format!(
-                "Stopped after {}{asked}: {made}; {kept}.",
-                format_plural(u64::from(end.chunks), "chunk")
-            ),
+            format!("Stopped after {}{asked}: {made}; {kept}.", format_plural(u64::from(end.chunks), chunk)),
         ),
         RunStatus::Failed => {
             let after = match end.chunks {
-                0 => "No chunk was finished before the failure.".to_string(),
+                0 => format!("No {chunk} was finished before the failure."),
                 n => format!(
                     "{}{asked} finished before the failure; {kept}.",
-                    format_plural(u64::from(n), "chunk")
+                    format_plural(u64::from(n), chunk)
                 ),
             };
             ("bad", "Failed", after)
@@ -149,9 +158,12 @@ fn run_verdict(r: &RunRecord) -> (&'static str, &'static str, String) {
     }
 }
 
-fn output_summary(end: &RunEnd) -> String {
-    let (chunks, frames) =
-        (format_plural(u64::from(end.chunks), "chunk"), format_plural(end.frames, "frame"));
+fn output_summary(r: &RunRecord, end: &RunEnd) -> String {
+    let kind = r.start.generates;
+    let (chunks, frames) = (
+        format_plural(u64::from(end.chunks), kind.chunk_name()),
+        format_plural(end.frames, kind.frame_name()),
+    );
     format!("{chunks}, {frames}, in {}", Nanoseconds(end.wall_ns))
 }
 
@@ -188,7 +200,11 @@ fn render_cause(cause: &FailureCause, library_href: Option<&str>) -> Markup {
     }
 }
 
-fn headline_numbers(r: &RunRecord, times: Option<&ChunkTimeStats>) -> Vec<HeadlineNumber> {
+fn headline_numbers(page: &ReportPage<'_>, times: Option<&ChunkTimeStats>) -> Vec<HeadlineNumber> {
+    let r = page.record;
+    if !r.start.generates.is_video() {
+        return texts::text_numbers(r, page.texts);
+    }
     let mut numbers = Vec::new();
     let mut push = |value: &str, unit: &str, label: String| {
         numbers.push(HeadlineNumber { value: value.to_string(), unit: unit.to_string(), label });
@@ -238,7 +254,11 @@ fn render_settings(r: &RunRecord) -> Markup {
         None => ("", ""),
     };
     let truncated = if r.truncated { "truncated: its last line was incomplete and is left out" } else { "" };
-    let chunks = s.chunks.map_or("until stopped".to_string(), |n| format_count(u64::from(n)));
+    let is_video = s.generates.is_video();
+    let of_video = |text: String| if is_video { text } else { String::new() };
+    let chunks = of_video(s.chunks.map_or("until stopped".to_string(), |n| format_count(u64::from(n))));
+    let frames = of_video(format!("{} × {} at {} frames/s", s.width, s.height, s.fps));
+    let steps = of_video(s.steps.to_string());
     let facts = [
         ("Device", device, false),
         ("Machine", s.machine.as_deref().unwrap_or_default(), false),
@@ -248,13 +268,13 @@ fn render_settings(r: &RunRecord) -> Markup {
         ("Numerics", &s.numerics, false),
         ("Dtype", &s.dtype, false),
         ("Caches", &s.cache, false),
-        ("Frames", &format!("{} × {} at {} frames/s", s.width, s.height, s.fps), false),
-        ("Steps", &s.steps.to_string(), false),
+        ("Frames", &frames, false),
+        ("Steps", &steps, false),
         ("Seed", &s.seed.to_string(), false),
         ("Requested chunks", &chunks, false),
         ("Plan", &s.plan, true),
         ("Weights", &s.weights, true),
-        ("Latents hash", golden, true),
+        (if is_video { "Latents hash" } else { "Ids hash" }, golden, true),
         ("Output", output, false),
         ("Record", truncated, false),
     ];
@@ -287,19 +307,20 @@ fn render_events(r: &RunRecord, events: &[&RunEvent]) -> Markup {
             }
         }
     };
-    let heads = html! { th { "time" } th.l { "chunk" } th.l { "event" } th.l {} };
+    let heads = html! { th { "time" } th.l { (r.start.generates.chunk_name()) } th.l { "event" } th.l {} };
     render_table(&heads, &rows)
 }
 
 fn render_reproduction(r: &RunRecord) -> Markup {
+    let results = if r.start.generates.is_video() { "latents" } else { "ids" };
     let note = match r.start.device {
         RunDevice::Cpu => {
-            "On the same device and build, the same plan, seed and prompts give the same latents."
+            format!("On the same device and build, the same plan, seed and prompts give the same {results}.")
         }
-        RunDevice::Sim => "The same plan and simulated machine give the same times on any host.",
-        RunDevice::Cuda => {
-            "On GPUs of the same kind with the same libraries and build, the same plan, seed and prompts give the same latents."
-        }
+        RunDevice::Sim => "The same plan and simulated machine give the same times on any host.".to_string(),
+        RunDevice::Cuda => format!(
+            "On GPUs of the same kind with the same libraries and build, the same plan, seed and prompts give the same {results}."
+        ),
     };
     let command = render_command(&format_shell_command(&r.start.command));
     render_section("Reproduce", &html! { (render_note(note)) (command) })

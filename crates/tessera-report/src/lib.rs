@@ -10,6 +10,7 @@
 
 pub mod apng;
 pub mod autopsy;
+pub mod call_comparison;
 mod canvas;
 mod codes;
 mod counterexample;

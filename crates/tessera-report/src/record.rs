@@ -116,7 +116,7 @@ pub struct RunStart {
 /// One output of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunOutput {
-    /// What the output holds: `clip`, `latents`, `png`, `raw` or `y4m`.
+    /// What the output holds: `clip`, `latents`, `png`, `raw`, `y4m` or `text`.
     pub kind: String,
     /// File or folder, relative to the run folder unless absolute; `-` for standard output, `fd:N`
     /// for an open file descriptor.
@@ -270,6 +270,27 @@ pub struct PhaseRecord {
     /// Times in which the phase's stream was idle; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits: Option<StreamWaits>,
+    /// Work by class of op, in the order in which the classes first occur; empty if single ops were not timed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<ClassWork>,
+}
+
+/// Work of all ops of one class in a phase.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ClassWork {
+    /// Name of the class, such as `matmul` or `all_reduce tp`.
+    pub class: String,
+    /// Number of ops.
+    pub ops: u32,
+    /// Time of these ops in nanoseconds, with waits for other ranks.
+    pub ns: u64,
+    /// Bytes that the rank passed to other ranks.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub sent_bytes: u64,
+}
+
+fn is_zero(n: &u64) -> bool {
+    *n == 0
 }
 
 /// Idle times of a stream in a phase: it waited for other ranks, for data in transfer, for its host

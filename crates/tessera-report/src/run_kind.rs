@@ -19,6 +19,22 @@ impl RunKind {
     pub fn is_video(&self) -> bool {
         *self == RunKind::Video
     }
+
+    /// Returns the name of a chunk of the record: a chunk of the video, or a call.
+    pub(crate) fn chunk_name(self) -> &'static str {
+        match self {
+            RunKind::Video => "chunk",
+            RunKind::Text => "call",
+        }
+    }
+
+    /// Returns the name of what a chunk delivers: a frame, or an id.
+    pub(crate) fn frame_name(self) -> &'static str {
+        match self {
+            RunKind::Video => "frame",
+            RunKind::Text => "id",
+        }
+    }
 }
 
 /// Kind of device that ran a plan.

@@ -8,7 +8,7 @@ use maud::{Markup, Render, html};
 use tessera_base::Nanoseconds;
 
 use crate::stats;
-use crate::timeline::{TimeWindow, Timeline, TimelineChunk, TimelineSpan, phase_kind};
+use crate::timeline::{TimeWindow, Timeline, TimelineChunk, TimelineSpan, is_text_phase, phase_kind};
 
 /// Maximum number of ranks whose lanes are drawn; the trace contains the others.
 pub(crate) const MAX_RANKS: usize = 24;
@@ -125,8 +125,9 @@ fn draw_chunks(t: &Timeline, w: TimeWindow) -> (Markup, Markup) {
         }
         .render_to(&mut grounds.0);
         if let Some(fit) = LabelFit::new(width, 26.0) {
-            let word = if LabelFit::new(width, 52.0) == Some(LabelFit::Everywhere) { "chunk " } else { "" };
-            html! { text class=[fit.class(true)] x=(Percent(x)) dx="5" y="13" { (word) (c.chunk) } }
+            let is_wide = LabelFit::new(width, 52.0) == Some(LabelFit::Everywhere);
+            let word = is_wide.then(|| t.generates.chunk_name().to_string() + " ");
+            html! { text class=[fit.class(true)] x=(Percent(x)) dx="5" y="13" { (word.unwrap_or_default()) (c.chunk) } }
                 .render_to(&mut names.0);
         }
     }
@@ -158,7 +159,7 @@ pub(crate) fn draw_strip(t: &Timeline, w: Option<TimeWindow>) -> ChunkStrip {
     let median_y = round_milli(STRIP_HEIGHT - height_of(median));
     let bar_at = |at_ns: u64| t.chunks.partition_point(|c| c.start_ns <= at_ns).saturating_sub(1) / per_bar;
     let drawing = html! {
-        svg.strip height=(STRIP_HEIGHT) role="img" aria-label="time of every chunk" {
+        svg.strip height=(STRIP_HEIGHT) role="img" aria-label={ "time of every " (t.generates.chunk_name()) } {
             @if let Some((first, last)) = w.and_then(|w| chunks_inside(t, w)) {
                 @let (from, to) = ((first / per_bar) as f64 * step, (last / per_bar + 1) as f64 * step);
                 rect.detail x=(Percent(from)) width=(Percent(to - from)) height=(STRIP_HEIGHT) {}
@@ -168,7 +169,7 @@ pub(crate) fn draw_strip(t: &Timeline, w: Option<TimeWindow>) -> ChunkStrip {
                 rect class=(if *wall > top { "bar tall" } else { "bar" })
                     x=(Percent(i as f64 * step + step * 0.08)) y=(round_milli(STRIP_HEIGHT - height))
                     width=(Percent(step * 0.84)) height=(round_milli(height)) {
-                    title { (name_chunks(chunks)) ": " (Nanoseconds(*wall)) }
+                    title { (name_chunks(t, chunks)) ": " (Nanoseconds(*wall)) }
                 }
             }
             @for marks in t.marks.chunk_by(|a, b| bar_at(a.at_ns) == bar_at(b.at_ns)) {
@@ -192,10 +193,11 @@ fn chunks_inside(t: &Timeline, w: TimeWindow) -> Option<(usize, usize)> {
     Some((t.chunks.iter().position(is_inside)?, t.chunks.iter().rposition(is_inside)?))
 }
 
-fn name_chunks(chunks: &[TimelineChunk]) -> String {
+fn name_chunks(t: &Timeline, chunks: &[TimelineChunk]) -> String {
+    let name = t.generates.chunk_name();
     match chunks {
-        [one] => format!("chunk {}", one.chunk),
-        _ => format!("slowest of chunks {} to {}", chunks[0].chunk, chunks[chunks.len() - 1].chunk),
+        [one] => format!("{name} {}", one.chunk),
+        _ => format!("slowest of {name}s {} to {}", chunks[0].chunk, chunks[chunks.len() - 1].chunk),
     }
 }
 
@@ -272,7 +274,7 @@ fn draw_bar(s: &TimelineSpan, w: TimeWindow, class: &str, least: f64) -> Markup 
 fn draw_tooltip(s: &TimelineSpan) -> Markup {
     html! {
         title {
-            (s.name) ", chunk " (s.chunk) ": " (Nanoseconds(s.end_ns - s.start_ns))
+            (s.name) ", " (if is_text_phase(&s.name) { "call" } else { "chunk" }) " " (s.chunk) ": " (Nanoseconds(s.end_ns - s.start_ns))
             @if let Some(waits) = s.waits.as_ref().filter(|waits| waits.total_ns > 0) {
                 ", of which " (Nanoseconds(waits.total_ns)) " waiting"
             }

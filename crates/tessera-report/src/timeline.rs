@@ -1,6 +1,6 @@
 //! A timeline, of a run or of an estimate, which is the common input of all charts and traces.
 
-use crate::record::{RunRecord, StreamWaits};
+use crate::record::{RunKind, RunRecord, StreamWaits};
 
 /// The phases that ran on each stream of each rank, with the chunks and events of the run.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -15,6 +15,8 @@ pub struct Timeline {
     pub marks: Vec<TimelineMark>,
     /// Frames of the chunks between the first and the last that are not in `chunks`.
     pub omitted_frames: u64,
+    /// What the run generates, which names its chunks.
+    pub generates: RunKind,
 }
 
 /// A rank and its display name.
@@ -86,7 +88,11 @@ impl Timeline {
     /// Converts a record: chunks, phases as spans, and events as marks, sorted into drawing order.
     #[must_use]
     pub fn from_record(record: &RunRecord) -> Timeline {
-        let mut t = Timeline { omitted_frames: record.omitted.frames, ..Timeline::default() };
+        let mut t = Timeline {
+            omitted_frames: record.omitted.frames,
+            generates: record.start.generates,
+            ..Timeline::default()
+        };
         for c in &record.chunks {
             t.chunks.push(TimelineChunk {
                 chunk: c.chunk,
@@ -189,10 +195,16 @@ impl TimelineSpan {
     }
 }
 
-/// Returns the kind of a phase: its name up to the first dot.
+/// Returns the kind of a phase: its name up to the first dot. The phases of a language model, which read prompts or
+/// decode, differ in their numbers alone and are kinds of their own.
 #[must_use]
 pub fn phase_kind(name: &str) -> &str {
-    name.split('.').next().unwrap_or(name)
+    if is_text_phase(name) { name } else { name.split('.').next().unwrap_or(name) }
+}
+
+/// Returns whether a phase reads prompts or decodes.
+pub(crate) fn is_text_phase(name: &str) -> bool {
+    name.starts_with("tokens.")
 }
 
 /// Returns the sort position of a stream among the streams of a rank; unknown streams follow the
@@ -221,6 +233,7 @@ pub(crate) mod tests {
             end_ns: to,
             collectives,
             waits: None,
+            classes: Vec::new(),
         };
         RunRecord {
             start: RunStart {

@@ -11,8 +11,8 @@ use crate::codes::{T0712, T0745, T0747, T0751, T0754, T0771, T0772, T0773, T0785
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
 use crate::wire::{
-    CallAction, CallMeta, CallObservation, PhaseCall, RankMemory, Reload, ShardFingerprint, Tensor, Tensors,
-    TokenEvent,
+    CallAction, CallMeta, CallObservation, OpClassWork, PhaseCall, RankMemory, Reload, ShardFingerprint,
+    Tensor, Tensors, TokenEvent,
 };
 use crate::{Digest, FailureClass};
 
@@ -21,7 +21,7 @@ use crate::{Digest, FailureClass};
 pub type AbortHandle = Arc<dyn Fn() + Send + Sync>;
 
 /// The measurements of one executed phase.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PhaseReport {
     /// Measured duration of the phase on this rank, in nanoseconds.
     pub ns: u64,
@@ -34,6 +34,8 @@ pub struct PhaseReport {
     pub compensated: u64,
     /// Bytes of temporaries that the phase wrote; 0 if the engine does not count them.
     pub temporary_bytes: u64,
+    /// Work of the phase by class of op; empty if the engine does not time single ops.
+    pub classes: Vec<OpClassWork>,
 }
 
 /// Whether an engine fault originates on this rank.
@@ -366,6 +368,7 @@ pub fn run_call(
         observed.compensated += phase_report.compensated;
         observed.phase_ns.push(phase_report.ns);
         observed.phase_bytes.push(phase_report.temporary_bytes);
+        observed.phase_classes.push(phase_report.classes);
         trace.push((phase.program.as_str(), phase_report.trace));
     }
     run.check_call_end()?;

@@ -11,9 +11,9 @@ use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
     CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader,
     F32Bits, FaultReport, FinishReason, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS,
-    Message, MessageKind, PhaseCall, Progress, RankMemory, Ready, Refused, Reload, ScalarArg, SenderRole,
-    ShardFingerprint, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header, encode,
-    envelope_reference,
+    Message, MessageKind, OpClassWork, PhaseCall, Progress, RankMemory, Ready, Refused, Reload, ScalarArg,
+    SenderRole, ShardFingerprint, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header,
+    encode, envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 
@@ -65,6 +65,10 @@ fn every_message() -> Vec<Message> {
             slot_reuses: 300,
         },
         phase_bytes: vec![0, 1 << 33],
+        phase_classes: vec![
+            Vec::new(),
+            vec![OpClassWork { class: "matmul".into(), ops: 3, ns: 9, sent_bytes: 0 }],
+        ],
     };
     let fingerprint = ShardFingerprint {
         tensor: "ffn".into(),

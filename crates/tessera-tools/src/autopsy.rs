@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use tessera::clock::monotonic_ns;
 use tessera::files::{read_file, write_error, write_file};
 use tessera::flight::{EXITS_FILE, FLIGHT_DIR, MAX_FLIGHT_BYTES, process_vitals};
-use tessera::plan::Plan;
+use tessera::opened_run::RunPlan;
 use tessera::record::RECORD_FILE;
 use tessera::run_dir::read_record;
 use tessera_base::Diagnostic;
@@ -41,7 +41,7 @@ pub fn examine_run(dir: &Path) -> Result<Autopsy, Diagnostic> {
                 dir.display().to_string(),
                 format!("no {RECORD_FILE} and no {FLIGHT_DIR}/rank-N.jsonl"),
             )
-            .with_hint("name the folder that `tessera stream --out` wrote"));
+            .with_hint("name the folder that `tessera stream --out` or `tessera generate --out` wrote"));
     }
     if !older.is_empty() {
         evidence.notes.push(format!(
@@ -148,14 +148,15 @@ fn estimate_now_ns(evidence: &AutopsyEvidence) -> Option<u64> {
 /// Adds the planned collectives of each rank's last phase, and the members of the groups that they
 /// name.
 fn add_planned_collectives(dir: &Path, evidence: &mut AutopsyEvidence) {
-    let sealed = match Plan::read(&dir.join("plan")) {
-        Ok(plan) => plan.sealed,
+    let plan = match RunPlan::read(&dir.join("plan")) {
+        Ok(plan) => plan,
         Err(ds) => {
             let why = ds.first().map_or("there is none".to_string(), |d| d.message.clone());
             evidence.notes.push(format!("the plan cannot be read: {why}"));
             return;
         }
     };
+    let sealed = plan.sealed();
     let last_phase = |f: &FlightLog| {
         f.lines.iter().rev().find_map(|l| match &l.entry {
             FlightEntry::Phase(p) => Some(p.phase.clone()),

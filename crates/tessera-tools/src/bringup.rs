@@ -6,16 +6,16 @@ mod ship;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use tessera::plan::Plan;
-use tessera::run_dir::{self, RunDir};
+use tessera::opened_run::{self, RunDir, RunPlan};
 use tessera_base::{Bytes, Diagnostic, Diagnostics, GateStatus};
-use tessera_ir::{OpView, Opcode, Program};
+use tessera_ir::{Op, OpView, Opcode, Program};
 use tessera_mesh::Axis;
 use tessera_plan::search::thresholds::Thresholds;
 use tessera_report::flight::{FlightEntry, FlightLog, overlap_ratio};
 use tessera_report::overlap::OverlapStats;
 use tessera_report::record::{RunDevice, RunRecord, RunStatus};
 use tessera_runtime::parity::KERNEL_KEY;
+use tessera_verify::SealedPlan;
 
 use crate::codes::T0045;
 
@@ -106,7 +106,7 @@ pub struct ChecklistItem {
 /// The contents of one run directory; `name` is the path of the folder as given.
 struct CheckedRun {
     name: String,
-    plan: Plan,
+    plan: RunPlan,
     record: RunRecord,
     flights: Vec<FlightLog>,
 }
@@ -127,9 +127,9 @@ pub fn check_bringup(folders: &[PathBuf], goals: &BringupGoals) -> Result<Vec<Ch
         ("kernels tuned on a subset, then frozen", check_frozen_kernels(&runs)),
         (
             "experts' all-to-all fused; its FP8 wire format validated",
-            check_expert_exchange(sealed_programs(&last.plan)),
+            check_expert_exchange(sealed_programs(last.plan.sealed())),
         ),
-        ("KV cache residency reaches the required hit rate", check_cache_residency(&last.plan)),
+        ("KV cache residency reaches the required hit rate", check_cache_residency(last.plan.sealed())),
         ("overlap reached; pipeline bubbles small", check_overlap(last, goals)),
         ("golden hash stable across runs", check_golden_hash(&runs)),
     ];
@@ -189,7 +189,8 @@ fn open_run(folder: &Path) -> Result<CheckedRun, Diagnostic> {
             .with_label(folder.display().to_string(), why)
             .with_hint("name the folder that `tessera stream --out` wrote")
     };
-    let RunDir { plan, record, flight_records: flights } = run_dir::open_run_dir(folder).map_err(refuse)?;
+    let RunDir { plan, record, flight_records: flights } =
+        opened_run::open_run_dir(folder).map_err(refuse)?;
     Ok(CheckedRun { name: folder.display().to_string(), plan, record, flights })
 }
 
@@ -199,13 +200,13 @@ fn check_rank_map(runs: &[CheckedRun]) -> ItemAnswer {
     let first = &runs[0];
     let map = |r: &CheckedRun| {
         let mut hash = blake3::Hasher::new();
-        for (rank, device) in r.plan.sealed.rank_map().devices().iter().enumerate() {
+        for (rank, device) in r.plan.sealed().rank_map().devices().iter().enumerate() {
             hash.update(format!("{rank} {device}\n").as_bytes());
         }
         hash.finalize().to_hex()[..16].to_string()
     };
     for r in runs {
-        let sealed = r.plan.sealed.digest_hex();
+        let sealed = r.plan.sealed().digest_hex();
         if r.record.start.plan != sealed {
             return (
                 ItemStatus::Fail,
@@ -297,8 +298,7 @@ fn kernel_settings(run: &CheckedRun) -> KernelSettings {
 }
 
 /// Iterates over the programs of all phases and ranks of a plan.
-fn sealed_programs(plan: &Plan) -> impl Iterator<Item = &Program> {
-    let sealed = &plan.sealed;
+fn sealed_programs(sealed: &SealedPlan) -> impl Iterator<Item = &Program> {
     sealed.phase_names().iter().flat_map(move |phase| {
         sealed.mesh().iter().filter_map(move |rank| sealed.rank_program(phase, rank).map(|p| &**p))
     })
@@ -309,6 +309,12 @@ fn sealed_programs(plan: &Plan) -> impl Iterator<Item = &Program> {
 fn check_expert_exchange<'a>(programs: impl Iterator<Item = &'a Program>) -> ItemAnswer {
     let (mut exchanges, mut quantized) = (0usize, 0usize);
     for p in programs {
+        // The programs of a language model spell the exchange out.
+        let packs = |o: &Op| matches!(o.opcode, Opcode::ExpertPack | Opcode::ExpertPackFused);
+        if p.ops.iter().any(packs) {
+            let text = format!("@{} packs the rows of experts in kernels of their own", p.name);
+            return (ItemStatus::Unanswered, text);
+        }
         for op in &p.ops {
             let Ok(OpView::MoeRoute(route)) = op.view() else { continue };
             if !route.pack_fused {
@@ -331,13 +337,14 @@ fn check_expert_exchange<'a>(programs: impl Iterator<Item = &'a Program>) -> Ite
 
 /// Reports where the KV caches are. A sealed program assigns each buffer to the device's memory, so
 /// no read can miss, and there is no hit rate to measure.
-fn check_cache_residency(plan: &Plan) -> ItemAnswer {
-    let (sealed, mut max_bytes, mut reads) = (&plan.sealed, 0u64, 0usize);
-    for rank in plan.mesh_ranks() {
+fn check_cache_residency(sealed: &SealedPlan) -> ItemAnswer {
+    let (mut max_bytes, mut reads) = (0u64, 0usize);
+    for rank in sealed.mesh().iter().filter(|rank| sealed.mesh().contains(*rank)) {
         let mut buffer_bytes = BTreeMap::new();
         for phase in sealed.phase_names() {
             let Some(p) = sealed.rank_program(phase, rank) else { continue };
-            reads += p.ops.iter().filter(|o| o.opcode == Opcode::CacheRead).count();
+            let reads_cache = |o: &&Op| matches!(o.opcode, Opcode::CacheRead | Opcode::PagedAttention);
+            reads += p.ops.iter().filter(reads_cache).count();
             for b in p.buffers.iter().filter(|b| b.name.starts_with("kv.")) {
                 buffer_bytes.insert(b.name.clone(), b.ty.byte_size().0);
             }
@@ -369,12 +376,12 @@ fn check_overlap(run: &CheckedRun, goals: &BringupGoals) -> ItemAnswer {
         add_measurement(Some(ratio >= goals.min_overlap_ratio), text);
     }
     if let Some(o) =
-        OverlapStats::from_chunks(&run.record.chunks).filter(|_| run.plan.sealed.mesh().outside_count() > 0)
+        OverlapStats::from_chunks(&run.record.chunks).filter(|_| run.plan.sealed().mesh().outside_count() > 0)
     {
         let text = format!("{} (goal {:.2})", o.describe_score(), goals.min_overlap_score);
         add_measurement(o.passes_gate(goals.min_overlap_score), text);
     }
-    if run.plan.sealed.mesh().axis_size(Axis::Pp) > 1
+    if run.plan.sealed().mesh().axis_size(Axis::Pp) > 1
         && let Some((rank, share)) = largest_bubble(&run.flights)
     {
         let text = format!(
@@ -385,7 +392,7 @@ fn check_overlap(run: &CheckedRun, goals: &BringupGoals) -> ItemAnswer {
         add_measurement(Some(share < goals.max_bubble), text);
     }
     match lines.is_empty() {
-        true if run.plan.sealed.mesh().world_size() == 1 => (
+        true if run.plan.sealed().mesh().world_size() == 1 => (
             ItemStatus::NotApplicable,
             "one rank: there is no collective to hide and no stage to wait for".to_string(),
         ),

@@ -297,7 +297,7 @@ impl Observer for CollectiveGuard<'_> {
                 (self.position.call, self.position.chunk, self.position.epoch, self.position.phases_begun);
             (entry.pos, entry.planned_count) =
                 (saturating_u32(self.issued_count), saturating_u32(planned_count));
-            (entry.end_ns, entry.exposed_ns) = (0, 0);
+            (entry.end_ns, entry.exposed_ns, entry.sent_bytes) = (0, 0, 0);
             entry.plan_match = fit;
             let line = planned.map(|(_, line)| line);
             entry.planned_line = line.filter(|_| fit == PlanMatch::No).cloned();
@@ -338,6 +338,13 @@ impl Observer for CollectiveGuard<'_> {
         if let Some(own) = self.sequence.program.get(&op) {
             self.trace_hash.update(own.text.as_bytes());
             self.trace_hash.update(b"\n");
+        }
+    }
+
+    fn on_sent(&mut self, op: usize, bytes: u64) {
+        // The line of the collective is written again when it is done.
+        if let Some(own) = self.sequence.program.get_mut(&op) {
+            own.entry.sent_bytes = bytes;
         }
     }
 

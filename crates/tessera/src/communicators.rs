@@ -10,13 +10,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_cpu::CommEndpoint;
 use tessera_cpu::arena::Arena;
-use tessera_cpu::halo;
 use tessera_cpu::tcp::{PeerStream, TcpTransport};
 use tessera_cpu::transport::{CommLayout, Transport, TransportError};
+use tessera_cpu::{CommEndpoint, contribution_bytes};
 use tessera_device::{CommRoute, Communicator};
-use tessera_ir::{DType, Opcode, Program, ValueId};
+use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::ByteStream;
 use tessera_runtime::tripwire::T0757;
@@ -107,14 +106,7 @@ fn program_demands(p: &Program) -> BTreeMap<CommRoute, ArenaDemand> {
         let index = b.next_index;
         b.next_index += 1;
         let need = demands.entry(route).or_default();
-        // Members pass numbers of every dtype as f32.
-        let bytes = |v: ValueId| p.type_of(v).element_count() * DType::F32.element_bytes();
-        // A halo exchange passes the first and the last row of each frame, as many as it receives.
-        let passed = match op.opcode {
-            Opcode::HaloExchange => halo::contribution_bytes(p.collective_result(op).map_or(0, bytes)),
-            _ => op.operands.first().map_or(0, |v| bytes(*v)),
-        };
-        need.contribution_bytes = need.contribution_bytes.max(passed);
+        need.contribution_bytes = need.contribution_bytes.max(contribution_bytes(p, op));
         need.in_flight = need.in_flight.max(index + 1 - b.open.first().map_or(index, |oldest| *oldest));
         if let (true, Some(ticket)) = (op.issue, op.results.first()) {
             b.open.insert(index);

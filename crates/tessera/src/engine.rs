@@ -26,9 +26,11 @@ use tessera_runtime::{Digest, Failure, FailureClass, T0770, T0771};
 use tessera_verify::SealedPlan;
 
 use crate::cache_audit::CacheAudit;
+use crate::clock::monotonic_ns;
 use crate::collective_guard::{ArmedGuards, CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
 use crate::kernel_probe::shorten_digest;
+use crate::op_clock::OpTimes;
 use crate::plan::is_leader_phase;
 use crate::rgb::{PIXELS, PixelConverter};
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
@@ -103,6 +105,7 @@ struct LoadedPhase {
     outputs: Vec<(String, Vec<u64>)>,
     /// Names of the buffers that the program writes.
     written_buffers: BTreeSet<String>,
+    op_times: OpTimes,
 }
 
 /// The backend of an engine, and whether it is dropped with the engine.
@@ -281,6 +284,7 @@ impl MeshEngine {
                 mesh_facts: whole.get(name)?.clone(),
                 outputs: outputs.collect(),
                 written_buffers: written.map(|b| b.name.clone()).collect(),
+                op_times: OpTimes::new(&program),
             };
             phases.insert(name.to_string(), phase);
         }
@@ -447,7 +451,8 @@ impl Engine for MeshEngine {
             progress,
         );
         let (start, before) = (Instant::now(), self.backend.compensated_sums());
-        let run = self.backend.run(phase.loaded, &data, &mut guard);
+        let run = self.backend.run(phase.loaded, &data, &mut phase.op_times.observe(&mut guard));
+        let classes = phase.op_times.add_up(monotonic_ns());
         run.map_err(|f| to_engine_fault(f, guard.refusal_code()))?;
         self.caches.note_written(&phase.written_buffers);
         if self.executed.insert(call.program.clone()) {
@@ -486,6 +491,7 @@ impl Engine for MeshEngine {
             trace: phase.mesh_facts.trace,
             compensated: self.backend.compensated_sums() - before,
             temporary_bytes: self.backend.memory_use().run_temporary_bytes,
+            classes,
         })
     }
 

@@ -4,6 +4,7 @@
 //! and the ids that ranks choose are compared before the next call depends on them. [`run`] starts a process for
 //! each rank, under a leader; [`TokenRun`] runs the same calls on threads of this process.
 
+mod call_estimate;
 mod chat;
 mod generate_config;
 mod language_plan;
@@ -12,17 +13,20 @@ mod language_weights;
 mod launch;
 mod logit_parity;
 mod pages;
+mod run_outputs;
 mod scheduler;
 mod text_leader;
 mod text_model;
 mod token_run;
 
+pub use call_estimate::LEADER_NS;
 pub use chat::chat_messages;
 pub(crate) use generate_config::GenerateConfig;
 pub use language_plan::{LanguagePlan, LanguageSettings};
 pub use language_weights::LanguagePlace;
 pub use launch::{GenerateEvent, GenerateOptions, GenerateReport, run};
 pub use logit_parity::{LogitDifference, PrecisionPolicy, check_parity, compare_logits, list_low_precision};
+pub use run_outputs::{COMPARISON_FILE, ShownText, TEXTS_FILE, finish_name, write_run_outputs};
 pub use scheduler::{CallTimes, GeneratedText, Sampling, TextRequest};
 pub use tessera_models::TokenOutput;
 pub use tessera_runtime::wire::{FinishReason, TokenEvent};

@@ -7,15 +7,18 @@ use std::path::Path;
 use tessera_base::Diagnostic;
 use tessera_ir::{op_workload, print};
 use tessera_mesh::Rank;
+use tessera_plan::Mapping;
 use tessera_report::apng::png_frame;
-use tessera_report::flight::add_collective_waits;
+use tessera_report::call_comparison::EstimateComparison;
+use tessera_report::flight::{add_collective_waits, collective_spans};
 use tessera_report::html::{
     CollectiveTotalsRow, MAX_INLINE_CLIP_BYTES, PlanView, ProgramView, ReportClip, ReportPage, RoleMemoryRow,
-    SheetFrame, render_report,
+    SheetFrame, TextSample, render_report,
 };
 use tessera_report::perfetto::trace_json;
 use tessera_report::record::RunRecord;
 use tessera_report::timeline::{Timeline, TimelineSpan};
+use tessera_verify::SealedPlan;
 
 use crate::files::{open_regular_file, read_file, write_file};
 use crate::frame_writer::CLIP_FILE;
@@ -57,11 +60,45 @@ pub(crate) fn write_reports(
         if inline && !frames.is_empty() { read_file(&path, MAX_INLINE_CLIP_BYTES as u64).ok() } else { None };
     // A clip that should be inlined but cannot be read is left out of the report.
     let has_clip = !frames.is_empty() && (apng.is_some() || !inline);
-    let view = build_plan_view(plan);
+    let view = build_plan_view(&plan.sealed, &plan.mapping);
     let html = render_report(&ReportPage {
         record,
         clip: has_clip.then_some(ReportClip { apng: apng.as_deref(), bytes, href: CLIP_FILE }),
         frames: &frames,
+        texts: &[],
+        comparison: None,
+        plan: Some(&view),
+        trace_href: Some("trace.json"),
+        library_href: find_library(out).then_some("../library"),
+    });
+    trace.and(write_file(&out.join("report.html"), html.as_bytes()))
+}
+
+/// Writes trace.json and report.html of a run of texts, as [`write_reports`] does.
+///
+/// # Errors
+/// T0014 for the first file that cannot be written.
+pub(crate) fn write_text_reports(
+    (sealed, mapping): (&SealedPlan, &Mapping),
+    record: &RunRecord,
+    out: &Path,
+    texts: &[TextSample],
+    comparison: &EstimateComparison,
+) -> Result<(), Diagnostic> {
+    let flights = read_flight_records(out, sealed.mesh().world_size());
+    let mut record = record.clone();
+    add_collective_waits(&mut record, &flights);
+    let mut timeline = Timeline::from_record(&record);
+    timeline.spans.extend(collective_spans(&record, &flights));
+    timeline.sort_and_name();
+    let trace = write_file(&out.join("trace.json"), trace_json(&timeline).as_bytes());
+    let view = build_plan_view(sealed, mapping);
+    let html = render_report(&ReportPage {
+        record: &record,
+        clip: None,
+        frames: &[],
+        texts,
+        comparison: Some(comparison),
         plan: Some(&view),
         trace_href: Some("trace.json"),
         library_href: find_library(out).then_some("../library"),
@@ -119,8 +156,7 @@ fn decode_contact_sheet(record: &RunRecord, clip: &Path) -> Vec<SheetFrame> {
     out
 }
 
-fn build_plan_view(plan: &Plan) -> PlanView {
-    let sealed = &plan.sealed;
+fn build_plan_view(sealed: &SealedPlan, mapping: &Mapping) -> PlanView {
     let mut programs = Vec::new();
     let mut collectives: BTreeMap<(usize, String, String), (u64, u64)> = BTreeMap::new();
     for (i, phase) in sealed.phase_names().iter().enumerate() {
@@ -172,7 +208,7 @@ fn build_plan_view(plan: &Plan) -> PlanView {
             bytes,
         })
         .collect();
-    PlanView { mapping: plan.mapping.to_toml(), programs, memory, collectives }
+    PlanView { mapping: mapping.to_toml(), programs, memory, collectives }
 }
 
 #[cfg(test)]

@@ -51,6 +51,8 @@ mod media_codec;
 mod media_pipeline;
 mod model;
 mod noise_file;
+mod op_clock;
+pub mod opened_run;
 mod parity;
 mod pixel_placement;
 pub mod plan;

@@ -13,12 +13,12 @@ use tessera_base::Diagnostic;
 use tessera_device::T0805;
 pub use tessera_report::record::StartupMemory;
 use tessera_report::record::{
-    ChunkRecord, FailureCause, MEMORY_TOLERANCE_PERCENT, MemoryRecord, PhaseMemory, PhaseRecord,
+    ChunkRecord, ClassWork, FailureCause, MEMORY_TOLERANCE_PERCENT, MemoryRecord, PhaseMemory, PhaseRecord,
     PipelineTimes, RankChunk, RankStartup, RecordLine, RunEnd, RunEvent, RunStatus,
 };
 pub(crate) use tessera_report::record_check::DROPPED_EVENT;
 use tessera_runtime::leader::{CallRecord, RecordEntry};
-use tessera_runtime::wire::{CallAction, CallMeta, CallObservation};
+use tessera_runtime::wire::{CallAction, CallMeta, CallObservation, OpClassWork};
 use tessera_runtime::{Digest, Failure, FailureClass, Parity};
 use tessera_verify::SealedPlan;
 
@@ -320,7 +320,7 @@ impl RecordWriter {
             .map(|(rank, rank_times)| {
                 let phases_by_rank = phases_by_rank.as_mut().map(|l| l.remove(rank).unwrap_or_default());
                 let phases = phases_by_rank
-                    .unwrap_or_else(|| self.phases_end_to_end(*rank, meta, &rank_times.phase_ns, start_ns));
+                    .unwrap_or_else(|| self.phases_end_to_end(*rank, meta, rank_times, start_ns));
                 RankChunk {
                     rank: *rank,
                     phases,
@@ -359,14 +359,16 @@ impl RecordWriter {
         &self,
         rank: u32,
         meta: &CallMeta,
-        durations: &[u64],
+        observed: &CallObservation,
         start_ns: u64,
     ) -> Vec<PhaseRecord> {
         let mut at = start_ns;
-        let phases = meta.phases.iter().zip(durations).map(|(p, ns)| {
+        let mut classes = observed.phase_classes.iter();
+        let phases = meta.phases.iter().zip(&observed.phase_ns).map(|(p, ns)| {
             let begun = at;
             at += ns;
             PhaseRecord {
+                classes: classes.next().into_iter().flatten().map(to_class_work).collect(),
                 name: p.program.clone(),
                 stream: "compute".into(),
                 start_ns: begun,
@@ -503,6 +505,12 @@ impl RecordWriter {
         self.ended = true;
         self.file.sync_data().map_err(|e| write_error(&self.path, &e))
     }
+}
+
+/// Converts the work of a class to its form in the record.
+fn to_class_work(work: &OpClassWork) -> ClassWork {
+    let OpClassWork { class, ops, ns, sent_bytes } = work.clone();
+    ClassWork { class, ops, ns, sent_bytes }
 }
 
 /// Converts a failure to its form in the record.

@@ -1,5 +1,4 @@
-//! The run directory as the analysis commands read it: its record, its plan (verified again) and
-//! its flight records.
+//! The record and the flight records of a run directory.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -10,39 +9,12 @@ use tessera_report::record::{RecordReader, RunRecord};
 
 use crate::files::{open_regular_file, read_file};
 use crate::flight::{FLIGHT_DIR, MAX_FLIGHT_BYTES};
-use crate::plan::Plan;
-use crate::record::RECORD_FILE;
 
 /// Maximum number of chunks that the report and the trace of a run cover: the first and the last
 /// chunks.
 const KEPT_CHUNKS: usize = 1_000;
 /// Maximum length of a record line in bytes; the ranks of the largest mesh take a tenth of it.
 const MAX_LINE_BYTES: u64 = 64 << 20;
-
-/// A run directory's sealed plan, record and flight records, read and parsed.
-#[derive(Debug)]
-pub struct RunDir {
-    /// The plan that ran.
-    pub plan: Plan,
-    /// The record; of a long run it holds only the first and the last chunks.
-    pub record: RunRecord,
-    /// Flight records of the ranks that wrote one.
-    pub flight_records: Vec<FlightLog>,
-}
-
-/// Opens a run directory.
-///
-/// # Errors
-/// Returns a message that states what is missing or unusable.
-pub fn open_run_dir(folder: &Path) -> Result<RunDir, String> {
-    let record = read_record(&folder.join(RECORD_FILE))
-        .ok_or_else(|| format!("no {RECORD_FILE}"))?
-        .map_err(|d| format!("{RECORD_FILE}: {}", d.message))?;
-    let plan = Plan::read(&folder.join("plan"))
-        .map_err(|ds| ds.first().map_or("no plan".to_string(), |d| format!("plan: {}", d.message)))?;
-    let flights = read_flight_records(folder, plan.sealed.mesh().world_size());
-    Ok(RunDir { plan, record, flight_records: flights })
-}
 
 /// Reads the flight records of a run's ranks and skips those that are missing or invalid.
 pub fn read_flight_records(folder: &Path, ranks: u32) -> Vec<FlightLog> {

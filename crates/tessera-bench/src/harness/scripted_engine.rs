@@ -103,6 +103,7 @@ impl Engine for ScriptedEngine {
             trace: Digest::hash_bytes(phase.program.as_bytes()),
             compensated: 0,
             temporary_bytes: 0,
+            classes: Vec::new(),
         })
     }
 

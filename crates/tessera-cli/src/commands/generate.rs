@@ -9,13 +9,18 @@ use tessera::codes::T0086;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::generate::{
-    CallTimes, ChatTemplate, FinishReason, GenerateEvent, GenerateOptions, GenerateReport, LanguagePlace,
-    LanguagePlan, LanguageSettings, Sampling, TextModel, TextRequest, TokenOutput, chat_messages,
+    CallTimes, ChatTemplate, GenerateEvent, GenerateOptions, GenerateReport, GeneratedText, LanguagePlace,
+    LanguagePlan, LanguageSettings, Sampling, ShownText, TextModel, TextRequest, TokenOutput, chat_messages,
+    finish_name, write_run_outputs,
 };
+use tessera::gpus::GpuDiscovery;
+use tessera::opened_run::EstimateComparison;
 use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
 use tessera::{DtypePolicy, Mapping, WeightsBase};
 use tessera_base::{Diagnostic, DiagnosticFormat};
+use tessera_estimate::load_machine;
+use tessera_tools::bench::machine_for;
 
 use crate::codes::T0030;
 use crate::flags::mapping::{DTYPES, parse_mesh, read_mapping, require_axes};
@@ -34,7 +39,9 @@ Examples:
 
 The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral, Qwen2,
 Qwen3, Qwen3-MoE and DeepSeek-V3 run, with a process for each rank. The text goes to standard output as it is
-generated, and the speed to standard error.
+generated, and the speed to standard error. With --out the folder holds text.jsonl, record.jsonl, trace.json for
+ui.perfetto.dev, report.html, and comparison.json with the estimate beside the measured times of each class of ops.
+`tessera doctor DIR` and `tessera autopsy DIR` read it.
 
 Exit status: 0 success, 1 the model or a text was rejected, 2 usage error, 130 interrupted, 10-29 a rank failed.";
 
@@ -43,6 +50,9 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
     ("cpu", RunDevice::Cpu, "Processes of this machine"),
     ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank"),
 ];
+
+/// Cluster of the estimate for ranks on CPUs.
+const CPU_CLUSTER: &str = "laptop";
 
 /// Continue texts with a language model
 #[derive(Debug, clap::Args)]
@@ -112,9 +122,19 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
 
-    /// Folder for the plan, the record and the flight records of the run [default: none, unless the run fails]
+    /// Folder for the texts, the report, the trace, the plan and the records of the run [default: none, unless the run
+    /// fails]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+
+    /// Cluster of the estimate beside the run: a name of the catalog, or a cluster.toml of `tessera measure --out`
+    /// [default: laptop for CPUs, and the entry with this host's GPUs]
+    #[arg(long, value_name = "NAME|FILE")]
+    cluster: Option<String>,
+
+    /// Executor profile of the estimate: a name of the catalog, or a profile.toml of `tessera measure --out`
+    #[arg(long, value_name = "NAME|FILE")]
+    profile: Option<String>,
 
     /// Allow more ranks than this host has cores
     #[arg(long)]
@@ -171,6 +191,7 @@ pub fn run(args: &Args) -> CliResult {
     ));
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
+    let estimate = estimate_calls(args, &plan)?;
     let run_folder = RunFolder::new(args.out.as_deref())?;
     let options = GenerateOptions {
         weights: LanguagePlace { dir: args.model.clone(), base },
@@ -187,7 +208,15 @@ pub fn run(args: &Args) -> CliResult {
         drill: args.arm_fault.clone(),
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
-    let report = run_and_print(&model, &plan, &options, args.format)?;
+    let (report, texts) = run_ranks(&model, &plan, &options, args.format)?;
+    let keeps_folder = args.out.is_some() || report.failure.is_some();
+    let outputs = keeps_folder
+        .then(|| write_run_outputs(&plan, &options.out, &texts, estimate))
+        .transpose()
+        // A run that failed has its own cause to show.
+        .or_else(|d| if report.failure.is_some() { Ok(None) } else { Err(d) });
+    print_texts(&plan, &report, &texts, outputs.as_ref().ok().and_then(Option::as_ref), args.format)?;
+    outputs?;
     run_folder.close(report.failure.is_some());
     if let Some(failure) = &report.failure {
         print_failure(failure);
@@ -212,13 +241,29 @@ fn read_run_mapping(args: &Args) -> Result<Mapping, CliError> {
     Ok(Mapping { dtype: args.dtype.unwrap_or(mapping.dtype), ..mapping })
 }
 
-/// Runs the ranks and prints the texts.
-fn run_and_print(
+/// Estimates the calls of a plan on the machine that the user named, or on the usual one of the device.
+fn estimate_calls(args: &Args, plan: &LanguagePlan) -> Result<EstimateComparison, CliError> {
+    let (cluster, profile) = (args.cluster.as_deref(), args.profile.as_deref());
+    let ranks = plan.sealed.mesh().world_size();
+    let machine = match args.device {
+        RunDevice::Cuda => machine_for(&GpuDiscovery::discover(), cluster, profile, ranks)?,
+        RunDevice::Cpu | RunDevice::Sim => {
+            Ok(load_machine(cluster.unwrap_or(CPU_CLUSTER), profile, Some(ranks))?)
+        }
+    };
+    Ok(match machine {
+        Ok(machine) => plan.estimate_calls(&machine)?,
+        Err(why) => plan.calls_without_estimate(&why),
+    })
+}
+
+/// Runs the ranks. A single text is printed as it is generated. Returns the report, and the texts in words.
+fn run_ranks(
     model: &TextModel,
     plan: &Arc<LanguagePlan>,
     options: &GenerateOptions,
     format: OutputFormat,
-) -> Result<GenerateReport, CliError> {
+) -> Result<(GenerateReport, Vec<ShownText>), CliError> {
     // Several texts at once would mix, so they are printed when they have ended.
     let streams = options.requests.len() == 1 && format == OutputFormat::Text;
     let mut show_next = show_one_by_one(model);
@@ -235,16 +280,42 @@ fn run_and_print(
         })
     })?;
     printed?;
+    if streams {
+        write_stdout("\n")?;
+    }
+    let mut texts = Vec::new();
+    for (i, (generated, request)) in report.texts.iter().zip(&options.requests).enumerate() {
+        let prompt = match options.prompts.get(i) {
+            Some(prompt) => prompt.clone(),
+            None => show_ids(model, &request.prompt)?,
+        };
+        let text = show_ids(model, &generated.ids)?;
+        let prompt_ids = request.prompt.len() as u64;
+        texts.push(ShownText { prompt, prompt_ids, text, generated: generated.clone() });
+    }
+    Ok((report, texts))
+}
+
+/// Prints the texts that were not printed while they were generated.
+fn print_texts(
+    plan: &LanguagePlan,
+    report: &GenerateReport,
+    texts: &[ShownText],
+    comparison: Option<&EstimateComparison>,
+    format: OutputFormat,
+) -> Result<(), CliError> {
     match format {
-        OutputFormat::Json => write_stdout(&format!("{}\n", describe_texts(model, plan, &report)?))?,
-        OutputFormat::Text if streams => write_stdout("\n")?,
+        OutputFormat::Json => {
+            write_stdout(&format!("{}\n", describe_texts(plan, report, texts, comparison)))?
+        }
+        OutputFormat::Text if texts.len() == 1 => {}
         OutputFormat::Text => {
-            for (i, text) in report.texts.iter().enumerate() {
-                write_stdout(&format!("{}: {}\n", i + 1, show_ids(model, &text.ids)?))?;
+            for (i, text) in texts.iter().enumerate() {
+                write_stdout(&format!("{}: {}\n", i + 1, text.text))?;
             }
         }
     }
-    Ok(report)
+    Ok(())
 }
 
 /// The folder of a run: the one that the user named, or one that is removed unless the run fails.
@@ -351,25 +422,23 @@ fn show_ids(model: &TextModel, ids: &[u32]) -> Result<String, Diagnostic> {
 }
 
 fn describe_texts(
-    model: &TextModel,
     plan: &LanguagePlan,
     report: &GenerateReport,
-) -> Result<serde_json::Value, Diagnostic> {
-    let mut described = Vec::new();
-    for text in &report.texts {
-        let finish = match text.finish {
-            FinishReason::EndId => "end",
-            FinishReason::Length => "length",
-        };
-        described.push(json!({"text": show_ids(model, &text.ids)?, "ids": text.ids, "finish": finish}));
-    }
+    texts: &[ShownText],
+    comparison: Option<&EstimateComparison>,
+) -> serde_json::Value {
+    let describe = |text: &ShownText| {
+        let GeneratedText { ids, finish } = &text.generated;
+        json!({"text": text.text, "ids": ids, "finish": finish_name(*finish)})
+    };
     let speed = |t: CallTimes| json!({"calls": t.calls, "ids": t.rows, "seconds": t.time.as_secs_f64()});
-    Ok(json!({
+    json!({
         "plan": plan.sealed.digest_hex(),
-        "texts": described,
+        "texts": texts.iter().map(describe).collect::<Vec<_>>(),
         "prompts": speed(report.prefill),
         "decode": speed(report.decode),
-    }))
+        "estimate": comparison,
+    })
 }
 
 fn describe_speed(times: CallTimes) -> String {

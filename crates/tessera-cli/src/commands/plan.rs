@@ -1,6 +1,7 @@
 //! `tessera plan`: plans and verifies a model under a mapping, and prints a summary of the plan.
 
 mod search;
+mod text;
 
 use std::path::PathBuf;
 
@@ -24,6 +25,7 @@ Examples:
   tessera plan models/demo --mesh tp=2 --pin-weights --out my-plan   run with the weights of models/demo alone
   tessera plan models/demo --budget 1,2,4          planned memory of a rank for each size of tp
   tessera plan models/demo --mesh tp=2 --format json | jq .ranks[0].total_bytes
+  tessera plan models/tales --mesh tp=2 --out text-plan    a language model: its estimate, its memory, and a plan
   tessera plan models/wan2.1-14b --cluster hgx-h200 --devices 8      search for the best mapping on 8 GPUs
   tessera plan --model deepseek-v3 --why tp=8,pp=1                   estimate one mapping of a language model
 
@@ -32,8 +34,10 @@ A plan uses exactly the mapping that --mapping and the options under 'Mapping' a
 options under 'Mapping' then restrict the search; for a language model, only --mesh may be given.
 
 A video model is a folder with stream.toml. For a video model, --out writes a plan, with or without a search. The programs in
-the plan are verified and sealed, and `tessera stream --plan DIR` runs them. A language model is given by --model, --recipe or
-a config.json. For a language model, tessera only estimates: --out writes a report without programs, and nothing can run.
+the plan are verified and sealed, and `tessera stream --plan DIR` runs them. The folder of a language
+model is planned too, for the texts that --sequences, --positions and --prompt-rows describe: the summary gives the estimated
+time of a call that reads a part of a prompt and of a decoding step, and --out writes the plan. With --model, --recipe, a
+config.json or a search, tessera only estimates a language model: --out writes a report without programs.
 
 A digest identifies the plan, and does not depend on the machine. Before the first call of a run, every rank reports the digest
 of the plan that it holds; if the digests differ, the run ends.
@@ -67,6 +71,18 @@ pub struct Args {
     /// Put a digest of all weights into the seal, so that the plan runs with these weights alone
     #[arg(long)]
     pub pin_weights: bool,
+
+    /// Texts that are generated at once, for a language model [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
+    pub sequences: Option<u64>,
+
+    /// Positions of the longest text with its prompt, for a language model [default: 512]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub positions: Option<u64>,
+
+    /// Ids of a prompt that one call reads, for a language model [default: 64]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
+    pub prompt_rows: Option<u64>,
 
     /// Write the plan to this new folder
     #[arg(long, value_name = "DIR")]
@@ -115,6 +131,18 @@ fn plan_or_search(args: &Args) -> CliResult {
             args.out.as_deref(),
             args.format,
         );
+    }
+    if let Some(folder) = args.model.as_deref().filter(|folder| text::is_language_model(folder)) {
+        return text::run(args, folder);
+    }
+    let of_texts = [
+        ("--sequences", args.sequences),
+        ("--positions", args.positions),
+        ("--prompt-rows", args.prompt_rows),
+    ];
+    if let Some((flag, _)) = of_texts.iter().find(|(_, given)| given.is_some()) {
+        let d = Diagnostic::error(&T0030, format!("{flag} applies to the folder of a language model alone"));
+        return Err(CliError::usage(d.with_hint("leave it out")));
     }
     let Planned { model, plan, pixels } =
         args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref(), false)?;

@@ -6,12 +6,13 @@ use std::time::Instant;
 use tessera_device::{
     CallData, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
 };
-use tessera_ir::{CollectiveOp, Op, OpByKind, OpView, Program, Type};
+use tessera_ir::{CollectiveOp, Op, OpByKind, OpView, Opcode, Program, Type, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::memory::ValueLocation;
 use super::{CpuBackend, PreparedProgram};
 use crate::collectives;
+use crate::filled_rows::{self, FilledRows};
 use crate::halo::{self, ExpectedHalo};
 use crate::kernels::round_to_dtype;
 use crate::transport::{CommFault, Ticket};
@@ -24,7 +25,7 @@ impl CpuBackend {
         prepared: &PreparedProgram,
         issue: usize,
         call: &CallData<'_>,
-    ) -> Result<(usize, Ticket), Fault> {
+    ) -> Result<IssuedCollective, Fault> {
         let (p, op) = (&*prepared.program, &prepared.program.ops[issue]);
         let at = self.find_endpoint(op)?;
         let deadline = Instant::now() + self.collective_timeout;
@@ -47,15 +48,19 @@ impl CpuBackend {
             _ => None,
         };
         let encoded = match &prepared.views[issue] {
-            OpView::AllToAll(v) if v.wire.is_some() => {
-                Some(wire::encode_rows(data, row_width(p.type_of(v.x))))
-            }
+            OpView::AllToAll(v) => encode_exchange(op, v, p.type_of(v.x), data),
             _ => None,
         };
         let data = edges.as_deref().or(encoded.as_deref()).unwrap_or(data);
+        let kept = match &prepared.views[issue] {
+            OpView::AllToAll(v) => kept_words(p, op, v, (end.transport.member_index(), data)),
+            _ => 0,
+        };
+        let sent_bytes = (size_of::<f32>() * (data.len() - kept)) as u64;
+        let end = &mut self.endpoints[at];
         let ticket =
             end.transport.publish(fingerprint, data, deadline).map_err(|e| to_fault(p, op, end.route, &e))?;
-        Ok((at, ticket))
+        Ok(IssuedCollective { endpoint: at, ticket, sent_bytes })
     }
 
     /// Writes the result of the collective that op number `issue` issued into the slot of
@@ -65,7 +70,7 @@ impl CpuBackend {
         prepared: &PreparedProgram,
         issue: usize,
         result_op: &Op,
-        (at, ticket): (usize, Ticket),
+        IssuedCollective { endpoint: at, ticket, .. }: IssuedCollective,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
         let (p, op) = (&*prepared.program, &prepared.program.ops[issue]);
@@ -91,6 +96,13 @@ impl CpuBackend {
             round_to_dtype(&self.pool, memory, p.type_of(*r).dtype);
         }
         collected.map_err(|e| to_fault(p, op, end.route, &e))?;
+        if let Some(member) = report.invalid_member {
+            let name = op.opcode.name();
+            return Err(Fault::Failed(format!(
+                "{name} over {} in @{}: the mask and the length of member {member}'s contribution differ",
+                end.route, p.name
+            )));
+        }
         let (Some(expected), OpView::HaloExchange(v)) = (report.halo, &prepared.views[issue]) else {
             return Ok(());
         };
@@ -111,12 +123,78 @@ impl CpuBackend {
     }
 }
 
+/// A collective in flight.
+#[derive(Debug)]
+pub(super) struct IssuedCollective {
+    /// Index of its endpoint.
+    pub(super) endpoint: usize,
+    ticket: Ticket,
+    /// Bytes that other members receive; what stays on this rank does not count.
+    pub(super) sent_bytes: u64,
+}
+
+/// Returns the words of an exchange that do not travel as they are: those of slots without the empty ones, or of rows
+/// in a narrower dtype.
+fn encode_exchange(op: &Op, v: &views::AllToAll, x: &Type, data: &[f32]) -> Option<Vec<f32>> {
+    let width = row_width(x);
+    match (filled_rows::exchanges_slots(op, x), v.wire.is_some()) {
+        (true, true) => Some(filled_rows::pack_rows(data, width, wire::encode_row)),
+        (true, false) => Some(filled_rows::pack_rows(data, width, |row, out| out.extend_from_slice(row))),
+        (false, true) => Some(wire::encode_rows(data, width)),
+        (false, false) => None,
+    }
+}
+
+/// Returns the words of an exchange's contribution that stay on this rank.
+fn kept_words(p: &Program, op: &Op, v: &views::AllToAll, (me, data): (usize, &[f32])) -> usize {
+    let (x, Some(axis)) = (p.type_of(v.x), op.mesh_axis()) else { return 0 };
+    let Some(out) = p.collective_result(op).map(|r| p.type_of(r)) else { return 0 };
+    let parts = p.mesh.axis_size(axis);
+    let (concat_dim, _) = shard_ranges(x, axis, parts);
+    let (_, split) = shard_ranges(out, axis, parts);
+    let (rows, columns) = as_matrix(&x.shape, 1);
+    let width = row_width(x).max(1);
+    let mine = split[me].clone();
+    let kept_rows = move |row: &usize| match concat_dim {
+        0 => mine.contains(&(row * width % columns)),
+        _ => mine.contains(&(row * width / columns)),
+    };
+    let all = rows * columns / width;
+    if filled_rows::exchanges_slots(op, x) {
+        let width = if v.wire.is_some() { wire::words_per_row(width) } else { width };
+        return filled_rows::words_of_rows(data, all, width, &mut (0..all).filter(kept_rows));
+    }
+    // Without packing every row has as many words, and a part of the columns may stay.
+    let kept = if concat_dim == 0 { rows * split[me].len() } else { split[me].len() * columns };
+    data.len() * kept / (rows * columns).max(1)
+}
+
+/// Returns the largest number of bytes that a member passes to a collective, which a slot of its communicator must
+/// hold.
+#[must_use]
+pub fn contribution_bytes(p: &Program, op: &Op) -> u64 {
+    // Members pass numbers of every dtype as f32.
+    let bytes = |v: ValueId| p.type_of(v).element_count() * size_of::<f32>() as u64;
+    match (op.opcode, op.operands.first()) {
+        // A halo exchange passes the first and the last row of each frame, as many as it receives.
+        (Opcode::HaloExchange, _) => halo::contribution_bytes(p.collective_result(op).map_or(0, bytes)),
+        (_, Some(x)) if filled_rows::exchanges_slots(op, p.type_of(*x)) => {
+            let ty = p.type_of(*x);
+            let rows = ty.element_count() as usize / row_width(ty).max(1);
+            bytes(*x) + (size_of::<f32>() * filled_rows::mask_words(rows)) as u64
+        }
+        (_, operand) => operand.map_or(0, |v| bytes(*v)),
+    }
+}
+
 /// What the computation of a collective's result found.
 #[derive(Debug, Default)]
 struct CollectiveReport {
     compensated_sums: u64,
     /// What the result of a halo exchange must be.
     halo: Option<ExpectedHalo>,
+    /// A member whose contribution cannot be read.
+    invalid_member: Option<usize>,
 }
 
 /// A collective whose result is computed.
@@ -154,31 +232,7 @@ impl ResultContext<'_> {
                 let (shape, own) = (as_matrix(&p.type_of(v.x).shape, dim), parts[self.me].clone());
                 collectives::reduce_scatter(out, views, shape, dim.min(1), own, v.reduction);
             }
-            (V::AllToAll(v), Some(axis)) if v.wire.is_some() => {
-                let width = row_width(out_ty);
-                // The words of rows take the place of their elements: no rule shards the last dim here.
-                let with_words = |ty: &Type| {
-                    let mut shape = ty.shape.clone();
-                    shape.pop();
-                    shape.push(wire::words_per_row(width) as u64);
-                    Type { shape, ..ty.clone() }
-                };
-                let (x, words_ty) = (with_words(p.type_of(v.x)), with_words(out_ty));
-                let (dim, concat) = shard_ranges(&x, axis, parts);
-                let (_, split) = shard_ranges(&words_ty, axis, parts);
-                let whole = x.layout.global_shape(&x.shape, &self.placement.mesh);
-                let mut words = vec![0.0; words_ty.element_count() as usize];
-                let shape = as_matrix(&whole, 1);
-                collectives::all_to_all(&mut words, views, self.me, shape, dim, &concat, &split);
-                wire::decode_rows(out, &words, width);
-            }
-            (V::AllToAll(v), Some(axis)) => {
-                let x = p.type_of(v.x);
-                let (dim, concat) = shard_ranges(x, axis, parts);
-                let (_, split) = shard_ranges(out_ty, axis, parts);
-                let whole = x.layout.global_shape(&x.shape, &self.placement.mesh);
-                collectives::all_to_all(out, views, self.me, as_matrix(&whole, 1), dim, &concat, &split);
-            }
+            (V::AllToAll(v), Some(axis)) => report.invalid_member = self.write_exchange(v, axis, out, views),
             (V::HaloExchange(v), _) => {
                 let (_, row) = frame_rows(p.type_of(v.x));
                 report.halo = Some(halo::write_halo(out, views, self.me, row));
@@ -190,6 +244,59 @@ impl ResultContext<'_> {
             (V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_), None) => {}
         }
         report
+    }
+
+    /// Writes the result of an exchange. Returns a member whose contribution cannot be read.
+    fn write_exchange(
+        &self,
+        v: &views::AllToAll,
+        axis: Axis,
+        out: &mut [f32],
+        contributions: &[&[f32]],
+    ) -> Option<usize> {
+        let parts = contributions.len() as u32;
+        let (packs, width) =
+            (filled_rows::exchanges_slots(self.op, self.program.type_of(v.x)), row_width(self.out_ty));
+        let words_per_row = if v.wire.is_some() { wire::words_per_row(width) } else { width };
+        // The words of rows take the place of their elements: no rule shards the last dim here.
+        let with_words = |ty: &Type| {
+            let mut shape = ty.shape.clone();
+            if v.wire.is_some() {
+                shape.pop();
+                shape.push(words_per_row as u64);
+            }
+            Type { shape, ..ty.clone() }
+        };
+        let (x, words_ty) = (with_words(self.program.type_of(v.x)), with_words(self.out_ty));
+        let (dim, concat) = shard_ranges(&x, axis, parts);
+        let (_, split) = shard_ranges(&words_ty, axis, parts);
+        let whole = as_matrix(&x.layout.global_shape(&x.shape, &self.placement.mesh), 1);
+        let mut decoded = Vec::new();
+        let words = match v.wire {
+            Some(_) => {
+                decoded.resize(words_ty.element_count() as usize, 0.0);
+                &mut decoded[..]
+            }
+            None => &mut *out,
+        };
+        if packs {
+            let other = if dim == 0 { whole.1 } else { whole.0 };
+            let mut read = Vec::with_capacity(contributions.len());
+            for (member, (part, view)) in concat.iter().zip(contributions).enumerate() {
+                let rows = part.len() * other / words_per_row.max(1);
+                match FilledRows::read(view, rows, words_per_row) {
+                    Some(filled) => read.push(filled),
+                    None => return Some(member),
+                }
+            }
+            collectives::all_to_all(words, &read, self.me, whole, dim, &concat, &split);
+        } else {
+            collectives::all_to_all(words, contributions, self.me, whole, dim, &concat, &split);
+        }
+        if v.wire.is_some() {
+            wire::decode_rows(out, &decoded, width);
+        }
+        None
     }
 
     /// Returns the axis that shards the operand or the result. An op over the world names no axis; the

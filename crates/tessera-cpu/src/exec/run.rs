@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use tessera_device::{Backend, CallData, Fault, Observer, check_input};
 use tessera_ir::{Op, OpByKind, Opcode, OrderOp, SinkOp, ValueId, views};
 
+use super::collective_ops::IssuedCollective;
 use super::memory::MemoryView;
 use super::memory_check::MemoryCheck;
 use super::{CpuBackend, OutputValue, PreparedProgram};
 use crate::kernels::{PageTable, write_pages};
-use crate::transport::Ticket;
 
-/// Collectives in flight during one run: by ticket value, the index in `endpoints` and the ticket.
-type PendingCollectives = BTreeMap<ValueId, (usize, Ticket)>;
+/// Collectives in flight during one run: by ticket value.
+type PendingCollectives = BTreeMap<ValueId, IssuedCollective>;
 
 impl CpuBackend {
     pub(super) fn run_prepared(
@@ -63,12 +63,13 @@ impl CpuBackend {
             OpByKind::Compute(_) => self.run_compute(prepared, i, call),
             OpByKind::Collective(_) => {
                 observer.on_issuing(i).map_err(Fault::Refused)?;
-                let ticket = self.issue_collective(prepared, i, call)?;
+                let issued = self.issue_collective(prepared, i, call)?;
+                observer.on_sent(i, issued.sent_bytes);
                 observer.on_issued(i);
                 if op.issue {
-                    pending.insert(op.results[0], ticket);
+                    pending.insert(op.results[0], issued);
                 } else {
-                    self.complete_collective(prepared, i, op, ticket, observer)?;
+                    self.complete_collective(prepared, i, op, issued, observer)?;
                     observer.on_completed(i);
                 }
                 Ok(())

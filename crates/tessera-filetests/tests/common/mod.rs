@@ -8,12 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_cpu::arena::Arena;
-use tessera_cpu::halo::contribution_bytes;
 use tessera_cpu::transport::CommLayout;
-use tessera_cpu::{CommEndpoint, CpuBackend, Pool};
+use tessera_cpu::{CommEndpoint, CpuBackend, Pool, contribution_bytes};
 use tessera_device::{CommRoute, Communicator};
 use tessera_filetests::{BackendFactory, BackendUnderTest, Tolerance};
-use tessera_ir::{Opcode, Program, ValueId};
+use tessera_ir::Program;
 use tessera_mesh::Mesh;
 
 /// Returns every file of `filetests/` with its path relative to that folder.
@@ -74,11 +73,7 @@ pub fn open_cpu_backends(
                     continue;
                 };
                 let need = needs.entry(lane).or_default();
-                let bytes = |v: ValueId| p.type_of(v).element_count() * 4;
-                need.0 = need.0.max(match op.opcode {
-                    Opcode::HaloExchange => contribution_bytes(p.collective_result(op).map_or(0, bytes)),
-                    _ => op.operands.first().map_or(0, |v| bytes(*v)),
-                });
+                need.0 = need.0.max(contribution_bytes(p, op));
                 need.1 += 1;
             }
         }

@@ -159,6 +159,26 @@ fn every_workload_ends_and_accounts_for_each_choice() {
 }
 
 #[test]
+fn the_bytes_of_an_exchange_follow_the_routing() {
+    // Twelve tokens of one choice on four ranks with two experts each: three tokens of a rank, six token slots in all.
+    let sent = |layer: &Layer| {
+        let keys = "tokens = \"sharded\"\ntoken_groups = 4";
+        layer.sent_bytes(&layer.plan(&mapping("ep = 4", keys)))
+    };
+    let layer = Workload::HotRank.layer(0, (12, 8, 4, 1));
+    let row = 4 * layer.width() as u64;
+    // Each rank has 8 · 3 slots of its tokens, and the owner of an expert 2 · 12: one word of a mask for each exchange.
+    let masks = 2 * 4;
+    // All tokens choose experts of rank 1, which sends their results back; its own three travel on no link.
+    assert_eq!(sent(&layer), [masks + 3 * row, masks + 9 * row, masks + 3 * row, masks + 3 * row]);
+    let balanced = sent(&Workload::Balanced.layer(0, (12, 8, 4, 1)));
+    let total: u64 = balanced.iter().sum();
+    assert!(total <= 4 * masks + 2 * 12 * row && total > 12 * row, "{balanced:?}");
+    // Every slot, filled or not, would be 24 rows out and 24 back on each rank, without the quarter that stays.
+    assert!(balanced.iter().all(|sent| *sent < 2 * 18 * row), "{balanced:?}");
+}
+
+#[test]
 fn workloads_are_as_unequal_as_their_names_say() {
     let rule = RoutingRule { groups: 1, capacity_factor: None, reroute_bytes: 0 };
     let per_rank = |workload: Workload, call| {

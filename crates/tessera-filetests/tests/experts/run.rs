@@ -119,6 +119,11 @@ impl Layer {
         run(bundle, &self.weights(), &self.inputs())
     }
 
+    /// Runs a plan, and returns the bytes that each rank sent in the exchanges of slots.
+    pub fn sent_bytes(&self, bundle: &Bundle) -> Vec<u64> {
+        run_and_count(bundle, &self.weights(), &self.inputs()).into_iter().map(|(_, sent)| sent).collect()
+    }
+
     pub fn inputs(&self) -> BTreeMap<String, Tensor> {
         let x = self.tokens().into_iter().map(f64::from).collect();
         BTreeMap::from([("x".to_string(), Tensor::new(&[self.logits.len(), self.width()], x))])
@@ -192,6 +197,15 @@ pub fn run(
     weights: &BTreeMap<String, Tensor>,
     inputs: &BTreeMap<String, Tensor>,
 ) -> RankOutputs {
+    run_and_count(bundle, weights, inputs).into_iter().map(|(outputs, _)| outputs).collect()
+}
+
+/// Like [`run`], with the bytes that each rank sent in the exchanges of slots.
+pub fn run_and_count(
+    bundle: &Bundle,
+    weights: &BTreeMap<String, Tensor>,
+    inputs: &BTreeMap<String, Tensor>,
+) -> Vec<(BTreeMap<String, Vec<f32>>, u64)> {
     let mesh = bundle.mesh;
     let of_rank = |r| bundle.role_index(r).unwrap();
     let programs: Vec<Arc<Program>> =
@@ -211,10 +225,12 @@ pub fn run(
                 scalars: BTreeMap::new(),
                 inputs: inputs.iter().map(|(name, x)| (*name, x.as_slice())).collect(),
             };
-            backend.run(handle, &call, &mut NoObserver).unwrap_or_else(|e| panic!("{}: {e:?}", seat.rank));
+            let mut counter = SlotBytes { program: Arc::clone(program), sent: 0 };
+            backend.run(handle, &call, &mut counter).unwrap_or_else(|e| panic!("{}: {e:?}", seat.rank));
             let outputs =
                 program.ops.iter().filter(|o| o.opcode == Opcode::Output).filter_map(|o| o.name.clone());
-            outputs.map(|n| (n.clone(), backend.output(&n).unwrap().to_vec())).collect()
+            let outputs = outputs.map(|n| (n.clone(), backend.output(&n).unwrap().to_vec())).collect();
+            (outputs, counter.sent)
         };
     let run_rank = &run_rank;
     std::thread::scope(|scope| {
@@ -268,9 +284,20 @@ impl WeightSource for Weights<'_> {
     }
 }
 
-struct NoObserver;
+/// Counts the bytes of exchanges of slots, whose operand has a dim for experts, one for slots and one for channels.
+struct SlotBytes {
+    program: Arc<Program>,
+    sent: u64,
+}
 
-impl Observer for NoObserver {
+impl Observer for SlotBytes {
+    fn on_sent(&mut self, op: usize, bytes: u64) {
+        let op = &self.program.ops[op];
+        let exchanges =
+            op.opcode == Opcode::AllToAll && self.program.type_of(op.operands[0]).shape.len() == 3;
+        self.sent += if exchanges { bytes } else { 0 };
+    }
+
     fn on_issued(&mut self, _: usize) {}
     fn on_progress(&mut self, _: u32) {}
 }

@@ -3,10 +3,21 @@
 use tessera_base::GateStatus;
 
 use super::*;
+use crate::call_comparison::{CallComparison, ClassComparison};
+use crate::record::ClassWork;
 use crate::timeline::tests::sample;
 
 fn bare(record: &RunRecord) -> ReportPage<'_> {
-    ReportPage { record, clip: None, frames: &[], plan: None, trace_href: None, library_href: None }
+    ReportPage {
+        record,
+        clip: None,
+        frames: &[],
+        texts: &[],
+        comparison: None,
+        plan: None,
+        trace_href: None,
+        library_href: None,
+    }
 }
 
 fn full(record: &RunRecord) -> String {
@@ -64,6 +75,71 @@ fn simulated_time_is_noted_at_the_top() {
         page.contains("The same plan and simulated machine give the same times")
             && !page.contains("the same latents")
     );
+}
+
+/// A run of a language model: a call that reads the prompt, and calls that decode.
+fn text_record() -> RunRecord {
+    let mut record = sample(4);
+    record.start.generates = crate::record::RunKind::Text;
+    for (i, chunk) in record.chunks.iter_mut().enumerate() {
+        let name = if i == 0 { "tokens.b1.n7" } else { "tokens.b1.n1" };
+        chunk.frames = 1;
+        chunk.ranks.remove(0);
+        chunk.ranks[0].phases.truncate(1);
+        let phase = &mut chunk.ranks[0].phases[0];
+        phase.name = name.into();
+        let work = |class: &str, ns| ClassWork { class: class.into(), ops: 3, ns, sent_bytes: 0 };
+        phase.classes = vec![work("matmul", 3_000_000), work("sample", 50_000)];
+    }
+    record
+}
+
+#[test]
+fn a_run_of_texts_shows_its_texts_its_rates_and_the_estimate_beside_the_run() {
+    let record = text_record();
+    let texts = [TextSample {
+        prompt: "Once <b>".into(),
+        text: " upon".into(),
+        prompt_ids: 7,
+        ids: 4,
+        finish: "its length is reached".into(),
+    }];
+    let call = CallComparison {
+        name: "decoding step".into(),
+        phase: "tokens.b1.n1".into(),
+        rows: 1,
+        estimated_ns: Some(12_000_000.0),
+        classes: vec![ClassComparison {
+            class: "matmul".into(),
+            estimated_ns: Some(1_500_000.0),
+            ..ClassComparison::default()
+        }],
+        ..CallComparison::default()
+    };
+    let comparison = EstimateComparison {
+        machine: "a laptop".into(),
+        calls: vec![call.with_measurement(&record), CallComparison::default()],
+    };
+    let page = render_report(&ReportPage { texts: &texts, comparison: Some(&comparison), ..bare(&record) });
+    for words in [
+        "<b>Once &lt;b&gt;</b> upon",
+        "7 ids of the prompt, 4 ids generated; its length is reached",
+        "4 calls, 4 ids, in",
+        "decoding, 3 calls",
+        "Estimate beside the run",
+        "decoding step, 1 row, 2 calls",
+        "<td>1.50 ms</td><td>3.00 ms</td><td>-50 %</td>",
+        "<td>12.0 ms</td><td>10.0 ms</td><td>+20 %</td>",
+        "Ids hash",
+        "give the same ids",
+    ] {
+        assert!(page.contains(words), "no `{words}` in {page}");
+    }
+    for words in ["Latents hash", "frames/s", "Pipeline", "chunk"] {
+        assert!(!page.contains(words), "`{words}` is a word of video");
+    }
+    let without = render_report(&bare(&sample(4)));
+    assert!(!without.contains("Estimate beside") && !without.contains("Texts"));
 }
 
 #[test]
@@ -257,6 +333,8 @@ fn a_report_shows_scripts_as_text() {
         record: &hostile_record(),
         clip: Some(ReportClip { apng: None, bytes: 1, href: &href }),
         frames: &[],
+        texts: &[],
+        comparison: None,
         plan: Some(&plan),
         trace_href: Some(&script("trace")),
         library_href: Some(&script("library")),

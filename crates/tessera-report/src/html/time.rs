@@ -23,6 +23,7 @@ pub(super) fn render_time_section(
     let broke = matches!(page.record.status(), RunStatus::Failed | RunStatus::Running);
     let window = if broke { t.tail_window(DETAIL_CHUNKS) } else { t.steady_window(DETAIL_CHUNKS) };
     let window = window.filter(|_| !t.spans.is_empty());
+    let name = page.record.start.generates.chunk_name();
     let body = html! {
         @if let Some(w) = window {
             (render_detail_note(page, t, w, broke))
@@ -30,10 +31,10 @@ pub(super) fn render_time_section(
         }
         @if t.chunks.len() > 1 {
             @let strip = svg::draw_strip(t, window);
-            h3 { "Every chunk" }
-            (render_note(describe_strip(t, window.is_some(), strip.has_cut_bar, times)))
+            h3 { "Every " (name) }
+            (render_note(describe_strip(page, t, (window.is_some(), strip.has_cut_bar), times)))
             (strip.drawing)
-            p.ends { span { "chunk " (first.chunk) } span { "chunk " (last.chunk) } }
+            p.ends { span { (name) " " (first.chunk) } span { (name) " " (last.chunk) } }
         }
     };
     render_section("Time", &body)
@@ -41,7 +42,8 @@ pub(super) fn render_time_section(
 
 fn render_detail_note(page: &ReportPage<'_>, t: &Timeline, w: TimeWindow, broke: bool) -> Markup {
     render_note(html! {
-        (if broke { "The last chunks" } else { "A few chunks in steady state" }) ", by rank and stream."
+        (if broke { "The last " } else { "A few " }) (page.record.start.generates.chunk_name()) "s"
+        (if broke { "" } else { " in steady state" }) ", by rank and stream."
         @if t.spans.iter().any(|s| s.is_inside(w) && s.waits.is_some()) {
             " A thin line is a wait. The height of a bar is the share of its time in which its stream was busy."
         }
@@ -52,16 +54,17 @@ fn render_detail_note(page: &ReportPage<'_>, t: &Timeline, w: TimeWindow, broke:
 }
 
 fn describe_strip(
+    page: &ReportPage<'_>,
     t: &Timeline,
-    has_detail: bool,
-    has_cut_bar: bool,
+    (has_detail, has_cut_bar): (bool, bool),
     times: Option<&ChunkTimeStats>,
 ) -> String {
+    let kind = page.record.start.generates;
     let mut note = match svg::chunks_per_strip_bar(t.chunks.len()) {
-        1 => "Each bar is a chunk".to_string(),
-        n => format!("Each bar is the slowest of {n} chunks"),
+        1 => format!("Each bar is a {}", kind.chunk_name()),
+        n => format!("Each bar is the slowest of {n} {}s", kind.chunk_name()),
     };
-    note += ", from commit to last frame";
+    note += &format!(", from commit to last {}", kind.frame_name());
     if let Some(times) = times {
         note += &format!("; the dotted line is the median, {}", format_unbroken(times.median_ns));
     }
@@ -78,7 +81,7 @@ fn describe_strip(
 }
 
 /// Renders a table of phases by stream.
-pub(super) fn render_phase_table(t: &Timeline, phases: &[PhaseStats]) -> Markup {
+pub(super) fn render_phase_table(page: &ReportPage<'_>, t: &Timeline, phases: &[PhaseStats]) -> Markup {
     let palette = Palette::new(t);
     let has_waits = phases.iter().any(|r| r.wait_share.is_some());
     let heads = html! {
@@ -95,7 +98,9 @@ pub(super) fn render_phase_table(t: &Timeline, phases: &[PhaseStats]) -> Markup 
     html! {
         (render_note(html! {
             "Over all ranks; shares are relative to the time recorded on the same stream."
-            @if t.chunks.len() > 1 { " The first chunk is left out because it includes warm-up." }
+            @if t.chunks.len() > 1 {
+                " The first " (page.record.start.generates.chunk_name()) " is left out because it includes warm-up."
+            }
         }))
         (render_table(&heads, &rows))
     }

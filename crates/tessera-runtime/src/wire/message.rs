@@ -302,6 +302,21 @@ pub struct CallObservation {
     pub memory: RankMemory,
     /// Bytes of temporaries that each phase wrote, in order of the phases.
     pub phase_bytes: Vec<u64>,
+    /// Work of each phase by class of op, in order of the phases; a phase whose ops were not timed has none.
+    pub phase_classes: Vec<Vec<OpClassWork>>,
+}
+
+/// Work of all ops of one class in a phase on one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct OpClassWork {
+    /// Name of the class, such as `matmul` or `all_reduce tp`.
+    pub class: String,
+    /// Number of ops.
+    pub ops: u32,
+    /// Time of these ops on the host, with waits for other ranks, in nanoseconds.
+    pub ns: u64,
+    /// Bytes that the rank passed to other ranks.
+    pub sent_bytes: u64,
 }
 
 /// Memory that a rank's backend has allocated, measured at its allocations. All values are 0 for an

@@ -294,6 +294,7 @@ impl Engine for FakeEngine {
             collectives: collectives_of(&phase.program),
             compensated: 0,
             temporary_bytes: 0,
+            classes: Vec::new(),
             trace: trace_of(&phase.program),
         };
         let mut bytes = std::mem::take(&mut self.state);

@@ -265,7 +265,7 @@ mod tests {
         let estimate = estimate_forward(&point, &machine).unwrap();
         for (r, ran) in t.ranks.iter().zip(&ran) {
             let names: Vec<&str> = r.classes.iter().map(|l| l.name.as_str()).collect();
-            assert_eq!(names, ["matmul", "attention", "memory-bound", "all_to_all"]);
+            assert_eq!(names, ["matmul", "attention", "memory-bound", "all_to_all tp"]);
             let player = estimate.rank_classes.iter().find(|p| p.members.contains(&Rank(r.rank))).unwrap();
             let bars = estimate
                 .intervals

@@ -1,11 +1,13 @@
-//! Examines video plans: takes signs from a sealed plan's estimate or from the records of its runs,
-//! and estimates mitigations by lowering other mappings.
+//! Examines sealed plans: takes signs from a plan's estimate or from the records of its runs, and estimates mitigations
+//! by lowering other mappings.
+
+mod texts;
 
 use std::path::{Path, PathBuf};
 
 use tessera::Model;
+use tessera::opened_run::{self, RunDir, RunPlan};
 use tessera::plan::Plan;
-use tessera::run_dir::{self, RunDir};
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_cost::MachineModel;
 use tessera_estimate::codes::T0051;
@@ -16,6 +18,7 @@ use tessera_plan::video::{self, RankedMapping, VideoPins};
 use tessera_plan::{Mapping, Numerics, Strategy};
 use tessera_report::flight::{CollectiveProgress, FlightEntry, FlightLog};
 use tessera_report::record::{RunRecord, RunStatus};
+use tessera_verify::SealedPlan;
 
 use super::{DoctorReport, FailureFinding, FolderKind, Mitigation};
 use crate::codes::T0053;
@@ -28,18 +31,18 @@ const DEFAULT_MACHINE: (&str, &str) = ("laptop", "tessera");
 /// A sealed plan with its runs, if any.
 #[derive(Debug)]
 pub struct PlanWithRuns {
-    name: String,
-    plan: Plan,
-    runs: Vec<RecordedRun>,
+    pub(super) name: String,
+    plan: RunPlan,
+    pub(super) runs: Vec<RecordedRun>,
     /// The machine that the plan was made for, if its folder names one.
     planned_machine: Option<MachineModel>,
 }
 
 #[derive(Debug)]
-struct RecordedRun {
+pub(super) struct RecordedRun {
     name: String,
     record: RunRecord,
-    flights: Vec<FlightLog>,
+    pub(super) flights: Vec<FlightLog>,
 }
 
 /// Opens one folder of a plan, or folders of runs, oldest first; the plan of the last run is
@@ -62,7 +65,7 @@ pub fn open_folders(folders: &[PathBuf]) -> Result<PlanWithRuns, Diagnostics> {
             },
             Ok(FolderKind::Plan) if folders.len() == 1 => {
                 let beside = read_planned_machine(folder).transpose()?;
-                last = Some((folder.display().to_string(), Plan::read(folder)?, beside));
+                last = Some((folder.display().to_string(), RunPlan::read(folder)?, beside));
             }
             Ok(_) => ds.push(
                 Diagnostic::error(&T0053, format!("{} is not a run folder", folder.display()))
@@ -81,12 +84,13 @@ pub fn open_folders(folders: &[PathBuf]) -> Result<PlanWithRuns, Diagnostics> {
     }
 }
 
-fn open_run(folder: &Path) -> Result<(Plan, RecordedRun), Diagnostic> {
+fn open_run(folder: &Path) -> Result<(RunPlan, RecordedRun), Diagnostic> {
     let name = folder.display().to_string();
     let refuse = |why: String| {
         Diagnostic::error(&T0051, format!("{name} cannot be examined")).with_label(name.clone(), why)
     };
-    let RunDir { plan, record, flight_records: flights } = run_dir::open_run_dir(folder).map_err(refuse)?;
+    let RunDir { plan, record, flight_records: flights } =
+        opened_run::open_run_dir(folder).map_err(refuse)?;
     Ok((plan, RecordedRun { name: name.clone(), record, flights }))
 }
 
@@ -98,12 +102,15 @@ pub fn examine_plan(
     patient: &PlanWithRuns,
     machine_override: Option<MachineModel>,
 ) -> Result<DoctorReport, Diagnostics> {
-    let plan = &patient.plan;
     let chosen = machine_override.or_else(|| patient.planned_machine.clone());
     let machine_known = chosen.is_some();
     let machine = match chosen {
         Some(m) => m,
         None => load_machine(DEFAULT_MACHINE.0, Some(DEFAULT_MACHINE.1), None)?,
+    };
+    let plan = match &patient.plan {
+        RunPlan::Video(plan) => &**plan,
+        RunPlan::Text(plan) => return texts::examine_text_plan(patient, plan, &machine, machine_known),
     };
     let model = Model::from_plan(Path::new(&plan.model_dir), plan);
     let ward = MitigationPricer::new(plan, &model, machine);
@@ -122,7 +129,7 @@ pub fn examine_plan(
     let (signs, dominant) = if patient.runs.is_empty() {
         (estimated_signs(plan, &ward, before.as_ref(), &mut out), None)
     } else {
-        recorded_signs(patient, &ward, &mut out)
+        recorded_signs(patient, plan, &ward, &mut out)
     };
     if let Some(sign) = congestion_sign(&signs, dominant) {
         let mitigations = ward.congestion_mitigations(before.as_ref());
@@ -140,7 +147,7 @@ pub fn examine_plan(
 
 /// Describes exposed collectives above the limit. `dominant` is the op that most of their time is
 /// in.
-fn congestion_sign(signs: &Symptoms, dominant: Option<String>) -> Option<String> {
+pub(super) fn congestion_sign(signs: &Symptoms, dominant: Option<String>) -> Option<String> {
     let limit = SymptomThresholds::default().a2a_share;
     let share = signs.a2a_share.filter(|s| *s > limit)?;
     let mostly = dominant.map_or(String::new(), |op| format!(", mostly in {op}"));
@@ -152,7 +159,7 @@ fn congestion_sign(signs: &Symptoms, dominant: Option<String>) -> Option<String>
 }
 
 /// Describes a peak of memory that exceeds the device.
-fn memory_sign(signs: &Symptoms) -> Option<String> {
+pub(super) fn memory_sign(signs: &Symptoms) -> Option<String> {
     let (peak, capacity) = (signs.peak_bytes?, signs.capacity_bytes?);
     (peak > capacity).then(|| {
         format!("the fullest rank needs {}, the device has {}", Bytes(peak as u64), Bytes(capacity as u64))
@@ -160,7 +167,7 @@ fn memory_sign(signs: &Symptoms) -> Option<String> {
 }
 
 impl DoctorReport {
-    fn add_machine_observation(&mut self, machine: &MachineModel, is_known: bool) {
+    pub(super) fn add_machine_observation(&mut self, machine: &MachineModel, is_known: bool) {
         let hint = if is_known { "" } else { "; choose another with --cluster" };
         self.add_observation(
             "estimated on",
@@ -168,7 +175,7 @@ impl DoctorReport {
         );
     }
 
-    fn add_observation(&mut self, name: &str, what: String) {
+    pub(super) fn add_observation(&mut self, name: &str, what: String) {
         self.observations.push((name.to_string(), what));
     }
 
@@ -180,6 +187,16 @@ impl DoctorReport {
         mitigations: Vec<Mitigation>,
     ) {
         let before = before.map_or("no estimate".to_string(), format_ranked);
+        self.add_finding(mode, sign, before, mitigations);
+    }
+
+    pub(super) fn add_finding(
+        &mut self,
+        mode: FailureMode,
+        sign: String,
+        before: String,
+        mitigations: Vec<Mitigation>,
+    ) {
         self.failures.push(FailureFinding { code: mode.code(), sign, before, mitigations });
     }
 }
@@ -199,7 +216,7 @@ fn estimated_signs(
     ward.add_memory_observation(peak, out);
     out.not_recorded
         .push("results that differ between reruns: only runs show them; name run folders".to_string());
-    add_fp8_observation(plan, out);
+    add_fp8_observation(&plan.sealed, out);
     Symptoms {
         a2a_share: share,
         peak_bytes: peak,
@@ -212,33 +229,18 @@ fn estimated_signs(
 /// time.
 fn recorded_signs(
     patient: &PlanWithRuns,
+    plan: &Plan,
     ward: &MitigationPricer<'_>,
     out: &mut DoctorReport,
 ) -> (Symptoms, Option<String>) {
-    let open = patient.runs.last().and_then(|r| most_exposed_rank(&r.flights));
-    match &open {
-        Some(o) => out.add_observation(
-            "exposed collectives",
-            format!("{:.1} % of rank {}'s time, including waits for other ranks", o.share * 100.0, o.rank),
-        ),
-        None if patient.plan.sealed.mesh().world_size() == 1 => {
-            out.add_observation("exposed collectives", "none: one rank".to_string())
-        }
-        None => {
-            out.not_recorded.push("exposed collectives: the flight records contain no collective".to_string())
-        }
-    }
+    let open = add_exposed_observation(patient, out);
     out.not_recorded.push("burst bandwidth of exchanges: runs do not record it".to_string());
-    let planned = patient
-        .plan
-        .mesh_ranks()
-        .map(|r| patient.plan.memory_bytes(r).iter().map(|b| b.0).sum::<u64>())
-        .max();
+    let planned = plan.mesh_ranks().map(|r| plan.memory_bytes(r).iter().map(|b| b.0).sum::<u64>()).max();
     let planned = planned.map(|b| b as f64);
     ward.add_memory_observation(planned, out);
     out.not_recorded.push("peak bytes of the processes: runs do not record them; the allocations of the sealed plan are used instead".to_string());
     let drifted = count_drifted(&patient.runs, out);
-    add_fp8_observation(&patient.plan, out);
+    add_fp8_observation(&plan.sealed, out);
     let signs = Symptoms {
         a2a_share: open.as_ref().map(|o| o.share),
         peak_bytes: planned,
@@ -249,12 +251,30 @@ fn recorded_signs(
     (signs, open.map(|o| o.op))
 }
 
+/// Observes the exposed collectives of the last run, and returns those of the rank with the largest share.
+pub(super) fn add_exposed_observation(patient: &PlanWithRuns, out: &mut DoctorReport) -> Option<ExposedTime> {
+    let open = patient.runs.last().and_then(|r| most_exposed_rank(&r.flights));
+    match &open {
+        Some(o) => out.add_observation(
+            "exposed collectives",
+            format!("{:.1} % of rank {}'s time, including waits for other ranks", o.share * 100.0, o.rank),
+        ),
+        None if patient.plan.sealed().mesh().world_size() == 1 => {
+            out.add_observation("exposed collectives", "none: one rank".to_string())
+        }
+        None => {
+            out.not_recorded.push("exposed collectives: the flight records contain no collective".to_string())
+        }
+    }
+    open
+}
+
 /// Counts what the plan's programs compute and send in e4m3.
-fn add_fp8_observation(plan: &Plan, out: &mut DoctorReport) {
+pub(super) fn add_fp8_observation(sealed: &SealedPlan, out: &mut DoctorReport) {
     let (mut ops, mut messages, mut programs) = (0usize, 0usize, 0usize);
-    for phase in plan.sealed.phase_names() {
-        let of_rank = |rank| plan.sealed.rank_program(phase, rank).map(|p| count_e4m3_ops(p));
-        let busiest = plan.sealed.mesh().iter().filter_map(of_rank).max().unwrap_or_default();
+    for phase in sealed.phase_names() {
+        let of_rank = |rank| sealed.rank_program(phase, rank).map(|p| count_e4m3_ops(p));
+        let busiest = sealed.mesh().iter().filter_map(of_rank).max().unwrap_or_default();
         programs += usize::from(busiest != (0, 0));
         (ops, messages) = (ops + busiest.0, messages + busiest.1);
     }
@@ -274,7 +294,7 @@ fn count_e4m3_ops(p: &Program) -> (usize, usize) {
 
 /// Counts the runs that ended by drift, and the complete runs of one request whose golden hash
 /// differs from the first run's. Returns `None` if there was nothing to compare.
-fn count_drifted(runs: &[RecordedRun], out: &mut DoctorReport) -> Option<u64> {
+pub(super) fn count_drifted(runs: &[RecordedRun], out: &mut DoctorReport) -> Option<u64> {
     let code = |r: &RecordedRun| r.record.end.as_ref()?.cause.as_ref()?.code.clone();
     let broken: Vec<(&RecordedRun, String)> = runs
         .iter()
@@ -335,10 +355,10 @@ fn is_same_request(a: &RunRecord, b: &RunRecord) -> bool {
 }
 
 /// Communication time of a rank that no computation hides.
-struct ExposedTime {
+pub(super) struct ExposedTime {
     rank: u32,
-    share: f64,
-    op: String,
+    pub(super) share: f64,
+    pub(super) op: String,
 }
 
 /// Returns the rank with the largest share of exposed communication, between its first phase after

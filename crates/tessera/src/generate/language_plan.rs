@@ -110,11 +110,26 @@ impl LanguagePlan {
         folder.write(&format!("{prefix}{SETTINGS_FILE}"), to_json(&self.settings).as_bytes())
     }
 
+    /// Returns whether a folder holds the plan of a language model.
+    pub(crate) fn is_in(dir: &Path) -> bool {
+        dir.join(SETTINGS_FILE).is_file()
+    }
+
+    /// Writes the plan into a new folder. `model_dir` is the folder of the model.
+    ///
+    /// # Errors
+    /// T0014 if the folder exists or cannot be written.
+    pub fn write(&self, dir: &Path, model_dir: &Path) -> Result<(), Diagnostic> {
+        let mut folder = StagedFolder::create(dir)?;
+        self.write_into(&mut folder, "", model_dir)?;
+        folder.commit()
+    }
+
     /// Reads a plan folder and verifies it again; its digest must equal the sealed one.
     ///
     /// # Errors
     /// T0011, T0012, or what the verifier rejects.
-    pub(crate) fn read(dir: &Path) -> Result<LanguagePlan, Diagnostics> {
+    pub fn read(dir: &Path) -> Result<LanguagePlan, Diagnostics> {
         let text = |name: &str| {
             let path = dir.join(name);
             read_text(&path, &T0011).map(|text| (path.display().to_string(), text)).map_err(|d| vec![d])

@@ -10,7 +10,8 @@ use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
 use tessera_mesh::Mesh;
 use tessera_report::record::{
-    RankRole, RecordLine, RunDevice, RunHost, RunKind, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
+    RankRole, RecordLine, RunDevice, RunHost, RunKind, RunOutput, RunStart, RunStatus, SCHEMA,
+    ScheduledPrompt,
 };
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::tripwire::T0765;
@@ -20,6 +21,7 @@ use tessera_runtime::{Failure, FailureClass};
 use super::LanguagePlan;
 use super::generate_config::GenerateConfig;
 use super::language_weights::{LanguagePlace, LanguageWeights};
+use super::run_outputs::TEXTS_FILE;
 use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
 use crate::clock::format_utc;
 use crate::codes::T0018;
@@ -243,7 +245,7 @@ fn write_run_dir(
             .collect(),
         device: options.device,
         machine: None,
-        outputs: Vec::new(),
+        outputs: vec![RunOutput { kind: "text".into(), to: TEXTS_FILE.into() }],
     };
     let mut folder = StagedFolder::create_over(&options.out)?;
     folder.write(RECORD_FILE, RecordLine::Start(Box::new(start)).to_json().as_bytes())?;

@@ -214,7 +214,7 @@ impl<'a> SimWorld<'a> {
             let busy = own().map(|b| (b.start_ns.round() as u64, b.end_ns.round() as u64));
             let waits = Some(StreamWaits::from_busy_intervals(start_ns, end_ns, busy));
             let (name, stream) = (part.phase.clone(), stream.clone());
-            Some(PhaseRecord { name, stream, start_ns, end_ns, collectives, waits })
+            Some(PhaseRecord { name, stream, start_ns, end_ns, collectives, waits, classes: Vec::new() })
         }));
         self.call_bars.extend(bars);
     }

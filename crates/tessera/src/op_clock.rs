@@ -1,0 +1,163 @@
+//! Times the ops of a phase on the host, and adds them up by class of op.
+
+use tessera_cost::op_class::OpClass;
+use tessera_device::Observer;
+use tessera_ir::{CapturedGraph, Program};
+use tessera_runtime::wire::OpClassWork;
+
+use crate::clock::monotonic_ns;
+
+/// The classes of a program's ops, and the times of its current run.
+#[derive(Debug)]
+pub(crate) struct OpTimes {
+    /// Names of the classes, in the order of tables.
+    names: Vec<String>,
+    /// Index of each op's class in `names`; `None` for an op that launches nothing.
+    class_of_op: Vec<Option<usize>>,
+    /// Time at which each op began, in nanoseconds on the monotonic clock. The list is reused by every run.
+    begins_ns: Vec<u64>,
+    /// Whether the backend has reported the begin of each op so far. A device that replays a program as a whole
+    /// reports only how far it has come.
+    is_op_by_op: bool,
+    sent_bytes: Vec<u64>,
+}
+
+impl OpTimes {
+    pub(crate) fn new(program: &Program) -> OpTimes {
+        let classes = OpClass::of_program(program);
+        let mut all: Vec<&OpClass> = classes.iter().flatten().collect();
+        all.sort();
+        all.dedup();
+        OpTimes {
+            names: all.iter().map(|class| class.name.clone()).collect(),
+            class_of_op: classes.iter().map(|class| all.binary_search(&class.as_ref()?).ok()).collect(),
+            begins_ns: Vec::with_capacity(classes.len()),
+            is_op_by_op: true,
+            sent_bytes: vec![0; all.len()],
+        }
+    }
+
+    /// Returns an observer of one run, which passes everything on to `inner`.
+    pub(crate) fn observe<'a>(&'a mut self, inner: &'a mut dyn Observer) -> OpClock<'a> {
+        self.begins_ns.clear();
+        self.is_op_by_op = true;
+        self.sent_bytes.fill(0);
+        OpClock { times: self, inner }
+    }
+
+    /// Returns the work of the run that has just ended, by class; nothing if the backend did not report each op.
+    pub(crate) fn add_up(&self, end_ns: u64) -> Vec<OpClassWork> {
+        if !self.is_op_by_op || self.begins_ns.len() != self.class_of_op.len() {
+            return Vec::new();
+        }
+        let named = |(name, sent): (&String, &u64)| OpClassWork {
+            class: name.clone(),
+            sent_bytes: *sent,
+            ..OpClassWork::default()
+        };
+        let mut classes: Vec<OpClassWork> = self.names.iter().zip(&self.sent_bytes).map(named).collect();
+        let ends = self.begins_ns.iter().skip(1).copied().chain([end_ns]);
+        for ((begin, end), class) in self.begins_ns.iter().zip(ends).zip(&self.class_of_op) {
+            if let Some(work) = class.and_then(|class| classes.get_mut(class)) {
+                work.ops += 1;
+                work.ns += end.saturating_sub(*begin);
+            }
+        }
+        classes
+    }
+}
+
+/// Notes when each op of a run begins.
+pub(crate) struct OpClock<'a> {
+    times: &'a mut OpTimes,
+    inner: &'a mut dyn Observer,
+}
+
+impl Observer for OpClock<'_> {
+    fn on_issuing(&mut self, op: usize) -> Result<(), String> {
+        self.inner.on_issuing(op)
+    }
+
+    fn on_all_issuing(&mut self) -> Result<(), String> {
+        self.inner.on_all_issuing()
+    }
+
+    fn on_launching(&mut self, graph: Option<&CapturedGraph>) -> Result<(), String> {
+        self.inner.on_launching(graph)
+    }
+
+    fn on_issued(&mut self, op: usize) {
+        self.inner.on_issued(op);
+    }
+
+    fn on_sent(&mut self, op: usize, bytes: u64) {
+        if let Some(class) = self.times.class_of_op.get(op).copied().flatten() {
+            self.times.sent_bytes[class] += bytes;
+        }
+        self.inner.on_sent(op, bytes);
+    }
+
+    fn on_waiting(&mut self, op: usize) {
+        self.inner.on_waiting(op);
+    }
+
+    fn on_completed(&mut self, op: usize) {
+        self.inner.on_completed(op);
+    }
+
+    fn on_other_halo(&mut self, op: usize, what: &str) -> Result<(), String> {
+        self.inner.on_other_halo(op, what)
+    }
+
+    fn on_progress(&mut self, ops: u32) {
+        let times = &mut *self.times;
+        times.is_op_by_op &=
+            times.begins_ns.len() == ops as usize && times.begins_ns.len() < times.class_of_op.len();
+        if times.is_op_by_op {
+            times.begins_ns.push(monotonic_ns());
+        }
+        self.inner.on_progress(ops);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tessera_ir::parse_all;
+
+    use super::*;
+
+    struct Nothing;
+    impl Observer for Nothing {
+        fn on_issued(&mut self, _: usize) {}
+        fn on_progress(&mut self, _: u32) {}
+    }
+
+    const PROGRAM: &str = "program @p role(all) mesh(tp=2) { \
+        %x = input : f32[4, 8] {tp: partial(sum)} \
+        %y = ttile.collective.all_reduce %x {axis = \"tp\", reduction = \"sum\"} \
+        %z = ttile.silu %y output \"z\", %z }";
+
+    fn run(times: &mut OpTimes, reports: &[u32]) -> Vec<OpClassWork> {
+        let mut nothing = Nothing;
+        let mut clock = times.observe(&mut nothing);
+        for ops in reports {
+            clock.on_progress(*ops);
+        }
+        clock.on_sent(1, 128);
+        times.add_up(monotonic_ns())
+    }
+
+    #[test]
+    fn each_op_counts_in_its_class_and_only_if_every_op_was_reported() {
+        let program = parse_all(PROGRAM, "p").unwrap().remove(0);
+        let mut times = OpTimes::new(&program);
+        for _ in 0..2 {
+            let classes = run(&mut times, &[0, 1, 2, 3]);
+            let counts: Vec<_> = classes.iter().map(|c| (c.class.as_str(), c.ops, c.sent_bytes)).collect();
+            assert_eq!(counts, [("memory-bound", 2, 0), ("all_reduce tp", 1, 128)]);
+        }
+        assert_eq!(run(&mut times, &[2, 4]), [], "a device that replays the program");
+        assert_eq!(run(&mut times, &[0, 1, 2]), [], "a run that ended early");
+    }
+}
