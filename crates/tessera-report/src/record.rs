@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use serde::{Deserialize, Serialize, Serializer};
 use tessera_base::Diagnostic;
 
+pub use crate::class_work::ClassWork;
 use crate::codes::{T0901, T0902};
 pub use crate::memory_record::{MEMORY_TOLERANCE_PERCENT, MemoryRecord, PhaseMemory, StartupMemory};
 pub use crate::run_kind::{RunDevice, RunKind};
@@ -273,24 +274,6 @@ pub struct PhaseRecord {
     /// Work by class of op, in the order in which the classes first occur; empty if single ops were not timed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<ClassWork>,
-}
-
-/// Work of all ops of one class in a phase.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct ClassWork {
-    /// Name of the class, such as `matmul` or `all_reduce tp`.
-    pub class: String,
-    /// Number of ops.
-    pub ops: u32,
-    /// Time of these ops in nanoseconds, with waits for other ranks.
-    pub ns: u64,
-    /// Bytes that the rank passed to other ranks.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub sent_bytes: u64,
-}
-
-fn is_zero(n: &u64) -> bool {
-    *n == 0
 }
 
 /// Idle times of a stream in a phase: it waited for other ranks, for data in transfer, for its host

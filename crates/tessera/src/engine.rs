@@ -261,14 +261,6 @@ impl MeshEngine {
             }
             let sealed = plan.rank_program(name, rank).map_or(&*program, |p| p);
             let sequence = CollectiveSequence::new(name, plan.mesh(), rank, sealed, &program);
-            let names = |opcode| {
-                program
-                    .ops
-                    .iter()
-                    .filter(|o| o.opcode == opcode)
-                    .filter_map(|o| o.name.clone())
-                    .collect::<BTreeSet<_>>()
-            };
             let outputs =
                 program.ops.iter().filter(|o| o.opcode == Opcode::Output).filter_map(|o| {
                     Some((o.name.clone()?, program.type_of(*o.operands.first()?).shape.clone()))
@@ -278,8 +270,8 @@ impl MeshEngine {
             let phase = LoadedPhase {
                 loaded,
                 sequence,
-                scalars: names(Opcode::Call),
-                inputs: names(Opcode::Input),
+                scalars: named_ops(&program, Opcode::Call),
+                inputs: named_ops(&program, Opcode::Input),
                 trace: own.trace_digest,
                 mesh_facts: whole.get(name)?.clone(),
                 outputs: outputs.collect(),
@@ -405,6 +397,19 @@ fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
     }
 }
 
+/// Returns the names of a program's ops of one kind.
+fn named_ops(p: &Program, opcode: Opcode) -> BTreeSet<String> {
+    p.ops.iter().filter(|o| o.opcode == opcode).filter_map(|o| o.name.clone()).collect()
+}
+
+fn to_scalar(arg: &ScalarArg) -> Scalar {
+    match arg {
+        ScalarArg::I64(i) => Scalar::I64(*i),
+        ScalarArg::F32(x) => Scalar::F32(x.get()),
+        ScalarArg::F32s(xs) => Scalar::F32s(xs.iter().map(|x| x.get()).collect()),
+    }
+}
+
 impl Engine for MeshEngine {
     fn begin_call(&mut self, call: &ReadyCall) {
         self.weight_fingerprints.begin_call(call.action);
@@ -424,12 +429,7 @@ impl Engine for MeshEngine {
         let mut data = CallData::default();
         // Each stage reads its own scalars, so those of the other stages are skipped.
         for (name, arg) in call.args.iter().filter(|(n, _)| phase.scalars.contains(n)) {
-            let scalar = match arg {
-                ScalarArg::I64(i) => Scalar::I64(*i),
-                ScalarArg::F32(x) => Scalar::F32(x.get()),
-                ScalarArg::F32s(xs) => Scalar::F32s(xs.iter().map(|x| x.get()).collect()),
-            };
-            data.scalars.insert(name, scalar);
+            data.scalars.insert(name, to_scalar(arg));
         }
         let mut tensors = Vec::new();
         for name in &phase.inputs {

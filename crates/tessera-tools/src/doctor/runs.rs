@@ -1,6 +1,7 @@
 //! Examines sealed plans: takes signs from a plan's estimate or from the records of its runs, and estimates mitigations
 //! by lowering other mappings.
 
+mod exposed;
 mod texts;
 
 use std::path::{Path, PathBuf};
@@ -16,9 +17,13 @@ use tessera_ir::{DType, Op, Program};
 use tessera_plan::search::mitigation::{FailureMode, SymptomThresholds, Symptoms};
 use tessera_plan::video::{self, RankedMapping, VideoPins};
 use tessera_plan::{Mapping, Numerics, Strategy};
-use tessera_report::flight::{CollectiveProgress, FlightEntry, FlightLog};
+use tessera_report::flight::FlightLog;
 use tessera_report::record::{RunRecord, RunStatus};
 use tessera_verify::SealedPlan;
+
+use exposed::add_exposed_observation;
+#[cfg(test)]
+use exposed::most_exposed_rank;
 
 use super::{DoctorReport, FailureFinding, FolderKind, Mitigation};
 use crate::codes::T0053;
@@ -251,24 +256,6 @@ fn recorded_signs(
     (signs, open.map(|o| o.op))
 }
 
-/// Observes the exposed collectives of the last run, and returns those of the rank with the largest share.
-pub(super) fn add_exposed_observation(patient: &PlanWithRuns, out: &mut DoctorReport) -> Option<ExposedTime> {
-    let open = patient.runs.last().and_then(|r| most_exposed_rank(&r.flights));
-    match &open {
-        Some(o) => out.add_observation(
-            "exposed collectives",
-            format!("{:.1} % of rank {}'s time, including waits for other ranks", o.share * 100.0, o.rank),
-        ),
-        None if patient.plan.sealed().mesh().world_size() == 1 => {
-            out.add_observation("exposed collectives", "none: one rank".to_string())
-        }
-        None => {
-            out.not_recorded.push("exposed collectives: the flight records contain no collective".to_string())
-        }
-    }
-    open
-}
-
 /// Counts what the plan's programs compute and send in e4m3.
 pub(super) fn add_fp8_observation(sealed: &SealedPlan, out: &mut DoctorReport) {
     let (mut ops, mut messages, mut programs) = (0usize, 0usize, 0usize);
@@ -352,43 +339,6 @@ fn is_same_request(a: &RunRecord, b: &RunRecord) -> bool {
         (s.plan.clone(), s.model.clone(), s.weights.clone(), s.seed, s.prompts.clone(), s.chunks)
     };
     of(a) == of(b)
-}
-
-/// Communication time of a rank that no computation hides.
-pub(super) struct ExposedTime {
-    rank: u32,
-    pub(super) share: f64,
-    pub(super) op: String,
-}
-
-/// Returns the rank with the largest share of exposed communication, between its first phase after
-/// warm-up and its last.
-fn most_exposed_rank(flights: &[FlightLog]) -> Option<ExposedTime> {
-    let of = |f: &FlightLog| {
-        let phases = f.lines.iter().filter_map(|l| match &l.entry {
-            FlightEntry::Phase(p) => Some((l.at_ns, p)),
-            _ => None,
-        });
-        let warm_up = phases.clone().map(|(_, p)| p.call).min()?;
-        let (mut from, mut to) = (u64::MAX, 0);
-        for (at, p) in phases.filter(|(_, p)| p.call > warm_up && p.end_ns > 0) {
-            (from, to) = (from.min(at), to.max(p.end_ns));
-        }
-        let span_ns = to.checked_sub(from).filter(|w| *w > 0)?;
-        let mut by_op = std::collections::BTreeMap::<&str, u64>::new();
-        for l in &f.lines {
-            if let FlightEntry::Collective(c) = &l.entry
-                && c.state == CollectiveProgress::Done
-                && (from..to).contains(&l.at_ns)
-            {
-                *by_op.entry(&c.op).or_default() += c.exposed_ns.min(c.end_ns.saturating_sub(l.at_ns));
-            }
-        }
-        let (op, _) = by_op.iter().max_by_key(|(_, ns)| **ns)?;
-        let open: u64 = by_op.values().sum();
-        Some(ExposedTime { rank: f.header.rank, share: open as f64 / span_ns as f64, op: (*op).to_string() })
-    };
-    flights.iter().filter_map(of).max_by(|a, b| a.share.total_cmp(&b.share))
 }
 
 /// Estimates mitigations for one mapping.
@@ -622,7 +572,9 @@ fn format_ranked(r: &RankedMapping) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use tessera_report::flight::{FlightCollective, FlightHeader, FlightLine, FlightPhase};
+    use tessera_report::flight::{
+        CollectiveProgress, FlightCollective, FlightEntry, FlightHeader, FlightLine, FlightPhase,
+    };
 
     fn sample_flight(rank: u32, exposed_ns: u64) -> FlightLog {
         let phase = |n, call, at_ns, end_ns| FlightLine {

@@ -110,6 +110,13 @@ impl LanguagePlan {
         folder.write(&format!("{prefix}{SETTINGS_FILE}"), to_json(&self.settings).as_bytes())
     }
 
+    /// Returns the bytes of weights, KV caches, inputs and temporaries of each rank, in rank order.
+    #[must_use]
+    pub fn rank_bytes(&self) -> Vec<[u64; 4]> {
+        let memory = self.sealed.mesh().iter().map(|rank| self.sealed.rank_memory(rank).unwrap_or_default());
+        memory.map(|m| [m.weights.0, m.buffers.0, m.inputs.0, m.temporaries.0]).collect()
+    }
+
     /// Returns whether a folder holds the plan of a language model.
     pub(crate) fn is_in(dir: &Path) -> bool {
         dir.join(SETTINGS_FILE).is_file()

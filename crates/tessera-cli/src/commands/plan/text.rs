@@ -8,7 +8,6 @@ use tessera::generate::{LanguagePlan, LanguageSettings, TextModel, TokenOutput};
 use tessera::opened_run::EstimateComparison;
 use tessera_base::{Bytes, Diagnostic, Nanoseconds};
 use tessera_estimate::{DEFAULT_HOST, load_machine};
-use tessera_mesh::Rank;
 
 use super::Args;
 use crate::codes::T0030;
@@ -74,16 +73,10 @@ fn ids_per_second(estimate: &EstimateComparison) -> Option<f64> {
     Some(decoding.rows as f64 * 1e9 / decoding.estimated_ns?)
 }
 
-/// Returns weights, KV caches, inputs and temporaries of a rank in bytes.
-fn rank_bytes(plan: &LanguagePlan, rank: Rank) -> [u64; 4] {
-    let m = plan.sealed.rank_memory(rank).unwrap_or_default();
-    [m.weights.0, m.buffers.0, m.inputs.0, m.temporaries.0]
-}
-
 fn to_json(plan: &LanguagePlan, estimate: &EstimateComparison) -> serde_json::Value {
-    let ranks = plan.sealed.mesh().iter().map(|rank| {
-        let [weights, caches, inputs, temporaries] = rank_bytes(plan, rank);
-        json!({"rank": rank.0, "weights_bytes": weights, "caches_bytes": caches, "inputs_bytes": inputs,
+    let ranks = plan.rank_bytes().into_iter().enumerate().map(|(rank, bytes)| {
+        let [weights, caches, inputs, temporaries] = bytes;
+        json!({"rank": rank, "weights_bytes": weights, "caches_bytes": caches, "inputs_bytes": inputs,
                "temporaries_bytes": temporaries, "total_bytes": weights + caches + inputs + temporaries})
     });
     json!({
@@ -124,11 +117,12 @@ fn render(args: &Args, folder: &Path, plan: &LanguagePlan, estimate: &EstimateCo
     let mut out = format!("plan of {}, verified\n{}", folder.display(), format_pairs(facts));
     out += "\nmemory of each rank\n";
     let mut rows = vec![["rank", "weights", "KV caches", "inputs", "temporaries", "total"].map(String::from)];
-    rows.extend(plan.sealed.mesh().iter().take(super::MAX_RANKS_SHOWN).map(|rank| {
-        let bytes = rank_bytes(plan, rank);
-        let [weights, caches, inputs, temporaries] = bytes.map(|b| Bytes(b).to_string());
-        [rank.to_string(), weights, caches, inputs, temporaries, Bytes(bytes.iter().sum()).to_string()]
-    }));
+    rows.extend(plan.rank_bytes().into_iter().take(super::MAX_RANKS_SHOWN).enumerate().map(
+        |(rank, bytes)| {
+            let [weights, caches, inputs, temporaries] = bytes.map(|b| Bytes(b).to_string());
+            [rank.to_string(), weights, caches, inputs, temporaries, Bytes(bytes.iter().sum()).to_string()]
+        },
+    ));
     out += &format_table(rows, [true; 6]);
     for call in &estimate.calls {
         out += &format!("\n{} of {} rows, time of a rank by class of op\n", call.name, call.rows);

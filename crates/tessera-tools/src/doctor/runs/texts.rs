@@ -8,9 +8,8 @@ use tessera_mesh::{Axis, Mesh};
 use tessera_plan::search::mitigation::{FailureMode, Symptoms};
 use tessera_report::call_comparison::{CallComparison, EstimateComparison};
 
-use super::{
-    PlanWithRuns, add_exposed_observation, add_fp8_observation, congestion_sign, count_drifted, memory_sign,
-};
+use super::exposed::add_exposed_observation;
+use super::{PlanWithRuns, add_fp8_observation, congestion_sign, count_drifted, memory_sign};
 use crate::doctor::{DoctorReport, Mitigation};
 
 /// Examines a plan of a language model, or the records of its runs.
