@@ -290,5 +290,5 @@ fn a_language_model_is_planned_with_its_estimate_and_its_memory() {
         &["T0030", "--positions", "language model"],
     );
     assert_fails(&["plan", "fixtures/lm/llama", "--topology", "pp1"], 2, &["T0030", "--topology"]);
-    assert_fails(&["plan", "fixtures/lm/llama", "--positions", "100000"], 2, &["T0086", "100000 positions"]);
+    assert_fails(&["plan", "fixtures/lm/llama", "--positions", "100000"], 1, &["T0086", "100000 positions"]);
 }

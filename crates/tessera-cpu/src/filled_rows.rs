@@ -89,7 +89,7 @@ impl Contribution for FilledRows<'_> {
     }
 }
 
-/// Returns the words of the rows `parts` that a contribution holds, and those of its mask.
+/// Returns the words of those of the rows `parts` that a contribution holds, without its mask.
 pub(crate) fn words_of_rows(
     packed: &[f32],
     rows: usize,
@@ -98,7 +98,7 @@ pub(crate) fn words_of_rows(
 ) -> usize {
     let mask = &packed[..mask_words(rows)];
     let is_filled = |row: &usize| mask[row / ROWS_PER_WORD].to_bits() >> (row % ROWS_PER_WORD) & 1 == 1;
-    mask.len() + parts.filter(is_filled).count() * width
+    parts.filter(is_filled).count() * width
 }
 
 #[cfg(test)]
@@ -120,7 +120,7 @@ mod tests {
         x[50 * 3 + 1] = -0.0;
         let packed = pack_rows(&x, 3, copy_row);
         assert_eq!(packed.len(), 3 + 6 * 3);
-        assert_eq!(words_of_rows(&packed, rows, 3, &mut (0..40)), 3 + 3 * 3);
+        assert_eq!(words_of_rows(&packed, rows, 3, &mut (0..40)), 3 * 3);
         let read = FilledRows::read(&packed, rows, 3).map(|read| {
             let mut out = vec![f32::NAN; rows * 3];
             read.copy_to(&mut out, 0);

@@ -127,7 +127,7 @@ fn render(args: &Args, folder: &Path, plan: &LanguagePlan, estimate: &EstimateCo
     for call in &estimate.calls {
         out += &format!("\n{} of {} rows, time of a rank by class of op\n", call.name, call.rows);
         let rows = call.classes.iter().map(|c| [c.class.clone(), time(c.estimated_ns)]);
-        out += &format_table(rows.collect(), [false, true]);
+        out += &format_table(rows, [false, true]);
     }
     if let Some(out_folder) = &args.out {
         let dir = out_folder.display();
