@@ -2,7 +2,7 @@
 
 use tessera_cost::op_class::OpClass;
 use tessera_device::Observer;
-use tessera_ir::{CapturedGraph, Program};
+use tessera_ir::{CapturedGraph, Opcode, Program};
 use tessera_runtime::wire::OpClassWork;
 
 use crate::clock::monotonic_ns;
@@ -14,6 +14,8 @@ pub(crate) struct OpTimes {
     names: Vec<String>,
     /// Index of each op's class in `names`; `None` for an op that launches nothing.
     class_of_op: Vec<Option<usize>>,
+    /// Whether each op is a wait, whose time counts and which is no op of its own.
+    is_wait: Vec<bool>,
     /// Time at which each op began, in nanoseconds on the monotonic clock. The list is reused by every run.
     begins_ns: Vec<u64>,
     /// Whether the backend has reported the begin of each op so far. A device that replays a program as a whole
@@ -31,6 +33,7 @@ impl OpTimes {
         OpTimes {
             names: all.iter().map(|class| class.name.clone()).collect(),
             class_of_op: classes.iter().map(|class| all.binary_search(&class.as_ref()?).ok()).collect(),
+            is_wait: program.ops.iter().map(|op| op.opcode == Opcode::Wait).collect(),
             begins_ns: Vec::with_capacity(classes.len()),
             is_op_by_op: true,
             sent_bytes: vec![0; all.len()],
@@ -57,9 +60,10 @@ impl OpTimes {
         };
         let mut classes: Vec<OpClassWork> = self.names.iter().zip(&self.sent_bytes).map(named).collect();
         let ends = self.begins_ns.iter().skip(1).copied().chain([end_ns]);
-        for ((begin, end), class) in self.begins_ns.iter().zip(ends).zip(&self.class_of_op) {
+        let ops = self.class_of_op.iter().zip(&self.is_wait);
+        for ((begin, end), (class, is_wait)) in self.begins_ns.iter().zip(ends).zip(ops) {
             if let Some(work) = class.and_then(|class| classes.get_mut(class)) {
-                work.ops += 1;
+                work.ops += u32::from(!is_wait);
                 work.ns += end.saturating_sub(*begin);
             }
         }
@@ -135,7 +139,8 @@ mod tests {
 
     const PROGRAM: &str = "program @p role(all) mesh(tp=2) { \
         %x = input : f32[4, 8] {tp: partial(sum)} \
-        %y = ttile.collective.all_reduce %x {axis = \"tp\", reduction = \"sum\"} \
+        %t = ttile.collective.issue all_reduce %x {axis = \"tp\", reduction = \"sum\"} \
+        %y = ttile.collective.wait %t : f32[4, 8] \
         %z = ttile.silu %y output \"z\", %z }";
 
     fn run(times: &mut OpTimes, reports: &[u32]) -> Vec<OpClassWork> {
@@ -153,7 +158,7 @@ mod tests {
         let program = parse_all(PROGRAM, "p").unwrap().remove(0);
         let mut times = OpTimes::new(&program);
         for _ in 0..2 {
-            let classes = run(&mut times, &[0, 1, 2, 3]);
+            let classes = run(&mut times, &[0, 1, 2, 3, 4]);
             let counts: Vec<_> = classes.iter().map(|c| (c.class.as_str(), c.ops, c.sent_bytes)).collect();
             assert_eq!(counts, [("memory-bound", 2, 0), ("all_reduce tp", 1, 128)]);
         }

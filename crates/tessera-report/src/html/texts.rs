@@ -4,7 +4,7 @@ use maud::{Markup, html};
 use tessera_base::Nanoseconds;
 
 use super::HeadlineNumber;
-use super::layout::{render_note, render_section};
+use super::layout::render_note;
 use crate::markup::{format_count, format_plural};
 use crate::record::RunRecord;
 use crate::stats::nearest_rank_quantile;
@@ -28,9 +28,9 @@ pub struct TextSample {
 pub const MAX_TEXTS: usize = 32;
 
 pub(super) fn render_texts(texts: &[TextSample]) -> Markup {
-    let body = html! {
+    html! {
         @for text in texts.iter().take(MAX_TEXTS) {
-            pre dir="auto" { b { (text.prompt) } (text.text) }
+            p dir="auto" { b { (text.prompt) } (text.text) }
             (render_note(format_args!(
                 "{} of the prompt, {} generated; {}",
                 format_plural(text.prompt_ids, "id"), format_plural(text.ids, "id"), text.finish
@@ -39,8 +39,7 @@ pub(super) fn render_texts(texts: &[TextSample]) -> Markup {
         @if texts.len() > MAX_TEXTS {
             (render_note(format_args!("{} more texts are in text.jsonl.", texts.len() - MAX_TEXTS)))
         }
-    };
-    render_section("Texts", &body)
+    }
 }
 
 /// Returns the numbers of a run of texts: the time to the first id, and ids per second of the calls that decode. A
