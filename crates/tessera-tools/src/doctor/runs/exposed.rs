@@ -7,7 +7,7 @@ use crate::doctor::DoctorReport;
 
 /// Communication time of a rank that no computation hides.
 pub(crate) struct ExposedTime {
-    rank: u32,
+    pub(crate) rank: u32,
     pub(crate) share: f64,
     pub(crate) op: String,
 }
