@@ -102,7 +102,7 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
     let body = html! {
         (render_hero(clip::render_clip(page).as_ref(), &headline_numbers(page, times.as_ref())))
         (render_list_section("Frames", page.frames, |_| clip::render_contact_sheet(page)))
-        (render_list_section("Texts", page.texts, |texts| texts::render_texts(texts)))
+        (render_list_section("Texts", page.texts, texts::render_texts))
         @if let Some(comparison) = page.comparison { (comparison::render_comparison(comparison)) }
         (time::render_time_section(page, &timeline, times.as_ref()))
         (render_list_section("Phases", &phases, |phases| time::render_phase_table(page, &timeline, phases)))

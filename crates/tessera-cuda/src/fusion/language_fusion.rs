@@ -44,7 +44,7 @@ impl FusionSearch<'_> {
         }
     }
 
-    /// Returns the matmuls that have the row of op `i` as well, and the product of the two if there is one.
+    /// Returns the matmuls that have the row of op `i` as well, and the op that multiplies the results of two of them.
     fn row_matmuls(&self, i: usize, first: &views::Matmul) -> Option<LaunchStep> {
         let fits = |j: &usize| match self.p.ops[*j].view() {
             Ok(OpView::Matmul(v)) => {
@@ -59,15 +59,15 @@ impl FusionSearch<'_> {
         if matmuls.len() < 2 || matmuls[0] != i {
             return None;
         }
-        let product = match matmuls[..] {
-            [gate, up] => self.product_of(gate, up),
+        let mul = match matmuls[..] {
+            [gate, up] => self.multiplied_results(gate, up),
             _ => None,
         };
-        Some(LaunchStep::RowMatmuls { matmuls, product })
+        Some(LaunchStep::RowMatmuls { matmuls, mul })
     }
 
     /// Returns the op that multiplies the results of two matmuls without a bias, if nothing else reads them.
-    fn product_of(&self, gate: usize, up: usize) -> Option<usize> {
+    fn multiplied_results(&self, gate: usize, up: usize) -> Option<usize> {
         let mul = self.only_reader(gate).filter(|j| self.opcode(*j) == Opcode::Mul)?;
         let is_plain = |i: usize| matches!(self.p.ops[i].view(), Ok(OpView::Matmul(v)) if v.bias.is_none());
         // The kernel applies an activation to the first alone.

@@ -24,8 +24,8 @@ pub(crate) enum LaunchStep {
     /// The addition of a value to the residual stream, the RMS norm of the sum, and casts from and to bf16 around
     /// them. The norm and at least one more are present.
     ResidualRms { widen: Option<usize>, add: Option<usize>, norm: usize, narrow: Option<usize> },
-    /// Matmuls of one row with a common operand, and the product of the first two if it is all that reads them.
-    RowMatmuls { matmuls: Vec<usize>, product: Option<usize> },
+    /// Matmuls of one row with a common operand, and the op that multiplies the results of two if it alone reads them.
+    RowMatmuls { matmuls: Vec<usize>, mul: Option<usize> },
     /// Norms, rotations and writes to pages of the heads of up to three values.
     PutHeads(Vec<HeadRows>),
     /// A horizontally fused group, which runs at the position of its first op. Its results lie in
@@ -53,9 +53,7 @@ impl LaunchStep {
             LaunchStep::ResidualRms { widen, add, norm, narrow } => {
                 [widen, add, Some(norm), narrow].into_iter().flatten().collect()
             }
-            LaunchStep::RowMatmuls { ref matmuls, product } => {
-                matmuls.iter().copied().chain(product).collect()
-            }
+            LaunchStep::RowMatmuls { ref matmuls, mul } => matmuls.iter().copied().chain(mul).collect(),
             LaunchStep::PutHeads(ref parts) => {
                 let mut ops: Vec<usize> = parts.iter().flat_map(HeadRows::ops).collect();
                 ops.sort_unstable();

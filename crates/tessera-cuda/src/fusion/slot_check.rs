@@ -124,7 +124,7 @@ impl<'a> SlotState<'a> {
             | LaunchStep::ResidualRms { add: Some(add), .. } => {
                 vec![*add]
             }
-            LaunchStep::RowMatmuls { matmuls, product: None } => matmuls[..matmuls.len() - 1].to_vec(),
+            LaunchStep::RowMatmuls { matmuls, mul: None } => matmuls[..matmuls.len() - 1].to_vec(),
             LaunchStep::PutHeads(parts) => parts.iter().filter_map(|part| part.ops().last()).collect(),
             _ => Vec::new(),
         };

@@ -6,7 +6,7 @@ use tessera_ir::{Op, OpView, Opcode, Program, ValueId};
 /// Extends the last uses of operands for the fusions of a program with attention over pages:
 ///
 /// - what a sum reads, and the cast before it, until the norm of the sum and the cast behind that,
-/// - the row of two matmuls until the product of their results,
+/// - the row of two matmuls until their results are multiplied,
 /// - the heads of queries, keys and values until the last of them is ready for attention.
 ///
 /// The other way, results of a launch in memory of their own, would need as much memory and a second planner.
@@ -45,13 +45,13 @@ pub(super) fn extend_for_language_launches(
                 let casts = sum.operands.iter().filter_map(|v| maker(*v));
                 casts.filter(|cast| cast.opcode == Opcode::Cast).for_each(|cast| extend(cast, until));
             }
-            Ok(OpView::Mul(product)) => {
+            Ok(OpView::Mul(gated)) => {
                 let row = |v: ValueId| match maker(v)?.view() {
                     Ok(OpView::Matmul(matmul)) if p.type_of(matmul.x).shape[0] == 1 => Some(matmul.x),
                     _ => None,
                 };
-                let (gate, up) = (row(product.x), row(product.y));
-                if let (Some(op), true) = (maker(product.x), gate.is_some() && gate == up) {
+                let (gate, up) = (row(gated.x), row(gated.y));
+                if let (Some(op), true) = (maker(gated.x), gate.is_some() && gate == up) {
                     extend(op, i);
                 }
             }

@@ -38,7 +38,7 @@ fn render_call(call: &CallComparison) -> Markup {
                 td { (class.class) }
                 td { (format_or_dash((class.ops > 0.0).then(|| format_count(class.ops.round() as u64)))) }
                 (render_times(class.estimated_ns, class.measured_ns))
-                td { (format_or_dash((class.sent_bytes > 0.0).then(|| Bytes(class.sent_bytes as u64)))) }
+                td { (format_or_dash((class.sent_bytes > 0.0).then_some(Bytes(class.sent_bytes as u64)))) }
             }
         }
         tr.group {

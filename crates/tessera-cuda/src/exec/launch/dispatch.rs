@@ -17,6 +17,7 @@ use crate::collectives::Targets;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::exec::comm_groups::check_collective;
 use crate::fusion::launch_step::{FusedGroup, LaunchStep};
+use crate::kernels::KernelLaunch;
 
 /// Builds the work of a step, given the views of all ops. The result goes to `targets`, if given, in
 /// place of its own memory.
@@ -82,26 +83,11 @@ pub(in crate::exec) fn build_step(
             _ => misplaced_error(s, take),
         },
         LaunchStep::ResidualRms { widen, add, norm, narrow } => {
-            let norm = view_as(s, views, norm, |v| if let OpView::RmsNorm(v) = v { Some(v) } else { None })?;
-            let sum = add.map(|add| residual_operands(s, views, add, widen)).transpose()?;
-            let out = s.p.ops[narrow.unwrap_or(norm.0)].results[0];
-            let ops = ResidualRmsOps { sum, norm: norm.1, out };
-            build_residual_rms(s, &ops).map(StepWork::Kernel)
+            let out = s.p.ops[narrow.unwrap_or(norm)].results[0];
+            build_residual_step(s, views, (widen, add, norm), out).map(StepWork::Kernel)
         }
-        LaunchStep::RowMatmuls { ref matmuls, product } => {
-            let own = matmuls.iter().map(|i| {
-                let (i, v) =
-                    view_as(s, views, *i, |v| if let OpView::Matmul(v) = v { Some(v) } else { None })?;
-                Ok((v, s.p.ops[i].results[0]))
-            });
-            let own: Vec<(&views::Matmul, ValueId)> = own.collect::<CudaResult<_>>()?;
-            let launch = match (product, &own[..]) {
-                (Some(mul), [(gate, _), (up, _)]) => {
-                    gemms::build_gated_row(s, gate, up, s.p.ops[mul].results[0])
-                }
-                _ => gemms::build_row_matmuls(s, &own),
-            };
-            launch.map(StepWork::Kernel)
+        LaunchStep::RowMatmuls { ref matmuls, mul } => {
+            build_row_step(s, views, matmuls, mul).map(StepWork::Kernel)
         }
         LaunchStep::PutHeads(ref parts) => language::build_put_heads(s, views, parts).map(StepWork::Kernel),
         LaunchStep::Fused(ref group) => {
@@ -129,6 +115,36 @@ fn view_as<'v, T>(
     read: impl FnOnce(&'v OpView) -> Option<T>,
 ) -> CudaResult<(usize, T)> {
     read(&views[i]).map_or_else(|| misplaced_error(s, i), |view| Ok((i, view)))
+}
+
+/// Builds the launch of a sum and its RMS norm, given by the ops of a cast before the sum, the sum and the norm.
+fn build_residual_step(
+    s: &LaunchSite<'_>,
+    views: &[OpView],
+    (widen, add, norm): (Option<usize>, Option<usize>, usize),
+    out: ValueId,
+) -> CudaResult<KernelLaunch> {
+    let (_, norm) = view_as(s, views, norm, |v| if let OpView::RmsNorm(v) = v { Some(v) } else { None })?;
+    let sum = add.map(|add| residual_operands(s, views, add, widen)).transpose()?;
+    build_residual_rms(s, &ResidualRmsOps { sum, norm, out })
+}
+
+/// Builds the launch of matmuls of one row, and of the op that multiplies the results of two of them.
+fn build_row_step(
+    s: &LaunchSite<'_>,
+    views: &[OpView],
+    matmuls: &[usize],
+    mul: Option<usize>,
+) -> CudaResult<KernelLaunch> {
+    let own = matmuls.iter().map(|i| {
+        let (i, v) = view_as(s, views, *i, |v| if let OpView::Matmul(v) = v { Some(v) } else { None })?;
+        Ok((v, s.p.ops[i].results[0]))
+    });
+    let own: Vec<(&views::Matmul, ValueId)> = own.collect::<CudaResult<_>>()?;
+    match (mul, &own[..]) {
+        (Some(mul), [(gate, _), (up, _)]) => gemms::build_gated_row(s, gate, up, s.p.ops[mul].results[0]),
+        _ => gemms::build_row_matmuls(s, &own),
+    }
 }
 
 /// Returns the operands and the result of a sum. What a cast widens takes the place of the cast's result.

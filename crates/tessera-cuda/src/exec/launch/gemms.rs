@@ -97,7 +97,7 @@ pub(super) fn build_row_matmuls(
     Ok(KernelLaunch::blocks(ROW_MATMULS_BF16, grid, args).begin_early())
 }
 
-/// Builds the launch of two matmuls of one row whose product is `out`.
+/// Builds the launch of two matmuls of one row whose results, multiplied, are `out`.
 pub(super) fn build_gated_row(
     s: &LaunchSite<'_>,
     gate: &views::Matmul,
