@@ -34,22 +34,15 @@ pub(in crate::exec) fn build_step(
         LaunchStep::Single(i) => build_op(s, i, &views[i], targets),
         LaunchStep::ResidualNorm { add, norm, quantize } => {
             let sum = add.map(|i| {
-                view_as(s, views, i, |v| match v {
-                    OpView::GateResidual(v) => Some(v),
-                    _ => None,
-                })
+                view_as(s, views, i, |v| if let OpView::GateResidual(v) = v { Some(v) } else { None })
             });
             let norm = view_as(s, views, norm, NormView::from_op)?;
             build_residual_norm(s, sum.transpose()?, Some(norm), quantize).map(StepWork::Kernel)
         }
         LaunchStep::RmsRope { norm_or_scale, rope, write } => {
             let norm = norm_or_scale.map(|i| view_as(s, views, i, RmsView::from_op));
-            let rope = rope.map(|i| {
-                view_as(s, views, i, |v| match v {
-                    OpView::Rope(v) => Some(v),
-                    _ => None,
-                })
-            });
+            let rope =
+                rope.map(|i| view_as(s, views, i, |v| if let OpView::Rope(v) = v { Some(v) } else { None }));
             let write = write.map(|i| view_as(s, views, i, cache_write_view));
             let ops = (norm.transpose()?, rope.transpose()?, write.transpose()?);
             build_rms_rope(s, ops, targets).map(StepWork::Kernel)
