@@ -93,3 +93,40 @@ fn the_digest_of_a_plan_covers_the_groups_and_the_default_table_changes_none() {
     let sealed = plan("qwen3-moe", 2, "[mesh]\nep = 3\n[experts]\ntokens = \"sharded\"\n").mapping;
     assert_eq!(sealed.experts.token_groups, Some(3));
 }
+
+#[test]
+fn a_gate_that_penalises_distance_moves_choices_and_one_of_0_changes_no_bit() {
+    let keys = |weight: f64| {
+        format!(
+            "[experts]\ntokens = \"sharded\"\nlocality_ranks = 1\ngate = \"topk_softmax_locality_penalized\"\n\
+             locality_weight = {weight:?}\n"
+        )
+    };
+    let plain = bits(&logits("qwen3-moe", 2, "[mesh]\nep = 3\n[experts]\ntokens = \"sharded\"\n"));
+    assert!(bits(&logits("qwen3-moe", 2, &format!("[mesh]\nep = 3\n{}", keys(0.0)))) == plain);
+    let near = bits(&logits("qwen3-moe", 2, &format!("[mesh]\nep = 3\n{}", keys(2.0))));
+    assert!(near != plain, "a penalty of 2 moves choices");
+    // A stage more changes no rank's distance to any expert. Groups of the ranks of one stage are those of ep.
+    let term = "regularizer = { kind = \"topology_distance\", weight = 0.05, gradient = true }\n";
+    let staged = format!("[mesh]\nep = 3\npp = 2\n{}{term}", keys(2.0));
+    assert!(bits(&logits("qwen3-moe", 2, &staged)) == near);
+}
+
+#[test]
+fn biases_and_draws_of_routers_give_the_same_bits_on_every_mesh() {
+    let plain = bits(&logits("qwen3-moe", 2, ""));
+    for keys in ["bias = [2.0, 0.0, -1.5, 0.5, 0.0, 1.0]", "top_k = 1.5\nseeds = { global = 3, ep = 4 }"] {
+        let alone = bits(&logits("qwen3-moe", 2, &format!("[experts]\n{keys}\n")));
+        assert!(alone != plain, "{keys}");
+        for mesh in ["ep = 2", "ep = 3", "ep = 2\npp = 2"] {
+            for tokens in ["sharded", "replicated"] {
+                let mapping = format!("[mesh]\n{mesh}\n[experts]\ntokens = \"{tokens}\"\n{keys}\n");
+                assert!(bits(&logits("qwen3-moe", 2, &mapping)) == alone, "{mesh}, {tokens}, {keys}");
+            }
+        }
+    }
+    let draw =
+        |seeds: &str| bits(&logits("qwen3-moe", 2, &format!("[experts]\ntop_k = 1.5\nseeds = {seeds}\n")));
+    assert!(draw("{ tp = 1 }") == draw("{ tp = 2 }"), "ranks of tp hold the same tokens");
+    assert!(draw("{ ep = 1 }") != draw("{ ep = 2 }"));
+}
