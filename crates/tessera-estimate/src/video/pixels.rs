@@ -99,7 +99,7 @@ pub struct MediaDecision {
 /// Never for a mapping with a legal number of ranks.
 pub fn usual_machine(mapping: &Mapping, on_gpus: bool) -> Result<MachineModel, Diagnostics> {
     let ranks = mapping.mesh.mesh_size() + mapping.topology.outside_ranks();
-    // The CPU backend computes in f32 alone.
+    // CPUs run bf16 and fp8 as well, but slower than f32: such a mapping is meant for GPUs.
     let cluster = if on_gpus || mapping.dtype != DtypePolicy::F32 { DEFAULT_HOST } else { CPU_HOST };
     load_machine(cluster, Some(OWN_PROFILE), Some(ranks))
 }

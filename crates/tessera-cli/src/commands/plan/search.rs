@@ -189,7 +189,7 @@ fn print_report(
             );
         }
         if let Some((cluster, dtype)) = streamed {
-            // The CPU backend computes in f32 alone.
+            // CPUs run bf16 and fp8 as well, but slower than f32: such a mapping is meant for GPUs.
             let device = if dtype == DtypePolicy::F32 { "" } else { " --device cuda" };
             text += &format!(
                 "run it: tessera stream --plan {dir}{device}, or on a simulated cluster: tessera stream --plan {dir} --device sim --cluster {cluster}\n"
