@@ -17,7 +17,7 @@ const SPIN_TIME: Duration = Duration::from_micros(200);
 
 impl CudaBackend {
     /// Waits until the device completes the program. Spins at first because a phase may be short, and again
-    /// around the time at which the last run ended, which is `usual` after its launch; meanwhile audits weights
+    /// around the time at which the last run ended, which is `usual` after its launch; otherwise audits weights
     /// and sleeps between polls. A sleep ends up to 80 µs late, which is much for a decoding step. Reports progress to the observer. Fails if a
     /// collective fails, or if the device makes no progress for longer than the peer timeout.
     pub(super) fn wait_for_device(

@@ -163,10 +163,10 @@ impl FusionSearch<'_> {
     fn can_share_launch(&self, a: &HeadRows, b: &HeadRows) -> bool {
         let (of_a, of_b) = (HeadRowsKey::new(self.p, a), HeadRowsKey::new(self.p, b));
         of_a.rows == of_b.rows
-            && agree(of_a.head_dim, of_b.head_dim)
-            && agree(of_a.start, of_b.start)
-            && agree(of_a.rotation, of_b.rotation)
-            && agree(of_a.pages, of_b.pages)
+            && are_compatible(of_a.head_dim, of_b.head_dim)
+            && are_compatible(of_a.start, of_b.start)
+            && are_compatible(of_a.rotation, of_b.rotation)
+            && are_compatible(of_a.pages, of_b.pages)
     }
 
     /// Returns whether no op outside of the step touches the buffer of a write before the step's last op, at
@@ -216,7 +216,8 @@ impl HeadRowsKey {
     }
 }
 
-fn agree<T: PartialEq>(a: Option<T>, b: Option<T>) -> bool {
+/// Returns whether two keys are equal, or one of them is absent.
+fn are_compatible<T: PartialEq>(a: Option<T>, b: Option<T>) -> bool {
     a.zip(b).is_none_or(|(a, b)| a == b)
 }
 

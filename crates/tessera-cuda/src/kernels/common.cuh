@@ -50,7 +50,8 @@ template <typename T> __device__ __forceinline__ float rounded(float x) {
 
 // A launch may begin while the one before it on its stream still runs, if it is a dependent launch. It must call
 // `wait_for_predecessor` before it reads what another launch writes, and before it writes. A launch calls
-// `let_successor_begin` as soon as its blocks leave room. Before Hopper, launches never overlap.
+// `let_successor_begin` once its successor may take multiprocessors that it does not need. Before Hopper, launches
+// never overlap.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -76,7 +76,7 @@ pub struct ExpertMapping {
     pub wire: TokenWire,
     /// Whether the programs return counts of tokens per expert.
     pub statistics: bool,
-    /// What routers prefer.
+    /// Penalties, biases and draws of routers, and the terms that they return.
     pub router: RouterMapping,
 }
 

@@ -35,7 +35,7 @@ named_enum! {
 /// A term of a training loss that programs return beside their results.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterRegularizer {
-    /// What it measures.
+    /// The quantity that the term measures.
     pub kind: RegularizerKind,
     /// Factor of the term, above 0.
     pub weight: f64,
@@ -46,11 +46,11 @@ pub struct RouterRegularizer {
 /// The seeds of what routers draw, each below 2^32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RouterSeeds {
-    /// Of every draw.
+    /// Seed of every draw.
     pub global: u64,
-    /// Of draws that may differ between the ranks of tp. No draw of a router may: ranks of tp hold the same tokens.
+    /// Seed of draws that may differ between the ranks of tp. No draw of a router may: ranks of tp hold the same tokens.
     pub tp: u64,
-    /// Of draws that decide which ranks of ep a token reaches.
+    /// Seed of draws that decide which ranks of ep a token reaches.
     pub ep: u64,
 }
 

@@ -14,7 +14,7 @@ use crate::codes::{T0088, T0089};
 named_enum! {
     /// What a model computes and sends in less than f32.
     pub enum PrecisionPolicy {
-        /// Nothing.
+        /// All values are f32, and nothing is rounded on its way.
         F32 = "f32",
         /// Matmuls and the activations between them are bf16.
         Bf16 = "bf16",
