@@ -29,13 +29,15 @@ pub(super) fn change_epsilon(p: &mut Program) {
     }
 }
 
-/// Makes the last layer with experts choose them by the scores of the first one.
+/// Makes the last layer with experts score them with the router of the first one. Weights lie in no slot, so the
+/// change depends on no other value being in memory still, as the scores of the first layer would.
 fn change_routing(p: &mut Program) {
-    let mut gates = p.ops.iter().filter(|op| op.opcode == Opcode::TopKExperts);
-    let Some(first) = gates.next().map(|op| op.operands[0]) else { return };
-    if let Some(last) = p.ops.iter_mut().rfind(|op| op.opcode == Opcode::TopKExperts) {
-        last.operands[0] = first;
-    }
+    let defs = p.defining_ops();
+    let scoring =
+        |gate: &Op| defs[gate.operands[0].0 as usize].filter(|i| p.ops[*i].opcode == Opcode::Matmul);
+    let mut routers = p.ops.iter().filter(|op| op.opcode == Opcode::TopKExperts).filter_map(scoring);
+    let (Some(first), Some(last)) = (routers.next(), routers.next_back()) else { return };
+    p.ops[last].operands[1] = p.ops[first].operands[1];
 }
 
 /// Removes the last collective whose result can be replaced by the result of another collective.
