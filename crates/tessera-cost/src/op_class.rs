@@ -36,6 +36,10 @@ impl OpClass {
             Opcode::Attention | Opcode::PagedAttention | Opcode::RelativeAttention => (2, "attention"),
             Opcode::ExpertTokens
             | Opcode::TopKExperts
+            | Opcode::ExpertLocality
+            | Opcode::ExpertDistance
+            | Opcode::ExpertDistanceGradient
+            | Opcode::ExpertDraw
             | Opcode::ExpertGates
             | Opcode::ExpertStatistics
             | Opcode::ExpertWeights

@@ -235,8 +235,6 @@ struct PreparedProgram {
     traced_graph: Option<TracedGraph>,
     /// Whether the program has run since its memory was placed.
     has_run: bool,
-    /// How long the host waited for its last run.
-    usual_time: Option<Duration>,
 }
 
 impl CudaBackend {

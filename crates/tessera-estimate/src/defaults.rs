@@ -10,6 +10,8 @@ pub const DEFAULT_RACK: &str = "gb200-nvl72";
 /// Default machine for a model from a folder or a file, such as the user's own language model or a
 /// video model.
 pub const DEFAULT_HOST: &str = "hgx-h200";
+/// Default machine for ranks on CPUs.
+pub const CPU_HOST: &str = "laptop";
 /// Objective of a search for which none was chosen: throughput.
 pub(crate) const DEFAULT_OBJECTIVE: Objective = Objective::Throughput;
 /// Default routing: every token is an independent draw, which is the best that a router trained for

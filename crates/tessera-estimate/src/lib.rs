@@ -23,7 +23,7 @@ mod report;
 mod video;
 
 pub use codes::CODES;
-pub use defaults::{DEFAULT_HOST, DEFAULT_RACK, JobKind, job_with_defaults};
+pub use defaults::{CPU_HOST, DEFAULT_HOST, DEFAULT_RACK, JobKind, job_with_defaults};
 pub use language::{explain_language, question_and_title, search_language};
 pub use library_env::{LibraryRequirements, render_env};
 pub use machine::{load_machine, load_thresholds, resolve_machine};

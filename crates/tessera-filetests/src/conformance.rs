@@ -9,6 +9,8 @@
 mod rank_runner;
 mod verdict;
 
+pub use rank_runner::ReferenceWeights;
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;

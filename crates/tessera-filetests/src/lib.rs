@@ -17,7 +17,8 @@ mod slots;
 mod verify;
 
 pub use conformance::{
-    BackendFactory, BackendUnderTest, ConformanceReport, OpenBackends, Tolerance, run_conformance,
+    BackendFactory, BackendUnderTest, ConformanceReport, OpenBackends, ReferenceWeights, Tolerance,
+    run_conformance,
 };
 pub use slots::dedicated_slots;
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 pub struct ClassWork {
     /// Name of the class, such as `matmul` or `all_reduce tp`.
     pub class: String,
-    /// Number of ops.
+    /// Number of ops of the class that the phase ran.
     pub ops: u32,
     /// Time of these ops in nanoseconds, with waits for other ranks.
     pub ns: u64,

@@ -325,6 +325,7 @@ pub fn add_collective_waits(record: &mut RunRecord, flights: &[FlightLog]) {
 /// common clock.
 #[must_use]
 pub fn collective_spans(record: &RunRecord, flights: &[FlightLog]) -> Vec<TimelineSpan> {
+    let calls: BTreeMap<u64, &ChunkRecord> = record.chunks.iter().map(|c| (c.call_id, c)).collect();
     let mut spans = Vec::new();
     for flight in flights {
         let rank = flight.header.rank;
@@ -334,7 +335,6 @@ pub fn collective_spans(record: &RunRecord, flights: &[FlightLog]) -> Vec<Timeli
                 begins.insert((p.call, p.step), line.at_ns);
             }
         }
-        let calls: BTreeMap<u64, &ChunkRecord> = record.chunks.iter().map(|c| (c.call_id, c)).collect();
         for line in &flight.lines {
             let FlightEntry::Collective(c) = &line.entry else { continue };
             let Some(chunk) = calls.get(&c.call).filter(|_| c.state == CollectiveProgress::Done) else {

@@ -187,7 +187,7 @@ fn open_run(folder: &Path) -> Result<CheckedRun, Diagnostic> {
     let refuse = |why: String| {
         Diagnostic::error(&T0045, format!("{} holds no run to check", folder.display()))
             .with_label(folder.display().to_string(), why)
-            .with_hint("name the folder that `tessera stream --out` wrote")
+            .with_hint("name the folder that `tessera stream --out` or `tessera generate --out` wrote")
     };
     let RunDir { plan, record, flight_records: flights } =
         opened_run::open_run_dir(folder).map_err(refuse)?;

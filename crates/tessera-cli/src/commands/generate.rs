@@ -18,12 +18,12 @@ use tessera::opened_run::EstimateComparison;
 use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
 use tessera::{DtypePolicy, Mapping, WeightsBase};
-use tessera_base::{Diagnostic, DiagnosticFormat};
-use tessera_estimate::load_machine;
+use tessera_base::Diagnostic;
+use tessera_estimate::{CPU_HOST, load_machine};
 use tessera_tools::bench::machine_for;
 
 use crate::codes::T0030;
-use crate::flags::mapping::{DTYPES, parse_mesh, read_mapping, require_axes};
+use crate::flags::mapping::{DTYPES, read_mapping_or_mesh, require_axes};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics, print_failure, write_stdout};
 use crate::parse::{current_exe_path, invalid_argument, parse_weights_base};
@@ -50,9 +50,6 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
     ("cpu", RunDevice::Cpu, "Processes of this machine"),
     ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank"),
 ];
-
-/// Cluster of the estimate for ranks on CPUs.
-const CPU_CLUSTER: &str = "laptop";
 
 /// Continue texts with a language model
 #[derive(Debug, clap::Args)]
@@ -191,7 +188,9 @@ pub fn run(args: &Args) -> CliResult {
     ));
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
-    let estimate = estimate_calls(args, &plan)?;
+    // A run whose folder is removed shows no estimate, but a mistake in the options of one ends any run at its start.
+    let names_machine = args.cluster.is_some() || args.profile.is_some();
+    let estimate = (args.out.is_some() || names_machine).then(|| estimate_calls(args, &plan)).transpose()?;
     let run_folder = RunFolder::new(args.out.as_deref())?;
     let options = GenerateOptions {
         weights: LanguagePlace { dir: args.model.clone(), base },
@@ -211,7 +210,10 @@ pub fn run(args: &Args) -> CliResult {
     let (report, texts) = run_ranks(&model, &plan, &options, args.format)?;
     let keeps_folder = args.out.is_some() || report.failure.is_some();
     let outputs = keeps_folder
-        .then(|| write_run_outputs(&plan, &options.out, &texts, estimate))
+        .then(|| -> Result<EstimateComparison, CliError> {
+            let estimate = estimate.map_or_else(|| estimate_calls(args, &plan), Ok)?;
+            Ok(write_run_outputs(&plan, &options.out, &texts, estimate)?)
+        })
         .transpose()
         // A run that failed has its own cause to show.
         .or_else(|d| if report.failure.is_some() { Ok(None) } else { Err(d) });
@@ -232,12 +234,9 @@ pub fn run(args: &Args) -> CliResult {
 
 /// Returns the mapping of the run. Warns where several of its keys count the same distance.
 fn read_run_mapping(args: &Args) -> Result<Mapping, CliError> {
-    let mapping = match &args.mapping {
-        Some(file) => read_mapping(file)?,
-        None => Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() },
-    };
+    let mapping = read_mapping_or_mesh(args.mapping.as_deref(), &args.mesh)?;
     let stacked: Vec<Diagnostic> = mapping.find_stacked_biases().into_iter().collect();
-    print_diagnostics(&stacked, DiagnosticFormat::Text, &|_| None);
+    print_diagnostics(&stacked, args.format.into(), &|_| None);
     Ok(Mapping { dtype: args.dtype.unwrap_or(mapping.dtype), ..mapping })
 }
 
@@ -248,7 +247,7 @@ fn estimate_calls(args: &Args, plan: &LanguagePlan) -> Result<EstimateComparison
     let machine = match args.device {
         RunDevice::Cuda => machine_for(&GpuDiscovery::discover(), cluster, profile, ranks)?,
         RunDevice::Cpu | RunDevice::Sim => {
-            Ok(load_machine(cluster.unwrap_or(CPU_CLUSTER), profile, Some(ranks))?)
+            Ok(load_machine(cluster.unwrap_or(CPU_HOST), profile, Some(ranks))?)
         }
     };
     Ok(match machine {

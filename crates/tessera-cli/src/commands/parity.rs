@@ -16,7 +16,7 @@ use tessera_base::Diagnostic;
 use tessera_estimate::load_thresholds;
 
 use super::generate::{encode_prompts, parse_ids};
-use crate::flags::mapping::{parse_mesh, read_mapping, require_axes};
+use crate::flags::mapping::{read_mapping_or_mesh, require_axes};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, write_stdout};
 
@@ -99,10 +99,7 @@ pub fn run(args: &Args) -> CliResult {
     let limits = load_thresholds(args.gates.as_deref())?;
     let model = TextModel::open(&args.model)?;
     let prompts = read_prompts(args, &model)?;
-    let mapping = match &args.mapping {
-        Some(file) => read_mapping(file)?,
-        None => Mapping { mesh: parse_mesh(&args.mesh).map_err(CliError::usage)?, ..Mapping::default() },
-    };
+    let mapping = read_mapping_or_mesh(args.mapping.as_deref(), &args.mesh)?;
     let [reference, found] = [args.policy, args.against].map(|policy| -> Result<PolicyLogits, CliError> {
         policy.check(&mapping, model.decoder.experts.is_some())?;
         let plan = plan_logits(&model, &policy.apply(&mapping), &prompts)?;

@@ -498,6 +498,14 @@ pub fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
     }
 }
 
+/// Reads the file of `--mapping`, or returns the default mapping over the mesh of `--mesh`.
+pub fn read_mapping_or_mesh(file: Option<&Path>, mesh: &str) -> Result<Mapping, CliError> {
+    match file {
+        Some(file) => read_mapping(file),
+        None => Ok(Mapping { mesh: parse_mesh(mesh).map_err(CliError::usage)?, ..Mapping::default() }),
+    }
+}
+
 /// Reads the biases of routers from the file that a mapping names, relative to the mapping.
 fn with_router_bias(file: &Path, mut mapping: Mapping) -> Result<Mapping, CliError> {
     let router = &mut mapping.experts.router;

@@ -51,6 +51,17 @@ pub fn run_for_text(args: &[&str]) -> (Option<i32>, String) {
     (o.status.code(), both_outputs(&o))
 }
 
+/// Checks that the binary ends with a status and that its outputs contain all of these words.
+#[track_caller]
+pub fn assert_ends_with(args: &[&str], status: i32, words: &[&str]) {
+    let output = run_tessera(args);
+    let text = both_outputs(&output);
+    assert_eq!(output.status.code(), Some(status), "{text}");
+    for w in words {
+        assert!(text.contains(w), "no `{w}` in:\n{text}");
+    }
+}
+
 /// Sends a signal to a process.
 pub fn send_signal(pid: u32, name: &str) {
     assert!(Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap().success());

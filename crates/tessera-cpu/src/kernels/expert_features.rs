@@ -111,7 +111,7 @@ pub struct ChoiceDraw<'a> {
 
 impl ChoiceDraw<'_> {
     /// Returns whether the token at a row of the whole tensor keeps its last choice.
-    fn keeps(&self, row: usize, tokens: usize) -> bool {
+    fn keeps_last_choice(&self, row: usize, tokens: usize) -> bool {
         let at = match self.start {
             None => row as u64,
             Some(start) => {
@@ -131,7 +131,7 @@ pub fn expert_draw(out: &mut [f32], choices: &[f32], k: usize, span: RowSpan, dr
     for (i, row) in out.chunks_exact_mut(k).enumerate() {
         let at = span.first + i;
         if at < span.tokens
-            && !draw.keeps(at, span.tokens)
+            && !draw.keeps_last_choice(at, span.tokens)
             && let Some(last) = row.last_mut()
         {
             *last = -1.0;

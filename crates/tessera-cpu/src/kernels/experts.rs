@@ -275,7 +275,7 @@ pub enum GroupWeights<'a> {
 
 impl<'a> GroupWeights<'a> {
     /// Returns the matrix of a group, which has `elements` elements.
-    fn matrix(self, group: usize, elements: usize) -> MatmulWeight<'a> {
+    fn matrix_of_group(self, group: usize, elements: usize) -> MatmulWeight<'a> {
         match self {
             GroupWeights::Plain(w) => MatmulWeight::Plain(&w[group * elements..][..elements]),
             GroupWeights::Packed(matrices) => MatmulWeight::Packed(&matrices[group]),
@@ -283,8 +283,9 @@ impl<'a> GroupWeights<'a> {
     }
 }
 
-/// Multiplies the filled slots of each group of `x[groups, slots, k]` with the group's own matrix; other slots are zeros. The slots of a group belong to token groups in equal parts, each of which
-/// is filled from its start, as `counts[groups, token groups]` says.
+/// Multiplies the filled slots of each group of `x[groups, slots, k]` with the group's own matrix; other slots are
+/// zeros. The slots of a group belong to token groups in equal parts, each of which is filled from its start, as
+/// `counts[groups, token groups]` says.
 pub fn grouped_matmul(
     pool: &Pool,
     scratch: &mut Scratch,
@@ -300,7 +301,7 @@ pub fn grouped_matmul(
         let (filled, empty) = out[part * capacity * m..][..capacity * m].split_at_mut(*count as usize * m);
         let rows = &x[part * capacity * k..][..*count as usize * k];
         if !filled.is_empty() {
-            let (w, extents) = (w.matrix(part / token_groups, m * k), (*count as usize, m, k));
+            let (w, extents) = (w.matrix_of_group(part / token_groups, m * k), (*count as usize, m, k));
             matmul(pool, scratch, filled, rows, w, extents, None, act, 1);
         }
         empty.fill(0.0);

@@ -85,7 +85,6 @@ impl CudaBackend {
             graph: None,
             traced_graph: None,
             has_run: false,
-            usual_time: None,
         })
     }
 

@@ -12,20 +12,11 @@ use super::comm_groups::ProgressReporter;
 /// Time that the device may spend between two collectives, in addition to the peer timeout.
 const DEVICE_STALL_GRACE: Duration = Duration::from_secs(2);
 
-/// Time to spin after a launch, and before and after the usual end of a program.
-const SPIN_TIME: Duration = Duration::from_micros(200);
-
 impl CudaBackend {
-    /// Waits until the device completes the program. Spins at first because a phase may be short, and again
-    /// around the time at which the last run ended, which is `usual` after its launch; otherwise audits weights
-    /// and sleeps between polls. A sleep ends up to 80 µs late, which is much for a decoding step. Reports progress to the observer. Fails if a
+    /// Waits until the device completes the program. Spins at first because a phase may be short,
+    /// then audits weights and sleeps between polls. Reports progress to the observer. Fails if a
     /// collective fails, or if the device makes no progress for longer than the peer timeout.
-    pub(super) fn wait_for_device(
-        &mut self,
-        p: &Program,
-        usual: Option<Duration>,
-        observer: &mut dyn Observer,
-    ) -> Result<(), Fault> {
+    pub(super) fn wait_for_device(&mut self, p: &Program, observer: &mut dyn Observer) -> Result<(), Fault> {
         let mut reporter = ProgressReporter::new(p);
         let mut last_progress = Instant::now();
         let started = last_progress;
@@ -50,9 +41,7 @@ impl CudaBackend {
                     last_progress.elapsed()
                 )));
             }
-            let elapsed = started.elapsed();
-            let is_due = usual.is_some_and(|usual| elapsed.abs_diff(usual) < SPIN_TIME);
-            if elapsed < SPIN_TIME || is_due {
+            if started.elapsed() < Duration::from_micros(200) {
                 std::hint::spin_loop();
             } else if !self.waiting_audit.run_step(&mut self.weights) {
                 std::thread::sleep(Duration::from_micros(20));

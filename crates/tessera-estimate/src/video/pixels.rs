@@ -16,14 +16,12 @@ use tessera_plan::video::{
 use tessera::plan::logical_model;
 
 use super::{QueryModels, VideoPins, VideoQuery};
-use crate::defaults::DEFAULT_HOST;
+use crate::defaults::{CPU_HOST, DEFAULT_HOST};
 use crate::format::format_ns;
 use crate::machine::load_machine;
 
 /// Profile of this project's backends, of which the CPU backend computes what the leader runs on its cores.
 const OWN_PROFILE: &str = "tessera";
-/// Usual machine of ranks on CPUs.
-const CPU_HOST: &str = "laptop";
 /// Assumed f32 peak of a host whose cluster file states none: 24 cores at 2 GHz with two fused multiply-adds
 /// of 16 lanes.
 const USUAL_HOST_FLOPS_PER_S: f64 = 3e12;

@@ -113,7 +113,7 @@ fn rank_main<B: Backend>(
             Ok(b) => b,
             Err(why) => return Err(Diagnostic::error(&T0802, format!("no backend for rank {rank}: {why}"))),
         };
-        let mut source = ReferenceWeights { evaluator: weights };
+        let mut source = ReferenceWeights(weights);
         let mut loaded = Vec::new();
         for p in &work.programs {
             // Programs of plans are captured, so those of the suite are too.
@@ -160,10 +160,9 @@ fn rank_main<B: Backend>(
     let _ = event_sender.send(news);
 }
 
-/// Provides the weights with the reference's sharding.
-struct ReferenceWeights<'a> {
-    evaluator: &'a Evaluator,
-}
+/// Provides the weights of an evaluator with the reference's sharding.
+#[derive(Debug)]
+pub struct ReferenceWeights<'a>(pub &'a Evaluator);
 
 impl WeightSource for ReferenceWeights<'_> {
     fn read(
@@ -176,7 +175,7 @@ impl WeightSource for ReferenceWeights<'_> {
         let parse =
             |load| WeightLoad::parse(load).ok_or_else(|| format!("unknown transformation load = \"{load}\""));
         let piece = load.map(parse).transpose();
-        let piece = piece.and_then(|load| self.evaluator.weight_value(name, ty, load, seat.coord()));
+        let piece = piece.and_then(|load| self.0.weight_value(name, ty, load, seat.coord()));
         piece.map(|t| to_f32(&t)).map_err(|why| Diagnostic::error(&T0802, why))
     }
 }

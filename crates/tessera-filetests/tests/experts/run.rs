@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_cpu::CpuBackend;
-use tessera_device::{Backend, CallData, MeshRank, Observer, WeightSource};
-use tessera_filetests::BackendFactory;
+use tessera_device::{Backend, CallData, MeshRank, Observer};
+use tessera_filetests::{BackendFactory, ReferenceWeights};
 use tessera_ir::{Builder, Bundle, DType, Opcode, Program, Slots, Type};
 use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, Strategy, lower};
 use tessera_reference::{CallInputs, Evaluator, Tensor};
@@ -220,7 +219,7 @@ pub fn run_and_count(
     let run_rank =
         |open: BackendFactory<CpuBackend>, seat: MeshRank, program: &Arc<Program>, slots: &Slots| {
             let mut backend = open(seat).unwrap();
-            let handle = backend.load(program, slots, &mut Weights(evaluator)).unwrap();
+            let handle = backend.load(program, slots, &mut ReferenceWeights(evaluator)).unwrap();
             let call = CallData {
                 scalars: BTreeMap::new(),
                 inputs: inputs.iter().map(|(name, x)| (*name, x.as_slice())).collect(),
@@ -267,21 +266,6 @@ pub fn normals(seed: u64, count: usize) -> Vec<f32> {
     let mut x = vec![0.0_f32; count];
     fill_normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut x);
     x
-}
-
-struct Weights<'a>(&'a Evaluator);
-
-impl WeightSource for Weights<'_> {
-    fn read(
-        &mut self,
-        name: &str,
-        ty: &Type,
-        _: Option<&str>,
-        seat: &MeshRank,
-    ) -> Result<Vec<f32>, Diagnostic> {
-        let value = self.0.weight_value(name, ty, None, seat.coord()).unwrap_or_else(|why| panic!("{why}"));
-        Ok(to_f32(&value))
-    }
 }
 
 /// Counts the bytes of exchanges of slots, whose operand has a dim for experts, one for slots and one for channels.

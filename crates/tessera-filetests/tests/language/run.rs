@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tessera_base::Diagnostic;
 use tessera_cpu::CpuBackend;
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar, WeightSource};
-use tessera_filetests::BackendFactory;
-use tessera_ir::{Bundle, Op, Opcode, Program, Type, WeightLoad};
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar};
+use tessera_filetests::{BackendFactory, ReferenceWeights};
+use tessera_ir::{Bundle, Op, Opcode, Program};
 use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
 
 use crate::common::open_cpu_backends;
@@ -59,7 +58,9 @@ pub fn run_on_cpus(
         backend.poison_temporaries();
         let role = bundle.role_index(seat.rank).unwrap();
         let load = |(phase, program): (usize, &Arc<Program>)| {
-            backend.load(program, &bundle.phases[phase].slots[role], &mut Weights(evaluator)).unwrap()
+            backend
+                .load(program, &bundle.phases[phase].slots[role], &mut ReferenceWeights(evaluator))
+                .unwrap()
         };
         let handles: Vec<_> = programs.iter().enumerate().map(load).collect();
         let mut outputs = Vec::new();
@@ -104,22 +105,6 @@ fn to_scalar(x: &CallScalar) -> Scalar {
     match x {
         CallScalar::Int(i) => Scalar::I64(*i),
         CallScalar::Float(t) => Scalar::F32s(to_f32(t)),
-    }
-}
-
-struct Weights<'a>(&'a Evaluator);
-
-impl WeightSource for Weights<'_> {
-    fn read(
-        &mut self,
-        name: &str,
-        ty: &Type,
-        load: Option<&str>,
-        seat: &MeshRank,
-    ) -> Result<Vec<f32>, Diagnostic> {
-        let load = load.map(|load| WeightLoad::parse(load).unwrap());
-        let value = self.0.weight_value(name, ty, load, seat.coord()).unwrap_or_else(|why| panic!("{why}"));
-        Ok(to_f32(&value))
     }
 }
 

@@ -11,7 +11,7 @@ named_enum! {
     /// How a router chooses experts.
     #[derive(Default)]
     pub enum RouterGate {
-        /// As the model states.
+        /// By the gate that the model's config states.
         #[default]
         Model = "model",
         /// The experts with the largest logits, from which `locality_weight` is subtracted for experts outside of the

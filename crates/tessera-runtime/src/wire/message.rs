@@ -311,7 +311,7 @@ pub struct CallObservation {
 pub struct OpClassWork {
     /// Name of the class, such as `matmul` or `all_reduce tp`.
     pub class: String,
-    /// Number of ops.
+    /// Number of ops of the class that the phase ran.
     pub ops: u32,
     /// Time of these ops on the host, with waits for other ranks, in nanoseconds.
     pub ns: u64,

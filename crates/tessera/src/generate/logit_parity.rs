@@ -80,7 +80,7 @@ pub struct LogitDifference {
     pub positions: u64,
     /// Standard deviation of the reference's logits.
     pub reference_deviation: f64,
-    /// Mean squared difference.
+    /// Mean of the squared differences of all logits.
     pub mse: f64,
     /// Mean squared difference of the logits divided by `reference_deviation`: the number that the gate limits. A
     /// constant factor of all logits does not change it.

@@ -29,7 +29,7 @@ pub struct ShownText {
     pub prompt_ids: u64,
     /// The generated text, or its ids.
     pub text: String,
-    /// What was generated.
+    /// The generated ids, and why they ended.
     pub generated: GeneratedText,
 }
 

@@ -7,15 +7,13 @@ use tessera::Mapping;
 use tessera::generate::{LanguagePlan, LanguageSettings, TextModel, TokenOutput};
 use tessera::opened_run::EstimateComparison;
 use tessera_base::{Bytes, Diagnostic, Nanoseconds};
-use tessera_estimate::{DEFAULT_HOST, load_machine};
+use tessera_estimate::usual_machine;
 
 use super::Args;
 use crate::codes::T0030;
 use crate::flags::mapping::{MappingUse, parse_mesh, read_mapping};
 use crate::output::{CliError, CliResult, OutputFormat, format_pairs, format_table, write_stdout};
 
-/// Cluster of the estimate for plans that run on CPUs.
-const CPU_CLUSTER: &str = "laptop";
 /// Extents of a plan whose options name none: those of `tessera generate`, and a cache of a few pages.
 const DEFAULT_POSITIONS: u64 = 512;
 const DEFAULT_PROMPT_ROWS: u64 = 64;
@@ -56,10 +54,7 @@ pub fn run(args: &Args, folder: &Path) -> CliResult {
     if let Some(out) = &args.out {
         plan.write(out, folder)?;
     }
-    let on_gpus = mapping.dtype != tessera::DtypePolicy::F32;
-    let cluster = if on_gpus { DEFAULT_HOST } else { CPU_CLUSTER };
-    let machine = load_machine(cluster, Some("tessera"), Some(plan.sealed.mesh().world_size()))?;
-    let estimate = plan.estimate_calls(&machine)?;
+    let estimate = plan.estimate_calls(&usual_machine(&mapping, false)?)?;
     write_stdout(&match args.format {
         OutputFormat::Json => to_json(&plan, &estimate).to_string() + "\n",
         OutputFormat::Text => render(args, folder, &plan, &estimate),

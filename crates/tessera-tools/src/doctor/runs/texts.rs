@@ -51,7 +51,7 @@ pub(super) fn examine_text_plan(
         ..Symptoms::default()
     };
     if let Some(sign) = congestion_sign(&signs, dominant) {
-        let mitigations = vec![best_other_mesh(plan, machine)];
+        let mitigations = vec![best_other_mesh(plan, machine, &estimate)];
         out.add_finding(FailureMode::Congestion, sign, before.clone(), mitigations);
     }
     if let Some(sign) = memory_sign(&signs) {
@@ -110,22 +110,27 @@ fn other_meshes(plan: &LanguagePlan) -> Vec<Mesh> {
     meshes.filter(|mesh| *mesh != plan.mapping.mesh).collect()
 }
 
-fn best_other_mesh(plan: &LanguagePlan, machine: &MachineModel) -> Mitigation {
+/// Proposes the best other mesh of the same ranks if its decoding step is estimated faster than `now`, and says so if
+/// none is.
+fn best_other_mesh(plan: &LanguagePlan, machine: &MachineModel, now: &EstimateComparison) -> Mitigation {
     let price = |mesh: Mesh| {
         let estimate = plan_over(plan, mesh)?.estimate_calls(machine).ok()?;
         let ns = estimate.calls.last()?.estimated_ns?;
         Some((ns, mesh, estimate))
     };
     let best = other_meshes(plan).into_iter().filter_map(price).min_by(|a, b| a.0.total_cmp(&b.0));
-    let action = "use another mesh of the same ranks".to_string();
-    match best {
-        Some((_, mesh, estimate)) => Mitigation {
-            action,
-            how: format!("{mesh} instead of {}", plan.mapping.mesh),
-            after: Some(format_estimate(&estimate)),
-        },
-        None => Mitigation { action, how: "the model supports no other".to_string(), after: None },
-    }
+    let now_ns = now.calls.last().and_then(|call| call.estimated_ns);
+    let (action, how) = match &best {
+        Some((ns, mesh, _)) if now_ns.is_none_or(|now| *ns < now) => {
+            ("use another mesh of the same ranks", format!("{mesh} instead of {}", plan.mapping.mesh))
+        }
+        Some((_, mesh, _)) => {
+            ("keep the mesh", format!("{mesh}, the best other one of the same ranks, is no faster"))
+        }
+        None => ("keep the mesh", "the model supports no other one of the same ranks".to_string()),
+    };
+    let after = best.as_ref().map(|(.., estimate)| format_estimate(estimate));
+    Mitigation { action: action.to_string(), how, after }
 }
 
 fn memory_mitigations(plan: &LanguagePlan, machine: &MachineModel) -> Vec<Mitigation> {
