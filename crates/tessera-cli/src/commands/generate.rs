@@ -290,7 +290,8 @@ fn run_ranks(
         };
         let text = show_ids(model, &generated.ids)?;
         let prompt_ids = request.prompt.len() as u64;
-        texts.push(ShownText { prompt, prompt_ids, text, generated: generated.clone() });
+        let are_ids = model.tokenizer.is_none();
+        texts.push(ShownText { prompt, prompt_ids, text, are_ids, generated: generated.clone() });
     }
     Ok((report, texts))
 }

@@ -29,6 +29,8 @@ pub struct ShownText {
     pub prompt_ids: u64,
     /// The generated text, or its ids.
     pub text: String,
+    /// Whether the model has no tokenizer, so that prompt and text are lists of ids.
+    pub are_ids: bool,
     /// The generated ids, and why they ended.
     pub generated: GeneratedText,
 }
@@ -68,7 +70,8 @@ impl ShownText {
     fn to_sample(&self) -> TextSample {
         TextSample {
             prompt: self.prompt.clone(),
-            text: self.text.clone(),
+            // The report sets a text right behind its prompt; lists of ids need a space between them.
+            text: if self.are_ids { format!(" {}", self.text) } else { self.text.clone() },
             prompt_ids: self.prompt_ids,
             ids: self.generated.ids.len() as u64,
             finish: match self.generated.finish {
@@ -86,5 +89,23 @@ pub fn finish_name(finish: FinishReason) -> &'static str {
     match finish {
         FinishReason::EndId => "end",
         FinishReason::Length => "length",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_apart_from_those_of_the_prompt_and_words_are_not() {
+        let shown = |prompt: &str, text: &str, are_ids: bool| {
+            let generated = GeneratedText { ids: vec![7], finish: FinishReason::Length };
+            let shown =
+                ShownText { prompt: prompt.into(), prompt_ids: 1, text: text.into(), are_ids, generated };
+            let sample = shown.to_sample();
+            sample.prompt + &sample.text
+        };
+        assert_eq!(shown("17", "23", true), "17 23");
+        assert_eq!(shown("The sto", "ne", false), "The stone");
     }
 }
