@@ -228,7 +228,7 @@ kernel_signatures! {
     /// Multiplies the filled slots of each group with the weights of the group.
     GroupedMatmul {
         x: DevicePtr<Element>, w: DevicePtr<Element>, counts: DevicePtr<f32>, out: DevicePtr<Element>,
-        slots: i32, k: i32, m: i32, act: i32,
+        groups: i32, slots: i32, k: i32, m: i32, act: i32,
     } = GROUPED_MATMUL_F32 "grouped_matmul_f32", GROUPED_MATMUL_BF16 "grouped_matmul_bf16";
 
     /// Adds the weighted results of the experts of each token.

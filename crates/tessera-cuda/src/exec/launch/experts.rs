@@ -20,6 +20,9 @@ const WARP: u64 = 32;
 /// Columns per block of a grouped matmul: one warp each.
 const GROUPED_COLUMNS: u64 = 8;
 
+/// Columns per block of a combine: one thread each.
+const COMBINE_COLUMNS: u64 = 128;
+
 pub(super) fn build_top_k_experts(s: &LaunchSite<'_>, v: &views::TopKExperts, out: ValueId) -> Built {
     let ty = s.p.type_of(v.logits);
     require_f32(s, v.logits)?;
@@ -33,7 +36,7 @@ pub(super) fn build_top_k_experts(s: &LaunchSite<'_>, v: &views::TopKExperts, ou
         k: v.top_k as i32,
         tokens: ty.shape[0] as i32,
     };
-    Ok(KernelLaunch::elements(TOP_K_EXPERTS, WARP * ty.shape[0], args))
+    Ok(KernelLaunch::elements(TOP_K_EXPERTS, WARP * ty.shape[0], args).begin_early())
 }
 
 pub(super) fn build_expert_weights(s: &LaunchSite<'_>, v: &views::ExpertWeights, out: ValueId) -> Built {
@@ -51,7 +54,7 @@ pub(super) fn build_expert_weights(s: &LaunchSite<'_>, v: &views::ExpertWeights,
         renormalise: i32::from(v.renormalise),
         tokens: ty.shape[0] as i32,
     };
-    Ok(KernelLaunch::elements(EXPERT_WEIGHTS, WARP * ty.shape[0], args))
+    Ok(KernelLaunch::elements(EXPERT_WEIGHTS, WARP * ty.shape[0], args).begin_early())
 }
 
 /// Fails for logits of experts in another dtype than f32.
@@ -66,7 +69,7 @@ pub(super) fn build_expert_slots(s: &LaunchSite<'_>, v: &views::ExpertSlots, out
     let n = s.p.type_of(out).element_count();
     let args =
         ExpertSlots { chosen: s.at(v.experts)?, out: s.at(out)?, capacity: v.capacity as i32, n: n as i32 };
-    Ok(KernelLaunch::elements(EXPERT_SLOTS, n, args))
+    Ok(KernelLaunch::elements(EXPERT_SLOTS, n, args).begin_early())
 }
 
 pub(super) fn build_expert_counts(s: &LaunchSite<'_>, v: &views::ExpertCounts, out: ValueId) -> Built {
@@ -77,7 +80,7 @@ pub(super) fn build_expert_counts(s: &LaunchSite<'_>, v: &views::ExpertCounts, o
         choices: s.p.type_of(v.experts).element_count() as i32,
         groups: v.groups as i32,
     };
-    Ok(KernelLaunch::elements(EXPERT_COUNTS, WARP * v.groups, args))
+    Ok(KernelLaunch::elements(EXPERT_COUNTS, WARP * v.groups, args).begin_early())
 }
 
 /// Builds the zeros of all slots and the copies of the rows to theirs.
@@ -101,8 +104,9 @@ pub(super) fn build_expert_pack(
     };
     let kernel = kernel_for_dtype(ty.dtype, EXPERT_PACK_F32, EXPERT_PACK_BF16);
     Ok(vec![
-        KernelLaunch::elements(ZERO_WORDS, words, ZeroWords { out: s.at(out)?, n: words as i64 }),
-        KernelLaunch::blocks(kernel, (experts.element_count(), 256, 0), args),
+        KernelLaunch::elements(ZERO_WORDS, words, ZeroWords { out: s.at(out)?, n: words as i64 })
+            .begin_early(),
+        KernelLaunch::blocks(kernel, (experts.element_count(), 256, 0), args).begin_early(),
     ])
 }
 
@@ -119,15 +123,17 @@ pub(super) fn build_grouped_matmul(s: &LaunchSite<'_>, v: &views::GroupedMatmul,
         w: s.at(v.w)?,
         counts: s.at(v.counts)?,
         out: s.at(out)?,
+        groups: x.shape[0] as i32,
         slots: x.shape[1] as i32,
         k: x.shape[2] as i32,
         m: w.shape[1] as i32,
         act: PointwiseFunction::from(v.act).0,
     };
-    let blocks = x.shape[0] * w.shape[1].div_ceil(GROUPED_COLUMNS);
+    let filled_groups = x.shape[0].min(v.rows);
+    let blocks = filled_groups * w.shape[1].div_ceil(GROUPED_COLUMNS);
     let threads = (WARP * GROUPED_COLUMNS) as u32;
     let kernel = kernel_for_dtype(x.dtype, GROUPED_MATMUL_F32, GROUPED_MATMUL_BF16);
-    Ok(KernelLaunch::blocks(kernel, (blocks, threads, 0), args))
+    Ok(KernelLaunch::blocks(kernel, (blocks, threads, 0), args).begin_early())
 }
 
 pub(super) fn build_expert_combine(s: &LaunchSite<'_>, v: &views::ExpertCombine, out: ValueId) -> Built {
@@ -145,5 +151,7 @@ pub(super) fn build_expert_combine(s: &LaunchSite<'_>, v: &views::ExpertCombine,
         groups: y.shape[0] as i32,
     };
     let kernel = kernel_for_dtype(y.dtype, EXPERT_COMBINE_F32, EXPERT_COMBINE_BF16);
-    Ok(KernelLaunch::blocks(kernel, (experts.shape[0], 256, 4 * k as u32), args))
+    let blocks = experts.shape[0] * last_extent(y).div_ceil(COMBINE_COLUMNS);
+    // A row and a weight of each choice.
+    Ok(KernelLaunch::blocks(kernel, (blocks, COMBINE_COLUMNS as u32, 8 * k as u32), args).begin_early())
 }
