@@ -40,7 +40,7 @@ pub const MAX_TENSOR_BYTES: u32 = 256 << 20;
 /// Maximum bytes of a frame whose meta and tensors are both at their limits.
 pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + MAX_META_BYTES as usize + MAX_TENSOR_BYTES as usize;
 /// Maximum number of tensors in a manifest.
-pub const MAX_TENSORS: usize = 16;
+pub const MAX_TENSORS: usize = 256;
 /// Maximum number of dims of a tensor.
 pub const MAX_DIMS: usize = 8;
 /// Maximum number of phases in a call.

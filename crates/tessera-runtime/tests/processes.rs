@@ -88,6 +88,7 @@ fn main() -> ExitCode {
         a_stop_while_loading_ends_cleanly
         a_stop_before_the_launch_starts_no_process
         a_panicking_engine_is_named
+        a_result_that_no_message_holds_is_named
         a_stopped_process_is_a_stall
         a_stopped_leader_is_a_stall
         a_stopped_mesh_leader_or_member_is_a_stall
@@ -132,7 +133,11 @@ fn as_rank() -> ! {
     if scenario == "mute" && rank == 2 {
         never_read(joined);
     }
-    let bug = if scenario == "panic" && rank == 2 { Bug::PanicAt(20) } else { Bug::None };
+    let bug = match (scenario.as_str(), rank) {
+        ("panic", 2) => Bug::PanicAt(20),
+        ("many outputs", _) => Bug::ManyOutputs,
+        _ => Bug::None,
+    };
     let (deaf, loads) = (scenario == "deaf" && rank == 2, scenario == "loading");
     let regime = CacheRegime::Recompute;
     let engine: EngineFactory = Box::new(move || {
@@ -575,6 +580,14 @@ fn a_panicking_engine_is_named() {
         assert!(f.text.contains("index out of bounds"), "{f}");
         assert!(report.exits.iter().all(|e| e.status == Some(16)), "{report:?}");
     }
+}
+
+// Without the mesh, the leader receives results in messages.
+fn a_result_that_no_message_holds_is_named() {
+    let RunOutcome { report, .. } = launch_and_act(Pp1, "many outputs", |_, _| {});
+    let f = failure(&report);
+    assert_eq!((f.class, f.rank, f.code.as_str()), (FailureClass::Protocol, Some(1), "T0706"), "{f}");
+    assert!(report.exits.iter().all(|e| e.signal.is_none()), "{report:?}");
 }
 
 fn a_stopped_process_is_a_stall() {

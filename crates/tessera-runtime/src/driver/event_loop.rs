@@ -20,7 +20,7 @@ use super::reactor::{LinkId, Reactor, ReactorEvent};
 use super::welcome::io_diagnostic;
 use crate::codes::{T0743, T0750};
 use crate::flight::FlightSink;
-use crate::tripwire::Tripwires;
+use crate::tripwire::{CheckSite, Tripwires};
 use crate::wire::Message;
 use crate::worker;
 use crate::{Failure, FailureClass, Limits};
@@ -164,9 +164,17 @@ impl<E> RankProcess<E> {
 
     pub(super) fn send_upstream(&mut self, message: &Message) {
         let Some((rank, link)) = &self.upstream else { return };
-        // Sending fails only for a message over the wire's limits, and this build never creates
-        // such a message.
-        let _ = self.boundary.send_to([(rank, link)], message);
+        if let Err(d) = self.boundary.send_to([(rank, link)], message) {
+            // A plan decides how many outputs a result has, so a result may exceed the wire's limits. Whoever waits
+            // for it must learn why none arrives.
+            let failure = protocol_failure(&d);
+            match message {
+                Message::Fault(_) | Message::Refused(_) => self.outcome = Some(Some(failure)),
+                _ => {
+                    self.queue_local_event(worker::Event::EngineFailed(failure.with_site(CheckSite::Worker)))
+                }
+            }
+        }
     }
 
     pub(super) fn now_ns(&self) -> u64 {

@@ -17,7 +17,7 @@ use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
 use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
-use tessera_runtime::wire::{Dtype, PhaseCall, ShardFingerprint, Tensor, Tensors};
+use tessera_runtime::wire::{Dtype, MAX_TENSORS, PhaseCall, ShardFingerprint, Tensor, Tensors};
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{Digest, Limits, Parity, ParityClass, Tripwires};
 
@@ -218,6 +218,8 @@ pub enum Bug {
     PeerAbortAt(u32),
     /// The latents of a call are not finite.
     NotFiniteAt(u32),
+    /// A result has more outputs than a message may hold.
+    ManyOutputs,
 }
 
 /// An engine that hashes all its inputs into a few floats. The result is equal on every rank if
@@ -335,7 +337,10 @@ impl Engine for FakeEngine {
 
     fn call_outputs(&mut self) -> Result<Tensors, EngineFault> {
         let values: Vec<f32> = self.state.iter().map(|b| f32::from(*b)).collect();
-        Ok(Tensors(vec![Tensor::from_f32("output", &[values.len() as u64], &values).expect("fits")]))
+        let output = |name: &str| Tensor::from_f32(name, &[values.len() as u64], &values).expect("fits");
+        let more = if self.bug == Bug::ManyOutputs { MAX_TENSORS } else { 0 };
+        let more = (0..more).map(|i| output(&i.to_string()));
+        Ok(Tensors(std::iter::once(output("output")).chain(more).collect()))
     }
 
     fn weight_fingerprints(&self) -> Vec<ShardFingerprint> {
