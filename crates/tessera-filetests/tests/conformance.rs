@@ -19,7 +19,7 @@ use tessera_device::{
 use tessera_filetests::{BackendFactory, BackendUnderTest, ConformanceReport, Tolerance, run_conformance};
 use tessera_ir::{DType, OpKind, Opcode, Program, Slots, parse_all};
 use tessera_mesh::Mesh;
-use tessera_models::{DecoderModel, PagedCache, TokenBucket, TokenOutput, build_token_phases};
+use tessera_models::{DecoderModel, PagedCache, TokenBucket, TokenOutput, TokenPhase, build_token_phases};
 use tessera_plan::precision::apply_dtype_policy;
 use tessera_plan::{DecoderPrecision, DtypePolicy, Strategy};
 
@@ -57,6 +57,7 @@ fn low_precision_ops() -> BTreeMap<NarrowOp, String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/lm");
     let cache = PagedCache { page_rows: 4, pages: 8, pages_per_sequence: 4, replicates_heads: false };
     let buckets = [TokenBucket { sequences: 1, rows: 5 }, TokenBucket { sequences: 2, rows: 1 }];
+    let buckets = buckets.map(TokenPhase::from_call);
     let mut ops = BTreeMap::new();
     for dir in std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()) {
         let name = dir.file_name().unwrap().to_string_lossy().into_owned();

@@ -30,10 +30,9 @@ pub use calls::list_calls;
 pub use codes::CODES;
 pub use graph::build_phases;
 pub use lm::{
-    AttentionKind, DecoderModel, EVERY_EXPERT, ExpertConfig, ExpertGate, ExpertLayers, ExpertNames, LOGITS,
-    LanguageModel, MlpConfig, NEXT_IDS, NormKind, PagedCache, ROTARY_FREQUENCIES, RotaryConfig,
-    RotaryScaling, TokenBucket, TokenInput, TokenOutput, build_token_phases, token_ids_name,
-    token_phase_name,
+    AttentionKind, DecoderModel, EVERY_EXPERT, ExpertConfig, ExpertGate, ExpertLayers, ExpertNames, IdSource,
+    LOGITS, LanguageModel, MlpConfig, NEXT_IDS, NormKind, PagedCache, ROTARY_FREQUENCIES, RotaryConfig,
+    RotaryScaling, TokenBucket, TokenInput, TokenOutput, TokenPhase, build_token_phases, token_ids_name,
 };
 pub use presets::Preset;
 pub use schedule::SigmaStep;

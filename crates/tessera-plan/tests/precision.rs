@@ -10,8 +10,8 @@ use std::path::Path;
 
 use tessera_ir::{Bundle, DType, Op, OpKind, Opcode, Program, ValueId, print};
 use tessera_models::{
-    DecoderModel, PagedCache, TEXT_DEVICE_PHASE, TEXT_PHASE, TokenBucket, TokenOutput, Umt5Config,
-    VideoModel, build_token_phases,
+    DecoderModel, PagedCache, TEXT_DEVICE_PHASE, TEXT_PHASE, TokenBucket, TokenOutput, TokenPhase,
+    Umt5Config, VideoModel, build_token_phases,
 };
 use tessera_plan::{DecoderPrecision, DtypePolicy, LogicalModel, Mapping, Strategy, lower, precision};
 use tessera_reference::Tensor;
@@ -336,7 +336,8 @@ fn a_language_model_chooses_experts_and_ids_in_f32() {
     let model = DecoderModel::parse("config.json", config).unwrap();
     let cache = PagedCache { page_rows: 4, pages: 8, pages_per_sequence: 4, replicates_heads: false };
     let bucket = TokenBucket { sequences: 2, rows: 1 };
-    let phase = build_token_phases(&model, cache, &[bucket], TokenOutput::Next).remove(0);
+    let phase =
+        build_token_phases(&model, cache, &[TokenPhase::from_call(bucket)], TokenOutput::Next).remove(0);
     let apply = precision::apply_dtype_policy;
     let p = apply(&phase, DtypePolicy::Bf16, Strategy::Megatron, DecoderPrecision::Exact).unwrap();
     let (single, half) = (DType::F32, DType::Bf16);

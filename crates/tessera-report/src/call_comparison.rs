@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::record::{ChunkRecord, RunRecord};
+use crate::record::{ChunkRecord, RankChunk, RunRecord};
 
 /// The estimate of every kind of call beside what a run measured.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
@@ -20,9 +20,9 @@ pub struct EstimateComparison {
 pub struct CallComparison {
     /// What the calls do, such as `decoding step`.
     pub name: String,
-    /// Name of the phase that they run.
-    pub phase: String,
-    /// Rows that the plan gives a call.
+    /// Names of the phases that they run, in order.
+    pub phases: Vec<String>,
+    /// Rows that the plan gives a call, over all phases.
     pub rows: u64,
     /// Number of measured calls. The first call of each kind is left out if there are others.
     pub calls: u64,
@@ -55,10 +55,10 @@ pub struct ClassComparison {
 pub const LEADER_CLASS: &str = "leader";
 
 impl CallComparison {
-    /// Adds what a run measured in the calls of this phase, to classes with estimates or to new ones.
+    /// Adds what a run measured in the calls of these phases, to classes with estimates or to new ones.
     #[must_use]
     pub fn with_measurement(mut self, record: &RunRecord) -> CallComparison {
-        let measured = measured_calls(record, &self.phase);
+        let measured = measured_calls(record, &self.phases);
         self.calls = measured.len() as u64;
         if measured.is_empty() {
             return self;
@@ -117,31 +117,32 @@ struct MeasuredCall {
     classes: BTreeMap<String, ClassSums>,
 }
 
-/// Returns the calls that ran a phase, without the first if there are others: it fills caches and connections.
-fn measured_calls(record: &RunRecord, phase: &str) -> Vec<MeasuredCall> {
-    let runs = |c: &ChunkRecord| c.ranks.iter().any(|r| r.phases.iter().any(|p| p.name == phase));
+/// Returns the calls that ran these phases, without the first if there are others: it fills caches and connections.
+fn measured_calls(record: &RunRecord, phases: &[String]) -> Vec<MeasuredCall> {
+    let runs = |c: &ChunkRecord| c.ranks.iter().any(|r| r.phases.iter().map(|p| &p.name).eq(phases));
     let calls = record.chunks.iter().enumerate().filter(|(_, c)| runs(c));
     let mut measured: Vec<MeasuredCall> =
-        calls.map(|(i, call)| measure_call(call, record.chunks.get(i + 1), phase)).collect();
+        calls.map(|(i, call)| measure_call(call, record.chunks.get(i + 1))).collect();
     if measured.len() > 1 {
         measured.remove(0);
     }
     measured
 }
 
-fn measure_call(call: &ChunkRecord, next: Option<&ChunkRecord>, phase: &str) -> MeasuredCall {
+fn measure_call(call: &ChunkRecord, next: Option<&ChunkRecord>) -> MeasuredCall {
     let next = next.filter(|next| next.chunk == call.chunk + 1);
     let period_ns = next.map_or(call.wall_ns, |next| next.start_ns.saturating_sub(call.start_ns)) as f64;
-    let phases = || call.ranks.iter().flat_map(|r| &r.phases).filter(|p| p.name == phase);
-    let ranks = phases().count().max(1) as f64;
+    let ranks = || call.ranks.iter().filter(|r| !r.phases.is_empty());
+    let count = ranks().count().max(1) as f64;
     let mut classes: BTreeMap<String, ClassSums> = BTreeMap::new();
-    for work in phases().flat_map(|p| &p.classes) {
+    for work in ranks().flat_map(|r| &r.phases).flat_map(|p| &p.classes) {
         let sums = classes.entry(work.class.clone()).or_default();
-        sums.ops += f64::from(work.ops) / ranks;
-        sums.ns += work.ns as f64 / ranks;
-        sums.sent_bytes += work.sent_bytes as f64 / ranks;
+        sums.ops += f64::from(work.ops) / count;
+        sums.ns += work.ns as f64 / count;
+        sums.sent_bytes += work.sent_bytes as f64 / count;
     }
-    let longest_ns = phases().map(|p| p.end_ns.saturating_sub(p.start_ns)).max().unwrap_or(0) as f64;
+    let span = |r: &RankChunk| Some(r.phases.last()?.end_ns.saturating_sub(r.phases.first()?.start_ns));
+    let longest_ns = ranks().filter_map(span).max().unwrap_or(0) as f64;
     let leader = ClassSums { ns: (period_ns - longest_ns).max(0.0), ..ClassSums::default() };
     classes.insert(LEADER_CLASS.to_string(), leader);
     MeasuredCall { period_ns, classes }
@@ -180,7 +181,7 @@ mod tests {
             ..ClassComparison::default()
         };
         CallComparison {
-            phase: "denoise.0".into(),
+            phases: vec!["denoise.0".into()],
             estimated_ns: Some(5e6),
             classes: vec![class("matmul", 1.5e6), class(LEADER_CLASS, 1e6)],
             ..CallComparison::default()
@@ -206,8 +207,10 @@ mod tests {
     }
 
     #[test]
-    fn a_phase_that_no_call_ran_has_no_measurement() {
-        let other = CallComparison { phase: "tokens.b1.n1".into(), ..estimate() };
-        assert_eq!(other.clone().with_measurement(&record(4)), other);
+    fn phases_that_no_call_ran_have_no_measurement() {
+        for phases in [vec!["tokens.b1.n1".into()], vec!["denoise.0".into(), "denoise.0".into()]] {
+            let other = CallComparison { phases, ..estimate() };
+            assert_eq!(other.clone().with_measurement(&record(4)), other);
+        }
     }
 }

@@ -173,7 +173,8 @@ pub trait Engine {
     fn reset(&mut self);
 
     /// Returns the outputs of the last call's phases, in order: the chunk's latents, and its pixels
-    /// and the next chunk's anchor if the ranks decode. Only ranks of the first stage return outputs,
+    /// and the next chunk's anchor if the ranks decode. What several phases return under one name is one
+    /// tensor, with the rows of each phase behind those of the phase before. Only ranks of the first stage return outputs,
     /// and their bytes are equal.
     fn call_outputs(&mut self) -> Result<Tensors, EngineFault>;
 

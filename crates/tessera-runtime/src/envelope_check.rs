@@ -187,7 +187,7 @@ fn check_infer(
         (CallWork::Chunk(work), CallState::Video(before)) => {
             found.extend(check_chunk(m, work, before, local.programs));
         }
-        (CallWork::Tokens(_), CallState::Text(_)) => found.extend(check_tokens(m)),
+        (CallWork::Tokens(_), CallState::Text(_)) => found.extend(check_tokens(m, local.programs)),
         (work, _) => {
             let kind = match work {
                 CallWork::Warmup => "a warm-up",
@@ -220,14 +220,22 @@ fn check_infer(
     found.extend(check_tensors(&early, tensors));
 }
 
-/// Checks the phases of a call that computes rows of tokens: one forward.
-fn check_tokens(m: &CallMeta) -> Option<Diagnostic> {
+/// Checks the phases of a call that computes rows of tokens: the first takes its ids from the call, and each further
+/// one those that the phase before it chose.
+fn check_tokens(m: &CallMeta, programs: &ProgramIndex) -> Option<Diagnostic> {
     let names: Vec<&str> = m.phases.iter().map(|p| p.program.as_str()).collect();
-    let is_one = matches!(names[..], [name] if PhaseKind::from_program(name) == Some(PhaseKind::Tokens));
-    (!is_one).then(|| {
-        Diagnostic::error(&T0732, "a call of tokens does not have one phase of kind Tokens")
-            .with_label("envelope", format!("phases {names:?}"))
-    })
+    let is_tokens = |name: &str| PhaseKind::from_program(name) == Some(PhaseKind::Tokens);
+    // A program that the plan lacks is reported as such.
+    let reads_call = |name: &str| programs.get(name).map_or(true, |facts| !facts.inputs.is_empty());
+    let what = match &names[..] {
+        [first, rest @ ..] if names.iter().all(|name| is_tokens(name)) => {
+            let misplaced = !reads_call(first) || rest.iter().any(|name| reads_call(name));
+            misplaced
+                .then_some("a phase other than the first takes its ids from the call, or the first does not")
+        }
+        _ => Some("a call of tokens does not have phases of kind Tokens alone"),
+    };
+    what.map(|what| Diagnostic::error(&T0732, what).with_label("envelope", format!("phases {names:?}")))
 }
 
 /// Checks the phases and the settings of a call that computes a chunk, given the caches before it.

@@ -37,7 +37,7 @@ pub struct PagedCacheState {
     /// Number of calls that brought rows; it continues across epochs.
     calls: u32,
     sequences: BTreeMap<u64, CachedSequence>,
-    /// Rows of the call that has begun and whose program has not run.
+    /// Rows of the call that has begun that its phases have not computed yet.
     due_rows: Vec<Option<SequenceRows>>,
 }
 
@@ -70,13 +70,18 @@ impl PagedCacheState {
         Ok(())
     }
 
-    /// Ends and begins the sequences of a call, and notes the rows that its program will write.
+    /// Ends and begins the sequences of a call, and notes the rows that its phases will write.
     ///
     /// # Errors
     /// T0710 for a sequence or a page that this state does not allow, T0712 for rows that do not continue their
     /// sequence. The state is then no longer of use.
     pub fn begin_call(&mut self, work: &TokenWork) -> Result<(), Diagnostic> {
         self.calls = self.next_number(self.calls, "call")?;
+        if let Some(rows) = self.due_rows.iter().flatten().next() {
+            let SequenceRows { sequence, first, .. } = rows;
+            let what = format!("the last call ended before row {first} of sequence {sequence}");
+            return Err(self.transition_error(&what));
+        }
         for id in &work.ended {
             if self.sequences.remove(id).is_none() {
                 return Err(self.transition_error(&format!("sequence {id} ends, but it is not open")));
@@ -97,20 +102,40 @@ impl PagedCacheState {
         Ok(())
     }
 
-    /// Applies the program of the call that has begun: its rows are cached now.
+    /// Applies a phase of the call that has begun: as many rows of each sequence as its program computes are cached
+    /// now. A sequence whose rows are complete is absent in the phases that follow.
     ///
     /// # Errors
-    /// T0712 if the phase names other pages or positions than this state.
+    /// T0710 for a program of no bucket, or one without rows to compute. T0712 if the phase names other pages or
+    /// positions than this state.
     pub fn apply_phase(&mut self, phase: &PhaseCall) -> Result<(), Diagnostic> {
         self.check_scalar(phase, START, 1, |rows, _| rows.first as f32)?;
         self.check_scalar(phase, PAGES, self.spec.pages_per_sequence as usize, |rows, at| {
             let pages = self.sequences.get(&rows.sequence).map_or(&[][..], |s| &s.pages);
             pages.get(at).map_or(-1.0, |page| *page as f32)
         })?;
-        for rows in std::mem::take(&mut self.due_rows).into_iter().flatten() {
+        let Some(of_program) = rows_of_program(&phase.program) else {
+            return Err(
+                self.transition_error(&format!("the program `{}` has no number of rows", phase.program))
+            );
+        };
+        if self.due_rows.iter().all(Option::is_none) {
+            return Err(self.transition_error(&format!("phase `{}` has no rows to compute", phase.program)));
+        }
+        for due in &mut self.due_rows {
+            let Some(rows) = due else { continue };
+            let computed = rows.count.min(of_program);
             if let Some(sequence) = self.sequences.get_mut(&rows.sequence) {
-                sequence.rows += rows.count;
+                sequence.rows += computed;
             }
+            rows.first += computed;
+            rows.count -= computed;
+            if rows.count == 0 {
+                *due = None;
+            }
+        }
+        if self.due_rows.iter().all(Option::is_none) {
+            self.due_rows.clear();
         }
         Ok(())
     }
@@ -221,6 +246,11 @@ impl PagedCacheState {
     }
 }
 
+/// Returns the rows per sequence of a program, from its name: 4 for `tokens.b2.n4`.
+fn rows_of_program(program: &str) -> Option<u32> {
+    program.split('.').find_map(|part| part.strip_prefix('n')?.parse().ok())
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -287,6 +317,40 @@ mod tests {
             let d = refused(work);
             assert!(d.code.id == code && d.message.contains(text), "{} {}", d.code.id, d.message);
         }
+    }
+
+    #[test]
+    fn a_call_of_several_phases_brings_a_row_per_phase_until_a_sequence_is_complete() {
+        let step = |start: &[f32], pages: &[f32]| PhaseCall {
+            program: "tokens.b2.n1".into(),
+            ..phase(start, pages)
+        };
+        let mut state = state_with_sequence();
+        let (begun, pages) = (vec![begin(8, &[1])], [2.0, 0.0, 1.0, -1.0]);
+        let work = TokenWork { begun, rows: vec![rows(7, 3, 3), rows(8, 0, 1)], ..TokenWork::default() };
+        state.begin_call(&work).unwrap();
+        state.apply_phase(&step(&[3.0, 0.0], &pages)).unwrap();
+        let d = state.clone().apply_phase(&step(&[4.0, 1.0], &pages)).unwrap_err();
+        assert!(
+            d.code.id == "T0712" && d.message.contains("`start`"),
+            "sequence 8 is complete: {}",
+            d.message
+        );
+        let alone = [2.0, 0.0, -1.0, -1.0];
+        state.apply_phase(&step(&[4.0, -1.0], &alone)).unwrap();
+        let d = state.clone().begin_call(&TokenWork::default()).unwrap_err();
+        assert!(
+            d.code.id == "T0710" && d.message.contains("ended before row 5 of sequence 7"),
+            "{}",
+            d.message
+        );
+        state.apply_phase(&step(&[5.0, -1.0], &alone)).unwrap();
+        let d = state.clone().apply_phase(&step(&[-1.0; 2], &[-1.0; 4])).unwrap_err();
+        assert!(d.code.id == "T0710" && d.message.contains("no rows to compute"), "{}", d.message);
+        assert!(state.describe().contains("sequence 7: 6 rows in pages [2, 0]"), "{}", state.describe());
+        assert!(state.describe().contains("sequence 8: 1 rows in pages [1]"), "{}", state.describe());
+        let d = state.apply_phase(&PhaseCall { program: "tokens.b2".into(), ..step(&[], &[]) }).unwrap_err();
+        assert!(d.code.id == "T0710" && d.message.contains("no number of rows"), "{}", d.message);
     }
 
     #[test]

@@ -13,9 +13,10 @@ use crate::wire::{CallAction, CallWork, PhaseCall, Tensors, TokenWork};
 pub struct TokenRequest {
     /// The sequences that end, begin, and bring rows.
     pub work: TokenWork,
-    /// The program of the bucket, with the scalars of the call.
-    pub phase: PhaseCall,
-    /// The tensors that the program reads.
+    /// The programs of the bucket in order, each with its scalars. Each but the first decodes the ids that the one
+    /// before has chosen.
+    pub phases: Vec<PhaseCall>,
+    /// The tensors that the first program reads.
     pub inputs: Tensors,
 }
 
@@ -41,16 +42,16 @@ impl TokenDirector {
         request: &TokenRequest,
         programs: &ProgramIndex,
     ) -> Result<CallPlan, Diagnostics> {
-        let found = programs.check_args(&request.phase);
+        let found: Diagnostics = request.phases.iter().flat_map(|p| programs.check_args(p)).collect();
         if !found.is_empty() {
             return Err(found);
         }
         let mut state = self.state.clone();
         let one = |d: Diagnostic| vec![d];
         state.begin_call(&request.work).map_err(one)?;
-        state.apply_phase(&request.phase).map_err(one)?;
+        request.phases.iter().try_for_each(|phase| state.apply_phase(phase)).map_err(one)?;
         let work = CallWork::Tokens(request.work.clone());
-        let meta = call_meta(vec![request.phase.clone()], work, programs, state.state_digest())?;
+        let meta = call_meta(request.phases.clone(), work, programs, state.state_digest())?;
         let chunk = self.state.next_call();
         self.state = state;
         Ok(CallPlan {

@@ -248,6 +248,68 @@ fn token_programs() -> ProgramIndex {
     ProgramIndex::new([("tokens.b2.n4".to_string(), info)])
 }
 
+/// A program that decodes a row of each of 2 sequences, and one that decodes the ids which the phase before chose.
+fn decoding_programs() -> ProgramIndex {
+    let scalars = vec![("pages".to_string(), ArgKind::F32s(4)), ("start".to_string(), ArgKind::F32s(2))];
+    let next = ProgramInfo { collectives: 5, scalars, ..ProgramInfo::default() };
+    let inputs = vec![InputSpec { name: "ids".into(), dtype: Dtype::F32, shape: vec![2] }];
+    let first = ProgramInfo { inputs, ..next.clone() };
+    ProgramIndex::new([("tokens.b2.n1".to_string(), first), ("tokens.b2.n1.next".to_string(), next)])
+}
+
+/// The first call of a language model, whose phases decode an id each: 3 of one sequence and 2 of another.
+fn call_of_phases(programs: &[&str]) -> (Envelope, CallState) {
+    let spec = PagedCacheSpec { page_rows: 4, pages: 4, pages_per_sequence: 2 };
+    let before = CallState::new(CallStateSpec::Text(spec)).expect("legal");
+    let rows = |sequence, count| Some(SequenceRows { sequence, first: 0, count });
+    let begin = |sequence, pages: &[u32]| NewSequence { sequence, pages: pages.to_vec() };
+    let work = CallWork::Tokens(TokenWork {
+        ended: Vec::new(),
+        begun: vec![begin(0, &[2]), begin(1, &[1])],
+        rows: vec![rows(0, 3), rows(1, 2)],
+    });
+    let args = [
+        ([0.0, 0.0], [2.0, -1.0, 1.0, -1.0]),
+        ([1.0, 1.0], [2.0, -1.0, 1.0, -1.0]),
+        ([2.0, -1.0], [2.0, -1.0, -1.0, -1.0]),
+    ];
+    let phase = |(program, (start, pages)): (&&str, ([f32; 2], [f32; 4]))| {
+        let args = [("pages", ScalarArg::from_f32s(&pages)), ("start", ScalarArg::from_f32s(&start))];
+        PhaseCall::new(*program, args.map(|(name, arg)| (name.to_string(), arg)).to_vec())
+    };
+    let phases: Vec<PhaseCall> = programs.iter().zip(args).map(phase).collect();
+    let mut after = before.clone();
+    after.begin_call(&work).expect("legal");
+    phases.iter().for_each(|phase| after.apply_phase(phase).expect("legal"));
+    let totals = decoding_programs().expected_totals(&phases).expect("known");
+    let (mut e, _) = second_call();
+    (e.header.chunk, e.header.cache_epoch) = (before.next_unit(), before.epoch());
+    e.meta = Some(CallMeta {
+        expected_generator_calls: totals.generator_calls,
+        expected_collectives: totals.collectives,
+        expected_trace_digest: totals.trace,
+        phases,
+        predicted_state: after.state_digest(),
+        work,
+    });
+    e.tensors = Tensors(vec![Tensor::from_f32("ids", &[2], &[1.0; 2]).expect("fits")]);
+    (e, before)
+}
+
+// A phase that repeated the first one would decode the ids of the call again, instead of those chosen since.
+#[test]
+fn every_phase_but_the_first_decodes_the_ids_that_the_one_before_chose() {
+    let codes = |programs: &[&str]| {
+        let (e, before) = call_of_phases(programs);
+        codes_under(&e, &before, &decoding_programs(), &Tripwires::default())
+    };
+    let (first, next) = ("tokens.b2.n1", "tokens.b2.n1.next");
+    assert_eq!(codes(&[first, next, next]), [] as [&str; 0]);
+    for programs in [[first, first, next], [first, next, first], [next, next, next]] {
+        assert!(codes(&programs).contains(&"T0732"), "{programs:?}");
+    }
+}
+
 /// The second call of a language model: it ends a sequence, begins another and continues a third.
 fn second_token_call() -> (Envelope, CallState) {
     let spec = PagedCacheSpec { page_rows: 4, pages: 4, pages_per_sequence: 2 };

@@ -376,6 +376,15 @@ fn open_converter(phases: &BTreeMap<String, LoadedPhase>) -> Result<PixelConvert
     }
 }
 
+/// Adds an output of a phase to those of its call: behind the rows of one with the same name, if there is one.
+fn add_output(outputs: &mut Vec<Tensor>, output: Tensor) -> Result<(), Diagnostic> {
+    match outputs.iter_mut().find(|of_call| of_call.name() == output.name()) {
+        Some(of_call) => *of_call = of_call.with_rows_of(&output)?,
+        None => outputs.push(output),
+    }
+    Ok(())
+}
+
 /// Converts pixels to bytes. Fails if one is NaN or infinite, because no later check can see that in bytes.
 fn pixel_bytes(pixels: &PixelConverter, name: &str, values: &[f32]) -> Result<Vec<u8>, EngineFault> {
     pixels.to_finite_rgb(values).map_err(|count| {
@@ -478,7 +487,8 @@ impl Engine for MeshEngine {
                 true => Tensor::new(name, Dtype::U8, shape, pixel_bytes(&self.pixels, name, values)?),
                 false => Tensor::from_f32(name, shape, values),
             };
-            self.outputs.push(output.map_err(|d| EngineFault::local_failure(d.message))?);
+            let added = output.and_then(|output| add_output(&mut self.outputs, output));
+            added.map_err(|d| EngineFault::local_failure(d.message))?;
         }
         let elapsed_ns = || u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.phases_ns = self.phases_ns.saturating_add(elapsed_ns());

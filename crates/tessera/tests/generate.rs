@@ -42,11 +42,15 @@ impl Reference {
 
 /// Loads a model over a mesh; `prompt_rows` is the size of the pieces in which prompts are read.
 fn load(family: &str, mesh: &str, prompt_rows: u64, output: TokenOutput) -> TokenRun {
+    let settings = LanguageSettings { sequences: 2, positions: 128, prompt_rows, ids_per_call: 1, output };
+    load_with(family, mesh, settings)
+}
+
+fn load_with(family: &str, mesh: &str, settings: LanguageSettings) -> TokenRun {
     let mut model = TextModel::open(&folder(family)).unwrap().decoder;
     // The reference ignores the ends of texts.
     model.end_ids.clear();
     let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
-    let settings = LanguageSettings { sequences: 2, positions: 128, prompt_rows, output };
     let plan =
         LanguagePlan::new(&model, &mapping, settings).unwrap_or_else(|ds| panic!("{family} {mesh}: {ds:#?}"));
     TokenRun::load(&Arc::new(plan), &folder(family), 1)
@@ -134,6 +138,53 @@ fn sampled_texts_depend_on_the_seed_and_neither_on_the_mesh_nor_on_the_batch() {
     assert_ne!(sample("tp=1", &[request(1, 8)]), alone);
 }
 
+// The ids of a call stay on the ranks from one phase to the next. 5 divides neither the length of a text nor the ids
+// before the end of one; a plan of 64 decodes a whole text in one call.
+#[test]
+fn a_call_of_several_ids_decodes_the_text_of_calls_of_one() {
+    let reference = Reference::read("qwen3");
+    let request = |i: usize, max_ids, temperature| TextRequest {
+        prompt: reference.prompts[i].clone(),
+        max_ids,
+        sampling: Sampling { temperature, top_k: 30, top_p: 0.95, seed: 5 },
+    };
+    let generate = |mesh: &str, ids_per_call: u64, end: Option<u32>| {
+        let settings = LanguageSettings {
+            sequences: 2,
+            positions: 128,
+            prompt_rows: 16,
+            ids_per_call,
+            output: TokenOutput::Next,
+        };
+        let mut run = load_with("qwen3", mesh, settings);
+        run.set_end_ids(end.as_slice());
+        // The second text of the first batch ends long before the first one, and its pages go to the next batch.
+        let batches = [vec![request(0, 64, 0.0), request(1, 7, 0.8)], vec![request(1, 64, 0.0)]];
+        let texts = batches.map(|batch| {
+            let mut streamed = vec![Vec::new(); batch.len()];
+            let texts = run.generate(&batch, |event| streamed[event.text as usize].push(event.id)).unwrap();
+            assert!(texts.iter().zip(&streamed).all(|(text, ids)| text.ids == *ids));
+            texts
+        });
+        (texts, run.decode)
+    };
+    let (alone, calls) = generate("tp=1", 1, None);
+    assert_eq!(alone[0][0].ids, reference.continuations[0]);
+    assert_eq!((alone[0][1].ids.len(), calls.calls, calls.rows), (7, 63 + 63, 63 + 6 + 63));
+    // The eighth id of a text ends it in the middle of a call.
+    let end = reference.continuations[0][7];
+    let (ended, _) = generate("tp=1", 1, Some(end));
+    assert_eq!(ended[0][0].finish, FinishReason::EndId);
+    for mesh in ["tp=1", "tp=2", "pp=2", "tp=2,pp=2"] {
+        for ids_per_call in [2, 5, 64] {
+            let (found, calls) = generate(mesh, ids_per_call, None);
+            assert_eq!(found, alone, "{mesh}, {ids_per_call} ids");
+            assert_eq!(calls.calls, 2 * 63_u64.div_ceil(ids_per_call), "{mesh}, {ids_per_call} ids");
+            assert_eq!(generate(mesh, ids_per_call, Some(end)).0, ended, "{mesh}, {ids_per_call} ids");
+        }
+    }
+}
+
 // The results of experts are added by ascending expert on every mesh.
 #[test]
 fn logits_have_the_same_bits_for_any_number_of_ranks_that_share_the_experts() {
@@ -168,8 +219,13 @@ fn a_layer_that_predicts_further_tokens_is_left_out_and_any_other_is_rejected() 
         let index = serde_json::json!({ "weight_map": weight_map }).to_string();
         std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
         let model = TextModel::open(dir.path()).unwrap().decoder;
-        let settings =
-            LanguageSettings { sequences: 1, positions: 64, prompt_rows: 8, output: TokenOutput::Logits };
+        let settings = LanguageSettings {
+            sequences: 1,
+            positions: 64,
+            prompt_rows: 8,
+            ids_per_call: 1,
+            output: TokenOutput::Logits,
+        };
         let plan = LanguagePlan::new(&model, &Mapping::default(), settings).unwrap();
         TokenRun::load(&Arc::new(plan), dir.path(), 1)
             .map(|mut run| run.compute_logits(&reference.prompts[0]).unwrap())
@@ -198,8 +254,13 @@ fn the_demo_model_writes_the_text_that_pytorch_computes_in_f64() {
     assert_eq!(prompt, list("ids"));
     for mesh in ["tp=1", "tp=2", "pp=3"] {
         let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
-        let settings =
-            LanguageSettings { sequences: 1, positions: 128, prompt_rows: 64, output: TokenOutput::Next };
+        let settings = LanguageSettings {
+            sequences: 1,
+            positions: 128,
+            prompt_rows: 64,
+            ids_per_call: 1,
+            output: TokenOutput::Next,
+        };
         let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings).unwrap());
         let request = TextRequest { prompt: prompt.clone(), max_ids: 120, sampling: Sampling::default() };
         let texts = TokenRun::load(&plan, &dir, 1).unwrap().generate(&[request], |_| {}).unwrap();

@@ -51,6 +51,9 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
     ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank"),
 ];
 
+/// Ids of each text that one call of GPUs decodes.
+const IDS_PER_GPU_CALL: u64 = 8;
+
 /// Continue texts with a language model
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES, allow_negative_numbers = true)]
@@ -149,6 +152,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     prompt_rows: u16,
 
+    /// Most ids of each text that one call decodes; the ids appear together [default: 8 on GPUs, 1 on CPUs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
+    ids_per_call: Option<u64>,
+
     /// Format of the texts and of diagnostics
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
@@ -176,6 +183,7 @@ pub fn run(args: &Args) -> CliResult {
         sequences: prompts.len() as u64,
         positions: longest as u64 + u64::from(args.max_tokens),
         prompt_rows: u64::from(args.prompt_rows).min(longest.max(1) as u64),
+        ids_per_call: choose_ids_per_call(args),
         output: TokenOutput::Next,
     };
     let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings)?);
@@ -230,6 +238,13 @@ pub fn run(args: &Args) -> CliResult {
         describe_speed(report.decode)
     ));
     Ok(report.exit_code)
+}
+
+/// Returns the most ids of each text that one call decodes. A step of a GPU takes a few milliseconds, so the checks of
+/// a call and the leader's turn weigh more than they do on a CPU, and nobody sees that several ids appear together.
+fn choose_ids_per_call(args: &Args) -> u64 {
+    let usual = if args.device == RunDevice::Cuda { IDS_PER_GPU_CALL } else { 1 };
+    args.ids_per_call.unwrap_or(usual).min(u64::from(args.max_tokens))
 }
 
 /// Returns the mapping of the run. Warns where several of its keys count the same distance.

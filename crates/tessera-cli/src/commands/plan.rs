@@ -35,8 +35,8 @@ options under 'Mapping' then restrict the search; for a language model, only --m
 
 A video model is a folder with stream.toml. For a video model, --out writes a plan, with or without a search. The programs in
 the plan are verified and sealed, and `tessera stream --plan DIR` runs them. The folder of a language
-model is planned too, for the texts that --sequences, --positions and --prompt-rows describe: the summary gives the estimated
-time of a call that reads a part of a prompt and of a decoding step, and --out writes the plan. With --model, --recipe, a
+model is planned too, for the texts that --sequences, --positions, --prompt-rows and --ids-per-call describe: the summary gives the estimated
+time of a call that reads a part of a prompt and of one that decodes, and --out writes the plan. With --model, --recipe, a
 config.json or a search, tessera only estimates a language model: --out writes a report without programs.
 
 A digest identifies the plan, and does not depend on the machine. Before the first call of a run, every rank reports the digest
@@ -83,6 +83,10 @@ pub struct Args {
     /// Ids of a prompt that one call reads, for a language model [default: 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
     pub prompt_rows: Option<u64>,
+
+    /// Most ids of each text that one call decodes, for a language model [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
+    pub ids_per_call: Option<u64>,
 
     /// Write the plan to this new folder
     #[arg(long, value_name = "DIR")]
@@ -139,6 +143,7 @@ fn plan_or_search(args: &Args) -> CliResult {
         ("--sequences", args.sequences),
         ("--positions", args.positions),
         ("--prompt-rows", args.prompt_rows),
+        ("--ids-per-call", args.ids_per_call),
     ];
     if let Some((flag, _)) = of_texts.iter().find(|(_, given)| given.is_some()) {
         let d = Diagnostic::error(&T0030, format!("{flag} applies to the folder of a language model alone"));

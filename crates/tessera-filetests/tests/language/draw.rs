@@ -7,8 +7,8 @@ use tessera_base::random::{DrawKey, Rng, fill_normals};
 use tessera_ir::{Bundle, Opcode, Program};
 use tessera_mesh::Axis;
 use tessera_models::{
-    DecoderModel, LOGITS, NEXT_IDS, PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput, TokenOutput,
-    build_token_phases, token_ids_name, token_phase_name,
+    DecoderModel, IdSource, LOGITS, NEXT_IDS, PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput,
+    TokenOutput, TokenPhase, build_token_phases, token_ids_name,
 };
 use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, Strategy, lower};
 use tessera_reference::{CallScalar, Tensor};
@@ -45,7 +45,8 @@ pub struct Case {
 pub struct TokenCall {
     pub phase: usize,
     pub scalars: BTreeMap<String, CallScalar>,
-    pub ids: (String, Tensor),
+    /// `None` for a phase that decodes the ids which the one before chose.
+    pub ids: Option<(String, Tensor)>,
 }
 
 impl Case {
@@ -73,6 +74,14 @@ impl Case {
         }
     }
 
+    /// Returns the programs: one reads prompts, one decodes, and if it chooses ids another decodes these.
+    fn phases(&self) -> Vec<TokenPhase> {
+        let keeps_ids = self.output == TokenOutput::Next;
+        let decode = TokenPhase { keeps_ids, ..TokenPhase::from_call(BUCKETS[1]) };
+        let next = keeps_ids.then_some(TokenPhase { ids: IdSource::LastPhase, ..decode });
+        [TokenPhase::from_call(BUCKETS[0]), decode].into_iter().chain(next).collect()
+    }
+
     /// Returns the logical programs for a mesh.
     pub fn logical(&self, tp: u32) -> LogicalModel {
         let m = &self.model;
@@ -82,13 +91,10 @@ impl Case {
             pages_per_sequence: PAGES_PER_SEQUENCE,
             replicates_heads: !m.is_latent() && u64::from(tp) > m.kv_heads,
         };
+        let phases = self.phases();
         LogicalModel {
-            phases: build_token_phases(m, cache, &BUCKETS, self.output),
-            calls: BUCKETS
-                .iter()
-                .map(|b| token_phase_name(*b))
-                .map(|name| (name.clone(), vec![name]))
-                .collect(),
+            phases: build_token_phases(m, cache, &phases, self.output),
+            calls: phases.iter().map(TokenPhase::name).map(|name| (name.clone(), vec![name])).collect(),
             heads: if m.is_latent() || cache.replicates_heads { m.heads } else { m.kv_heads },
             head_dim: m.head_dim,
             hidden_size: m.extents.width,
@@ -154,11 +160,15 @@ impl Case {
         calls.extend(
             [[8.0, 3.0], [9.0, 4.0], [10.0, -1.0]].map(|starts| self.call(&mut d, 1, &PAGES, &starts)),
         );
+        if self.output == TokenOutput::Next {
+            // The ids of the call before, and then those of this one.
+            calls.extend([[11.0, -1.0]].map(|starts| self.call(&mut d, 2, &PAGES, &starts)));
+        }
         calls
     }
 
     fn call(&self, d: &mut Rng, phase: usize, pages: &[[f64; 4]], starts: &[f64]) -> TokenCall {
-        let bucket = BUCKETS[phase];
+        let TokenPhase { bucket, ids: source, .. } = self.phases()[phase];
         let sequences = starts.len();
         let rows = sequences * bucket.rows as usize;
         let ids = (0..rows).map(|_| d.next_below(self.model.extents.vocab as usize) as f64).collect();
@@ -180,7 +190,8 @@ impl Case {
             ]);
         }
         let scalars = scalars.into_iter().map(|(name, x)| (name.to_string(), CallScalar::Float(x))).collect();
-        TokenCall { phase, scalars, ids: (token_ids_name(bucket), Tensor::new(&[rows], ids)) }
+        let ids = (token_ids_name(bucket), Tensor::new(&[rows], ids));
+        TokenCall { phase, scalars, ids: (source == IdSource::Call).then_some(ids) }
     }
 }
 

@@ -25,7 +25,10 @@ pub fn evaluate(
     let mut machine = Evaluator::new(bundle.mesh);
     machine.load_weights(weights.clone());
     let run = |call: &TokenCall| {
-        let mut inputs = CallInputs::default().with_input(&call.ids.0, call.ids.1.clone());
+        let mut inputs = match &call.ids {
+            Some((name, ids)) => CallInputs::default().with_input(name, ids.clone()),
+            None => CallInputs::default(),
+        };
         inputs.scalars = call.scalars.clone();
         let outputs = machine.run(&programs_of_ranks(bundle, call.phase), &inputs);
         let outputs = outputs.unwrap_or_else(|e| panic!("{e:?}"));
@@ -66,10 +69,10 @@ pub fn run_on_cpus(
         let mut outputs = Vec::new();
         for call in calls {
             let program = &programs[call.phase];
-            let ids = to_f32(&call.ids.1);
+            let ids = call.ids.as_ref().map(|(name, ids)| (name.as_str(), to_f32(ids)));
             let data = CallData {
                 scalars: call.scalars.iter().map(|(name, x)| (name.as_str(), to_scalar(x))).collect(),
-                inputs: BTreeMap::from([(call.ids.0.as_str(), ids.as_slice())]),
+                inputs: ids.iter().map(|(name, ids)| (*name, ids.as_slice())).collect(),
             };
             backend.run(handles[call.phase], &data, &mut NoObserver)?;
             let is_result = |o: &Op| o.opcode == Opcode::Output && o.name.as_deref() == Some(output);

@@ -8,7 +8,7 @@
 mod attention;
 mod feed_forward;
 
-use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
+use tessera_ir::{BufferId, Builder, DType, Opcode, Program, Type, ValueId};
 
 use self::attention::LatentExtents;
 use super::{AttentionKind, DecoderModel};
@@ -23,6 +23,42 @@ pub struct TokenBucket {
     pub sequences: u64,
     /// Rows of each sequence: 1 for a decode step, more for a part of a prompt.
     pub rows: u64,
+}
+
+/// A program of a bucket, and what it does with ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenPhase {
+    /// The rows that the program computes.
+    pub bucket: TokenBucket,
+    /// Where the ids of the rows come from.
+    pub ids: IdSource,
+    /// Whether the chosen ids also stay on the ranks, for a phase of [`IdSource::LastPhase`] behind this one.
+    pub keeps_ids: bool,
+}
+
+/// Where a program takes the ids of its rows from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdSource {
+    /// The call carries them, as the tensor of [`token_ids_name`].
+    Call,
+    /// The phase before chose them. Such a program belongs to a bucket of one row per sequence.
+    LastPhase,
+}
+
+impl TokenPhase {
+    /// Creates a program whose ids the call carries, and whose choice leaves the ranks.
+    #[must_use]
+    pub fn from_call(bucket: TokenBucket) -> TokenPhase {
+        TokenPhase { bucket, ids: IdSource::Call, keeps_ids: false }
+    }
+
+    /// Returns the name of the program.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let TokenBucket { sequences, rows } = self.bucket;
+        let suffix = if self.ids == IdSource::LastPhase { ".next" } else { "" };
+        format!("tokens.b{sequences}.n{rows}{suffix}")
+    }
 }
 
 /// The extents of the KV caches.
@@ -70,16 +106,12 @@ impl TokenInput {
     pub const TOP_P: &str = "top_p";
 }
 
-/// Returns the name of the program of a bucket.
-#[must_use]
-pub fn token_phase_name(bucket: TokenBucket) -> String {
-    format!("tokens.b{}.n{}", bucket.sequences, bucket.rows)
-}
-
 /// Output [sequences] with the id that is chosen after the last row of each sequence.
 pub const NEXT_IDS: &str = "next";
 /// Output [sequences · rows, vocabulary] with the logits of every row.
 pub const LOGITS: &str = "logits";
+/// Buffer [sequences] with the ids that the last phase chose.
+const KEPT_IDS: &str = "chosen";
 /// The part of a weight's name that stands for the number of each expert: a program reads the matrices of all
 /// experts of a layer as one weight, whose first dim is the expert.
 pub const EVERY_EXPERT: &str = ".*.";
@@ -91,7 +123,7 @@ pub fn token_ids_name(bucket: TokenBucket) -> String {
     format!("ids.b{}.n{}", bucket.sequences, bucket.rows)
 }
 
-/// Builds the program of each bucket.
+/// Builds the programs of a model.
 ///
 /// # Panics
 /// Never panics for a parsed [`DecoderModel`], whose dimensions satisfy every rule used here.
@@ -99,21 +131,25 @@ pub fn token_ids_name(bucket: TokenBucket) -> String {
 pub fn build_token_phases(
     m: &DecoderModel,
     cache: PagedCache,
-    buckets: &[TokenBucket],
+    phases: &[TokenPhase],
     output: TokenOutput,
 ) -> Vec<Program> {
-    buckets.iter().map(|bucket| build_phase(m, cache, *bucket, output)).collect()
+    phases.iter().map(|phase| build_phase(m, cache, *phase, output)).collect()
 }
 
-fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output: TokenOutput) -> Program {
+fn build_phase(m: &DecoderModel, cache: PagedCache, phase: TokenPhase, output: TokenOutput) -> Program {
     let mut g = DecoderBuilder {
-        builder: Builder::new_logical(&token_phase_name(bucket)),
+        builder: Builder::new_logical(&phase.name()),
         model: m,
         cache,
         location: "first".to_string(),
     };
+    let bucket = phase.bucket;
     let b = bucket.sequences;
-    let ids = g.emit_input(&token_ids_name(bucket), &[b * bucket.rows]);
+    let ids = match phase.ids {
+        IdSource::Call => g.emit_input(&token_ids_name(bucket), &[b * bucket.rows]),
+        IdSource::LastPhase => g.read_kept_ids(b),
+    };
     g.location = "all".to_string();
     let pages = g.emit_numbers(TokenInput::PAGES, &[b, cache.pages_per_sequence]);
     let start = g.emit_numbers(TokenInput::START, &[b]);
@@ -142,7 +178,11 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, bucket: TokenBucket, output:
             for (name, value) in numbers {
                 g.builder.add_keyed(name, value);
             }
-            (NEXT_IDS, g.emit_op(Opcode::Sample, &[logits]))
+            let next = g.emit_op(Opcode::Sample, &[logits]);
+            if phase.keeps_ids {
+                g.keep_ids(b, next);
+            }
+            (NEXT_IDS, next)
         }
     };
     g.builder.set_attr("at", "last");
@@ -233,6 +273,23 @@ impl DecoderBuilder<'_> {
     fn emit_input(&mut self, name: &str, shape: &[u64]) -> ValueId {
         self.builder.set_attr("at", self.location.as_str());
         self.builder.set_label(name).add_input(name, Type::new(DType::F32, shape))
+    }
+
+    /// Writes the chosen ids to the ranks that embed them in the next phase.
+    fn keep_ids(&mut self, sequences: u64, ids: ValueId) {
+        let buffer = self.declare_kept_ids(sequences);
+        self.builder.set_attr("at", "first");
+        self.builder.write_buffer(buffer, ids);
+    }
+
+    fn read_kept_ids(&mut self, sequences: u64) -> ValueId {
+        let buffer = self.declare_kept_ids(sequences);
+        self.builder.set_attr("at", "first");
+        self.builder.read_buffer(buffer)
+    }
+
+    fn declare_kept_ids(&mut self, sequences: u64) -> BufferId {
+        self.builder.declare_buffer(KEPT_IDS, Type::new(DType::F32, [sequences]))
     }
 
     /// Emits numbers of the call, which are the same on every rank.

@@ -109,7 +109,7 @@ fn a_run_of_texts_shows_its_texts_its_rates_and_the_estimate_beside_the_run() {
     }];
     let call = CallComparison {
         name: "decoding step".into(),
-        phase: "tokens.b1.n1".into(),
+        phases: vec!["tokens.b1.n1".into()],
         rows: 1,
         estimated_ns: Some(12_000_000.0),
         classes: vec![ClassComparison {

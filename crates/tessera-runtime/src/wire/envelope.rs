@@ -117,7 +117,7 @@ pub struct TokenWork {
     pub ended: Vec<u64>,
     /// Sequences that begin with this call.
     pub begun: Vec<NewSequence>,
-    /// The rows that the call brings, by the place of their sequence in the bucket; `None` is an
+    /// The rows that all phases of the call together bring, by the place of their sequence in the bucket; `None` is an
     /// absent sequence.
     pub rows: Vec<Option<SequenceRows>>,
 }

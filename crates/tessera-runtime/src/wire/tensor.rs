@@ -123,6 +123,23 @@ impl Tensor {
         Tensor::new(name, Dtype::F32, shape, bytes)
     }
 
+    /// Returns this tensor with the rows of another one behind its own. The first extents add up.
+    ///
+    /// # Errors
+    /// T0706 if dtypes or further extents differ, or if one of them is a scalar.
+    pub fn with_rows_of(&self, other: &Tensor) -> Result<Tensor, Diagnostic> {
+        let (a, b) = (&self.spec, &other.spec);
+        match (&a.shape[..], &b.shape[..]) {
+            ([rows, width @ ..], [more, other_width @ ..]) if a.dtype == b.dtype && width == other_width => {
+                let shape: Vec<u64> = std::iter::once(rows + more).chain(width.iter().copied()).collect();
+                Tensor::new(&a.name, a.dtype, &shape, [self.data(), other.data()].concat())
+            }
+            _ => Err(Diagnostic::error(&T0706, format!("rows of two types for the tensor `{}`", a.name))
+                .with_label("first", a.type_text())
+                .with_label("second", b.type_text())),
+        }
+    }
+
     /// Returns the values as `f32`, or `None` for an integer tensor.
     #[must_use]
     pub fn to_f32(&self) -> Option<Vec<f32>> {

@@ -211,6 +211,7 @@ impl DrillRunner {
             sequences: 1,
             positions: (PROMPT_IDS.len() + TEXT_IDS) as u64,
             prompt_rows: 2,
+            ids_per_call: 2,
             output: TokenOutput::Next,
         };
         let plan = Arc::new(LanguagePlan::new(&model, &mapping, settings)?);

@@ -1,11 +1,14 @@
-//! Estimates the calls of a plan: one that reads a part of a prompt, and one that decodes an id of every text.
+//! Estimates the calls of a plan: one that reads a part of a prompt, and one that decodes ids of every text.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cost::MachineModel;
 use tessera_cost::estimate_error::compare_by_class;
 use tessera_mesh::Rank;
-use tessera_models::{TokenBucket, token_phase_name};
-use tessera_plan::video::estimate_call;
+use tessera_models::TokenPhase;
+use tessera_plan::video::{CallEstimate, estimate_call};
 use tessera_report::call_comparison::{CallComparison, ClassComparison, EstimateComparison, LEADER_CLASS};
 
 use super::LanguagePlan;
@@ -21,10 +24,8 @@ impl LanguagePlan {
     /// # Errors
     /// T1115 if ranks form a wait cycle, which no sealed plan has.
     pub fn estimate_calls(&self, machine: &MachineModel) -> Result<EstimateComparison, Diagnostics> {
-        let mut kinds = vec![("part of a prompt", self.prefill), ("decoding step", self.decode)];
-        // A plan has one phase for both if a prompt is read row by row.
-        kinds.dedup_by(|b, a| a.1 == b.1);
-        let calls = kinds.into_iter().map(|(name, bucket)| self.estimate_bucket(name, bucket, machine));
+        let kinds = self.call_kinds();
+        let calls = kinds.into_iter().map(|kind| self.estimate_kind(kind, machine));
         Ok(EstimateComparison {
             machine: format!("{}, executor {}", machine.cluster.title, machine.profile.name),
             calls: calls.collect::<Result<_, Diagnostic>>().map_err(|d| vec![d])?,
@@ -34,32 +35,72 @@ impl LanguagePlan {
     /// Returns the kinds of calls without an estimate, for the reason that `why` states.
     #[must_use]
     pub fn calls_without_estimate(&self, why: &str) -> EstimateComparison {
-        let call = |name: &str, bucket: TokenBucket| CallComparison {
-            name: name.to_string(),
-            phase: token_phase_name(bucket),
-            rows: bucket.sequences * bucket.rows,
-            ..CallComparison::default()
-        };
-        let mut calls = vec![call("part of a prompt", self.prefill), call("decoding step", self.decode)];
-        calls.dedup_by(|b, a| a.phase == b.phase);
+        let calls = self.call_kinds();
         EstimateComparison { machine: why.to_string(), calls }
     }
 
-    fn estimate_bucket(
+    /// Returns the kinds of calls: one that reads a part of a prompt, and one that decodes as many ids as a call may.
+    fn call_kinds(&self) -> Vec<CallComparison> {
+        let kind = |name: String, phases: &[TokenPhase]| CallComparison {
+            name,
+            phases: phases.iter().map(TokenPhase::name).collect(),
+            rows: phases.iter().map(|phase| phase.bucket.sequences * phase.bucket.rows).sum(),
+            ..CallComparison::default()
+        };
+        let decoding = self.decoding_phases(usize::MAX);
+        let name = match decoding.len() {
+            1 => "decoding step".to_string(),
+            ids => format!("{ids} decoding steps"),
+        };
+        let mut kinds = vec![
+            kind("part of a prompt".to_string(), &[TokenPhase::from_call(self.prefill)]),
+            kind(name, &decoding),
+        ];
+        // A plan has one phase for both if a prompt is read row by row.
+        kinds.dedup_by(|b, a| a.phases == b.phases);
+        kinds
+    }
+
+    fn estimate_kind(
         &self,
-        name: &str,
-        bucket: TokenBucket,
+        kind: CallComparison,
         machine: &MachineModel,
     ) -> Result<CallComparison, Diagnostic> {
-        let phase = token_phase_name(bucket);
         let bundle = to_bundle(&self.sealed);
-        let estimate =
-            estimate_call(&bundle, &phase, std::slice::from_ref(&phase), machine, true).map_err(|d| *d)?;
         let mut classes: Vec<ClassComparison> = Vec::new();
+        let (mut total_ns, mut exposed_ns) = (LEADER_NS, 0.0);
+        let mut known: BTreeMap<&str, CallEstimate> = BTreeMap::new();
+        for phase in &kind.phases {
+            let estimate = match known.entry(phase) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => {
+                    let list = std::slice::from_ref(phase);
+                    new.insert(estimate_call(&bundle, phase, list, machine, true).map_err(|d| *d)?)
+                }
+            };
+            total_ns += estimate.ns;
+            exposed_ns += estimate.exposed_ns();
+            self.add_classes(phase, estimate, &mut classes);
+        }
+        classes.push(ClassComparison {
+            class: LEADER_CLASS.to_string(),
+            estimated_ns: Some(LEADER_NS),
+            ..ClassComparison::default()
+        });
+        Ok(CallComparison {
+            estimated_ns: Some(total_ns),
+            estimated_exposed_ns: Some(exposed_ns),
+            classes,
+            ..kind
+        })
+    }
+
+    /// Adds the estimated times of a phase by class of op, as means over ranks.
+    fn add_classes(&self, phase: &str, estimate: &CallEstimate, classes: &mut Vec<ClassComparison>) {
         let mesh = self.sealed.mesh();
         let ranks: Vec<Rank> = mesh.iter().filter(|r| mesh.contains(*r)).collect();
         for rank in &ranks {
-            let Some(program) = self.sealed.rank_program(&phase, *rank) else { continue };
+            let Some(program) = self.sealed.rank_program(phase, *rank) else { continue };
             let op_ns = estimate.op_times_ns(*rank, program.ops.len());
             for row in compare_by_class(program, &[], Some(&op_ns)) {
                 let own = row.estimated_ns.unwrap_or(0.0) / ranks.len() as f64;
@@ -73,19 +114,5 @@ impl LanguagePlan {
                 }
             }
         }
-        classes.push(ClassComparison {
-            class: LEADER_CLASS.to_string(),
-            estimated_ns: Some(LEADER_NS),
-            ..ClassComparison::default()
-        });
-        Ok(CallComparison {
-            name: name.to_string(),
-            phase,
-            rows: bucket.sequences * bucket.rows,
-            estimated_ns: Some(estimate.ns + LEADER_NS),
-            estimated_exposed_ns: Some(estimate.exposed_ns()),
-            classes,
-            ..CallComparison::default()
-        })
     }
 }

@@ -7,7 +7,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::Bundle;
 use tessera_mesh::{Axis, Mesh};
 use tessera_models::{
-    DecoderModel, PagedCache, TokenBucket, TokenOutput, build_token_phases, token_phase_name,
+    DecoderModel, IdSource, PagedCache, TokenBucket, TokenOutput, TokenPhase, build_token_phases,
 };
 use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, Strategy, lower};
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
@@ -21,6 +21,9 @@ use crate::plan_folder::{
 /// Positions of a page. Small pages waste few positions at the end of a sequence; a CPU looks up each once.
 const PAGE_ROWS: u64 = 16;
 
+/// Most ids that one call may decode. More would save little, and delay the texts.
+const MAX_IDS_PER_CALL: u64 = 64;
+
 /// The extents of a run, which fix every shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -31,6 +34,8 @@ pub struct LanguageSettings {
     pub positions: u64,
     /// Rows of a call that reads a part of a prompt.
     pub prompt_rows: u64,
+    /// Most ids of each sequence that one call decodes; 1 for programs that return logits.
+    pub ids_per_call: u64,
     /// What the programs return.
     #[serde(with = "TokenOutputName")]
     pub output: TokenOutput,
@@ -117,6 +122,12 @@ impl LanguagePlan {
         memory.map(|m| [m.weights.0, m.buffers.0, m.inputs.0, m.temporaries.0]).collect()
     }
 
+    /// Returns the programs of a call that decodes this many ids of each sequence, in order.
+    #[must_use]
+    pub fn decoding_phases(&self, ids: usize) -> Vec<TokenPhase> {
+        self.settings.decoding_phases().take(ids).collect()
+    }
+
     /// Returns whether a folder holds the plan of a language model.
     pub(crate) fn is_in(dir: &Path) -> bool {
         dir.join(SETTINGS_FILE).is_file()
@@ -166,6 +177,39 @@ impl LanguageSettings {
         }
     }
 
+    /// Returns the programs of a call that decodes as many ids as a call may, in order.
+    fn decoding_phases(self) -> impl Iterator<Item = TokenPhase> {
+        let [_, bucket] = self.buckets();
+        let keeps_ids = self.ids_per_call > 1;
+        let phase = move |i| TokenPhase {
+            bucket,
+            ids: if i == 0 { IdSource::Call } else { IdSource::LastPhase },
+            keeps_ids,
+        };
+        (0..self.ids_per_call).map(phase)
+    }
+
+    /// Returns every program of a plan.
+    fn phases(self) -> Vec<TokenPhase> {
+        let [prefill, decode] = self.buckets();
+        let reads_prompts = (prefill != decode).then(|| TokenPhase::from_call(prefill));
+        reads_prompts.into_iter().chain(self.decoding_phases().take(2)).collect()
+    }
+
+    /// Returns the calls that a plan admits: one that reads a part of a prompt, and one for each number of ids that a
+    /// call may decode.
+    fn calls(self) -> Vec<(String, Vec<String>)> {
+        let names: Vec<String> = self.decoding_phases().map(|phase| phase.name()).collect();
+        let [prefill, decode] = self.buckets();
+        let reads_prompts = (prefill != decode).then(|| TokenPhase::from_call(prefill).name());
+        let reads_prompts = reads_prompts.map(|name| (name.clone(), vec![name]));
+        let decodes = (1..=names.len()).map(|ids| {
+            let suffix = if ids == 1 { String::new() } else { format!(".x{ids}") };
+            (format!("{}{suffix}", names[0]), names[..ids].to_vec())
+        });
+        reads_prompts.into_iter().chain(decodes).collect()
+    }
+
     /// Returns the bucket that reads prompts and the one that decodes.
     fn buckets(self) -> [TokenBucket; 2] {
         let prefill = TokenBucket { sequences: 1, rows: self.prompt_rows };
@@ -194,22 +238,26 @@ fn check_settings(model: &DecoderModel, s: LanguageSettings) -> Result<(), Diagn
             "shorten the prompt, or generate fewer tokens",
         );
     }
+    let most = if s.output == TokenOutput::Next { MAX_IDS_PER_CALL } else { 1 };
+    if !(1..=most).contains(&s.ids_per_call) {
+        return refuse(
+            format!("{} ids per call, but such a plan decodes 1 to {most}", s.ids_per_call),
+            "choose another number of ids per call",
+        );
+    }
     Ok(())
 }
 
 fn logical_model(m: &DecoderModel, mesh: &Mesh, settings: LanguageSettings) -> LogicalModel {
     let cache = settings.cache(m, mesh);
-    let mut buckets = settings.buckets().to_vec();
-    buckets.dedup();
-    let calls = buckets.iter().map(|b| token_phase_name(*b)).map(|name| (name.clone(), vec![name])).collect();
     LogicalModel {
-        phases: build_token_phases(m, cache, &buckets, settings.output),
-        calls,
+        phases: build_token_phases(m, cache, &settings.phases(), settings.output),
+        calls: settings.calls(),
         heads: if m.is_latent() || cache.replicates_heads { m.heads } else { m.kv_heads },
         head_dim: m.head_dim,
         hidden_size: m.extents.width,
         ffn_size: m.narrowest_feed_forward(),
-        tokens: buckets.iter().map(|b| b.sequences * b.rows).max().unwrap_or(1),
+        tokens: settings.buckets().iter().map(|b| b.sequences * b.rows).max().unwrap_or(1),
         blocks: m.extents.layers,
         experts: m.experts.as_ref().map_or(0, |e| e.count),
         decoder: DecoderPrecision::Exact,

@@ -1,4 +1,4 @@
-//! Decides what the calls of a batch of texts bring: prompts in pieces, then one id of every text per call. A pure
+//! Decides what the calls of a batch of texts bring: prompts in pieces, then some ids of every text per call. A pure
 //! state machine, so that threads of one process and processes under a leader run the same calls.
 
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
-use tessera_models::{LOGITS, NEXT_IDS, TokenBucket, TokenInput, token_ids_name, token_phase_name};
+use tessera_models::{LOGITS, NEXT_IDS, TokenInput, TokenPhase, token_ids_name};
 use tessera_runtime::token_director::TokenRequest;
 use tessera_runtime::wire::{
     FinishReason, NewSequence, PhaseCall, ScalarArg, SequenceRows, Tensor, Tensors, TokenEvent, TokenWork,
@@ -88,11 +88,32 @@ struct Sequence {
     finish: Option<FinishReason>,
 }
 
-/// Rows that the call in flight brings.
+/// A call whose outputs are due.
+struct CallInFlight {
+    /// The programs of the call, in order. Each chooses an id of every text whose prompt is read.
+    phases: Vec<TokenPhase>,
+    /// Rows of the call by the place of their sequence in the bucket; `None` is an absent one.
+    batch: Vec<Option<RowsInFlight>>,
+}
+
+/// Rows of a text that the call in flight brings.
 #[derive(Clone, Copy)]
 struct RowsInFlight {
     text: usize,
     count: usize,
+}
+
+impl CallInFlight {
+    /// Returns the rows that a phase brings, by place: the index of the first among those of the call, and their number.
+    fn rows_of_phase(&self, phase: usize) -> impl Iterator<Item = Option<(RowsInFlight, usize)>> + '_ {
+        let rows = self.phases[phase].bucket.rows as usize;
+        self.batch.iter().map(move |brought| {
+            let brought = (*brought)?;
+            let first = phase * rows;
+            let count = brought.count.checked_sub(first).filter(|n| *n > 0)?.min(rows);
+            Some((RowsInFlight { count, ..brought }, first))
+        })
+    }
 }
 
 /// The texts of a batch, and the call in flight.
@@ -105,8 +126,7 @@ pub(super) struct TokenScheduler {
     next_number: u64,
     /// Sequences that ended since the last call.
     ended: Vec<u64>,
-    /// Rows of the call in flight, by the place of their sequence in its bucket.
-    in_flight: Option<Vec<Option<RowsInFlight>>>,
+    in_flight: Option<CallInFlight>,
 }
 
 impl TokenScheduler {
@@ -160,25 +180,33 @@ impl TokenScheduler {
     pub(super) fn next_call(&mut self) -> Result<Option<TokenRequest>, Diagnostic> {
         let unread =
             self.sequences.iter().position(|s| s.finish.is_none() && s.cached < s.request.prompt.len());
-        let (bucket, rows) = match unread {
+        let call = match unread {
             Some(text) => {
                 let count = self.sequences[text].request.prompt.len() - self.sequences[text].cached;
                 let count = count.min(self.plan.prefill.rows as usize);
-                (self.plan.prefill, vec![Some(RowsInFlight { text, count })])
+                let batch = vec![Some(RowsInFlight { text, count })];
+                CallInFlight { phases: vec![TokenPhase::from_call(self.plan.prefill)], batch }
             }
-            None => {
-                let row = |(text, s): (usize, &Sequence)| {
-                    s.finish.is_none().then_some(RowsInFlight { text, count: 1 })
-                };
-                (self.plan.decode, self.sequences.iter().enumerate().map(row).collect())
-            }
+            None => self.next_decoding(),
         };
-        if rows.iter().all(Option::is_none) {
+        if call.batch.iter().all(Option::is_none) {
             return Ok(None);
         }
-        let request = self.build_call(bucket, &rows)?;
-        self.in_flight = Some(rows);
+        let request = self.build_call(&call)?;
+        self.in_flight = Some(call);
         Ok(Some(request))
+    }
+
+    /// Returns a call that decodes ids of every open text: as many as a call may, or as the longest text still needs.
+    fn next_decoding(&self) -> CallInFlight {
+        let most = self.plan.settings.ids_per_call as usize;
+        let missing = |s: &Sequence| s.request.prompt.len() + s.request.max_ids - s.ids.len();
+        let rows = |(text, s): (usize, &Sequence)| {
+            s.finish.is_none().then(|| RowsInFlight { text, count: missing(s).min(most) })
+        };
+        let batch: Vec<_> = self.sequences.iter().enumerate().map(rows).collect();
+        let ids = batch.iter().flatten().map(|rows| rows.count).max().unwrap_or(0);
+        CallInFlight { phases: self.plan.decoding_phases(ids), batch }
     }
 
     /// Whether the outputs of a call are due.
@@ -191,20 +219,24 @@ impl TokenScheduler {
     /// # Errors
     /// T0087 if no call is in flight or an id is missing.
     pub(super) fn take_outputs(&mut self, outputs: &Tensors) -> Result<Vec<TokenEvent>, Diagnostic> {
-        let rows = self.in_flight.take().ok_or_else(|| Diagnostic::error(&T0087, "no call is in flight"))?;
-        let next = outputs.get(NEXT_IDS).and_then(Tensor::to_f32);
+        let call = self.in_flight.take().ok_or_else(|| Diagnostic::error(&T0087, "no call is in flight"))?;
+        let next = outputs.get(NEXT_IDS).and_then(Tensor::to_f32).unwrap_or_default();
         let mut events = Vec::new();
-        for (place, RowsInFlight { text, count }) in
-            rows.iter().enumerate().filter_map(|(place, rows)| rows.map(|rows| (place, rows)))
-        {
-            let sequence = &mut self.sequences[text];
-            sequence.cached += count;
-            if sequence.cached < sequence.ids.len() {
-                continue;
+        for (phase, TokenPhase { bucket, .. }) in call.phases.iter().enumerate() {
+            // Every phase returns the ids that it chose, behind those of the phases before.
+            let next = next.get(phase * bucket.sequences as usize..).unwrap_or_default();
+            for (place, rows) in call.rows_of_phase(phase).enumerate() {
+                let Some((RowsInFlight { text, count }, _)) = rows else { continue };
+                let sequence = &mut self.sequences[text];
+                sequence.cached += count;
+                // Later phases continue a text that ended in an earlier one; nobody reads what they choose.
+                if sequence.cached < sequence.ids.len() || sequence.finish.is_some() {
+                    continue;
+                }
+                let id = next.get(place).copied();
+                let id = id.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no ids"))? as u32;
+                events.push(self.push_id(text, id));
             }
-            let id = next.as_ref().and_then(|ids| ids.get(place).copied());
-            let id = id.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no ids"))? as u32;
-            events.push(self.push_id(text, id));
         }
         Ok(events)
     }
@@ -216,7 +248,7 @@ impl TokenScheduler {
     pub(super) fn take_logits(&mut self, outputs: &Tensors) -> Result<Vec<f32>, Diagnostic> {
         let logits = outputs.get(LOGITS).and_then(Tensor::to_f32);
         let mut logits = logits.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no logits"))?;
-        let rows = self.in_flight.take().and_then(|rows| rows.first().copied().flatten());
+        let rows = self.in_flight.take().and_then(|call| call.batch.first().copied().flatten());
         let RowsInFlight { text, count } =
             rows.ok_or_else(|| Diagnostic::error(&T0087, "no call is in flight"))?;
         self.sequences[text].cached += count;
@@ -226,7 +258,7 @@ impl TokenScheduler {
 
     /// Returns whether the call in flight reads a prompt, and the rows that it brings.
     pub(super) fn describe_call(&self) -> (bool, u64) {
-        let mut rows = self.in_flight.iter().flatten().flatten().peekable();
+        let mut rows = self.in_flight.iter().flat_map(|call| &call.batch).flatten().peekable();
         let reads_prompt = rows
             .peek()
             .is_some_and(|r| self.sequences[r.text].cached < self.sequences[r.text].request.prompt.len());
@@ -278,45 +310,65 @@ impl TokenScheduler {
         self.pool.return_pages(&mut sequence.pages);
     }
 
-    /// Builds the call of a bucket with rows of some texts; `None` is an absent one.
-    fn build_call(
-        &mut self,
-        bucket: TokenBucket,
-        batch: &[Option<RowsInFlight>],
-    ) -> Result<TokenRequest, Diagnostic> {
+    /// Builds the message of a call.
+    fn build_call(&mut self, call: &CallInFlight) -> Result<TokenRequest, Diagnostic> {
+        let bucket = call.phases[0].bucket;
         let (b, n) = (bucket.sequences as usize, bucket.rows as usize);
-        let row_of = |place: usize| {
-            let rows = batch.get(place).copied().flatten()?;
-            Some((&self.sequences[rows.text], rows.count))
-        };
-        let numbers = |absent: f32, of: &dyn Fn(&Sequence, usize) -> f32| -> Vec<f32> {
-            (0..b).map(|place| row_of(place).map_or(absent, |(s, count)| of(s, count))).collect()
-        };
-        let sampling = |of: &dyn Fn(&Sampling) -> f32| numbers(0.0, &|s, _| of(&s.request.sampling));
-        let last = (0..b).map(|p| (p * n + row_of(p).map_or(0, |(_, count)| count - 1)) as f32).collect();
-        let mut ids = vec![0.0; b * n];
-        let per_sequence = self.plan.cache.pages_per_sequence as usize;
-        let mut pages = vec![-1.0; b * per_sequence];
         let mut work = TokenWork { ended: Vec::new(), begun: Vec::new(), rows: vec![None; b] };
-        for (place, (sequence, count)) in (0..b).filter_map(|p| Some((p, row_of(p)?))) {
+        let mut ids = vec![0.0; b * n];
+        for (place, rows) in call.rows_of_phase(0).enumerate() {
+            let Some((RowsInFlight { text, count }, _)) = rows else { continue };
+            let sequence = &self.sequences[text];
             let first = sequence.cached;
             for (to, id) in ids[place * n..].iter_mut().zip(&sequence.ids[first..first + count]) {
                 *to = *id as f32;
             }
-            for (to, page) in pages[place * per_sequence..].iter_mut().zip(&sequence.pages) {
+        }
+        for (place, rows) in call.batch.iter().enumerate() {
+            let Some(RowsInFlight { text, count }) = rows else { continue };
+            let Sequence { number: sequence, cached, ref pages, .. } = self.sequences[*text];
+            if cached == 0 {
+                work.begun.push(NewSequence { sequence, pages: pages.clone() });
+            }
+            work.rows[place] = Some(SequenceRows { sequence, first: cached as u32, count: *count as u32 });
+        }
+        let phases = (0..call.phases.len()).map(|phase| self.build_phase(call, phase)).collect();
+        let inputs = Tensors(vec![Tensor::from_f32(&token_ids_name(bucket), &[(b * n) as u64], &ids)?]);
+        work.ended = std::mem::take(&mut self.ended);
+        Ok(TokenRequest { work, phases, inputs })
+    }
+
+    /// Builds a phase of a call with its scalars.
+    fn build_phase(&self, call: &CallInFlight, phase: usize) -> PhaseCall {
+        let TokenPhase { bucket, .. } = call.phases[phase];
+        let (b, n) = (bucket.sequences as usize, bucket.rows as usize);
+        let mut places: Vec<_> = call.rows_of_phase(phase).collect();
+        places.resize(b, None);
+        let numbers = |absent: f32, of: &dyn Fn(usize, &Sequence, usize) -> f32| -> Vec<f32> {
+            let number = |(place, rows): (usize, &Option<(RowsInFlight, usize)>)| {
+                // Positions count the rows that the phases before this one bring.
+                rows.map_or(absent, |(RowsInFlight { text, count }, before)| {
+                    let sequence = &self.sequences[text];
+                    of(place, sequence, sequence.cached + before + count)
+                })
+            };
+            places.iter().enumerate().map(number).collect()
+        };
+        let count = |place: usize| places[place].map_or(1, |(rows, _)| rows.count);
+        let sampling = |of: &dyn Fn(&Sampling) -> f32| numbers(0.0, &|_, s, _| of(&s.request.sampling));
+        let mut pages = vec![-1.0; b * self.plan.cache.pages_per_sequence as usize];
+        let table = pages.chunks_mut(self.plan.cache.pages_per_sequence as usize);
+        for (row, (rows, _)) in table.zip(&places).filter_map(|(row, rows)| Some((row, (*rows)?))) {
+            for (to, page) in row.iter_mut().zip(&self.sequences[rows.text].pages) {
                 *to = *page as f32;
             }
-            if first == 0 {
-                work.begun.push(NewSequence { sequence: sequence.number, pages: sequence.pages.clone() });
-            }
-            let (first, count) = (first as u32, count as u32);
-            work.rows[place] = Some(SequenceRows { sequence: sequence.number, first, count });
         }
+        let last = (0..b).map(|place| (place * n + count(place) - 1) as f32).collect();
         let scalars = [
             (TokenInput::PAGES, pages),
-            (TokenInput::START, numbers(-1.0, &|s, _| s.cached as f32)),
+            (TokenInput::START, numbers(-1.0, &|place, _, end| (end - count(place)) as f32)),
             (TokenInput::LAST, last),
-            (TokenInput::DRAW, numbers(0.0, &|s, count| (s.cached + count) as f32)),
+            (TokenInput::DRAW, numbers(0.0, &|_, _, end| end as f32)),
             (TokenInput::SEED, sampling(&|how| how.seed as f32)),
             (TokenInput::TEMPERATURE, sampling(&|how| how.temperature)),
             (TokenInput::TOP_K, sampling(&|how| how.top_k as f32)),
@@ -325,9 +377,7 @@ impl TokenScheduler {
         let takes_all = self.plan.settings.output == super::TokenOutput::Next;
         let args = scalars.into_iter().filter(|(name, _)| takes_all || PLACE_SCALARS.contains(name));
         let args = args.map(|(name, values)| (name.to_string(), ScalarArg::from_f32s(&values))).collect();
-        let inputs = Tensors(vec![Tensor::from_f32(&token_ids_name(bucket), &[(b * n) as u64], &ids)?]);
-        work.ended = std::mem::take(&mut self.ended);
-        Ok(TokenRequest { work, phase: PhaseCall::new(token_phase_name(bucket), args), inputs })
+        PhaseCall::new(call.phases[phase].name(), args)
     }
 }
 
