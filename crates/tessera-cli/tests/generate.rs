@@ -140,6 +140,52 @@ fn a_run_leaves_a_record_whose_ids_are_those_of_any_other_mesh() {
     assert_ends_with(&args, 1, &["T0013", "already exists"]);
 }
 
+// What each router chose in every step, on ranks that share the experts, with several steps in a call.
+#[test]
+fn a_run_that_counts_its_experts_leaves_the_counts_of_every_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let count = |mesh: &str, ids_per_call: &str| {
+        let name = format!("{}-{ids_per_call}", mesh.replace(" = ", "").replace('\n', "-"));
+        let (file, out) = (dir.path().join(format!("{name}.toml")), dir.path().join(&name));
+        let keys = "tokens = \"sharded\"\ntoken_groups = 6\ncapacity_factor = 0.5\nreroute_bytes = 64\nstatistics = true\n";
+        fs::write(&file, format!("[mesh]\n{mesh}\n[experts]\n{keys}")).unwrap();
+        let args =
+            ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "17,4,9,3,8,1,2,3", "--max-tokens", "9"];
+        let more =
+            ["--prompt-rows", "8", "--oversubscribe", "--format", "json", "--ids-per-call", ids_per_call];
+        let files = ["--mapping", file.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let printed = printed_json(&[&args[..], &more, &files].concat());
+        assert!(fs::read_to_string(out.join("report.html")).unwrap().contains("Expert load"), "{name}");
+        let lines = fs::read_to_string(out.join("experts.jsonl")).unwrap();
+        let steps: Vec<serde_json::Value> = lines.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        (printed["experts"].clone(), steps)
+    };
+    let (load, alone) = count("ep = 1", "1");
+    // One call reads the prompt and chooses the first id; 8 steps follow.
+    assert_eq!(alone.len(), 9);
+    let sum = |layer: &serde_json::Value, column: &str| {
+        layer[column].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum::<u64>()
+    };
+    for (i, step) in alone.iter().enumerate() {
+        let layers = step["layers"].as_object().unwrap();
+        assert_eq!(layers.len(), 2, "{step}");
+        for layer in layers.values() {
+            // 2 experts for each of 8 rows of the prompt, or for one row.
+            assert_eq!(sum(layer, "chosen"), if i == 0 { 3 * 8 } else { 3 }, "{step}");
+            let rest = sum(layer, "kept") + sum(layer, "moved") + sum(layer, "dropped");
+            assert_eq!(rest, sum(layer, "chosen"), "{step}");
+        }
+    }
+    assert_eq!((load[0]["layer"].as_u64(), load[0]["chosen"].as_u64()), (Some(0), Some(3 * (8 + 8))));
+    assert_eq!(load[0]["balance"].as_str(), Some("n/a"), "few choices vary by chance");
+    for (mesh, ids_per_call) in [("ep = 1", "4"), ("ep = 2", "1"), ("ep = 3\npp = 2", "4")] {
+        let (_, steps) = count(mesh, ids_per_call);
+        let layers =
+            |steps: &[serde_json::Value]| steps.iter().map(|s| s["layers"].clone()).collect::<Vec<_>>();
+        assert_eq!(layers(&steps), layers(&alone), "{mesh}, {ids_per_call} ids per call");
+    }
+}
+
 #[test]
 fn a_killed_rank_and_an_interrupt_end_every_process() {
     let dir = tempfile::tempdir().unwrap();

@@ -25,9 +25,7 @@ impl ExpertMap {
     /// and in several for others: then no position has a group.
     pub fn new(mapping: &Mapping, experts: u64) -> Result<ExpertMap, Diagnostic> {
         let ep = u64::from(mapping.mesh.axis_size(Axis::Ep));
-        let (each, more) = (experts / ep, experts % ep);
-        let share = |rank: u64| each + u64::from(rank < more);
-        let expert_ranks = (0..ep).flat_map(|rank| (0..share(rank)).map(move |_| rank)).collect();
+        let expert_ranks = ExpertMap::ranks_of_experts(ep, experts);
         let refuse = |message: String, hint: &str| {
             Diagnostic::error(&T0612, message).with_label("mesh", mapping.mesh.to_string()).with_hint(hint)
         };
@@ -71,6 +69,14 @@ impl ExpertMap {
             }
         }
         Ok(ExpertMap { expert_ranks, rank_groups: found.unwrap_or_default() })
+    }
+
+    /// Returns the position on ep of each expert's rank: the first ranks have an expert more.
+    #[must_use]
+    pub fn ranks_of_experts(ep: u64, experts: u64) -> Vec<u64> {
+        let (each, more) = (experts / ep, experts % ep);
+        let share = |rank: u64| each + u64::from(rank < more);
+        (0..ep).flat_map(|rank| (0..share(rank)).map(move |_| rank)).collect()
     }
 
     /// Returns 0 for an expert of a locality group, and 1 for any other.

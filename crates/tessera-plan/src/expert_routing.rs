@@ -21,6 +21,9 @@ use crate::mapping::ExpertMapping;
 /// Bytes of a channel of a token, by which rerouted bytes are counted: the choice must not depend on the dtype policy.
 const CHANNEL_BYTES: u64 = 4;
 
+/// Begins the name of an output with the counts [experts, 4] of a layer; the layer follows.
+pub const EXPERT_STATISTICS: &str = "experts.";
+
 /// Rewrites the experts of a program for `groups` token groups; returns a copy of a program without experts.
 ///
 /// # Errors
@@ -250,7 +253,10 @@ impl RoutingPass<'_> {
         }
         let counts = self.builder.add_op(Opcode::ExpertStatistics, &[first, moved, slots]);
         let place = op.placement_hint().and_then(|at| at.strip_prefix("block."));
-        let name = place.map_or_else(|| format!("experts.layer{at}"), |block| format!("experts.{block}"));
+        let name = place.map_or_else(
+            || format!("{EXPERT_STATISTICS}layer{at}"),
+            |block| format!("{EXPERT_STATISTICS}{block}"),
+        );
         self.statistics.push((name, counts));
     }
 

@@ -32,6 +32,7 @@ pub mod video;
 
 pub use codes::CODES;
 pub use expert_map::ExpertMap;
+pub use expert_routing::EXPERT_STATISTICS;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
 pub use mapping::{

@@ -3,6 +3,7 @@
 mod clip;
 mod comparison;
 mod estimate;
+mod experts;
 mod layout;
 mod pipeline;
 mod plan;
@@ -23,6 +24,7 @@ use maud::{Markup, html};
 use tessera_base::Nanoseconds;
 
 use crate::call_comparison::EstimateComparison;
+use crate::expert_load::ExpertLoadRow;
 use crate::markup::{format_count, format_or_dash, format_plural, format_shell_command};
 use crate::record::{FailureCause, RunDevice, RunEnd, RunEvent, RunRecord, RunStatus};
 use crate::stats::{self, ChunkTimeStats};
@@ -53,6 +55,8 @@ pub struct ReportPage<'a> {
     pub frames: &'a [SheetFrame],
     /// Texts that the run generated; the report shows at most [`MAX_TEXTS`].
     pub texts: &'a [TextSample],
+    /// Load of the experts by layer, of a run that counted it.
+    pub experts: &'a [ExpertLoadRow],
     /// The estimate beside the run.
     pub comparison: Option<&'a EstimateComparison>,
     /// Mapping, programs, memory and collectives of the sealed plan that ran.
@@ -103,6 +107,7 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
         (render_hero(clip::render_clip(page).as_ref(), &headline_numbers(page, times.as_ref())))
         (render_list_section("Frames", page.frames, |_| clip::render_contact_sheet(page)))
         (render_list_section("Texts", page.texts, texts::render_texts))
+        (experts::render_expert_load(page.experts))
         @if let Some(comparison) = page.comparison { (comparison::render_comparison(comparison)) }
         (time::render_time_section(page, &timeline, times.as_ref()))
         (render_list_section("Phases", &phases, |phases| time::render_phase_table(page, &timeline, phases)))

@@ -15,6 +15,7 @@ mod canvas;
 mod class_work;
 mod codes;
 mod counterexample;
+pub mod expert_load;
 pub mod flight;
 pub mod gantt;
 pub mod html;

@@ -6,6 +6,7 @@
 
 mod call_estimate;
 mod chat;
+mod expert_counts;
 mod generate_config;
 mod language_plan;
 mod language_rank;
@@ -21,6 +22,7 @@ mod token_run;
 
 pub use call_estimate::LEADER_NS;
 pub use chat::chat_messages;
+pub use expert_counts::{EXPERTS_FILE, read_expert_load};
 pub(crate) use generate_config::GenerateConfig;
 pub use language_plan::{LanguagePlan, LanguageSettings};
 pub use language_weights::LanguagePlace;
@@ -29,6 +31,7 @@ pub use logit_parity::{LogitDifference, PrecisionPolicy, check_parity, compare_l
 pub use run_outputs::{COMPARISON_FILE, ShownText, TEXTS_FILE, finish_name, write_run_outputs};
 pub use scheduler::{CallTimes, GeneratedText, Sampling, TextRequest};
 pub use tessera_models::TokenOutput;
+pub use tessera_report::expert_load::{ExpertLoadRow, describe_expert_load};
 pub use tessera_runtime::wire::{FinishReason, TokenEvent};
 pub use tessera_text::ChatTemplate;
 pub(crate) use text_leader::run_text_leader;

@@ -10,6 +10,7 @@ use tessera_mesh::Rank;
 use tessera_plan::Mapping;
 use tessera_report::apng::png_frame;
 use tessera_report::call_comparison::EstimateComparison;
+use tessera_report::expert_load::ExpertLoadRow;
 use tessera_report::flight::{add_collective_waits, collective_spans};
 use tessera_report::html::{
     CollectiveTotalsRow, MAX_INLINE_CLIP_BYTES, PlanView, ProgramView, ReportClip, ReportPage, RoleMemoryRow,
@@ -66,6 +67,7 @@ pub(crate) fn write_reports(
         clip: has_clip.then_some(ReportClip { apng: apng.as_deref(), bytes, href: CLIP_FILE }),
         frames: &frames,
         texts: &[],
+        experts: &[],
         comparison: None,
         plan: Some(&view),
         trace_href: Some("trace.json"),
@@ -82,7 +84,7 @@ pub(crate) fn write_text_reports(
     (sealed, mapping): (&SealedPlan, &Mapping),
     record: &RunRecord,
     out: &Path,
-    texts: &[TextSample],
+    (texts, experts): (&[TextSample], &[ExpertLoadRow]),
     comparison: &EstimateComparison,
 ) -> Result<(), Diagnostic> {
     let flights = read_flight_records(out, sealed.mesh().world_size());
@@ -98,6 +100,7 @@ pub(crate) fn write_text_reports(
         clip: None,
         frames: &[],
         texts,
+        experts,
         comparison: Some(comparison),
         plan: Some(&view),
         trace_href: Some("trace.json"),

@@ -9,9 +9,9 @@ use tessera::codes::T0086;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::generate::{
-    CallTimes, ChatTemplate, GenerateEvent, GenerateOptions, GenerateReport, GeneratedText, LanguagePlace,
-    LanguagePlan, LanguageSettings, Sampling, ShownText, TextModel, TextRequest, TokenOutput, chat_messages,
-    finish_name, write_run_outputs,
+    CallTimes, ChatTemplate, ExpertLoadRow, GenerateEvent, GenerateOptions, GenerateReport, GeneratedText,
+    LanguagePlace, LanguagePlan, LanguageSettings, Sampling, ShownText, TextModel, TextRequest, TokenOutput,
+    chat_messages, describe_expert_load, finish_name, read_expert_load, write_run_outputs,
 };
 use tessera::gpus::GpuDiscovery;
 use tessera::opened_run::EstimateComparison;
@@ -216,17 +216,15 @@ pub fn run(args: &Args) -> CliResult {
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
     let (report, texts) = run_ranks(&model, &plan, &options, args.format)?;
-    let keeps_folder = args.out.is_some() || report.failure.is_some();
-    let outputs = keeps_folder
-        .then(|| -> Result<EstimateComparison, CliError> {
-            let estimate = estimate.map_or_else(|| estimate_calls(args, &plan), Ok)?;
-            Ok(write_run_outputs(&plan, &options.out, &texts, estimate)?)
-        })
-        .transpose()
-        // A run that failed has its own cause to show.
-        .or_else(|d| if report.failure.is_some() { Ok(None) } else { Err(d) });
-    print_texts(&plan, &report, &texts, outputs.as_ref().ok().and_then(Option::as_ref), args.format)?;
-    outputs?;
+    let written = write_outputs(args, (&plan, &options), (&report, &texts), estimate);
+    let ((comparison, experts), error) = match written {
+        Ok(measured) => (measured, None),
+        Err(e) => ((None, Vec::new()), Some(e)),
+    };
+    print_texts((&plan, &report), &texts, (comparison.as_ref(), &experts), args.format)?;
+    if let Some(e) = error {
+        return Err(e);
+    }
     run_folder.close(report.failure.is_some());
     if let Some(failure) = &report.failure {
         print_failure(failure);
@@ -237,6 +235,9 @@ pub fn run(args: &Args) -> CliResult {
         describe_speed(report.prefill),
         describe_speed(report.decode)
     ));
+    if let Some(load) = describe_expert_load(&experts) {
+        print_stderr_line(&load);
+    }
     Ok(report.exit_code)
 }
 
@@ -269,6 +270,29 @@ fn estimate_calls(args: &Args, plan: &LanguagePlan) -> Result<EstimateComparison
         Ok(machine) => plan.estimate_calls(&machine)?,
         Err(why) => plan.calls_without_estimate(&why),
     })
+}
+
+/// Reads the load of experts and, if the folder of the run stays, writes the estimate beside the run, the trace and the
+/// report. A run that failed has its own cause to show, and may lack what these need.
+fn write_outputs(
+    args: &Args,
+    (plan, options): (&LanguagePlan, &GenerateOptions),
+    (report, texts): (&GenerateReport, &[ShownText]),
+    estimate: Option<EstimateComparison>,
+) -> Result<(Option<EstimateComparison>, Vec<ExpertLoadRow>), CliError> {
+    let write = || -> Result<_, CliError> {
+        let experts = match read_expert_load(plan, &options.out) {
+            Err(_) if report.failure.is_some() => Vec::new(),
+            read => read?,
+        };
+        if args.out.is_none() && report.failure.is_none() {
+            return Ok((None, experts));
+        }
+        let estimate = estimate.map_or_else(|| estimate_calls(args, plan), Ok)?;
+        let comparison = write_run_outputs(plan, &options.out, (texts, &experts), estimate)?;
+        Ok((Some(comparison), experts))
+    };
+    write().or_else(|e| if report.failure.is_some() { Ok((None, Vec::new())) } else { Err(e) })
 }
 
 /// Runs the ranks. A single text is printed as it is generated. Returns the report, and the texts in words.
@@ -313,16 +337,13 @@ fn run_ranks(
 
 /// Prints the texts that were not printed while they were generated.
 fn print_texts(
-    plan: &LanguagePlan,
-    report: &GenerateReport,
+    run: (&LanguagePlan, &GenerateReport),
     texts: &[ShownText],
-    comparison: Option<&EstimateComparison>,
+    measured: (Option<&EstimateComparison>, &[ExpertLoadRow]),
     format: OutputFormat,
 ) -> Result<(), CliError> {
     match format {
-        OutputFormat::Json => {
-            write_stdout(&format!("{}\n", describe_texts(plan, report, texts, comparison)))?
-        }
+        OutputFormat::Json => write_stdout(&format!("{}\n", describe_texts(run, texts, measured)))?,
         OutputFormat::Text if texts.len() == 1 => {}
         OutputFormat::Text => {
             for (i, text) in texts.iter().enumerate() {
@@ -437,10 +458,9 @@ fn show_ids(model: &TextModel, ids: &[u32]) -> Result<String, Diagnostic> {
 }
 
 fn describe_texts(
-    plan: &LanguagePlan,
-    report: &GenerateReport,
+    (plan, report): (&LanguagePlan, &GenerateReport),
     texts: &[ShownText],
-    comparison: Option<&EstimateComparison>,
+    (comparison, experts): (Option<&EstimateComparison>, &[ExpertLoadRow]),
 ) -> serde_json::Value {
     let describe = |text: &ShownText| {
         let GeneratedText { ids, finish } = &text.generated;
@@ -453,6 +473,7 @@ fn describe_texts(
         "prompts": speed(report.prefill),
         "decode": speed(report.decode),
         "estimate": comparison,
+        "experts": experts,
     })
 }
 

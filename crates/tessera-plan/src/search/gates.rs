@@ -12,7 +12,8 @@ use tessera_base::{Bytes, Diagnostic, GateStatus};
 
 use super::thresholds::Thresholds;
 use crate::codes::T1241;
-use experts::{balance_gate, capacity_gate, density_gate, prefetch_gate};
+pub use experts::balance_gate;
+use experts::{capacity_gate, density_gate, prefetch_gate};
 pub use inputs::{
     ExchangeGateInputs, ExpertGateInputs, GateInputs, GroupGateInputs, MemoryGateInputs, ReplicaGateInputs,
 };

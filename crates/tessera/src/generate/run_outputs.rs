@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::json;
 use tessera_base::Diagnostic;
 use tessera_report::call_comparison::{CallComparison, EstimateComparison};
+use tessera_report::expert_load::ExpertLoadRow;
 use tessera_report::html::TextSample;
 
 use super::scheduler::GeneratedText;
@@ -35,7 +36,7 @@ pub struct ShownText {
     pub generated: GeneratedText,
 }
 
-/// Writes the texts, the comparison of `estimate` with the record, the trace and the report into the directory of a run
+/// Writes the texts, the comparison of `estimate` with the record, the trace and the report with the load of experts into the directory of a run
 /// that is over. Returns the comparison.
 ///
 /// # Errors
@@ -43,7 +44,7 @@ pub struct ShownText {
 pub fn write_run_outputs(
     plan: &LanguagePlan,
     out: &Path,
-    texts: &[ShownText],
+    (texts, experts): (&[ShownText], &[ExpertLoadRow]),
     estimate: EstimateComparison,
 ) -> Result<EstimateComparison, Diagnostic> {
     let path = out.join(RECORD_FILE);
@@ -56,7 +57,7 @@ pub fn write_run_outputs(
     let json = serde_json::to_string_pretty(&comparison).unwrap_or_default() + "\n";
     write_file(&out.join(COMPARISON_FILE), json.as_bytes())?;
     let samples: Vec<TextSample> = texts.iter().map(ShownText::to_sample).collect();
-    write_text_reports((&plan.sealed, &plan.mapping), &record, out, &samples, &comparison)?;
+    write_text_reports((&plan.sealed, &plan.mapping), &record, out, (&samples, experts), &comparison)?;
     Ok(comparison)
 }
 

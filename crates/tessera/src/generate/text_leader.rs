@@ -10,6 +10,7 @@ use tessera_runtime::leader::RecordEntry;
 use tessera_runtime::wire::{Tensor, Tensors};
 
 use super::LanguagePlan;
+use super::expert_counts::ExpertCountLog;
 use super::generate_config::GenerateConfig;
 use super::language_rank::read_facts;
 use super::language_weights::LanguageWeights;
@@ -55,13 +56,17 @@ fn build_parts(
     texts.lock().scheduler = Some(scheduler);
     let (requests, deliveries) = (Arc::clone(texts), Arc::clone(texts));
     let (writer, calls) = (Arc::clone(record), Arc::clone(record));
+    let experts = ExpertCounts {
+        log: ExpertCountLog::create(plan, &config.out).map_err(one)?,
+        experts: plan.model.experts.as_ref().map_or(0, |e| e.count),
+    };
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
         local_rank: context.local_rank(config.weights.clone(), config.threads, communicators),
         topology: context.topology,
         media: Box::new(move || {
             let pipeline: Box<dyn MediaPipeline> =
-                Box::new(TextPipeline { texts: deliveries, record: writer });
+                Box::new(TextPipeline { texts: deliveries, record: writer, experts });
             Ok(pipeline)
         }),
         requests: Box::new(std::iter::from_fn(move || requests.wait_for_call())),
@@ -125,6 +130,14 @@ impl SharedTexts {
 struct TextPipeline {
     texts: Arc<SharedTexts>,
     record: Arc<Mutex<RecordWriter>>,
+    experts: ExpertCounts,
+}
+
+/// The counts of experts that calls return, if the plan returns any.
+struct ExpertCounts {
+    log: Option<ExpertCountLog>,
+    /// Experts of a layer.
+    experts: u64,
 }
 
 impl MediaPipeline for TextPipeline {
@@ -144,6 +157,9 @@ impl MediaPipeline for TextPipeline {
             None => return Err(Diagnostic::error(&T0087, "no text was requested")),
         };
         drop(state);
+        if let Some(log) = &mut self.experts.log {
+            log.write_call(chunk, outputs, self.experts.experts)?;
+        }
         let bytes: Vec<u8> = ids.iter().flat_map(|event| event.id.to_le_bytes()).collect();
         lock_record(&self.record).record_delivery(chunk, ids.len() as u32, &bytes, None)?;
         self.texts.changed.notify_all();

@@ -29,7 +29,9 @@ pub(super) fn density_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -
     )
 }
 
-pub(super) fn balance_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
+/// Evaluates the gate on the balance of choices over experts, of an estimate or of what a run counted.
+#[must_use]
+pub fn balance_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
     const GATE: Gate = Gate("experts.balance", "rows are balanced over experts", "std/mean");
     let gate = |value, verdict, explanation| GATE.result(value, t.max_balance, verdict, explanation);
     let Some(e) = experts else { return gate(0.0, GateStatus::NotApplicable, NO_EXPERTS.to_string()) };
