@@ -9,6 +9,7 @@ mod oracle;
 mod router;
 mod routes;
 mod run;
+mod slowest_rank;
 mod workloads;
 
 use oracle::{RoutingRule, layer_output, route};

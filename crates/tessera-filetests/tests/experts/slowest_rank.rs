@@ -1,0 +1,91 @@
+//! The estimate of the slowest rank beside what ranks count, for the workloads W0 to W7 of the cost model.
+
+use tessera_base::random::Rng;
+use tessera_cost::moe::{CountedLoad, Routing, expert_load, expert_popularity};
+
+use crate::run::Layer;
+
+/// Experts, experts per token, ranks and tokens: of the experts, two are hot.
+const SHAPE: (usize, usize, usize, usize) = (64, 2, 4, 256);
+
+/// Returns a layer whose tokens choose each expert with its share of popularity: systematic sampling along an order of
+/// experts that changes every few tokens.
+fn draw_layer(popularity: &[f64], seed: u32) -> Layer {
+    let (experts, top_k, _, tokens) = SHAPE;
+    let mut d = Rng::new(11, [seed, 0]);
+    let mut order: Vec<usize> = (0..experts).collect();
+    let logits = (0..tokens).map(|token| {
+        if token % 4 == 0 {
+            for i in (1..experts).rev() {
+                order.swap(i, d.next_below(i + 1));
+            }
+        }
+        let (mut next, mut passed) = (d.next_below(1 << 20) as f64 / f64::from(1 << 20), 0.0);
+        let mut logits = vec![0.0_f32; experts];
+        for expert in &order {
+            passed += popularity[*expert];
+            if passed > next {
+                next += 1.0;
+                logits[*expert] = 20.0;
+            }
+        }
+        logits
+    });
+    Layer::new(experts, top_k, logits.collect())
+}
+
+/// Runs a layer on CPU ranks, and returns the rows that each expert computes, and the dropped choices.
+fn count_rows(layer: &Layer, keys: &str) -> (Vec<f64>, f64) {
+    let text =
+        format!("[mesh]\nep = {}\n[experts]\ntokens = \"sharded\"\nstatistics = true\n{keys}", SHAPE.2);
+    let counts = layer.result(&text)["experts.layer0"].clone();
+    let rows = counts.chunks(4).map(|c| f64::from(c[1] + c[2])).collect();
+    (rows, counts.chunks(4).map(|c| f64::from(c[3])).sum())
+}
+
+#[test]
+fn the_estimate_of_the_slowest_rank_is_near_what_ranks_count_under_every_workload() {
+    let (experts, top_k, ep, tokens) = SHAPE;
+    let expert_ranks: Vec<u64> = (0..experts as u64).map(|e| e * ep as u64 / experts as u64).collect();
+    for number in 0..8 {
+        let routing = Routing::Workload(number);
+        // The hotspot of W6 comes to every rank, and W7 has a burst in one step of eight.
+        let steps = if number >= 6 { 8 } else { 2 };
+        for (capacity_pct, keys) in [(0, ""), (125, "token_groups = 4\ncapacity_factor = 1.25\n")] {
+            let estimate =
+                expert_load(experts as u64, top_k as u64, ep as u32, tokens as f64, routing, capacity_pct);
+            let (mut slowest, mut dropped) = (0.0, 0.0);
+            for step in 0..steps {
+                let popularity =
+                    expert_popularity(experts as u64, top_k as u64, ep as u32, tokens as f64, routing, step);
+                let (rows, lost) = count_rows(&draw_layer(&popularity, step as u32), keys);
+                assert_eq!(
+                    rows.iter().sum::<f64>() + lost,
+                    (tokens * top_k) as f64,
+                    "w{number}, step {step}"
+                );
+                let load = CountedLoad { computed: rows.clone(), chosen: rows, top_k: top_k as f64 };
+                let mean = load.computed.iter().sum::<f64>() / ep as f64;
+                slowest += load.busiest_over_mean(&expert_ranks) * mean / steps as f64;
+                dropped += lost / (tokens * top_k) as f64 / steps as f64;
+            }
+            let rows = estimate.slowest_rows();
+            println!(
+                "w{number}, capacity {capacity_pct} %: slowest rank {rows:.1} rows estimated, {slowest:.1} counted; dropped \
+                 {:.3} estimated, {dropped:.3} counted",
+                estimate.dropped
+            );
+            assert!((rows / slowest - 1.0).abs() <= 0.15, "w{number}: {rows} estimated, {slowest} counted");
+            // The estimate of even choices is far from what unequal ones give.
+            let even =
+                expert_load(experts as u64, top_k as u64, ep as u32, tokens as f64, Routing::Balanced, 0);
+            let is_uneven = [1, 2, 3, 5, 6, 7].contains(&number);
+            let misses = (even.slowest_rows() / slowest - 1.0).abs() > 0.15;
+            assert!(
+                capacity_pct > 0 || is_uneven == misses,
+                "w{number}: {} of even choices",
+                even.slowest_rows()
+            );
+        }
+    }
+}
