@@ -131,6 +131,8 @@ faults! {
     SwappedExperts "swapped-experts",
     /// A rank routes the rows of one layer by the scores of another.
     EditedRouting "edited-routing",
+    /// A rank draws the number of experts of a token with another seed.
+    OtherSeed "other-seed",
     /// The page table in an envelope gives a sequence other pages.
     OtherPages "other-pages",
     /// An element of a weight is NaN when a rank loads it.

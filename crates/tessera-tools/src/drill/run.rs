@@ -23,6 +23,7 @@ use tessera::{Failure, Mapping, MediaPlacement, Model, Overrides, Strategy, Topo
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::overlap::{OVERLAP_GATE, OverlapStats};
 use tessera_report::record::RunRecord;
+use tessera_runtime::drill::DrillFault;
 use tessera_runtime::driver::StopHandle;
 use tessera_runtime::{CheckSite, Limits, Tripwires};
 
@@ -206,7 +207,11 @@ impl DrillRunner {
         };
         let model = TextModel::open(&options.weights.dir)?.decoder;
         let mesh = drill.mesh.parse().map_err(|d: Box<Diagnostic>| vec![*d])?;
-        let mapping = Mapping { mesh, ..Mapping::default() };
+        let mut mapping = Mapping { mesh, ..Mapping::default() };
+        if drill.fault == Some(DrillFault::OtherSeed) {
+            // Only a fractional number of experts is drawn.
+            mapping.experts.router.top_k = Some(1.5);
+        }
         let settings = LanguageSettings {
             sequences: 1,
             positions: (PROMPT_IDS.len() + TEXT_IDS) as u64,

@@ -252,6 +252,7 @@ pub static DRILLS: &[Drill] = {
         text_drill(DrillFault::OtherGate, "a rank loads another gate of the experts", TWO_RANKS, ("T0754", Init), SAME),
         text_drill(DrillFault::SwappedExperts, "a rank loads two experts in each other's place", "ep=2", ("T0754", Init), SAME),
         text_drill(DrillFault::EditedRouting, "a rank routes rows by another table", TWO_RANKS, ("T0744", Leader), SAME).naming_no_rank(),
+        text_drill(DrillFault::OtherSeed, "a rank draws experts with another seed", TWO_RANKS, ("T0744", Leader), SAME).naming_no_rank(),
         stream_drill(DrillFault::NanWeight, "an element of a weight is NaN when a rank loads it", "T0770", Init, SAME),
         // The only rank of the mesh returns the latents, so no other rank can report first.
         stream_drill(DrillFault::NanLatent, "a layer computes NaN", "T0771", Worker, SAME).with_topology(Topology::Pp0),

@@ -16,6 +16,7 @@ pub(super) const CHANGES: &[(DrillFault, ProgramChange)] = &[
     (DrillFault::OtherKernel, change_epsilon),
     (DrillFault::CapturedOnOne, rename_graph),
     (DrillFault::EditedRouting, change_routing),
+    (DrillFault::OtherSeed, change_seed),
 ];
 
 /// Doubles the epsilon of every normalisation, as a kernel with another constant would.
@@ -38,6 +39,15 @@ fn change_routing(p: &mut Program) {
     let mut routers = p.ops.iter().filter(|op| op.opcode == Opcode::TopKExperts).filter_map(scoring);
     let (Some(first), Some(last)) = (routers.next(), routers.next_back()) else { return };
     p.ops[last].operands[1] = p.ops[first].operands[1];
+}
+
+/// Draws experts with another seed, as a rank would that took a seed of its own for tp.
+fn change_seed(p: &mut Program) {
+    for op in p.ops.iter_mut().filter(|op| op.opcode == Opcode::ExpertDraw) {
+        if let Some(Attr::Ints(seeds)) = op.attrs.get_mut("seeds") {
+            seeds.iter_mut().for_each(|seed| *seed += 1);
+        }
+    }
 }
 
 /// Removes the last collective whose result can be replaced by the result of another collective.
