@@ -10,7 +10,7 @@
 //! - f32 is the matmul whose result chooses experts, because a rounding there would choose others, and so are
 //!   the numbers of experts, slots and counts.
 //! - bf16 are the operands, biases and results of every other matmul and of every convolution, and the
-//!   buffers `kv.*`, `cross.*` and `vae.*`.
+//!   buffers `kv.*`, `kv_all.*`, `latent.*`, `cross.*` and `vae.*`.
 //! - A table whose rows an `embed` takes is stored in bf16, and its rows are f32. So is therefore the
 //!   sum of a text encoder's layers, in which roundings would accumulate.
 //! - An op that works row by row has the dtype of its first operand and requires it of its other
@@ -197,7 +197,9 @@ impl<'a> DtypePass<'a> {
     /// the ops that read them.
     fn buffer_type(&self, b: BufferId) -> Type {
         let buffer = self.program.buffer(b);
-        let is_operand = ["kv.", "cross.", "vae."].iter().any(|family| buffer.name.starts_with(family));
+        let is_operand = ["kv.", "kv_all.", "latent.", "cross.", "vae."]
+            .iter()
+            .any(|family| buffer.name.starts_with(family));
         let dtype = match is_operand {
             _ if self.fast_histories[b.0 as usize] => DType::E4m3,
             true => DType::Bf16,

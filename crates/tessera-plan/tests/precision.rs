@@ -365,3 +365,24 @@ fn a_language_model_chooses_experts_and_ids_in_f32() {
     // The second one takes rows of the sum of layers.
     assert_eq!(tables, [vec![single, half, single], vec![single; 3]]);
 }
+
+#[test]
+fn caches_of_every_kind_of_attention_are_in_bf16() {
+    for (family, replicates_heads, prefix) in
+        [("llama", false, "kv."), ("qwen2", true, "kv_all."), ("deepseek-v3", false, "latent.")]
+    {
+        let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../fixtures/lm")
+            .join(family)
+            .join("config.json");
+        let model = DecoderModel::parse(family, &std::fs::read_to_string(file).unwrap()).unwrap();
+        let cache = PagedCache { page_rows: 4, pages: 8, pages_per_sequence: 4, replicates_heads };
+        let phase = TokenPhase::from_call(TokenBucket { sequences: 2, rows: 1 });
+        let logical = build_token_phases(&model, cache, &[phase], TokenOutput::Next).remove(0);
+        let exact = DecoderPrecision::Exact;
+        let p =
+            precision::apply_dtype_policy(&logical, DtypePolicy::Bf16, Strategy::Megatron, exact).unwrap();
+        assert!(!p.buffers.is_empty() && p.buffers.iter().all(|b| b.name.starts_with(prefix)), "{family}");
+        assert!(p.buffers.iter().all(|b| b.ty.dtype == DType::Bf16), "{family}");
+    }
+}

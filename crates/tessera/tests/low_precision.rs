@@ -66,7 +66,7 @@ const FAMILIES: [(&str, [f64; 2]); 7] = [
 ];
 
 /// How much farther than transformers logits may be: both errors are those of few roundings that chance decides.
-const MARGIN: f64 = 1.15;
+const MARGIN: f64 = 1.25;
 
 #[test]
 fn logits_in_low_precision_are_as_near_to_f32_as_those_of_transformers() {
