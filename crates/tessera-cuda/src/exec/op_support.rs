@@ -60,6 +60,20 @@ mod tests {
         );
         let bf16 = "%w = weight \"w\" : bf16[4, 8] %t = toperator.cast %w {to = \"f16\"} : f16[4, 8]";
         assert_eq!(reason(bf16).as_deref(), Some("dtype f16 (this backend computes in f32, bf16 and e4m3)"));
+        let e4m3 = |inner: u64, columns: u64| {
+            format!(
+                "%x = input : f32[4, {inner}] %h = toperator.cast %x {{to = \"bf16\"}} : bf16[4, {inner}] \
+                 %q, %s = toperator.quantize %h \
+                 %w = weight \"w\" {{load = \"e4m3\"}} : e4m3[{columns}, {inner}] \
+                 %ws = weight \"w\" {{load = \"e4m3.scale\"}} : f32[{columns}] \
+                 %y = toperator.matmul %q, %w, x_scale=%s, w_scale=%ws"
+            )
+        };
+        assert_eq!(reason(&e4m3(48, 24)), None);
+        for (inner, columns) in [(40, 24), (32, 28)] {
+            let why = reason(&e4m3(inner, columns)).unwrap_or_default();
+            assert!(why.contains(&format!("{inner} inputs and {columns} outputs")), "{why}");
+        }
         let output = "%w = weight \"w\" : bf16[4, 8] output \"w\", %w";
         assert_eq!(reason(output).as_deref(), Some("inputs and outputs other than f32"));
     }

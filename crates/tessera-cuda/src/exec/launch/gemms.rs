@@ -33,6 +33,7 @@ pub(super) fn build_gemm(
     out: ValueId,
 ) -> CudaResult<StepWork> {
     refuse_segments(v.segments)?;
+    refuse_e4m3_extents(s, v)?;
     if uses_few_rows_kernel(s.p, v) {
         let is_f32 = s.p.type_of(v.x).dtype == DType::F32;
         let launch = if is_f32 { build_small_gemm(s, v, out) } else { build_row_matmuls(s, &[(v, out)]) };
@@ -41,6 +42,18 @@ pub(super) fn build_gemm(
     let shape = GemmShape { residual: residual.is_some(), ..GemmShape::from_matmul(s.p, v) };
     let operands = GemmOperands { residual: s.at_optional(residual)?, ..find_operands(s, v, out)? };
     Ok(StepWork::Gemm(GemmWork { shape, operands, act: v.act }))
+}
+
+/// Fails for a matmul in e4m3 whose rows do not begin at multiples of 16 bytes, as every kernel for e4m3 needs.
+fn refuse_e4m3_extents(s: &LaunchSite<'_>, v: &views::Matmul) -> CudaResult<()> {
+    let w = s.p.type_of(v.w);
+    let [columns, inner] = [0, 1].map(|dim| w.shape[dim]);
+    if w.dtype == DType::E4m3 && !(inner.is_multiple_of(16) && columns.is_multiple_of(8)) {
+        return cuda_failure(format!(
+            "an e4m3 matmul of {inner} inputs and {columns} outputs, which are not multiples of 16 and 8: plan with --dtype bf16"
+        ));
+    }
+    Ok(())
 }
 
 /// Builds the GEMM of several matmuls of one operand, of which `first` is the first. Weights, biases,
