@@ -249,19 +249,19 @@ once per step. Here the ranks of one replica are in several racks, because the d
 the size of a replica does not divide a rack.\n\n\
 List devices rack by rack, tp fastest, dp slowest, or choose a replica size that divides the rack.";
 
-    T1225: "expert all-to-all is congested",
+    T1225: "collectives are congested",
     "Dispatch and combine are the all-to-alls that send tokens to their experts and bring \
 the results back. They are exposed, which means that no compute hides them, for more than 20 % \
-of the step, or they reach less than 80 % of the links' bandwidth in bursts. For a video model, \
-the exposed time of all collectives counts. The usual causes are hot experts, which receive far \
+of the step, or they reach less than 80 % of the links' bandwidth in bursts. For the plan or the run of \
+a video model or of a language model, the exposed time of all collectives counts. The usual causes are hot experts, which receive far \
 more tokens than others; ranks that send unequal numbers of tokens; and one large all-to-all \
 that overlaps no compute.\n\n\
 Tessera proposes three mitigations for a model with experts. `tighten bucketing` groups \
 sequences into batches of equal length or smaller batches, or changes the pipeline schedule, so \
 that ranks send equally many tokens or all-to-alls overlap compute. `reduce the capacity \
 factor` lowers the number of tokens that an expert accepts, and drops the others. `enlarge the \
-expert bank` doubles the number of experts in each layer, which needs memory. For a video \
-model, it proposes another strategy or mesh. Each mitigation is shown with its predicted \
+expert bank` doubles the number of experts in each layer, which needs memory. For a plan or a run it \
+proposes another strategy or mesh. Each mitigation is shown with its predicted \
 numbers, or with the reason why it does not apply.";
 
     T1226: "peak rank runs out of memory",
