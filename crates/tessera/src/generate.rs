@@ -14,6 +14,7 @@ mod language_weights;
 mod launch;
 mod logit_parity;
 mod pages;
+mod prompt_calls;
 mod run_outputs;
 mod scheduler;
 mod text_leader;

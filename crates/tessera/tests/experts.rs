@@ -24,6 +24,7 @@ fn plan(family: &str, top_k: u64, mapping: &str) -> LanguagePlan {
         sequences: 2,
         positions: 64,
         prompt_rows: 25,
+        prompts_per_call: 1,
         ids_per_call: 1,
         output: TokenOutput::Logits,
     };

@@ -42,7 +42,14 @@ impl Reference {
 
 /// Loads a model over a mesh; `prompt_rows` is the size of the pieces in which prompts are read.
 fn load(family: &str, mesh: &str, prompt_rows: u64, output: TokenOutput) -> TokenRun {
-    let settings = LanguageSettings { sequences: 2, positions: 128, prompt_rows, ids_per_call: 1, output };
+    let settings = LanguageSettings {
+        sequences: 2,
+        positions: 128,
+        prompt_rows,
+        prompts_per_call: 1,
+        ids_per_call: 1,
+        output,
+    };
     load_with(family, mesh, settings)
 }
 
@@ -153,6 +160,7 @@ fn a_call_of_several_ids_decodes_the_text_of_calls_of_one() {
             sequences: 2,
             positions: 128,
             prompt_rows: 16,
+            prompts_per_call: 1,
             ids_per_call,
             output: TokenOutput::Next,
         };
@@ -181,6 +189,40 @@ fn a_call_of_several_ids_decodes_the_text_of_calls_of_one() {
             assert_eq!(found, alone, "{mesh}, {ids_per_call} ids");
             assert_eq!(calls.calls, 2 * 63_u64.div_ceil(ids_per_call), "{mesh}, {ids_per_call} ids");
             assert_eq!(generate(mesh, ids_per_call, Some(end)).0, ended, "{mesh}, {ids_per_call} ids");
+        }
+    }
+}
+
+// Prompts of like length are read together, and every text stays in its place.
+#[test]
+fn prompts_that_a_call_reads_together_give_the_texts_of_prompts_read_alone() {
+    for (family, mesh) in [("qwen3", "tp=2"), ("qwen3-moe", "ep=2"), ("deepseek-v3", "pp=2")] {
+        let [short, long] = Reference::read(family).prompts;
+        let generate = |prompts_per_call: u64| {
+            let settings = LanguageSettings {
+                sequences: 5,
+                positions: 64,
+                prompt_rows: 6,
+                prompts_per_call,
+                ids_per_call: 1,
+                output: TokenOutput::Next,
+            };
+            let prompts = [&long[..], &short[..], &long[..13], &short[..2], &long[3..]];
+            let requests = prompts.map(|prompt| TextRequest {
+                prompt: prompt.to_vec(),
+                max_ids: 9,
+                sampling: Sampling { temperature: 0.7, seed: 3, ..Sampling::default() },
+            });
+            let mut run = load_with(family, mesh, settings);
+            (run.generate(&requests, |_| {}).unwrap(), run.prefill)
+        };
+        let (alone, calls) = generate(1);
+        // 29, 7, 13, 2 and 26 ids in parts of 6.
+        assert_eq!((calls.calls, calls.rows), (5 + 2 + 3 + 1 + 5, 29 + 7 + 13 + 2 + 26));
+        for (prompts_per_call, expected) in [(2, 5 + 3 + 1), (3, 5 + 2), (5, 5)] {
+            let (texts, calls) = generate(prompts_per_call);
+            assert_eq!(texts, alone, "{family} {mesh}, {prompts_per_call} prompts per call");
+            assert_eq!((calls.calls, calls.rows), (expected, 77), "{family} {mesh}");
         }
     }
 }
@@ -223,6 +265,7 @@ fn a_layer_that_predicts_further_tokens_is_left_out_and_any_other_is_rejected() 
             sequences: 1,
             positions: 64,
             prompt_rows: 8,
+            prompts_per_call: 1,
             ids_per_call: 1,
             output: TokenOutput::Logits,
         };
@@ -258,6 +301,7 @@ fn the_demo_model_writes_the_text_that_pytorch_computes_in_f64() {
             sequences: 1,
             positions: 128,
             prompt_rows: 64,
+            prompts_per_call: 1,
             ids_per_call: 1,
             output: TokenOutput::Next,
         };

@@ -35,6 +35,7 @@ fn compute_logits(family: &str, mesh: &str, dtype: DtypePolicy) -> Vec<f32> {
         sequences: 1,
         positions: 64,
         prompt_rows: 8,
+        prompts_per_call: 1,
         ids_per_call: 1,
         output: TokenOutput::Logits,
     };
@@ -113,6 +114,7 @@ fn run_policy(dir: &Path, mesh: &str, policy: PrecisionPolicy, ids: &[u32]) -> (
         sequences: 1,
         positions: 256,
         prompt_rows: 64,
+        prompts_per_call: 1,
         ids_per_call: 1,
         output: TokenOutput::Logits,
     };

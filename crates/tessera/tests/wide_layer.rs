@@ -110,6 +110,7 @@ fn a_layer_in_the_width_of_a_published_model_agrees_with_transformers_on_every_m
                 positions: 64,
                 // Pieces that do not divide the prompt.
                 prompt_rows: 5,
+                prompts_per_call: 1,
                 ids_per_call: 1,
                 output: TokenOutput::Logits,
             };

@@ -51,6 +51,9 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
     ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank"),
 ];
 
+/// Ids of prompts that a call reads, where several prompts are short: matmuls of fewer rows cost almost as much.
+const ROWS_PER_CALL: u64 = 64;
+
 /// Ids of each text that one call of GPUs decodes.
 const IDS_PER_GPU_CALL: u64 = 8;
 
@@ -152,6 +155,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     prompt_rows: u16,
 
+    /// Prompts of which one call reads a part; those of like length are read together [default: as many as 64 ids hold]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
+    prompts_per_call: Option<u64>,
+
     /// Most ids of each text that one call decodes; the ids appear together [default: 8 on GPUs, 1 on CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
     ids_per_call: Option<u64>,
@@ -178,14 +185,7 @@ pub fn run(args: &Args) -> CliResult {
         Some(text) => parse_weights_base(text).map_err(CliError::usage)?,
     };
     let mapping = read_run_mapping(args)?;
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    let settings = LanguageSettings {
-        sequences: prompts.len() as u64,
-        positions: longest as u64 + u64::from(args.max_tokens),
-        prompt_rows: u64::from(args.prompt_rows).min(longest.max(1) as u64),
-        ids_per_call: choose_ids_per_call(args),
-        output: TokenOutput::Next,
-    };
+    let settings = choose_settings(args, &prompts);
     let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings)?);
     print_stderr_line(&format!(
         "plan {}: mesh {}, positions: {} in pages of {}",
@@ -239,6 +239,21 @@ pub fn run(args: &Args) -> CliResult {
         print_stderr_line(&load);
     }
     Ok(report.exit_code)
+}
+
+/// Returns the extents of a run of these prompts.
+fn choose_settings(args: &Args, prompts: &[Vec<u32>]) -> LanguageSettings {
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let (sequences, prompt_rows) =
+        (prompts.len() as u64, u64::from(args.prompt_rows).min(longest.max(1) as u64));
+    LanguageSettings {
+        sequences,
+        positions: longest as u64 + u64::from(args.max_tokens),
+        prompt_rows,
+        prompts_per_call: args.prompts_per_call.unwrap_or(ROWS_PER_CALL / prompt_rows).clamp(1, sequences),
+        ids_per_call: choose_ids_per_call(args),
+        output: TokenOutput::Next,
+    }
 }
 
 /// Returns the most ids of each text that one call decodes. A step of a GPU takes a few milliseconds, so the checks of

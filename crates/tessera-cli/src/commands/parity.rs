@@ -149,6 +149,7 @@ fn plan_logits(
         // A text has room for an id behind it, which nothing chooses here.
         positions: longest + 1,
         prompt_rows: longest.clamp(1, PROMPT_ROWS),
+        prompts_per_call: 1,
         ids_per_call: 1,
         output: TokenOutput::Logits,
     };

@@ -35,7 +35,7 @@ options under 'Mapping' then restrict the search; for a language model, only --m
 
 A video model is a folder with stream.toml. For a video model, --out writes a plan, with or without a search. The programs in
 the plan are verified and sealed, and `tessera stream --plan DIR` runs them. The folder of a language
-model is planned too, for the texts that --sequences, --positions, --prompt-rows and --ids-per-call describe: the summary gives the estimated
+model is planned too, for the texts that the options from --sequences to --ids-per-call describe: the summary gives the estimated
 time of a call that reads a part of a prompt and of one that decodes, and --out writes the plan. With --model, --recipe, a
 config.json or a search, tessera only estimates a language model: --out writes a report without programs.
 
@@ -83,6 +83,10 @@ pub struct Args {
     /// Ids of a prompt that one call reads, for a language model [default: 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
     pub prompt_rows: Option<u64>,
+
+    /// Prompts of which one call reads a part, for a language model [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
+    pub prompts_per_call: Option<u64>,
 
     /// Most ids of each text that one call decodes, for a language model [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
@@ -143,6 +147,7 @@ fn plan_or_search(args: &Args) -> CliResult {
         ("--sequences", args.sequences),
         ("--positions", args.positions),
         ("--prompt-rows", args.prompt_rows),
+        ("--prompts-per-call", args.prompts_per_call),
         ("--ids-per-call", args.ids_per_call),
     ];
     if let Some((flag, _)) = of_texts.iter().find(|(_, given)| given.is_some()) {

@@ -216,6 +216,7 @@ impl DrillRunner {
             sequences: 1,
             positions: (PROMPT_IDS.len() + TEXT_IDS) as u64,
             prompt_rows: 2,
+            prompts_per_call: 1,
             ids_per_call: 2,
             output: TokenOutput::Next,
         };

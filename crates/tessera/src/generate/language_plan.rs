@@ -32,8 +32,10 @@ pub struct LanguageSettings {
     pub sequences: u64,
     /// Positions of the longest sequence, with its prompt.
     pub positions: u64,
-    /// Rows of a call that reads a part of a prompt.
+    /// Rows of each prompt in a call that reads parts of prompts.
     pub prompt_rows: u64,
+    /// Most prompts of which such a call reads a part.
+    pub prompts_per_call: u64,
     /// Most ids of each sequence that one call decodes; 1 for programs that return logits.
     pub ids_per_call: u64,
     /// What the programs return.
@@ -54,7 +56,7 @@ pub struct LanguagePlan {
     pub settings: LanguageSettings,
     /// Extents of the KV caches.
     pub cache: PagedCache,
-    /// The bucket that reads prompts, one sequence at a time.
+    /// The bucket that reads parts of prompts.
     pub prefill: TokenBucket,
     /// The bucket that decodes one id of each sequence.
     pub decode: TokenBucket,
@@ -212,7 +214,7 @@ impl LanguageSettings {
 
     /// Returns the bucket that reads prompts and the one that decodes.
     fn buckets(self) -> [TokenBucket; 2] {
-        let prefill = TokenBucket { sequences: 1, rows: self.prompt_rows };
+        let prefill = TokenBucket { sequences: self.prompts_per_call, rows: self.prompt_rows };
         [prefill, TokenBucket { sequences: self.sequences, rows: 1 }]
     }
 }
@@ -236,6 +238,12 @@ fn check_settings(model: &DecoderModel, s: LanguageSettings) -> Result<(), Diagn
         return refuse(
             format!("{} positions, but the model has {}", s.positions, model.max_positions),
             "shorten the prompt, or generate fewer tokens",
+        );
+    }
+    if !(1..=s.sequences).contains(&s.prompts_per_call) {
+        return refuse(
+            format!("{} prompts per call of {} texts", s.prompts_per_call, s.sequences),
+            "let a call read 1 prompt, or at most as many as there are texts",
         );
     }
     let most = if s.output == TokenOutput::Next { MAX_IDS_PER_CALL } else { 1 };

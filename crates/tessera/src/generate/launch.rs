@@ -21,6 +21,7 @@ use tessera_runtime::{Failure, FailureClass};
 use super::LanguagePlan;
 use super::generate_config::GenerateConfig;
 use super::language_weights::{LanguagePlace, LanguageWeights};
+use super::prompt_calls::{TextRows, group_prompts};
 use super::run_outputs::TEXTS_FILE;
 use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
 use crate::clock::format_utc;
@@ -39,6 +40,7 @@ use crate::rank_orders::RankOrders;
 use crate::record::RECORD_FILE;
 use crate::run_dir_writer::close_record;
 use crate::run_settings::build_id;
+use tessera_models::TokenBucket;
 
 /// What a run generates, and where.
 #[derive(Debug, Clone)]
@@ -149,7 +151,7 @@ pub fn run(
         limits,
         tripwires,
     };
-    let mut tally = TextTally::new(plan.prefill.rows, &options.requests);
+    let mut tally = TextTally::new(plan.prefill, &options.requests);
     let launched = launch_ranks(&spec, interrupt, &mut |event| match event {
         LaunchEvent::Started(pids) => on_event(GenerateEvent::Started { pids: pids.to_vec() }),
         LaunchEvent::Progress(progress) => {
@@ -263,15 +265,14 @@ struct TextTally {
 }
 
 impl TextTally {
-    fn new(prompt_rows: u64, requests: &[TextRequest]) -> TextTally {
+    fn new(prefill: TokenBucket, requests: &[TextRequest]) -> TextTally {
         let empty = GeneratedText { ids: Vec::new(), finish: FinishReason::Length };
-        let pieces = |r: &TextRequest| {
-            let ids = r.prompt.len() as u64;
-            (0..ids).step_by(prompt_rows as usize).map(move |first| prompt_rows.min(ids - first))
-        };
+        let lengths: Vec<usize> = requests.iter().map(|r| r.prompt.len()).collect();
+        let count_rows =
+            |call: &Vec<Option<TextRows>>| call.iter().flatten().map(|rows| rows.count as u64).sum();
         TextTally {
             texts: vec![empty; requests.len()],
-            unread: requests.iter().flat_map(pieces).collect(),
+            unread: group_prompts(&lengths, prefill).iter().map(count_rows).collect(),
             prefill: CallTimes::default(),
             decode: CallTimes::default(),
         }

@@ -1,6 +1,7 @@
 //! Decides what the calls of a batch of texts bring: prompts in pieces, then some ids of every text per call. A pure
 //! state machine, so that threads of one process and processes under a leader run the same calls.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use tessera_runtime::wire::{
 
 use super::LanguagePlan;
 use super::pages::PagePool;
+use super::prompt_calls::{TextRows, group_prompts};
 use crate::codes::{T0086, T0087};
 
 /// How ids are chosen.
@@ -93,25 +95,18 @@ struct CallInFlight {
     /// The programs of the call, in order. Each chooses an id of every text whose prompt is read.
     phases: Vec<TokenPhase>,
     /// Rows of the call by the place of their sequence in the bucket; `None` is an absent one.
-    batch: Vec<Option<RowsInFlight>>,
-}
-
-/// Rows of a text that the call in flight brings.
-#[derive(Clone, Copy)]
-struct RowsInFlight {
-    text: usize,
-    count: usize,
+    batch: Vec<Option<TextRows>>,
 }
 
 impl CallInFlight {
     /// Returns the rows that a phase brings, by place: the index of the first among those of the call, and their number.
-    fn rows_of_phase(&self, phase: usize) -> impl Iterator<Item = Option<(RowsInFlight, usize)>> + '_ {
+    fn rows_of_phase(&self, phase: usize) -> impl Iterator<Item = Option<(TextRows, usize)>> + '_ {
         let rows = self.phases[phase].bucket.rows as usize;
         self.batch.iter().map(move |brought| {
             let brought = (*brought)?;
             let first = phase * rows;
             let count = brought.count.checked_sub(first).filter(|n| *n > 0)?.min(rows);
-            Some((RowsInFlight { count, ..brought }, first))
+            Some((TextRows { count, ..brought }, first))
         })
     }
 }
@@ -127,6 +122,8 @@ pub(super) struct TokenScheduler {
     /// Sequences that ended since the last call.
     ended: Vec<u64>,
     in_flight: Option<CallInFlight>,
+    /// The calls that read the prompts and have not been made.
+    prompt_calls: VecDeque<Vec<Option<TextRows>>>,
 }
 
 impl TokenScheduler {
@@ -140,6 +137,7 @@ impl TokenScheduler {
             next_number: 0,
             ended: Vec::new(),
             in_flight: None,
+            prompt_calls: VecDeque::new(),
         }
     }
 
@@ -170,6 +168,8 @@ impl TokenScheduler {
             });
             self.next_number += 1;
         }
+        let lengths: Vec<usize> = requests.iter().map(|r| r.prompt.len()).collect();
+        self.prompt_calls = group_prompts(&lengths, self.plan.prefill).into();
         Ok(())
     }
 
@@ -178,15 +178,8 @@ impl TokenScheduler {
     /// # Errors
     /// T0087 if the ids are too many for a message.
     pub(super) fn next_call(&mut self) -> Result<Option<TokenRequest>, Diagnostic> {
-        let unread =
-            self.sequences.iter().position(|s| s.finish.is_none() && s.cached < s.request.prompt.len());
-        let call = match unread {
-            Some(text) => {
-                let count = self.sequences[text].request.prompt.len() - self.sequences[text].cached;
-                let count = count.min(self.plan.prefill.rows as usize);
-                let batch = vec![Some(RowsInFlight { text, count })];
-                CallInFlight { phases: vec![TokenPhase::from_call(self.plan.prefill)], batch }
-            }
+        let call = match self.prompt_calls.pop_front() {
+            Some(batch) => CallInFlight { phases: vec![TokenPhase::from_call(self.plan.prefill)], batch },
             None => self.next_decoding(),
         };
         if call.batch.iter().all(Option::is_none) {
@@ -202,7 +195,7 @@ impl TokenScheduler {
         let most = self.plan.settings.ids_per_call as usize;
         let missing = |s: &Sequence| s.request.prompt.len() + s.request.max_ids - s.ids.len();
         let rows = |(text, s): (usize, &Sequence)| {
-            s.finish.is_none().then(|| RowsInFlight { text, count: missing(s).min(most) })
+            s.finish.is_none().then(|| TextRows { text, count: missing(s).min(most) })
         };
         let batch: Vec<_> = self.sequences.iter().enumerate().map(rows).collect();
         let ids = batch.iter().flatten().map(|rows| rows.count).max().unwrap_or(0);
@@ -226,7 +219,7 @@ impl TokenScheduler {
             // Every phase returns the ids that it chose, behind those of the phases before.
             let next = next.get(phase * bucket.sequences as usize..).unwrap_or_default();
             for (place, rows) in call.rows_of_phase(phase).enumerate() {
-                let Some((RowsInFlight { text, count }, _)) = rows else { continue };
+                let Some((TextRows { text, count }, _)) = rows else { continue };
                 let sequence = &mut self.sequences[text];
                 sequence.cached += count;
                 // Later phases continue a text that ended in an earlier one; nobody reads what they choose.
@@ -249,7 +242,7 @@ impl TokenScheduler {
         let logits = outputs.get(LOGITS).and_then(Tensor::to_f32);
         let mut logits = logits.ok_or_else(|| Diagnostic::error(&T0087, "the plan returns no logits"))?;
         let rows = self.in_flight.take().and_then(|call| call.batch.first().copied().flatten());
-        let RowsInFlight { text, count } =
+        let TextRows { text, count } =
             rows.ok_or_else(|| Diagnostic::error(&T0087, "no call is in flight"))?;
         self.sequences[text].cached += count;
         logits.truncate(count * self.plan.model.extents.vocab as usize);
@@ -273,6 +266,7 @@ impl TokenScheduler {
     /// Ends the batch and returns its texts.
     pub(super) fn close(&mut self) -> Vec<GeneratedText> {
         self.in_flight = None;
+        self.prompt_calls.clear();
         let mut texts = Vec::new();
         for mut sequence in std::mem::take(&mut self.sequences) {
             if sequence.finish.is_none() {
@@ -317,7 +311,7 @@ impl TokenScheduler {
         let mut work = TokenWork { ended: Vec::new(), begun: Vec::new(), rows: vec![None; b] };
         let mut ids = vec![0.0; b * n];
         for (place, rows) in call.rows_of_phase(0).enumerate() {
-            let Some((RowsInFlight { text, count }, _)) = rows else { continue };
+            let Some((TextRows { text, count }, _)) = rows else { continue };
             let sequence = &self.sequences[text];
             let first = sequence.cached;
             for (to, id) in ids[place * n..].iter_mut().zip(&sequence.ids[first..first + count]) {
@@ -325,7 +319,7 @@ impl TokenScheduler {
             }
         }
         for (place, rows) in call.batch.iter().enumerate() {
-            let Some(RowsInFlight { text, count }) = rows else { continue };
+            let Some(TextRows { text, count }) = rows else { continue };
             let Sequence { number: sequence, cached, ref pages, .. } = self.sequences[*text];
             if cached == 0 {
                 work.begun.push(NewSequence { sequence, pages: pages.clone() });
@@ -345,9 +339,9 @@ impl TokenScheduler {
         let mut places: Vec<_> = call.rows_of_phase(phase).collect();
         places.resize(b, None);
         let numbers = |absent: f32, of: &dyn Fn(usize, &Sequence, usize) -> f32| -> Vec<f32> {
-            let number = |(place, rows): (usize, &Option<(RowsInFlight, usize)>)| {
+            let number = |(place, rows): (usize, &Option<(TextRows, usize)>)| {
                 // Positions count the rows that the phases before this one bring.
-                rows.map_or(absent, |(RowsInFlight { text, count }, before)| {
+                rows.map_or(absent, |(TextRows { text, count }, before)| {
                     let sequence = &self.sequences[text];
                     of(place, sequence, sequence.cached + before + count)
                 })

@@ -48,6 +48,7 @@ pub fn run(args: &Args, folder: &Path) -> CliResult {
         sequences: args.sequences.unwrap_or(1),
         positions,
         prompt_rows: args.prompt_rows.unwrap_or(DEFAULT_PROMPT_ROWS).min(positions),
+        prompts_per_call: args.prompts_per_call.unwrap_or(1),
         ids_per_call: args.ids_per_call.unwrap_or(1),
         output: TokenOutput::Next,
     };
