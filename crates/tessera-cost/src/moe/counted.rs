@@ -25,7 +25,7 @@ impl CountedLoad {
     #[must_use]
     pub fn expert_spread(&self) -> LoadSpread {
         let each = vec![1.0; self.chosen.len()];
-        LoadSpread { std_over_mean: spread(&self.chosen), by_chance: self.spread_by_chance(&each) }
+        LoadSpread { std_over_mean: measure_spread(&self.chosen), by_chance: self.spread_by_chance(&each) }
     }
 
     /// Returns the spread of computed rows over ranks; `expert_ranks` is the rank of each expert.
@@ -33,7 +33,7 @@ impl CountedLoad {
     pub fn rank_spread(&self, expert_ranks: &[u64]) -> LoadSpread {
         let experts = sum_by_rank(&vec![1.0; self.chosen.len()], expert_ranks);
         let rows = sum_by_rank(&self.computed, expert_ranks);
-        LoadSpread { std_over_mean: spread(&rows), by_chance: self.spread_by_chance(&experts) }
+        LoadSpread { std_over_mean: measure_spread(&rows), by_chance: self.spread_by_chance(&experts) }
     }
 
     /// Returns the rows that the busiest rank computes, divided by the mean of ranks; 1 without any row.
@@ -72,7 +72,7 @@ fn sum_by_rank(of_experts: &[f64], expert_ranks: &[u64]) -> Vec<f64> {
 }
 
 /// Returns the standard deviation of some loads, divided by their mean; 0 without any load.
-fn spread(loads: &[f64]) -> f64 {
+fn measure_spread(loads: &[f64]) -> f64 {
     let mean = loads.iter().sum::<f64>() / loads.len().max(1) as f64;
     if mean <= 0.0 {
         return 0.0;

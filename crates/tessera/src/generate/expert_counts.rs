@@ -130,7 +130,7 @@ pub fn read_expert_load(plan: &LanguagePlan, out: &Path) -> Result<Vec<ExpertLoa
             .map_err(|e| lost_output(&path, &format!("a line is no step: {e}")))?;
         steps += 1;
         for (layer, counts) in counts.layers {
-            sums.entry(layer).or_default().add(&counts);
+            sums.entry(layer).or_default().add_counts(&counts);
         }
     }
     let top_k = plan.mapping.experts.router.top_k.unwrap_or(experts.top_k as f64);
@@ -139,7 +139,7 @@ pub fn read_expert_load(plan: &LanguagePlan, out: &Path) -> Result<Vec<ExpertLoa
 }
 
 impl LayerCounts {
-    fn add(&mut self, other: &LayerCounts) {
+    fn add_counts(&mut self, other: &LayerCounts) {
         let columns = [
             (&mut self.chosen, &other.chosen),
             (&mut self.kept, &other.kept),

@@ -192,7 +192,7 @@ impl LanguageSettings {
     }
 
     /// Returns every program of a plan.
-    fn phases(self) -> Vec<TokenPhase> {
+    fn list_phases(self) -> Vec<TokenPhase> {
         let [prefill, decode] = self.buckets();
         let reads_prompts = (prefill != decode).then(|| TokenPhase::from_call(prefill));
         reads_prompts.into_iter().chain(self.decoding_phases().take(2)).collect()
@@ -200,7 +200,7 @@ impl LanguageSettings {
 
     /// Returns the calls that a plan admits: one that reads a part of a prompt, and one for each number of ids that a
     /// call may decode.
-    fn calls(self) -> Vec<(String, Vec<String>)> {
+    fn list_calls(self) -> Vec<(String, Vec<String>)> {
         let names: Vec<String> = self.decoding_phases().map(|phase| phase.name()).collect();
         let [prefill, decode] = self.buckets();
         let reads_prompts = (prefill != decode).then(|| TokenPhase::from_call(prefill).name());
@@ -259,8 +259,8 @@ fn check_settings(model: &DecoderModel, s: LanguageSettings) -> Result<(), Diagn
 fn logical_model(m: &DecoderModel, mesh: &Mesh, settings: LanguageSettings) -> LogicalModel {
     let cache = settings.cache(m, mesh);
     LogicalModel {
-        phases: build_token_phases(m, cache, &settings.phases(), settings.output),
-        calls: settings.calls(),
+        phases: build_token_phases(m, cache, &settings.list_phases(), settings.output),
+        calls: settings.list_calls(),
         heads: if m.is_latent() || cache.replicates_heads { m.heads } else { m.kv_heads },
         head_dim: m.head_dim,
         hidden_size: m.extents.width,
