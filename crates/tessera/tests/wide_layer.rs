@@ -94,6 +94,7 @@ fn a_layer_in_the_width_of_a_published_model_agrees_with_transformers_on_every_m
     for (family, meshes) in [
         ("qwen3", &["tp=1", "tp=2", "tp=4", "tp=3"][..]),
         ("qwen3-moe", &["tp=1", "tp=2,ep=2", "ep=3", "ep=4"]),
+        ("qwen3-moe-top1", &["tp=1", "ep=2", "tp=2,ep=2"]),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let model = write_checkpoint(family, dir.path());
