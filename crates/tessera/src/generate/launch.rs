@@ -94,7 +94,7 @@ pub struct GenerateReport {
     pub texts: Vec<GeneratedText>,
     /// Times of the calls that read prompts.
     pub prefill: CallTimes,
-    /// Times of the calls that decode one id of every text.
+    /// Times of the calls that decode ids of every text.
     pub decode: CallTimes,
 }
 

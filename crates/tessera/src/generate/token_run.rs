@@ -27,7 +27,7 @@ pub struct TokenRun {
     scheduler: TokenScheduler,
     /// Times of the calls that read prompts.
     pub prefill: CallTimes,
-    /// Times of the calls that decode one id of every text.
+    /// Times of the calls that decode ids of every text.
     pub decode: CallTimes,
 }
 
