@@ -119,20 +119,25 @@ struct MeasuredCall {
 
 /// Returns the calls that ran these phases, without the first if there are others: it fills caches and connections.
 fn measured_calls(record: &RunRecord, phases: &[String]) -> Vec<MeasuredCall> {
-    let runs = |c: &ChunkRecord| c.ranks.iter().any(|r| r.phases.iter().map(|p| &p.name).eq(phases));
+    let runs = |c: &ChunkRecord| c.ranks.iter().any(|r| runs_phases(r, phases));
     let calls = record.chunks.iter().enumerate().filter(|(_, c)| runs(c));
     let mut measured: Vec<MeasuredCall> =
-        calls.map(|(i, call)| measure_call(call, record.chunks.get(i + 1))).collect();
+        calls.map(|(i, call)| measure_call(call, record.chunks.get(i + 1), phases)).collect();
     if measured.len() > 1 {
         measured.remove(0);
     }
     measured
 }
 
-fn measure_call(call: &ChunkRecord, next: Option<&ChunkRecord>) -> MeasuredCall {
+/// Whether a rank ran these phases and no others.
+fn runs_phases(rank: &RankChunk, phases: &[String]) -> bool {
+    rank.phases.iter().map(|phase| &phase.name).eq(phases)
+}
+
+fn measure_call(call: &ChunkRecord, next: Option<&ChunkRecord>, phases: &[String]) -> MeasuredCall {
     let next = next.filter(|next| next.chunk == call.chunk + 1);
     let period_ns = next.map_or(call.wall_ns, |next| next.start_ns.saturating_sub(call.start_ns)) as f64;
-    let ranks = || call.ranks.iter().filter(|r| !r.phases.is_empty());
+    let ranks = || call.ranks.iter().filter(|r| runs_phases(r, phases));
     let count = ranks().count().max(1) as f64;
     let mut classes: BTreeMap<String, ClassSums> = BTreeMap::new();
     for work in ranks().flat_map(|r| &r.phases).flat_map(|p| &p.classes) {
@@ -164,6 +169,7 @@ mod tests {
     fn record(calls: u32) -> RunRecord {
         let mut record = sample(calls);
         for (i, chunk) in record.chunks.iter_mut().enumerate() {
+            chunk.ranks[1].phases.truncate(1);
             let phase = &mut chunk.ranks[1].phases[0];
             let work =
                 |class: &str, ns, sent_bytes| ClassWork { class: class.into(), ops: 2, ns, sent_bytes };
