@@ -179,3 +179,8 @@ pub fn expert_load(
     }
     batch.expected_load(&spread_experts(experts, top_k, ep, tokens, routing), routing)
 }
+
+/// Returns the standard deviation of some loads around their mean, divided by the mean.
+fn divide_std_by_mean(loads: &[f64], mean: f64) -> f64 {
+    (loads.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / loads.len() as f64).sqrt() / mean
+}

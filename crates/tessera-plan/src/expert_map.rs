@@ -1,7 +1,9 @@
 //! Where experts are: on which rank of ep, and in which locality group of the machine.
 
+use std::iter::repeat_n;
+
 use tessera_base::Diagnostic;
-use tessera_mesh::{Axis, Rank};
+use tessera_mesh::{Axis, Rank, split_units};
 
 use crate::Mapping;
 use crate::codes::T0612;
@@ -24,7 +26,7 @@ impl ExpertMap {
     /// T0612 if the mapping names no groups, or if positions on ep lie in one group for some ranks of the other axes
     /// and in several for others: then no position has a group.
     pub fn new(mapping: &Mapping, experts: u64) -> Result<ExpertMap, Diagnostic> {
-        let ep = u64::from(mapping.mesh.axis_size(Axis::Ep));
+        let ep = mapping.mesh.axis_size(Axis::Ep);
         let expert_ranks = ExpertMap::ranks_of_experts(ep, experts);
         let refuse = |message: String, hint: &str| {
             Diagnostic::error(&T0612, message).with_label("mesh", mapping.mesh.to_string()).with_hint(hint)
@@ -42,7 +44,7 @@ impl ExpertMap {
         for first in world.iter().filter(|rank| world.contains(*rank)).filter(first_on_ep) {
             let mut names = Vec::new();
             let mut groups = Vec::new();
-            for at in 0..ep as u32 {
+            for at in 0..ep {
                 let rank = world.rank_at(world.coord_of(first).with_axis(Axis::Ep, at));
                 let name = place(rank).ok_or_else(|| {
                     refuse(
@@ -73,10 +75,9 @@ impl ExpertMap {
 
     /// Returns the position on ep of each expert's rank: the first ranks have an expert more.
     #[must_use]
-    pub fn ranks_of_experts(ep: u64, experts: u64) -> Vec<u64> {
-        let (each, more) = (experts / ep, experts % ep);
-        let share = |rank: u64| each + u64::from(rank < more);
-        (0..ep).flat_map(|rank| (0..share(rank)).map(move |_| rank)).collect()
+    pub fn ranks_of_experts(ep: u32, experts: u64) -> Vec<u64> {
+        let of_rank = |rank| repeat_n(u64::from(rank), split_units(experts, ep, rank).1 as usize);
+        (0..ep).flat_map(of_rank).collect()
     }
 
     /// Returns 0 for an expert of a locality group, and 1 for any other.

@@ -3,6 +3,8 @@
 use serde::{Serialize, Serializer};
 use tessera_base::GateStatus;
 
+use crate::markup::format_percent;
+
 /// What the routers of one layer chose over the steps of a run, beside what chance alone would give.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ExpertLoadRow {
@@ -43,14 +45,13 @@ pub fn describe_expert_load(rows: &[ExpertLoadRow]) -> Option<String> {
     let most = rows.iter().max_by(|a, b| a.expert_std_over_mean.total_cmp(&b.expert_std_over_mean))?;
     let total = |of: fn(&ExpertLoadRow) -> u64| rows.iter().map(of).sum::<u64>();
     let count = |status: GateStatus| rows.iter().filter(|row| row.balance == status).count();
-    let percent = |x: f64| format!("{:.1} %", x * 100.0);
     let verdict = match (count(GateStatus::Fail), count(GateStatus::Pass)) {
         (0, 0) => "too few choices for the gate experts.balance".to_string(),
         (0, passed) => format!("gate experts.balance passed in {passed} of {} layers", rows.len()),
         (failed, _) => format!(
             "gate experts.balance failed in {failed} of {} layers, limit {}",
             rows.len(),
-            percent(most.limit)
+            format_percent(most.limit)
         ),
     };
     Some(format!(
@@ -60,9 +61,9 @@ pub fn describe_expert_load(rows: &[ExpertLoadRow]) -> Option<String> {
         total(|row| row.moved),
         total(|row| row.dropped),
         most.layer,
-        percent(most.expert_std_over_mean),
-        percent(most.expert_chance),
-        percent(most.rank_std_over_mean),
-        percent(most.rank_chance),
+        format_percent(most.expert_std_over_mean),
+        format_percent(most.expert_chance),
+        format_percent(most.rank_std_over_mean),
+        format_percent(most.rank_chance),
     ))
 }

@@ -36,6 +36,11 @@ pub(crate) fn format_shell_command(words: &[String]) -> String {
     quoted.join(" ")
 }
 
+/// Formats a share of 1 in per cent, such as `12.5 %`.
+pub(crate) fn format_percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
 /// Formats a count with narrow spaces between groups of three digits.
 pub(crate) fn format_count(n: u64) -> String {
     let digits = n.to_string();

@@ -13,8 +13,8 @@ use crate::wire::{CallAction, CallWork, PhaseCall, Tensors, TokenWork};
 pub struct TokenRequest {
     /// The sequences that end, begin, and bring rows.
     pub work: TokenWork,
-    /// The programs of the bucket in order, each with its scalars. Each but the first decodes the ids that the one
-    /// before has chosen.
+    /// The programs of the bucket in order, each with its scalars. Each program but the first decodes the ids that its
+    /// predecessor chose.
     pub phases: Vec<PhaseCall>,
     /// The tensors that the first program reads.
     pub inputs: Tensors,

@@ -278,10 +278,25 @@ fn call_of_phases(programs: &[&str]) -> (Envelope, CallState) {
         PhaseCall::new(*program, args.map(|(name, arg)| (name.to_string(), arg)).to_vec())
     };
     let phases: Vec<PhaseCall> = programs.iter().zip(args).map(phase).collect();
+    (envelope_of_tokens(&before, work, phases, &decoding_programs()), before)
+}
+
+/// Returns the envelope of a call that brings rows of tokens, with an id for each row of its first program.
+fn envelope_of_tokens(
+    before: &CallState,
+    work: CallWork,
+    phases: Vec<PhaseCall>,
+    programs: &ProgramIndex,
+) -> Envelope {
     let mut after = before.clone();
     after.begin_call(&work).expect("legal");
     phases.iter().for_each(|phase| after.apply_phase(phase).expect("legal"));
-    let totals = decoding_programs().expected_totals(&phases).expect("known");
+    let totals = programs.expected_totals(&phases).expect("known");
+    let ids = programs.call_inputs(&phases).into_iter().map(|input| {
+        let count = input.shape.iter().product::<u64>() as usize;
+        Tensor::from_f32(&input.name, &input.shape, &vec![1.0; count]).expect("fits")
+    });
+    let tensors = Tensors(ids.collect());
     let (mut e, _) = second_call();
     (e.header.chunk, e.header.cache_epoch) = (before.next_unit(), before.epoch());
     e.meta = Some(CallMeta {
@@ -292,8 +307,7 @@ fn call_of_phases(programs: &[&str]) -> (Envelope, CallState) {
         predicted_state: after.state_digest(),
         work,
     });
-    e.tensors = Tensors(vec![Tensor::from_f32("ids", &[2], &[1.0; 2]).expect("fits")]);
-    (e, before)
+    Envelope { tensors, ..e }
 }
 
 // A phase that repeated the first one would decode the ids of the call again, instead of those chosen since.
@@ -335,22 +349,7 @@ fn second_token_call() -> (Envelope, CallState) {
     };
     let work = CallWork::Tokens(work);
     let phases = vec![phase(&[3.0, 0.0], &[2.0, 0.0, 1.0, 3.0])];
-    let mut after = before.clone();
-    after.begin_call(&work).expect("legal");
-    after.apply_phase(&phases[0]).expect("legal");
-    let totals = token_programs().expected_totals(&phases).expect("known");
-    let (mut e, _) = second_call();
-    (e.header.chunk, e.header.cache_epoch) = (before.next_unit(), before.epoch());
-    e.meta = Some(CallMeta {
-        expected_generator_calls: totals.generator_calls,
-        expected_collectives: totals.collectives,
-        expected_trace_digest: totals.trace,
-        phases,
-        predicted_state: after.state_digest(),
-        work,
-    });
-    e.tensors = Tensors(vec![Tensor::from_f32("ids", &[8], &[1.0; 8]).expect("fits")]);
-    (e, before)
+    (envelope_of_tokens(&before, work, phases, &token_programs()), before)
 }
 
 /// A session of a language model accepts its own calls, and none of a video; a session of a video none of tokens.

@@ -20,14 +20,7 @@ fn plan(family: &str, top_k: u64, mapping: &str) -> LanguagePlan {
     model.end_ids.clear();
     model.experts.as_mut().unwrap().top_k = top_k;
     let mapping = Mapping::parse("mapping.toml", mapping).unwrap_or_else(|ds| panic!("{mapping}: {ds:#?}"));
-    let settings = LanguageSettings {
-        sequences: 2,
-        positions: 64,
-        prompt_rows: 25,
-        prompts_per_call: 1,
-        ids_per_call: 1,
-        output: TokenOutput::Logits,
-    };
+    let settings = LanguageSettings { sequences: 2, ..LanguageSettings::new(64, 25, TokenOutput::Logits) };
     LanguagePlan::new(&model, &mapping, settings).unwrap_or_else(|ds| panic!("{mapping:?}: {ds:#?}"))
 }
 

@@ -42,21 +42,15 @@ impl Reference {
 
 /// Loads a model over a mesh; `prompt_rows` is the size of the pieces in which prompts are read.
 fn load(family: &str, mesh: &str, prompt_rows: u64, output: TokenOutput) -> TokenRun {
-    let settings = LanguageSettings {
-        sequences: 2,
-        positions: 128,
-        prompt_rows,
-        prompts_per_call: 1,
-        ids_per_call: 1,
-        output,
-    };
-    load_with(family, mesh, settings)
+    let settings = LanguageSettings { sequences: 2, ..LanguageSettings::new(128, prompt_rows, output) };
+    // The reference ignores the ends of texts.
+    load_with(family, mesh, settings, &[])
 }
 
-fn load_with(family: &str, mesh: &str, settings: LanguageSettings) -> TokenRun {
+/// Loads a model whose texts end with these ids and no others.
+fn load_with(family: &str, mesh: &str, settings: LanguageSettings, end_ids: &[u32]) -> TokenRun {
     let mut model = TextModel::open(&folder(family)).unwrap().decoder;
-    // The reference ignores the ends of texts.
-    model.end_ids.clear();
+    model.end_ids = end_ids.to_vec();
     let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
     let plan =
         LanguagePlan::new(&model, &mapping, settings).unwrap_or_else(|ds| panic!("{family} {mesh}: {ds:#?}"));
@@ -158,14 +152,10 @@ fn a_call_of_several_ids_decodes_the_text_of_calls_of_one() {
     let generate = |mesh: &str, ids_per_call: u64, end: Option<u32>| {
         let settings = LanguageSettings {
             sequences: 2,
-            positions: 128,
-            prompt_rows: 16,
-            prompts_per_call: 1,
             ids_per_call,
-            output: TokenOutput::Next,
+            ..LanguageSettings::new(128, 16, TokenOutput::Next)
         };
-        let mut run = load_with("qwen3", mesh, settings);
-        run.set_end_ids(end.as_slice());
+        let mut run = load_with("qwen3", mesh, settings, end.as_slice());
         // The second text of the first batch ends long before the first one, and its pages go to the next batch.
         let batches = [vec![request(0, 64, 0.0), request(1, 7, 0.8)], vec![request(1, 64, 0.0)]];
         let texts = batches.map(|batch| {
@@ -201,11 +191,8 @@ fn prompts_that_a_call_reads_together_give_the_texts_of_prompts_read_alone() {
         let generate = |prompts_per_call: u64| {
             let settings = LanguageSettings {
                 sequences: 5,
-                positions: 64,
-                prompt_rows: 6,
                 prompts_per_call,
-                ids_per_call: 1,
-                output: TokenOutput::Next,
+                ..LanguageSettings::new(64, 6, TokenOutput::Next)
             };
             let prompts = [&long[..], &short[..], &long[..13], &short[..2], &long[3..]];
             let requests = prompts.map(|prompt| TextRequest {
@@ -213,7 +200,7 @@ fn prompts_that_a_call_reads_together_give_the_texts_of_prompts_read_alone() {
                 max_ids: 9,
                 sampling: Sampling { temperature: 0.7, seed: 3, ..Sampling::default() },
             });
-            let mut run = load_with(family, mesh, settings);
+            let mut run = load_with(family, mesh, settings, &[]);
             (run.generate(&requests, |_| {}).unwrap(), run.prefill)
         };
         let (alone, calls) = generate(1);
@@ -261,14 +248,7 @@ fn a_layer_that_predicts_further_tokens_is_left_out_and_any_other_is_rejected() 
         let index = serde_json::json!({ "weight_map": weight_map }).to_string();
         std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
         let model = TextModel::open(dir.path()).unwrap().decoder;
-        let settings = LanguageSettings {
-            sequences: 1,
-            positions: 64,
-            prompt_rows: 8,
-            prompts_per_call: 1,
-            ids_per_call: 1,
-            output: TokenOutput::Logits,
-        };
+        let settings = LanguageSettings::new(64, 8, TokenOutput::Logits);
         let plan = LanguagePlan::new(&model, &Mapping::default(), settings).unwrap();
         TokenRun::load(&Arc::new(plan), dir.path(), 1)
             .map(|mut run| run.compute_logits(&reference.prompts[0]).unwrap())
@@ -297,14 +277,7 @@ fn the_demo_model_writes_the_text_that_pytorch_computes_in_f64() {
     assert_eq!(prompt, list("ids"));
     for mesh in ["tp=1", "tp=2", "pp=3"] {
         let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
-        let settings = LanguageSettings {
-            sequences: 1,
-            positions: 128,
-            prompt_rows: 64,
-            prompts_per_call: 1,
-            ids_per_call: 1,
-            output: TokenOutput::Next,
-        };
+        let settings = LanguageSettings::new(128, 64, TokenOutput::Next);
         let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings).unwrap());
         let request = TextRequest { prompt: prompt.clone(), max_ids: 120, sampling: Sampling::default() };
         let texts = TokenRun::load(&plan, &dir, 1).unwrap().generate(&[request], |_| {}).unwrap();

@@ -31,14 +31,7 @@ fn read_reference(family: &str) -> (Vec<u32>, Vec<f32>) {
 fn compute_logits(family: &str, mesh: &str, dtype: DtypePolicy) -> Vec<f32> {
     let model = TextModel::open(&folder(family)).unwrap().decoder;
     let mapping = Mapping { mesh: mesh.parse().unwrap(), dtype, ..Mapping::default() };
-    let settings = LanguageSettings {
-        sequences: 1,
-        positions: 64,
-        prompt_rows: 8,
-        prompts_per_call: 1,
-        ids_per_call: 1,
-        output: TokenOutput::Logits,
-    };
+    let settings = LanguageSettings::new(64, 8, TokenOutput::Logits);
     let plan = LanguagePlan::new(&model, &mapping, settings);
     let plan = plan.unwrap_or_else(|ds| panic!("{family} {mesh} {}: {ds:#?}", dtype.name()));
     let run = TokenRun::load(&Arc::new(plan), &folder(family), 1);
@@ -110,14 +103,7 @@ fn stages_and_ranks_that_share_experts_keep_the_bits_of_one_rank_in_low_precisio
 fn run_policy(dir: &Path, mesh: &str, policy: PrecisionPolicy, ids: &[u32]) -> (Arc<LanguagePlan>, Vec<f32>) {
     let model = TextModel::open(dir).unwrap().decoder;
     let mapping = policy.apply(&Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() });
-    let settings = LanguageSettings {
-        sequences: 1,
-        positions: 256,
-        prompt_rows: 64,
-        prompts_per_call: 1,
-        ids_per_call: 1,
-        output: TokenOutput::Logits,
-    };
+    let settings = LanguageSettings::new(256, 64, TokenOutput::Logits);
     let plan = Arc::new(LanguagePlan::new(&model, &mapping, settings).unwrap());
     let logits = TokenRun::load(&plan, dir, 1).unwrap().compute_logits(ids).unwrap();
     (plan, logits)

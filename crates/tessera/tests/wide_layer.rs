@@ -106,15 +106,8 @@ fn a_layer_in_the_width_of_a_published_model_agrees_with_transformers_on_every_m
         let largest = expected.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
         for mesh in meshes {
             let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
-            let settings = LanguageSettings {
-                sequences: 1,
-                positions: 64,
-                // Pieces that do not divide the prompt.
-                prompt_rows: 5,
-                prompts_per_call: 1,
-                ids_per_call: 1,
-                output: TokenOutput::Logits,
-            };
+            // Pieces of 5 rows do not divide the prompt.
+            let settings = LanguageSettings::new(64, 5, TokenOutput::Logits);
             let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings).unwrap());
             let found = TokenRun::load(&plan, dir.path(), 1).unwrap().compute_logits(&prompt).unwrap();
             assert_eq!(found.len(), expected.len());

@@ -51,7 +51,7 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
     ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank"),
 ];
 
-/// Ids of prompts that a call reads, where several prompts are short: matmuls of fewer rows cost almost as much.
+/// Rows up to which one call reads several short prompts: a matmul of fewer rows takes almost as long.
 const ROWS_PER_CALL: u64 = 64;
 
 /// Ids of each text that one call of GPUs decodes.
@@ -155,7 +155,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     prompt_rows: u16,
 
-    /// Prompts of which one call reads a part; those of like length are read together [default: as many as 64 ids hold]
+    /// Most prompts that calls read together, a part of each; prompts of like length share calls [default: as many as
+    /// fill 64 rows]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
     prompts_per_call: Option<u64>,
 
@@ -297,7 +298,8 @@ fn write_outputs(
 ) -> Result<(Option<EstimateComparison>, Vec<ExpertLoadRow>), CliError> {
     let write = || -> Result<_, CliError> {
         let experts = match read_expert_load(plan, &options.out) {
-            Err(_) if report.failure.is_some() => Vec::new(),
+            // A run that ended early may have counted nothing.
+            Err(_) if report.failure.is_some() || report.interrupted => Vec::new(),
             read => read?,
         };
         if args.out.is_none() && report.failure.is_none() {

@@ -144,15 +144,8 @@ fn plan_logits(
     prompts: &[Vec<u32>],
 ) -> Result<Arc<LanguagePlan>, CliError> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) as u64;
-    let settings = LanguageSettings {
-        sequences: 1,
-        // A text has room for an id behind it, which nothing chooses here.
-        positions: longest + 1,
-        prompt_rows: longest.clamp(1, PROMPT_ROWS),
-        prompts_per_call: 1,
-        ids_per_call: 1,
-        output: TokenOutput::Logits,
-    };
+    // A text has room for an id behind it, which nothing chooses here.
+    let settings = LanguageSettings::new(longest + 1, longest.clamp(1, PROMPT_ROWS), TokenOutput::Logits);
     Ok(Arc::new(LanguagePlan::new(&model.decoder, mapping, settings)?))
 }
 

@@ -84,7 +84,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
     pub prompt_rows: Option<u64>,
 
-    /// Prompts of which one call reads a part, for a language model [default: 1]
+    /// Most prompts that calls read together, a part of each, for a language model [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
     pub prompts_per_call: Option<u64>,
 

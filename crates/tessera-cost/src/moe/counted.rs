@@ -1,5 +1,7 @@
 //! The load of experts that the steps of a run counted, beside what chance alone would give.
 
+use super::divide_std_by_mean;
+
 /// Rows of the experts of one layer over some steps.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct CountedLoad {
@@ -40,7 +42,7 @@ impl CountedLoad {
     #[must_use]
     pub fn busiest_over_mean(&self, expert_ranks: &[u64]) -> f64 {
         let rows = sum_by_rank(&self.computed, expert_ranks);
-        let mean = rows.iter().sum::<f64>() / rows.len().max(1) as f64;
+        let mean = mean_of(&rows);
         if mean > 0.0 { rows.iter().fold(0.0, |m: f64, x| m.max(*x)) / mean } else { 1.0 }
     }
 
@@ -73,11 +75,13 @@ fn sum_by_rank(of_experts: &[f64], expert_ranks: &[u64]) -> Vec<f64> {
 
 /// Returns the standard deviation of some loads, divided by their mean; 0 without any load.
 fn measure_spread(loads: &[f64]) -> f64 {
-    let mean = loads.iter().sum::<f64>() / loads.len().max(1) as f64;
-    if mean <= 0.0 {
-        return 0.0;
-    }
-    (loads.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / loads.len() as f64).sqrt() / mean
+    let mean = mean_of(loads);
+    if mean > 0.0 { divide_std_by_mean(loads, mean) } else { 0.0 }
+}
+
+/// Returns the mean of some loads; 0 of none.
+fn mean_of(loads: &[f64]) -> f64 {
+    loads.iter().sum::<f64>() / loads.len().max(1) as f64
 }
 
 #[cfg(test)]
@@ -86,14 +90,14 @@ mod tests {
 
     use super::*;
 
-    fn counted(chosen: &[f64], top_k: f64) -> CountedLoad {
+    fn count_choices(chosen: &[f64], top_k: f64) -> CountedLoad {
         CountedLoad { chosen: chosen.to_vec(), computed: chosen.to_vec(), top_k }
     }
 
     #[test]
     fn even_loads_have_no_spread_and_one_full_expert_has_the_largest() {
-        assert_eq!(counted(&[3.0; 8], 1.0).expert_spread().std_over_mean, 0.0);
-        let one = counted(&[12.0, 0.0, 0.0, 0.0], 1.0);
+        assert_eq!(count_choices(&[3.0; 8], 1.0).expert_spread().std_over_mean, 0.0);
+        let one = count_choices(&[12.0, 0.0, 0.0, 0.0], 1.0);
         // The deviations are 9 and three times −3 around a mean of 3.
         assert!((one.expert_spread().std_over_mean - 3.0_f64.sqrt()).abs() < 1e-12);
         assert_eq!(one.rank_spread(&[0, 0, 1, 1]).std_over_mean, 1.0);
@@ -105,7 +109,8 @@ mod tests {
     // Capacities act on what experts compute and not on what tokens choose.
     #[test]
     fn ranks_vary_by_the_rows_that_they_compute() {
-        let load = CountedLoad { computed: vec![4.0, 4.0, 2.0, 2.0], ..counted(&[9.0, 1.0, 1.0, 1.0], 1.0) };
+        let load =
+            CountedLoad { computed: vec![4.0, 4.0, 2.0, 2.0], ..count_choices(&[9.0, 1.0, 1.0, 1.0], 1.0) };
         assert!((load.rank_spread(&[0, 0, 1, 1]).std_over_mean - 1.0 / 3.0).abs() < 1e-12);
         assert!((load.busiest_over_mean(&[0, 0, 1, 1]) - 4.0 / 3.0).abs() < 1e-12);
     }
@@ -127,7 +132,7 @@ mod tests {
                         chosen[order[i]] += 1.0;
                     }
                 }
-                let load = counted(&chosen, k as f64);
+                let load = count_choices(&chosen, k as f64);
                 let (e, r) = (load.expert_spread(), load.rank_spread(&expert_ranks));
                 // Variances add up, so their mean is compared.
                 of_experts += e.std_over_mean.powi(2) / f64::from(runs);

@@ -1,7 +1,7 @@
 //! Placement of experts by popularity: the hottest experts are replicated, and the copies are
 //! packed onto ranks so that loads are even.
 
-use super::ExpertLoad;
+use super::{ExpertLoad, divide_std_by_mean};
 
 /// Which rank holds which experts, when popular experts have several copies.
 #[derive(Debug, Clone, PartialEq)]
@@ -95,9 +95,6 @@ pub fn placement_load(placement: &ExpertPlacement, popularity: &[f64], tokens: f
     let missed = |load: &f64| (1.0 - (load / top_k).min(1.0)).powf(top_k);
     let reached: f64 = loads.iter().map(|l| 1.0 - missed(l)).sum();
     let even = top_k / popularity.len() as f64;
-    let spread = |values: &[f64], mean: f64| {
-        (values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / values.len() as f64).sqrt() / mean
-    };
     ExpertLoad {
         slowest_over_mean: loads[slowest] / mean,
         dropped: 0.0,
@@ -105,8 +102,8 @@ pub fn placement_load(placement: &ExpertPlacement, popularity: &[f64], tokens: f
         active_experts: placement.ranks[slowest].iter().map(touched).sum(),
         remote_copies: reached * (ep - 1.0) / ep,
         busiest_over_mean: ((1.0 - missed(&loads[slowest])) * ep / reached).max(1.0),
-        std_over_mean: spread(popularity, even),
-        rank_std_over_mean: spread(&loads, mean),
+        std_over_mean: divide_std_by_mean(popularity, even),
+        rank_std_over_mean: divide_std_by_mean(&loads, mean),
     }
 }
 

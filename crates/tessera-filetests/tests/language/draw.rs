@@ -75,7 +75,7 @@ impl Case {
     }
 
     /// Returns the programs: one reads prompts, one decodes, and if it chooses ids another decodes these.
-    fn phases(&self) -> Vec<TokenPhase> {
+    fn list_phases(&self) -> Vec<TokenPhase> {
         let keeps_ids = self.output == TokenOutput::Next;
         let decode = TokenPhase { keeps_ids, ..TokenPhase::from_call(BUCKETS[1]) };
         let next = keeps_ids.then_some(TokenPhase { ids: IdSource::LastPhase, ..decode });
@@ -91,7 +91,7 @@ impl Case {
             pages_per_sequence: PAGES_PER_SEQUENCE,
             replicates_heads: !m.is_latent() && u64::from(tp) > m.kv_heads,
         };
-        let phases = self.phases();
+        let phases = self.list_phases();
         LogicalModel {
             phases: build_token_phases(m, cache, &phases, self.output),
             calls: phases.iter().map(TokenPhase::name).map(|name| (name.clone(), vec![name])).collect(),
@@ -168,7 +168,7 @@ impl Case {
     }
 
     fn call(&self, d: &mut Rng, phase: usize, pages: &[[f64; 4]], starts: &[f64]) -> TokenCall {
-        let TokenPhase { bucket, ids: source, .. } = self.phases()[phase];
+        let TokenPhase { bucket, ids: source, .. } = self.list_phases()[phase];
         let sequences = starts.len();
         let rows = sequences * bucket.rows as usize;
         let ids = (0..rows).map(|_| d.next_below(self.model.extents.vocab as usize) as f64).collect();

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use super::layout::{render_note, render_section, render_table};
 use crate::expert_load::{ExpertLoadRow, describe_expert_load};
-use crate::markup::format_count;
+use crate::markup::{format_count, format_percent};
 
 /// Renders a row for each layer with experts; nothing for a run that counted none.
 pub(super) fn render_expert_load(rows: &[ExpertLoadRow]) -> Markup {
@@ -14,7 +14,6 @@ pub(super) fn render_expert_load(rows: &[ExpertLoadRow]) -> Markup {
         th { "std/mean of experts" } th { "by chance" } th { "std/mean of ranks" } th { "by chance" }
         th { "busiest rank" } th { "gate" }
     };
-    let percent = |x: f64| format!("{:.1} %", x * 100.0);
     let body = html! {
         @for row in rows {
             tr {
@@ -22,10 +21,10 @@ pub(super) fn render_expert_load(rows: &[ExpertLoadRow]) -> Markup {
                 td { (format_count(row.chosen)) }
                 td { (format_count(row.moved)) }
                 td { (format_count(row.dropped)) }
-                td { (percent(row.expert_std_over_mean)) }
-                td { (percent(row.expert_chance)) }
-                td { (percent(row.rank_std_over_mean)) }
-                td { (percent(row.rank_chance)) }
+                td { (format_percent(row.expert_std_over_mean)) }
+                td { (format_percent(row.expert_chance)) }
+                td { (format_percent(row.rank_std_over_mean)) }
+                td { (format_percent(row.rank_chance)) }
                 td { (format_args!("{:.2} × mean", row.busiest_over_mean)) }
                 td { (row.balance.name()) }
             }

@@ -212,14 +212,9 @@ impl DrillRunner {
             // Only a fractional number of experts is drawn.
             mapping.experts.router.top_k = Some(1.5);
         }
-        let settings = LanguageSettings {
-            sequences: 1,
-            positions: (PROMPT_IDS.len() + TEXT_IDS) as u64,
-            prompt_rows: 2,
-            prompts_per_call: 1,
-            ids_per_call: 2,
-            output: TokenOutput::Next,
-        };
+        let positions = (PROMPT_IDS.len() + TEXT_IDS) as u64;
+        let settings =
+            LanguageSettings { ids_per_call: 2, ..LanguageSettings::new(positions, 2, TokenOutput::Next) };
         let plan = Arc::new(LanguagePlan::new(&model, &mapping, settings)?);
         let limit = self.time_limit(drill);
         let watch = DrillWatchdog::new(&out, limit + KILL_GRACE, start_timeout(self.setup.device));

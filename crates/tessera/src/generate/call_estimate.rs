@@ -1,7 +1,6 @@
 //! Estimates the calls of a plan: one that reads a part of a prompt, and one that decodes ids of every text.
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cost::MachineModel;
@@ -24,7 +23,7 @@ impl LanguagePlan {
     /// # Errors
     /// T1115 if ranks form a wait cycle, which no sealed plan has.
     pub fn estimate_calls(&self, machine: &MachineModel) -> Result<EstimateComparison, Diagnostics> {
-        let kinds = self.call_kinds();
+        let kinds = self.list_call_kinds();
         let calls = kinds.into_iter().map(|kind| self.estimate_kind(kind, machine));
         Ok(EstimateComparison {
             machine: format!("{}, executor {}", machine.cluster.title, machine.profile.name),
@@ -35,12 +34,12 @@ impl LanguagePlan {
     /// Returns the kinds of calls without an estimate, for the reason that `why` states.
     #[must_use]
     pub fn calls_without_estimate(&self, why: &str) -> EstimateComparison {
-        let calls = self.call_kinds();
+        let calls = self.list_call_kinds();
         EstimateComparison { machine: why.to_string(), calls }
     }
 
     /// Returns the kinds of calls: one that reads a part of a prompt, and one that decodes as many ids as a call may.
-    fn call_kinds(&self) -> Vec<CallComparison> {
+    fn list_call_kinds(&self) -> Vec<CallComparison> {
         let kind = |name: String, phases: &[TokenPhase]| CallComparison {
             name,
             phases: phases.iter().map(TokenPhase::name).collect(),
@@ -69,18 +68,16 @@ impl LanguagePlan {
         let bundle = to_bundle(&self.sealed);
         let mut classes: Vec<ClassComparison> = Vec::new();
         let (mut total_ns, mut exposed_ns) = (LEADER_NS, 0.0);
-        let mut known: BTreeMap<&str, CallEstimate> = BTreeMap::new();
+        let mut runs_of_phase: BTreeMap<&String, f64> = BTreeMap::new();
         for phase in &kind.phases {
-            let estimate = match known.entry(phase) {
-                Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => {
-                    let list = std::slice::from_ref(phase);
-                    new.insert(estimate_call(&bundle, phase, list, machine, true).map_err(|d| *d)?)
-                }
-            };
-            total_ns += estimate.ns;
-            exposed_ns += estimate.exposed_ns();
-            self.add_classes(phase, estimate, &mut classes);
+            *runs_of_phase.entry(phase).or_default() += 1.0;
+        }
+        for (phase, runs) in runs_of_phase {
+            let estimate = estimate_call(&bundle, phase, std::slice::from_ref(phase), machine, true);
+            let estimate = estimate.map_err(|d| *d)?;
+            total_ns += runs * estimate.ns;
+            exposed_ns += runs * estimate.exposed_ns();
+            self.add_classes((phase, runs), &estimate, &mut classes);
         }
         classes.push(ClassComparison {
             class: LEADER_CLASS.to_string(),
@@ -95,15 +92,20 @@ impl LanguagePlan {
         })
     }
 
-    /// Adds the estimated times of a phase by class of op, as means over ranks.
-    fn add_classes(&self, phase: &str, estimate: &CallEstimate, classes: &mut Vec<ClassComparison>) {
+    /// Adds the estimated times of some runs of a phase by class of op, as means over ranks.
+    fn add_classes(
+        &self,
+        (phase, runs): (&str, f64),
+        estimate: &CallEstimate,
+        classes: &mut Vec<ClassComparison>,
+    ) {
         let mesh = self.sealed.mesh();
         let ranks: Vec<Rank> = mesh.iter().filter(|r| mesh.contains(*r)).collect();
         for rank in &ranks {
             let Some(program) = self.sealed.rank_program(phase, *rank) else { continue };
             let op_ns = estimate.op_times_ns(*rank, program.ops.len());
             for row in compare_by_class(program, &[], Some(&op_ns)) {
-                let own = row.estimated_ns.unwrap_or(0.0) / ranks.len() as f64;
+                let own = runs * row.estimated_ns.unwrap_or(0.0) / ranks.len() as f64;
                 match classes.iter_mut().find(|c| c.class == row.name) {
                     Some(class) => class.estimated_ns = class.estimated_ns.map(|ns| ns + own),
                     None => classes.push(ClassComparison {

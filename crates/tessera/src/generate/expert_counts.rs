@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
 use tessera_cost::moe::CountedLoad;
 use tessera_mesh::Axis;
+use tessera_models::ExpertLayers;
 use tessera_plan::search::gates::{ExpertGateInputs, balance_gate};
 use tessera_plan::search::thresholds::Thresholds;
 use tessera_plan::{EXPERT_STATISTICS, ExpertMap};
@@ -50,6 +51,8 @@ struct LayerCounts {
 pub(super) struct ExpertCountLog {
     path: PathBuf,
     file: BufWriter<File>,
+    /// Experts of a layer.
+    experts: usize,
 }
 
 impl ExpertCountLog {
@@ -58,28 +61,21 @@ impl ExpertCountLog {
     /// # Errors
     /// T0014 if the file cannot be created.
     pub(super) fn create(plan: &LanguagePlan, out: &Path) -> Result<Option<ExpertCountLog>, Diagnostic> {
-        if !returns_counts(plan) {
-            return Ok(None);
-        }
+        let Some(layers) = counted_layers(plan) else { return Ok(None) };
         let path = out.join(EXPERTS_FILE);
         let file = File::create(&path).map_err(|e| write_error(&path, &e))?;
-        Ok(Some(ExpertCountLog { path, file: BufWriter::new(file) }))
+        Ok(Some(ExpertCountLog { path, file: BufWriter::new(file), experts: layers.count as usize }))
     }
 
     /// Adds the counts of a call.
     ///
     /// # Errors
     /// T0014 if the file cannot be written, T0087 for an output that holds no counts.
-    pub(super) fn write_call(
-        &mut self,
-        call: u32,
-        outputs: &Tensors,
-        experts: u64,
-    ) -> Result<(), Diagnostic> {
+    pub(super) fn write_call(&mut self, call: u32, outputs: &Tensors) -> Result<(), Diagnostic> {
         let mut steps: Vec<BTreeMap<u64, LayerCounts>> = Vec::new();
         for output in &outputs.0 {
             let Some(layer) = output.name().strip_prefix(EXPERT_STATISTICS) else { continue };
-            let counts = layer.parse().ok().zip(split_steps(output, experts as usize));
+            let counts = layer.parse().ok().zip(split_steps(output, self.experts));
             let (layer, counts) = counts.ok_or_else(|| {
                 Diagnostic::error(&T0087, format!("`{}` holds no counts of experts", output.name()))
             })?;
@@ -107,8 +103,9 @@ fn split_steps(output: &Tensor, experts: usize) -> Option<Vec<LayerCounts>> {
     Some(values.chunks(4 * experts).map(columns).collect())
 }
 
-fn returns_counts(plan: &LanguagePlan) -> bool {
-    plan.mapping.experts.statistics && plan.model.experts.is_some()
+/// Returns the layers with experts of a plan that counts their choices; `None` for any other plan.
+fn counted_layers(plan: &LanguagePlan) -> Option<&ExpertLayers> {
+    plan.model.experts.as_ref().filter(|_| plan.mapping.experts.statistics)
 }
 
 /// Reads the counts of a run and returns the load of each layer with experts over all steps, in order of layers;
@@ -117,9 +114,7 @@ fn returns_counts(plan: &LanguagePlan) -> bool {
 /// # Errors
 /// T0765 if the file cannot be read, or is not what [`EXPERTS_FILE`] holds.
 pub fn read_expert_load(plan: &LanguagePlan, out: &Path) -> Result<Vec<ExpertLoadRow>, Diagnostic> {
-    let Some(experts) = plan.model.experts.as_ref().filter(|_| returns_counts(plan)) else {
-        return Ok(Vec::new());
-    };
+    let Some(layers) = counted_layers(plan) else { return Ok(Vec::new()) };
     let path = out.join(EXPERTS_FILE);
     let file = File::open(&path).map_err(|e| lost_output(&path, &e.to_string()))?;
     let mut sums: BTreeMap<u64, LayerCounts> = BTreeMap::new();
@@ -133,9 +128,14 @@ pub fn read_expert_load(plan: &LanguagePlan, out: &Path) -> Result<Vec<ExpertLoa
             sums.entry(layer).or_default().add_counts(&counts);
         }
     }
-    let top_k = plan.mapping.experts.router.top_k.unwrap_or(experts.top_k as f64);
+    let top_k = plan.mapping.experts.router.top_k.unwrap_or(layers.top_k as f64);
     let ep = plan.mapping.mesh.axis_size(Axis::Ep);
-    Ok(sums.iter().map(|(layer, counts)| counts.to_row(*layer, steps, (top_k, ep))).collect())
+    let expert_ranks = ExpertMap::ranks_of_experts(ep, layers.count);
+    let limits = Thresholds::default();
+    let to_row = |(layer, counts): (&u64, &LayerCounts)| {
+        counts.to_row((*layer, steps), (top_k, ep), &expert_ranks, &limits)
+    };
+    Ok(sums.iter().map(to_row).collect())
 }
 
 impl LayerCounts {
@@ -152,14 +152,21 @@ impl LayerCounts {
         }
     }
 
-    fn to_row(&self, layer: u64, steps: u64, (top_k, ep): (f64, u32)) -> ExpertLoadRow {
+    /// Returns the load of a layer over some steps; `expert_ranks` is the rank of each expert.
+    fn to_row(
+        &self,
+        (layer, steps): (u64, u64),
+        (top_k, ep): (f64, u32),
+        expert_ranks: &[u64],
+        limits: &Thresholds,
+    ) -> ExpertLoadRow {
         let floats = |counts: &[u64]| counts.iter().map(|n| *n as f64).collect::<Vec<f64>>();
         let computed = self.kept.iter().zip(&self.moved).map(|(kept, moved)| (kept + moved) as f64);
         let load = CountedLoad { chosen: floats(&self.chosen), computed: computed.collect(), top_k };
-        let ranks = ExpertMap::ranks_of_experts(u64::from(ep), self.chosen.len() as u64);
         let [chosen, moved, dropped] =
             [&self.chosen, &self.moved, &self.dropped].map(|counts| counts.iter().sum::<u64>());
-        let (experts, of_ranks) = (load.expert_spread(), load.rank_spread(&ranks));
+        let (experts, ranks) = (load.expert_spread(), load.rank_spread(expert_ranks));
+        let busiest_over_mean = load.busiest_over_mean(expert_ranks);
         let gate = balance_gate(
             Some(&ExpertGateInputs {
                 experts: self.chosen.len() as u64,
@@ -168,11 +175,11 @@ impl LayerCounts {
                 // The gate counts choices, as many as tokens times the experts of each.
                 tokens: chosen as f64,
                 std_over_mean: experts.std_over_mean,
-                rank_std_over_mean: of_ranks.std_over_mean,
-                slowest_over_mean: load.busiest_over_mean(&ranks),
+                rank_std_over_mean: ranks.std_over_mean,
+                slowest_over_mean: busiest_over_mean,
                 ..ExpertGateInputs::default()
             }),
-            &Thresholds::default(),
+            limits,
         );
         ExpertLoadRow {
             layer,
@@ -182,9 +189,9 @@ impl LayerCounts {
             dropped,
             expert_std_over_mean: experts.std_over_mean,
             expert_chance: experts.by_chance,
-            rank_std_over_mean: of_ranks.std_over_mean,
-            rank_chance: of_ranks.by_chance,
-            busiest_over_mean: load.busiest_over_mean(&ranks),
+            rank_std_over_mean: ranks.std_over_mean,
+            rank_chance: ranks.by_chance,
+            busiest_over_mean,
             balance: gate.status,
             limit: gate.threshold,
         }
@@ -198,9 +205,15 @@ mod tests {
 
     use super::*;
 
-    fn counts(chosen: &[u64]) -> LayerCounts {
+    /// Creates the counts of a layer that keeps every choice.
+    fn keep_all(chosen: &[u64]) -> LayerCounts {
         let none = vec![0; chosen.len()];
         LayerCounts { chosen: chosen.to_vec(), kept: chosen.to_vec(), moved: none.clone(), dropped: none }
+    }
+
+    /// Returns the load of a layer of four experts on two ranks.
+    fn evaluate(layer: &LayerCounts, steps: u64, top_k: f64) -> ExpertLoadRow {
+        layer.to_row((3, steps), (top_k, 2), &[0, 0, 1, 1], &Thresholds::default())
     }
 
     #[test]
@@ -215,7 +228,7 @@ mod tests {
 
     #[test]
     fn the_balance_gate_fails_for_skewed_choices_and_does_not_apply_to_few() {
-        let row = |chosen: &[u64]| counts(chosen).to_row(3, 7, (2.0, 2));
+        let row = |chosen: &[u64]| evaluate(&keep_all(chosen), 7, 2.0);
         let balanced = row(&[1000, 1040, 980, 990]);
         assert_eq!((balanced.balance, balanced.steps, balanced.chosen), (GateStatus::Pass, 7, 4010));
         let skewed = row(&[3000, 340, 380, 290]);
@@ -231,9 +244,9 @@ mod tests {
             kept: vec![500, 200, 100, 100],
             moved: vec![0, 0, 60, 40],
             dropped: vec![200, 0, 0, 0],
-            ..counts(&[800, 200, 100, 100])
+            ..keep_all(&[800, 200, 100, 100])
         };
-        let row = layer.to_row(0, 1, (1.0, 2));
+        let row = evaluate(&layer, 1, 1.0);
         assert_eq!((row.chosen, row.moved, row.dropped), (1200, 100, 200));
         assert!((row.busiest_over_mean - 1.4).abs() < 1e-12, "{row:?}");
     }

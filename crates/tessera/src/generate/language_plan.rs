@@ -168,6 +168,19 @@ impl LanguagePlan {
 const SETTINGS_FILE: &str = "language.json";
 
 impl LanguageSettings {
+    /// Creates the extents of one text whose calls read a part of one prompt, or decode one id.
+    #[must_use]
+    pub fn new(positions: u64, prompt_rows: u64, output: TokenOutput) -> LanguageSettings {
+        LanguageSettings {
+            sequences: 1,
+            positions,
+            prompt_rows,
+            prompts_per_call: 1,
+            ids_per_call: 1,
+            output,
+        }
+    }
+
     /// Returns the extents of the KV caches, which hold every sequence at its full length.
     fn cache(self, model: &DecoderModel, mesh: &Mesh) -> PagedCache {
         let pages_per_sequence = self.positions.div_ceil(PAGE_ROWS);
@@ -195,11 +208,12 @@ impl LanguageSettings {
     fn list_phases(self) -> Vec<TokenPhase> {
         let [prefill, decode] = self.buckets();
         let reads_prompts = (prefill != decode).then(|| TokenPhase::from_call(prefill));
+        // Every phase behind the second one runs the program of the second.
         reads_prompts.into_iter().chain(self.decoding_phases().take(2)).collect()
     }
 
-    /// Returns the calls that a plan admits: one that reads a part of a prompt, and one for each number of ids that a
-    /// call may decode.
+    /// Returns the calls that a plan admits: one reads parts of prompts, and for each number of ids up to the limit one
+    /// decodes so many.
     fn list_calls(self) -> Vec<(String, Vec<String>)> {
         let names: Vec<String> = self.decoding_phases().map(|phase| phase.name()).collect();
         let [prefill, decode] = self.buckets();

@@ -9,6 +9,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
 use tessera_mesh::Mesh;
+use tessera_models::TokenBucket;
 use tessera_report::record::{
     RankRole, RecordLine, RunDevice, RunHost, RunKind, RunOutput, RunStart, RunStatus, SCHEMA,
     ScheduledPrompt,
@@ -40,7 +41,6 @@ use crate::rank_orders::RankOrders;
 use crate::record::RECORD_FILE;
 use crate::run_dir_writer::close_record;
 use crate::run_settings::build_id;
-use tessera_models::TokenBucket;
 
 /// What a run generates, and where.
 #[derive(Debug, Clone)]

@@ -41,7 +41,7 @@ pub(super) fn group_prompts(lengths: &[usize], bucket: TokenBucket) -> Vec<Vec<O
 mod tests {
     use super::*;
 
-    fn calls(lengths: &[usize], sequences: u64, rows: u64) -> Vec<Vec<Option<(usize, usize)>>> {
+    fn list_calls(lengths: &[usize], sequences: u64, rows: u64) -> Vec<Vec<Option<(usize, usize)>>> {
         let calls = group_prompts(lengths, TokenBucket { sequences, rows });
         calls.into_iter().map(|call| call.iter().map(|r| r.map(|r| (r.text, r.count))).collect()).collect()
     }
@@ -55,16 +55,16 @@ mod tests {
             vec![Some((1, 1)), Some((3, 3))],
             vec![Some((0, 2)), Some((2, 4))],
         ];
-        assert_eq!(calls(&[2, 9, 4, 11], 2, 4), expected);
+        assert_eq!(list_calls(&[2, 9, 4, 11], 2, 4), expected);
         // The prompt that is left over is the shortest one.
-        assert_eq!(calls(&[1, 8, 8], 2, 4)[2], [Some((0, 1))]);
-        assert_eq!(calls(&[8, 3], 2, 4)[1], [Some((0, 4)), None]);
+        assert_eq!(list_calls(&[1, 8, 8], 2, 4)[2], [Some((0, 1))]);
+        assert_eq!(list_calls(&[8, 3], 2, 4)[1], [Some((0, 4)), None]);
     }
 
     #[test]
     fn a_bucket_of_one_sequence_reads_prompts_in_order() {
         assert_eq!(
-            calls(&[3, 7], 1, 4),
+            list_calls(&[3, 7], 1, 4),
             [vec![Some((0, 3))], vec![Some((1, 4))], vec![Some((1, 3))]],
             "each in its parts"
         );

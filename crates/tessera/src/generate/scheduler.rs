@@ -2,6 +2,7 @@
 //! state machine, so that threads of one process and processes under a leader run the same calls.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -99,7 +100,7 @@ struct CallInFlight {
 }
 
 impl CallInFlight {
-    /// Returns the rows that a phase brings, by place: the index of the first among those of the call, and their number.
+    /// Returns the rows that a phase brings, by place, each with the number of rows that earlier phases brought.
     fn rows_of_phase(&self, phase: usize) -> impl Iterator<Item = Option<(TextRows, usize)>> + '_ {
         let rows = self.phases[phase].bucket.rows as usize;
         self.batch.iter().map(move |brought| {
@@ -338,18 +339,16 @@ impl TokenScheduler {
         let (b, n) = (bucket.sequences as usize, bucket.rows as usize);
         let mut places: Vec<_> = call.rows_of_phase(phase).collect();
         places.resize(b, None);
-        let numbers = |absent: f32, of: &dyn Fn(usize, &Sequence, usize) -> f32| -> Vec<f32> {
-            let number = |(place, rows): (usize, &Option<(TextRows, usize)>)| {
-                // Positions count the rows that the phases before this one bring.
-                rows.map_or(absent, |(TextRows { text, count }, before)| {
-                    let sequence = &self.sequences[text];
-                    of(place, sequence, sequence.cached + before + count)
-                })
+        // A number for each place, from the sequence there and the positions of its rows.
+        let numbers = |absent: f32, of: &dyn Fn(&Sequence, Range<usize>) -> f32| -> Vec<f32> {
+            let number = |(TextRows { text, count }, before): (TextRows, usize)| {
+                let sequence = &self.sequences[text];
+                let first = sequence.cached + before;
+                of(sequence, first..first + count)
             };
-            places.iter().enumerate().map(number).collect()
+            places.iter().map(|rows| rows.map_or(absent, number)).collect()
         };
-        let count = |place: usize| places[place].map_or(1, |(rows, _)| rows.count);
-        let sampling = |of: &dyn Fn(&Sampling) -> f32| numbers(0.0, &|_, s, _| of(&s.request.sampling));
+        let sampling = |of: &dyn Fn(&Sampling) -> f32| numbers(0.0, &|s, _| of(&s.request.sampling));
         let mut pages = vec![-1.0; b * self.plan.cache.pages_per_sequence as usize];
         let table = pages.chunks_mut(self.plan.cache.pages_per_sequence as usize);
         for (row, (rows, _)) in table.zip(&places).filter_map(|(row, rows)| Some((row, (*rows)?))) {
@@ -357,12 +356,15 @@ impl TokenScheduler {
                 *to = *page as f32;
             }
         }
-        let last = (0..b).map(|place| (place * n + count(place) - 1) as f32).collect();
+        let last_row = |(place, rows): (usize, &Option<(TextRows, usize)>)| {
+            (place * n + rows.map_or(0, |(rows, _)| rows.count - 1)) as f32
+        };
+        let last = places.iter().enumerate().map(last_row).collect();
         let scalars = [
             (TokenInput::PAGES, pages),
-            (TokenInput::START, numbers(-1.0, &|place, _, end| (end - count(place)) as f32)),
+            (TokenInput::START, numbers(-1.0, &|_, rows| rows.start as f32)),
             (TokenInput::LAST, last),
-            (TokenInput::DRAW, numbers(0.0, &|_, _, end| end as f32)),
+            (TokenInput::DRAW, numbers(0.0, &|_, rows| rows.end as f32)),
             (TokenInput::SEED, sampling(&|how| how.seed as f32)),
             (TokenInput::TEMPERATURE, sampling(&|how| how.temperature)),
             (TokenInput::TOP_K, sampling(&|how| how.top_k as f32)),

@@ -56,10 +56,7 @@ fn build_parts(
     texts.lock().scheduler = Some(scheduler);
     let (requests, deliveries) = (Arc::clone(texts), Arc::clone(texts));
     let (writer, calls) = (Arc::clone(record), Arc::clone(record));
-    let experts = ExpertCounts {
-        log: ExpertCountLog::create(plan, &config.out).map_err(one)?,
-        experts: plan.model.experts.as_ref().map_or(0, |e| e.count),
-    };
+    let experts = ExpertCountLog::create(plan, &config.out).map_err(one)?;
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
         local_rank: context.local_rank(config.weights.clone(), config.threads, communicators),
@@ -130,14 +127,8 @@ impl SharedTexts {
 struct TextPipeline {
     texts: Arc<SharedTexts>,
     record: Arc<Mutex<RecordWriter>>,
-    experts: ExpertCounts,
-}
-
-/// The counts of experts that calls return, if the plan returns any.
-struct ExpertCounts {
-    log: Option<ExpertCountLog>,
-    /// Experts of a layer.
-    experts: u64,
+    /// The file for the counts of experts, if the plan returns any.
+    experts: Option<ExpertCountLog>,
 }
 
 impl MediaPipeline for TextPipeline {
@@ -157,8 +148,8 @@ impl MediaPipeline for TextPipeline {
             None => return Err(Diagnostic::error(&T0087, "no text was requested")),
         };
         drop(state);
-        if let Some(log) = &mut self.experts.log {
-            log.write_call(chunk, outputs, self.experts.experts)?;
+        if let Some(log) = &mut self.experts {
+            log.write_call(chunk, outputs)?;
         }
         let bytes: Vec<u8> = ids.iter().flat_map(|event| event.id.to_le_bytes()).collect();
         lock_record(&self.record).record_delivery(chunk, ids.len() as u32, &bytes, None)?;

@@ -54,11 +54,6 @@ impl TokenRun {
         })
     }
 
-    /// Sets the ids that end a text, in place of those of the model.
-    pub fn set_end_ids(&mut self, ids: &[u32]) {
-        self.scheduler = TokenScheduler::new(&self.context.plan, ids);
-    }
-
     /// Generates the texts of a batch, and passes every id to `on_id` as soon as it exists.
     ///
     /// # Errors
