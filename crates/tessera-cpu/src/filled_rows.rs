@@ -18,7 +18,9 @@ const ROWS_PER_WORD: usize = 32;
 /// Whether a collective exchanges slots of experts [experts, slots, width], whose empty rows need not travel.
 #[must_use]
 pub fn exchanges_slots(op: &Op, operand: &Type) -> bool {
-    op.opcode == Opcode::AllToAll && op.mesh_axis() == Some(Axis::Ep) && operand.shape.len() >= 3
+    op.opcode == Opcode::AllToAll
+        && matches!(op.mesh_axis(), Some(Axis::Ep | Axis::Tp))
+        && operand.shape.len() >= 3
 }
 
 /// Returns the number of mask words in front of a contribution of `rows` rows.

@@ -1,19 +1,19 @@
-//! Where experts are: on which rank of ep, and in which locality group of the machine.
+//! Where experts are: on which rank of their axis, and in which locality group of the machine.
 
 use std::iter::repeat_n;
 
 use tessera_base::Diagnostic;
-use tessera_mesh::{Axis, Rank, split_units};
+use tessera_mesh::{Rank, split_units};
 
 use crate::Mapping;
 use crate::codes::T0612;
 
-/// The rank of ep of each expert, and the locality group of each rank of ep.
+/// The rank of each expert on the axis of the experts, ep or tp, and the locality group of each of these ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertMap {
-    /// The position on ep of each expert's rank.
+    /// The position of each expert's rank on the axis of the experts.
     pub expert_ranks: Vec<u64>,
-    /// The locality group of each position on ep, numbered by first appearance.
+    /// The locality group of each position on that axis, numbered by first appearance.
     pub rank_groups: Vec<u64>,
 }
 
@@ -23,11 +23,11 @@ impl ExpertMap {
     /// names it (`HOST/GPU`).
     ///
     /// # Errors
-    /// T0612 if the mapping names no groups, or if positions on ep lie in one group for some ranks of the other axes
+    /// T0612 if the mapping names no groups, or if positions on the axis lie in one group for some ranks of the other axes
     /// and in several for others: then no position has a group.
     pub fn new(mapping: &Mapping, experts: u64) -> Result<ExpertMap, Diagnostic> {
-        let ep = mapping.mesh.axis_size(Axis::Ep);
-        let expert_ranks = ExpertMap::ranks_of_experts(ep, experts);
+        let (axis, ranks) = (mapping.experts.axis.mesh_axis(), mapping.expert_ranks());
+        let expert_ranks = ExpertMap::ranks_of_experts(ranks, experts);
         let refuse = |message: String, hint: &str| {
             Diagnostic::error(&T0612, message).with_label("mesh", mapping.mesh.to_string()).with_hint(hint)
         };
@@ -40,12 +40,12 @@ impl ExpertMap {
             }
         };
         let mut found: Option<Vec<u64>> = None;
-        let first_on_ep = |rank: &Rank| world.coord_of(*rank).on_axis(Axis::Ep) == 0;
-        for first in world.iter().filter(|rank| world.contains(*rank)).filter(first_on_ep) {
+        let first_on_axis = |rank: &Rank| world.coord_of(*rank).on_axis(axis) == 0;
+        for first in world.iter().filter(|rank| world.contains(*rank)).filter(first_on_axis) {
             let mut names = Vec::new();
             let mut groups = Vec::new();
-            for at in 0..ep {
-                let rank = world.rank_at(world.coord_of(first).with_axis(Axis::Ep, at));
+            for at in 0..ranks {
+                let rank = world.rank_at(world.coord_of(first).with_axis(axis, at));
                 let name = place(rank).ok_or_else(|| {
                     refuse(
                         format!("rank {rank} has no locality group"),
@@ -62,9 +62,9 @@ impl ExpertMap {
                 Some(other) if *other != groups => {
                     return Err(refuse(
                         format!(
-                            "ranks of ep from rank {first} lie in the groups {groups:?}, others in {other:?}"
+                            "ranks of {axis} from rank {first} lie in the groups {groups:?}, others in {other:?}"
                         ),
-                        "choose locality_ranks, or the order of the devices, so that ep crosses groups alike everywhere",
+                        "choose locality_ranks, or the order of the devices, so that the axis of the experts crosses groups alike everywhere",
                     ));
                 }
                 _ => found = Some(groups),
@@ -73,11 +73,11 @@ impl ExpertMap {
         Ok(ExpertMap { expert_ranks, rank_groups: found.unwrap_or_default() })
     }
 
-    /// Returns the position on ep of each expert's rank: the first ranks have an expert more.
+    /// Returns the position of each expert's rank: the first ranks have an expert more.
     #[must_use]
-    pub fn ranks_of_experts(ep: u32, experts: u64) -> Vec<u64> {
-        let of_rank = |rank| repeat_n(u64::from(rank), split_units(experts, ep, rank).1 as usize);
-        (0..ep).flat_map(of_rank).collect()
+    pub fn ranks_of_experts(ranks: u32, experts: u64) -> Vec<u64> {
+        let of_rank = |rank| repeat_n(u64::from(rank), split_units(experts, ranks, rank).1 as usize);
+        (0..ranks).flat_map(of_rank).collect()
     }
 
     /// Returns 0 for an expert of a locality group, and 1 for any other.
@@ -92,7 +92,7 @@ impl ExpertMap {
         (0..self.expert_ranks.len()).map(|e| self.expert_group(e)).collect()
     }
 
-    /// Returns the distances between positions on ep, row by row: 0 to itself, 1 within a locality group, 2 between
+    /// Returns the distances between positions, row by row: 0 to itself, 1 within a locality group, 2 between
     /// groups.
     #[must_use]
     pub fn distances(&self) -> Vec<u64> {

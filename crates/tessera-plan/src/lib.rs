@@ -36,7 +36,7 @@ pub use expert_routing::EXPERT_STATISTICS;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
 pub use mapping::{
-    CapturePolicy, DtypePolicy, ExpertCombine, ExpertMapping, Mapping, MediaPlacement, Numerics,
+    CapturePolicy, DtypePolicy, ExpertAxis, ExpertCombine, ExpertMapping, Mapping, MediaPlacement, Numerics,
     RegularizerKind, RouterGate, RouterMapping, RouterRegularizer, RouterSeeds, Strategy, TokenNumerics,
     TokenPlacement, TokenWire, Topology, Transport,
 };

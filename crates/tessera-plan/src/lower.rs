@@ -366,15 +366,18 @@ impl<'a> Lowering<'a> {
         for n in &mapping.blocks {
             stage_bounds.push(stage_bounds[stage_bounds.len() - 1] + n);
         }
-        let [tp, pp, ep] = match target {
-            LoweringTarget::Mesh { .. } => [Axis::Tp, Axis::Pp, Axis::Ep].map(|axis| mesh.axis_size(axis)),
+        let expert_axis = mapping.experts.axis.mesh_axis();
+        // Phases of a model without experts have no collectives of experts, whatever the axis.
+        let axes = [Some(Axis::Tp), Some(Axis::Pp), (logical.experts > 0).then_some(expert_axis)];
+        let [tp, pp, expert_ranks] = match target {
+            LoweringTarget::Mesh { .. } => axes.map(|axis| axis.map_or(1, |axis| mesh.axis_size(axis))),
             LoweringTarget::Leader => [1; 3],
         };
         let streams: Vec<StreamKind> = [
             Some(StreamKind::Compute),
             (tp > 1).then_some(StreamKind::TpCollective),
             (pp > 1).then_some(StreamKind::Pp),
-            (ep > 1).then_some(StreamKind::A2a),
+            (expert_ranks > 1).then_some(StreamKind::A2a),
         ]
         .into_iter()
         .flatten()
@@ -396,7 +399,13 @@ impl<'a> Lowering<'a> {
             analysis,
             is_active: mesh.outside_count() == 0
                 || analysis.is_leader_phase == (target == LoweringTarget::Leader),
-            sharding: ShardingRules { strategy: mapping.strategy, tp, ep, head_dim: logical.head_dim },
+            sharding: ShardingRules {
+                strategy: mapping.strategy,
+                tp,
+                expert_axis,
+                expert_ranks,
+                head_dim: logical.head_dim,
+            },
             experts: &mapping.experts,
             mesh_invariant: mapping.numerics == Numerics::MeshInvariant,
             latent_rows: (analysis.is_media_phase && mapping.media == MediaPlacement::Mesh)

@@ -10,7 +10,7 @@ use tessera_base::{Diagnostic, Diagnostics, named_enum};
 use tessera_mesh::{Axis, Mesh, RankMap};
 
 use crate::codes::T0605;
-pub use experts::{ExpertCombine, ExpertMapping, TokenNumerics, TokenPlacement, TokenWire};
+pub use experts::{ExpertAxis, ExpertCombine, ExpertMapping, TokenNumerics, TokenPlacement, TokenWire};
 pub use router::{RegularizerKind, RouterGate, RouterMapping, RouterRegularizer, RouterSeeds};
 
 named_enum! {

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::{Builder, Op, OpView, Opcode, Program, ValueId, views};
-use tessera_mesh::Axis;
 
 use crate::codes::{T0606, T0611};
 use crate::copy_op::copy_op;
@@ -56,23 +55,26 @@ pub(crate) fn spell_out_routes(p: &Program, mapping: &Mapping) -> Result<Program
 }
 
 fn check_route(p: &Program, v: &views::MoeRoute, mapping: &Mapping) -> Option<Diagnostic> {
-    if v.a2a_axis != Axis::Ep {
-        let message = format!("moe_route over {}: tokens travel to experts over ep", v.a2a_axis);
+    let axis = mapping.experts.axis.mesh_axis();
+    if v.a2a_axis != axis {
+        let message = format!("moe_route over {}: tokens travel to experts over {axis}", v.a2a_axis);
         return Some(
             Diagnostic::error(&T0606, message)
                 .with_label(format!("@{}", p.name), "this phase")
-                .with_hint("state a2a_axis = \"ep\""),
+                .with_hint(format!("state a2a_axis = \"{axis}\", or experts.axis in the mapping")),
         );
     }
-    let ep = mapping.mesh.axis_size(Axis::Ep);
+    let ranks = mapping.expert_ranks();
     let is_sharded = mapping.experts.tokens == TokenPlacement::Sharded && v.token_groups > 1;
-    if is_sharded && !v.token_groups.is_multiple_of(u64::from(ep)) {
-        let message =
-            format!("moe_route with token_groups = {}, which ep = {ep} does not divide", v.token_groups);
+    if is_sharded && !v.token_groups.is_multiple_of(u64::from(ranks)) {
+        let message = format!(
+            "moe_route with token_groups = {}, which {axis} = {ranks} does not divide",
+            v.token_groups
+        );
         return Some(
             Diagnostic::error(&T0611, message)
                 .with_label(format!("@{}", p.name), "this phase")
-                .with_hint("state a multiple of ep, or tokens = \"replicated\""),
+                .with_hint("state a multiple of the ranks, or tokens = \"replicated\""),
         );
     }
     let wire = if v.quantize_fp8 { TokenWire::Fp8 } else { TokenWire::F32 };

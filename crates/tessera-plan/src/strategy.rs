@@ -3,7 +3,7 @@
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::op_traits::LoweringRule;
 use tessera_ir::{Op, Opcode, Program};
-use tessera_mesh::{AxisLayout, DimName, Shard};
+use tessera_mesh::{Axis, AxisLayout, DimName, Shard};
 
 use crate::Strategy;
 use crate::codes::T0606;
@@ -61,7 +61,9 @@ fn expected_part(p: &Program, op: &Op) -> Option<&'static str> {
 pub(crate) struct ShardingRules {
     pub(crate) strategy: Strategy,
     pub(crate) tp: u32,
-    pub(crate) ep: u32,
+    /// The axis whose ranks have experts of their own, and their number.
+    pub(crate) expert_axis: Axis,
+    pub(crate) expert_ranks: u32,
     /// Width of a head: the unit of sharded heads.
     pub(crate) head_dim: u64,
 }
@@ -70,7 +72,8 @@ impl ShardingRules {
     /// Returns the layout over tp of a weight, from its `part`.
     pub(crate) fn weight_layout(&self, op: &Op, shape: &[u64]) -> AxisLayout {
         let unit = op.unit_hint().unwrap_or(1);
-        if self.strategy == Strategy::Ulysses || self.tp == 1 {
+        let has_whole_experts = shape.len() == 3 && self.expert_axis == Axis::Tp;
+        if self.strategy == Strategy::Ulysses || self.tp == 1 || has_whole_experts {
             return AxisLayout::Replicated;
         }
         let part = op.part_hint().filter(|p| *p != WHOLE).and_then(|p| p.parse::<DimName>().ok());
@@ -80,12 +83,11 @@ impl ShardingRules {
         }
     }
 
-    /// Returns the layout over ep of a weight: the matrices of experts are sharded by expert.
+    /// Returns the layout of a weight over the axis of the experts: their matrices are sharded by expert.
     pub(crate) fn expert_layout(&self, shape: &[u64]) -> AxisLayout {
         match shape {
-            [experts, _, _] if self.ep > 1 => {
-                Shard::new(0, *experts, 1, self.ep).map_or(AxisLayout::Replicated, AxisLayout::Shard)
-            }
+            [experts, _, _] if self.expert_ranks > 1 => Shard::new(0, *experts, 1, self.expert_ranks)
+                .map_or(AxisLayout::Replicated, AxisLayout::Shard),
             _ => AxisLayout::Replicated,
         }
     }

@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use tessera::Mapping;
 use tessera::generate::{LanguagePlan, LanguageSettings, TextModel, TokenRun};
+use tessera_ir::Opcode;
+use tessera_mesh::Rank;
 use tessera_models::TokenOutput;
 
 fn folder(family: &str) -> PathBuf {
@@ -128,4 +130,30 @@ fn biases_and_draws_of_routers_give_the_same_bits_on_every_mesh() {
         |seeds: &str| bits(&logits("qwen3-moe", 2, &format!("[experts]\ntop_k = 1.5\nseeds = {seeds}\n")));
     assert!(draw("{ tp = 1 }") == draw("{ tp = 2 }"), "ranks of tp hold the same tokens");
     assert!(draw("{ ep = 1 }") != draw("{ ep = 2 }"));
+}
+
+#[test]
+fn ranks_of_tp_with_whole_experts_compute_what_one_rank_computes() {
+    let alone = logits("qwen3-moe", 2, "");
+    for mesh in ["tp = 2", "tp = 3", "tp = 4", "tp = 2\npp = 2"] {
+        let mapping = |keys: &str| format!("[mesh]\n{mesh}\n[experts]\naxis = \"tp\"\n{keys}");
+        let found = logits("qwen3-moe", 2, &mapping(""));
+        // Attention is divided by heads, so its sums over ranks round otherwise than those of one rank.
+        let far = largest_difference(&found, &alone);
+        assert!(far < 2e-5, "{mesh}: {far:e}");
+        assert!(bits(&logits("qwen3-moe", 2, &mapping("tokens = \"sharded\"\n"))) == bits(&found), "{mesh}");
+        let reduced = logits("qwen3-moe", 2, &mapping("tokens = \"sharded\"\ncombine = \"reduced\"\n"));
+        assert!(largest_difference(&reduced, &alone) < 2e-5, "{mesh}");
+    }
+    let shapes = |mapping: &str| -> Vec<Vec<u64>> {
+        let plan = plan("qwen3-moe", 2, mapping);
+        let p = plan.sealed.rank_program(&plan.sealed.phase_names()[0], Rank(0)).unwrap();
+        let experts = p.ops.iter().filter(|op| op.opcode == Opcode::Weight);
+        let shapes = experts.map(|op| p.type_of(op.results[0]).shape.clone());
+        shapes.filter(|shape| shape.len() == 3).collect()
+    };
+    let (whole, columns) = (shapes("[mesh]\ntp = 2\n[experts]\naxis = \"tp\"\n"), shapes("[mesh]\ntp = 2\n"));
+    assert!(whole.iter().all(|shape| shape[0] == 3) && columns.iter().all(|shape| shape[0] == 6));
+    let elements = |shapes: &[Vec<u64>]| shapes.iter().map(|s| s.iter().product::<u64>()).sum::<u64>();
+    assert_eq!(elements(&whole), elements(&columns));
 }

@@ -58,9 +58,15 @@ impl Case {
         let model =
             DecoderModel::parse("config.json", &config).unwrap_or_else(|ds| panic!("{config}: {ds:#?}"));
         let has_experts = model.experts.is_some();
-        let (tp, ep) = (1 + d.next_below(3), if has_experts { 1 + d.next_below(3) } else { 1 });
+        // A third of the models with experts shares whole experts among the ranks of tp.
+        let over_tp = has_experts && index as usize / FAMILIES.len() % 3 == 2;
+        let (tp, ep) = (1 + d.next_below(3), if has_experts && !over_tp { 1 + d.next_below(3) } else { 1 });
         let pp = if tp * ep <= 4 { 1 + d.next_below(2) } else { 1 };
-        let experts = if has_experts { draw_experts(&mut d, ep) } else { String::new() };
+        let experts = match has_experts {
+            true if over_tp => draw_experts(&mut d, "tp", tp),
+            true => draw_experts(&mut d, "ep", ep),
+            false => String::new(),
+        };
         let output = d.pick_one(&[TokenOutput::Logits, TokenOutput::Logits, TokenOutput::Next]);
         let mapping = format!("[mesh]\ntp = {tp}\nep = {ep}\npp = {pp}\n{experts}");
         Case { model, output, mapping, experts }
@@ -200,13 +206,13 @@ pub fn programs_of_ranks(bundle: &Bundle, phase: usize) -> Vec<&Program> {
     bundle.mesh.iter().map(|r| &bundle.phases[phase].programs[bundle.role_index(r).unwrap()]).collect()
 }
 
-/// Draws the table `[experts]` for a number of ranks of ep, which divides the number of token groups.
-fn draw_experts(d: &mut Rng, ep: usize) -> String {
+/// Draws the table `[experts]` for the ranks of an axis, whose number divides the number of token groups.
+fn draw_experts(d: &mut Rng, axis: &str, ranks: usize) -> String {
     let tokens = d.pick_one(&["replicated", "sharded"]);
     let combine = d.pick_one(&["ordered", "reduced"]);
-    let mut text = format!("[experts]\ntokens = \"{tokens}\"\ncombine = \"{combine}\"\n");
+    let mut text = format!("[experts]\naxis = \"{axis}\"\ntokens = \"{tokens}\"\ncombine = \"{combine}\"\n");
     // A group of one token never drops a choice, so there are few groups.
-    let (capacity, groups) = (d.next_below(3), ep * d.pick_one(&[1, 1, 2]));
+    let (capacity, groups) = (d.next_below(3), ranks * d.pick_one(&[1, 1, 2]));
     if capacity > 0 {
         text +=
             &format!("token_groups = {groups}\ncapacity_factor = {}\n", d.pick_one(&["0.5", "0.75", "1.0"]));

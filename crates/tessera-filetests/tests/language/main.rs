@@ -100,7 +100,7 @@ fn a_plan_computes_on_the_evaluator_and_on_cpu_ranks_what_one_rank_computes() {
 #[test]
 fn a_capacity_drops_choices_and_rerouting_changes_which() {
     let (mut dropped, mut moved) = (0, 0);
-    for (index, case, _) in planned_cases(60).iter().filter(|(_, case, _)| !case.experts.is_empty()) {
+    for (index, case, _) in planned_cases(90).iter().filter(|(_, case, _)| !case.experts.is_empty()) {
         let (weights, calls) = (case.weights(u64::from(*index)), case.calls(u64::from(*index)));
         let run = |without: &[&str]| {
             let kept = case.experts.lines().filter(|line| !without.iter().any(|key| line.starts_with(key)));

@@ -58,12 +58,13 @@ impl Lowering<'_> {
     /// Returns the type of a value of this global shape with the experts of this role only, if it has some.
     pub(super) fn with_own_experts(&self, ty: Type, global: &[u64], s: usize) -> Type {
         let AxisLayout::Shard(experts) = self.sharding.expert_layout(global) else { return ty };
-        let mut ty = ty.with_axis_layout(Axis::Ep, AxisLayout::Shard(experts));
+        let axis = self.sharding.expert_axis;
+        let mut ty = ty.with_axis_layout(axis, AxisLayout::Shard(experts));
         ty.shape[0] = match experts.uneven {
-            None => ty.shape[0] / u64::from(self.sharding.ep),
+            None => ty.shape[0] / u64::from(self.sharding.expert_ranks),
             Some(u) => {
                 let program = self.stages[s].builder.program();
-                tessera_ir::rules::role_shard_len(program, Axis::Ep, u, experts.subgroup_size)
+                tessera_ir::rules::role_shard_len(program, axis, u, experts.subgroup_size)
             }
         };
         ty

@@ -6,11 +6,35 @@ use tessera_base::{Diagnostic, Diagnostics, format_choices, named_enum};
 use tessera_mesh::Axis;
 
 use super::router::RouterMapping;
-use super::{Mapping, ModelExtents, Numerics};
+use super::{Mapping, ModelExtents, Numerics, Strategy};
 use crate::codes::{T0602, T0611, T0612};
 
 named_enum! {
-    /// Which ranks of ep route a token.
+    /// The axis whose ranks have experts of their own.
+    #[derive(Default)]
+    pub enum ExpertAxis {
+        /// The ranks of ep, which hold the same part of everything else.
+        #[default]
+        Ep = "ep",
+        /// The ranks of tp: they share the heads and columns of everything else, and have whole experts in place of
+        /// columns of every expert.
+        Tp = "tp",
+    }
+}
+
+impl ExpertAxis {
+    /// Returns the axis of the mesh.
+    #[must_use]
+    pub fn mesh_axis(self) -> Axis {
+        match self {
+            ExpertAxis::Ep => Axis::Ep,
+            ExpertAxis::Tp => Axis::Tp,
+        }
+    }
+}
+
+named_enum! {
+    /// Which ranks that have experts of their own route a token.
     #[derive(Default)]
     pub enum TokenPlacement {
         /// Every rank routes every token and keeps the slots of its own experts.
@@ -60,11 +84,13 @@ named_enum! {
 /// The contents of the table `[experts]`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ExpertMapping {
-    /// Which ranks of ep route a token.
+    /// The axis whose ranks have experts of their own.
+    pub axis: ExpertAxis,
+    /// Which of these ranks route a token.
     pub tokens: TokenPlacement,
     /// How the results of a token's experts are added.
     pub combine: ExpertCombine,
-    /// Groups into which the tokens of a call are divided, each with slots of its own: ep divides the number.
+    /// Groups into which the tokens of a call are divided, each with slots of its own: the ranks that route divide the number.
     /// [`Mapping::token_groups`] gives the default.
     pub token_groups: Option<u32>,
     /// Slots that an expert gives to a group, as a multiple of the choices per expert; without it, every token of the
@@ -87,6 +113,7 @@ impl ExpertMapping {
         let groups = table.read_count_or_zero("token_groups", 0);
         let factor = table.read_number("capacity_factor", Some(0.0));
         ExpertMapping {
+            axis: table.read_named("axis", &ExpertAxis::ALL, ExpertAxis::name, Default::default()),
             tokens: table.read_named(
                 "tokens",
                 &TokenPlacement::ALL,
@@ -112,6 +139,9 @@ impl ExpertMapping {
     /// empty text if all are.
     pub(super) fn to_toml(&self) -> String {
         let mut keys = String::new();
+        if self.axis != ExpertAxis::default() {
+            keys += &format!("axis = \"{}\"\n", self.axis.name());
+        }
         if self.tokens != TokenPlacement::default() {
             keys += &format!("tokens = \"{}\"\n", self.tokens.name());
         }
@@ -145,6 +175,12 @@ impl ExpertMapping {
 }
 
 impl Mapping {
+    /// Returns the number of ranks that have experts of their own.
+    #[must_use]
+    pub fn expert_ranks(&self) -> u32 {
+        self.mesh.axis_size(self.experts.axis.mesh_axis())
+    }
+
     /// Returns the number of token groups of a model with this many experts. By default it is the number of experts if
     /// a capacity is stated, so that no mesh changes which tokens are dropped. Without a capacity, no token is dropped,
     /// and there is a group per rank that routes tokens of its own.
@@ -152,7 +188,7 @@ impl Mapping {
     pub fn token_groups(&self, experts: u64) -> u64 {
         let routing_ranks = match self.experts.tokens {
             TokenPlacement::Replicated => 1,
-            TokenPlacement::Sharded => self.mesh.axis_size(Axis::Ep),
+            TokenPlacement::Sharded => self.expert_ranks(),
         };
         match (self.experts.token_groups, self.experts.capacity_factor) {
             (Some(n), _) => u64::from(n),
@@ -168,6 +204,15 @@ impl Mapping {
         let mut refuse = |message: String, hint: &str| {
             ds.push(Diagnostic::error(&T0611, message).with_label("mapping", "[experts]").with_hint(hint));
         };
+        let ep = self.mesh.axis_size(Axis::Ep);
+        if e.axis == ExpertAxis::Tp && ep > 1 {
+            refuse(
+                format!(
+                    "experts.axis = \"tp\" over ep = {ep}: an expert has one rank, and ep would have none"
+                ),
+                "use ep=1 and a larger tp, or leave out `axis`",
+            );
+        }
         if e.wire == TokenWire::Fp8 && self.token_numerics != TokenNumerics::Fp8E4m3 {
             refuse(
                 "experts.wire = \"fp8\" rounds tokens, which numerics.tokens = \"f32\" does not allow"
@@ -214,40 +259,49 @@ impl Mapping {
         ds
     }
 
-    /// Checks that ep leaves every rank an expert, and, where ranks route tokens of their own, whole groups of tokens.
+    /// Checks that the mesh leaves every rank an expert, and, where ranks route tokens of their own, whole groups of tokens.
     pub(super) fn check_experts(&self, e: &ModelExtents) -> Option<Diagnostic> {
-        let ep = u64::from(self.mesh.axis_size(Axis::Ep));
+        let (axis, ranks) = (self.experts.axis.name(), u64::from(self.expert_ranks()));
         if e.experts == 0 {
             return None;
         }
+        if self.experts.axis == ExpertAxis::Tp && self.strategy == Strategy::Ulysses {
+            let message =
+                "experts.axis = \"tp\" with strategy ulysses, under which every rank of tp holds all columns";
+            return Some(
+                Diagnostic::error(&T0611, message)
+                    .with_label("mapping", "[experts]")
+                    .with_hint("use strategy.tp = \"megatron\""),
+            );
+        }
         let fits = |n: &u64| *n <= e.experts;
-        if !fits(&ep) {
+        if !fits(&ranks) {
             let even: Vec<u64> = (1..=e.experts).filter(|n| e.experts.is_multiple_of(*n)).collect();
             return Some(
                 Diagnostic::error(
                     &T0602,
-                    format!("ep = {ep} leaves a rank without one of {} experts", e.experts),
+                    format!("{axis} = {ranks} leaves a rank without one of {} experts", e.experts),
                 )
                 .with_label("mesh", self.mesh.to_string())
                 .with_hint(format!(
-                    "even shards: ep = {}; uneven shards up to ep = {}",
+                    "even shards: {axis} = {}; uneven shards up to {axis} = {}",
                     format_choices(&even),
                     e.experts
                 )),
             );
         }
         let groups = self.token_groups(e.experts);
-        if self.experts.tokens == TokenPlacement::Replicated || groups.is_multiple_of(ep) {
+        if self.experts.tokens == TokenPlacement::Replicated || groups.is_multiple_of(ranks) {
             return None;
         }
         let legal: Vec<u64> = (1..=e.experts).filter(|n| groups.is_multiple_of(*n)).collect();
         Some(
-            Diagnostic::error(&T0611, format!("ep = {ep} does not divide {groups} token groups"))
+            Diagnostic::error(&T0611, format!("{axis} = {ranks} does not divide {groups} token groups"))
                 .with_label("mesh", self.mesh.to_string())
                 .with_hint(format!(
-                    "use ep = {}, or state experts.token_groups = {}",
+                    "use {axis} = {}, or state experts.token_groups = {}",
                     format_choices(&legal),
-                    groups * ep / gcd(groups, ep)
+                    groups * ranks / gcd(groups, ranks)
                 )),
         )
     }
@@ -268,7 +322,7 @@ mod tests {
     #[test]
     fn the_table_round_trips_and_is_absent_by_default() {
         assert!(!Mapping::default().to_toml().contains("experts"));
-        let text = "[mesh]\nep = 2\n[numerics]\ntokens = \"fp8_e4m3\"\n[experts]\ntokens = \"sharded\"\n\
+        let text = "[mesh]\ntp = 2\n[numerics]\ntokens = \"fp8_e4m3\"\n[experts]\naxis = \"tp\"\ntokens = \"sharded\"\n\
                     combine = \"reduced\"\ntoken_groups = 12\ncapacity_factor = 1.25\nreroute_bytes = 4096\n\
                     wire = \"fp8\"\nstatistics = true\n";
         let m = mapping(text);
@@ -282,6 +336,7 @@ mod tests {
             ("tokens = \"sharded\"\nwire = \"fp8\"\n", "numerics.tokens"),
             ("reroute_bytes = 8\n", "without a capacity"),
             ("capacity_factor = -1.0\n", "leaves no slots"),
+            ("axis = \"tp\"\n[mesh]\nep = 2\n", "ep would have none"),
         ] {
             let ds = Mapping::parse("m", &format!("[experts]\n{text}")).unwrap_err();
             assert!(ds.iter().any(|d| d.code.id == "T0611" && d.message.contains(says)), "{text}: {ds:#?}");
@@ -307,6 +362,12 @@ mod tests {
         let beyond = codes("[mesh]\nep = 7\n");
         assert_eq!(beyond[0].0, "T0602");
         assert!(beyond[0].1.contains("1, 2, 3 or 6") && beyond[0].1.contains("up to ep = 6"), "{beyond:?}");
+        let over_tp = "[strategy]\ntp = \"megatron\"\n[experts]\naxis = \"tp\"\n";
+        assert!(codes(&format!("[mesh]\ntp = 4\n{over_tp}")).is_empty());
+        let beyond = codes(&format!("[mesh]\ntp = 8\n{over_tp}"));
+        assert!(beyond[0].0 == "T0602" && beyond[0].1.contains("tp = 1, 2, 3 or 6"), "{beyond:?}");
+        let ulysses = codes("[mesh]\ntp = 2\n[experts]\naxis = \"tp\"\n");
+        assert_eq!(ulysses[0], ("T0611", "use strategy.tp = \"megatron\"".to_string()));
         let sharded = "[experts]\ntokens = \"sharded\"\n";
         assert!(codes(&format!("[mesh]\nep = 4\n{sharded}")).is_empty());
         let capacity = codes(&format!("[mesh]\nep = 4\n{sharded}capacity_factor = 1.0\n"));

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
 use tessera_cost::moe::CountedLoad;
-use tessera_mesh::Axis;
 use tessera_models::ExpertLayers;
 use tessera_plan::search::gates::{ExpertGateInputs, balance_gate};
 use tessera_plan::search::thresholds::Thresholds;
@@ -129,11 +128,11 @@ pub fn read_expert_load(plan: &LanguagePlan, out: &Path) -> Result<Vec<ExpertLoa
         }
     }
     let top_k = plan.mapping.experts.router.top_k.unwrap_or(layers.top_k as f64);
-    let ep = plan.mapping.mesh.axis_size(Axis::Ep);
-    let expert_ranks = ExpertMap::ranks_of_experts(ep, layers.count);
+    let ranks = plan.mapping.expert_ranks();
+    let expert_ranks = ExpertMap::ranks_of_experts(ranks, layers.count);
     let limits = Thresholds::default();
     let to_row = |(layer, counts): (&u64, &LayerCounts)| {
-        counts.to_row((*layer, steps), (top_k, ep), &expert_ranks, &limits)
+        counts.to_row((*layer, steps), (top_k, ranks), &expert_ranks, &limits)
     };
     Ok(sums.iter().map(to_row).collect())
 }

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Diagnostic, named_enum};
 use tessera_ir::{DType, OpView, Opcode, Program};
-use tessera_mesh::Axis;
 use tessera_plan::search::thresholds::Thresholds;
 use tessera_plan::{DtypePolicy, Mapping, TokenNumerics, TokenPlacement, TokenWire};
 
@@ -49,8 +48,7 @@ impl PrecisionPolicy {
     /// # Errors
     /// T0088 for tokens in e4m3 where no token travels.
     pub fn check(self, mapping: &Mapping, has_experts: bool) -> Result<(), Diagnostic> {
-        let ep = mapping.mesh.axis_size(Axis::Ep);
-        if self != PrecisionPolicy::Fp8Wire || (has_experts && ep > 1) {
+        if self != PrecisionPolicy::Fp8Wire || (has_experts && mapping.expert_ranks() > 1) {
             return Ok(());
         }
         let why = if has_experts { "every expert is on one rank" } else { "the model has no experts" };
