@@ -186,6 +186,45 @@ fn a_run_that_counts_its_experts_leaves_the_counts_of_every_step() {
     }
 }
 
+// The choices of one run decide which experts the next one copies, and where they are.
+#[test]
+fn copies_of_the_experts_that_a_run_chose_most_even_out_the_ranks_of_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, keys: &str| {
+        let (file, out) = (dir.path().join(format!("{name}.toml")), dir.path().join(name));
+        let bias = "bias = [4.0, 0.0, 0.0, 0.0, 0.0, 0.0]\n";
+        fs::write(&file, format!("[mesh]\nep = 2\n[experts]\nstatistics = true\n{bias}{keys}")).unwrap();
+        let args =
+            ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "17,4,9,3,8,1,2,3", "--max-tokens", "24"];
+        let more = ["--prompt-rows", "8", "--oversubscribe", "--format", "json"];
+        let files = ["--mapping", file.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        printed_json(&[&args[..], &more, &files].concat())
+    };
+    let busiest = |printed: &serde_json::Value| -> Vec<f64> {
+        let layers = printed["experts"].as_array().unwrap();
+        layers.iter().map(|layer| layer["busiest_over_mean"].as_f64().unwrap()).collect()
+    };
+    // Every token chooses expert 0, which rank 0 has.
+    let counted = run("counted", "");
+    let copied = run("copied", "replicas = 2\nchoices_file = \"counted/experts.jsonl\"\n");
+    assert_eq!(copied["texts"], counted["texts"]);
+    let (before, after) = (busiest(&counted), busiest(&copied));
+    assert!(before.iter().all(|x| *x > 1.15), "{before:?}");
+    assert!(before.iter().zip(&after).all(|(before, after)| after < before), "{before:?} {after:?}");
+    let lines = fs::read_to_string(dir.path().join("copied/experts.jsonl")).unwrap();
+    let step: serde_json::Value = serde_json::from_str(lines.lines().next().unwrap()).unwrap();
+    let residents = step["layers"]["0"]["residents"].as_array().unwrap();
+    assert_eq!((residents.len(), residents.iter().filter(|e| **e == 0).count() > 1), (8, true), "{step}");
+    // The file of a run with copies counts experts and no places, so it serves the next run as well.
+    let again = run("again", "replicas = 2\nchoices_file = \"copied/experts.jsonl\"\n");
+    assert_eq!(again["texts"], counted["texts"]);
+    let file = dir.path().join("absent.toml");
+    fs::write(&file, "[experts]\nchoices_file = \"absent.jsonl\"\n").unwrap();
+    let args =
+        ["generate", "fixtures/lm/qwen3-moe", "--prompt-ids", "1", "--mapping", file.to_str().unwrap()];
+    assert_ends_with(&args, 2, &["T0030", "absent.jsonl", "experts.statistics"]);
+}
+
 #[test]
 fn a_killed_rank_and_an_interrupt_end_every_process() {
     let dir = tempfile::tempdir().unwrap();

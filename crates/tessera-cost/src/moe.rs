@@ -16,7 +16,7 @@ mod popularity;
 
 pub use capacity::{CapacityPoint, CapacitySweep, buffer_bytes, dispatch_bytes, tune_capacity};
 pub use cold_experts::{ColdExperts, count_cold_experts};
-pub use counted::{CountedLoad, LoadSpread};
+pub use counted::{CountedLoad, CountedPlace, LoadSpread};
 pub use locality::{ExchangeItem, ExchangeRounds, remote_share};
 pub use placement::{ExpertPlacement, placement_load, rebalance_experts};
 pub use popularity::expert_popularity;

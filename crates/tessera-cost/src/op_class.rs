@@ -40,6 +40,7 @@ impl OpClass {
             | Opcode::ExpertDistance
             | Opcode::ExpertDistanceGradient
             | Opcode::ExpertDraw
+            | Opcode::ExpertPlaces
             | Opcode::ExpertGates
             | Opcode::ExpertStatistics
             | Opcode::ExpertWeights

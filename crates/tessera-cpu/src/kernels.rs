@@ -19,6 +19,7 @@ mod norm;
 mod page_table;
 mod pixels;
 mod rope;
+mod row_span;
 
 pub use crate::simd::{relu, silu, soft_clamp};
 pub use attention::*;
@@ -36,6 +37,7 @@ pub use norm::*;
 pub use page_table::PageTable;
 pub use pixels::*;
 pub use rope::*;
+pub use row_span::RowSpan;
 pub use tessera_ir::Activation;
 
 /// Returns the name of the vector unit that kernels use on this machine: `avx512`, `avx2` or

@@ -15,6 +15,7 @@ mod builder;
 mod bundle;
 mod codes;
 mod cost;
+mod expert_names;
 mod fragment;
 mod ids;
 mod op_table;
@@ -34,6 +35,7 @@ pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use codes::CODES;
 pub use cost::{OpWorkload, op_workload};
+pub use expert_names::{EVERY_EXPERT, ExpertTensorNames, name_experts};
 pub use fragment::{Fragment, FragmentOp, SpannedName, print_fragment};
 pub use ids::{BufferId, StreamId, ValueId};
 pub use op_table::{

@@ -174,6 +174,7 @@ impl RuleContext<'_> {
                 one(self.type_like_first(self.matrix_shape(0)?, self.token_layout(&[0])?))
             }
             V::ExpertDraw(v) => one(self.expert_draw_type(v)?),
+            V::ExpertPlaces(v) => one(self.expert_places_type(v)?),
             V::ExpertReroute(v) => one(self.expert_reroute_type(v)?),
             V::ExpertSlots(v) => one(self.expert_slots_type(v)?),
             V::ExpertCounts(v) => one(self.expert_counts_type(v)?),

@@ -30,8 +30,8 @@ pub use calls::list_calls;
 pub use codes::CODES;
 pub use graph::build_phases;
 pub use lm::{
-    AttentionKind, DecoderModel, EVERY_EXPERT, ExpertConfig, ExpertGate, ExpertLayers, ExpertNames, IdSource,
-    LOGITS, LanguageModel, MlpConfig, NEXT_IDS, NormKind, PagedCache, ROTARY_FREQUENCIES, RotaryConfig,
+    AttentionKind, DecoderModel, ExpertConfig, ExpertGate, ExpertLayers, ExpertNames, IdSource, LOGITS,
+    LanguageModel, MlpConfig, NEXT_IDS, NormKind, PagedCache, ROTARY_FREQUENCIES, RotaryConfig,
     RotaryScaling, TokenBucket, TokenInput, TokenOutput, TokenPhase, build_token_phases, token_ids_name,
 };
 pub use presets::Preset;

@@ -11,8 +11,8 @@ mod tests;
 
 pub use decoder::{DecoderModel, ExpertGate, ExpertLayers, ExpertNames};
 pub use graph::{
-    EVERY_EXPERT, IdSource, LOGITS, NEXT_IDS, PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput,
-    TokenOutput, TokenPhase, build_token_phases, token_ids_name,
+    IdSource, LOGITS, NEXT_IDS, PagedCache, ROTARY_FREQUENCIES, TokenBucket, TokenInput, TokenOutput,
+    TokenPhase, build_token_phases, token_ids_name,
 };
 
 pub use rotary::{RotaryConfig, RotaryScaling};

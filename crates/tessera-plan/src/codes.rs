@@ -87,13 +87,16 @@ values: the mapping needs `dtype = \"bf16\"` or `\"fp8\"`, and `media = \"mesh\"
 default, the decoder gives the reference's values on every device.";
 
     T0611: "table of experts does not fit",
-    "The table `[experts]` of a mapping states which axis has experts of its own on every rank (`axis`), which of these ranks route a token (`tokens`), how the results of its experts \
-are added (`combine`), how many tokens an expert accepts (`capacity_factor`, in each of `token_groups` groups of tokens), how \
-many bytes of tokens may move to another expert instead (`reroute_bytes`), and how tokens travel (`wire`). Two of its keys \
-contradict each other, or a number does not fit the mesh; the message names them.\n\n\
-With `tokens = \"sharded\"` every rank of that axis has the same number of token groups, so their number must divide `token_groups`. Which \
-tokens are dropped follows from the groups alone: state a multiple of every number of ranks that you want to compare. `wire = \"fp8\"` \
-rounds the tokens that travel, which only `numerics.tokens = \"fp8_e4m3\"` allows.";
+    "The table `[experts]` of a mapping states over which axis ranks have experts of their own (`axis`), which of these \
+ranks route a token (`tokens`), how the results of its experts are added (`combine`), how many tokens an expert accepts \
+(`capacity_factor`, in each of `token_groups` groups of tokens), how many bytes of tokens may move to another expert \
+instead (`reroute_bytes`), how tokens travel (`wire`), and how many copies of hot experts there are (`replicas`, by \
+`choices` or `choices_file`). Two of its keys contradict each other, or a number does not fit the mesh or the model; the \
+message names them.\n\n\
+With `tokens = \"sharded\"` every rank of that axis has the same number of token groups, so their number must divide \
+`token_groups`. Which tokens are dropped follows from the groups alone: state a multiple of every number of ranks that you \
+want to compare. `wire = \"fp8\"` rounds the tokens that travel, which only `numerics.tokens = \"fp8_e4m3\"` allows. \
+`choices_file` is the experts.jsonl that a run with `statistics = true` leaves.";
 
     T0612: "keys about routers do not fit",
     "The table `[experts]` of a mapping can change what routers prefer: a gate that subtracts `locality_weight` from the logits \

@@ -13,6 +13,7 @@ pub mod attention;
 mod codes;
 mod copy_op;
 mod expert_map;
+mod expert_placement;
 mod expert_routing;
 mod logical_model;
 mod lower;
@@ -36,9 +37,9 @@ pub use expert_routing::EXPERT_STATISTICS;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
 pub use mapping::{
-    CapturePolicy, DtypePolicy, ExpertAxis, ExpertCombine, ExpertMapping, Mapping, MediaPlacement, Numerics,
-    RegularizerKind, RouterGate, RouterMapping, RouterRegularizer, RouterSeeds, Strategy, TokenNumerics,
-    TokenPlacement, TokenWire, Topology, Transport,
+    CapturePolicy, DtypePolicy, ExpertAxis, ExpertChoices, ExpertCombine, ExpertCopies, ExpertMapping,
+    Mapping, MediaPlacement, Numerics, RegularizerKind, RouterGate, RouterMapping, RouterRegularizer,
+    RouterSeeds, Strategy, TokenNumerics, TokenPlacement, TokenWire, Topology, Transport,
 };
 pub use memory::assign_slots;
 pub use precision::DecoderPrecision;

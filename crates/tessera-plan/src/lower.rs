@@ -31,8 +31,8 @@ use crate::stages::{StageCosts, pixel_flops_per_pass};
 use crate::strategy::{ShardingRules, check_opcodes, check_parts};
 use crate::{
     CapturePolicy, DecoderPrecision, DtypePolicy, ExpertMapping, LogicalModel, Mapping, MediaPlacement,
-    Numerics, Strategy, Transport, expert_routing, memory, moe_route, op_order, precision, router_features,
-    row_chunks,
+    Numerics, Strategy, Transport, expert_placement, expert_routing, memory, moe_route, op_order, precision,
+    router_features, row_chunks,
 };
 
 /// The phase that decodes without the shortcuts of a fast decoder, for a comparison with it.
@@ -57,6 +57,7 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
         return Err(ds);
     }
     let logical = &with_router_features(logical, mapping)?;
+    let logical = &with_expert_places(logical, mapping)?;
     let logical = with_token_groups(logical, mapping)?;
     let logical = with_dtype_policy(&logical, mapping)?;
     let mesh = mapping.mesh;
@@ -79,8 +80,10 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
         .collect();
     let sources: Vec<ProgramAnalysis<'_>> = ordered.iter().map(|p| ProgramAnalysis::new(p)).collect();
     let lower_phase = |phase, target| Lowering::new(&logical, mapping, world, phase, target).run();
-    let (mut roles, mut of_role) =
-        group_roles(&world, lower_classes(mapping.mesh, logical.experts, &sources, lower_phase)?);
+    let (mut roles, mut of_role) = group_roles(
+        &world,
+        lower_classes(mapping.mesh, mapping.expert_places(logical.experts), &sources, lower_phase)?,
+    );
     if world.outside_count() > 0 {
         let mut leader_programs = Vec::new();
         for phase in &sources {
@@ -169,6 +172,19 @@ fn with_router_features<'a>(
     Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
 }
 
+/// Gives experts the places that the mapping states.
+fn with_expert_places<'a>(
+    logical: &'a LogicalModel,
+    mapping: &Mapping,
+) -> Result<Cow<'a, LogicalModel>, Diagnostics> {
+    if logical.experts == 0 || !mapping.experts.copies.changes_programs() {
+        return Ok(Cow::Borrowed(logical));
+    }
+    let place = |p| expert_placement::place_experts(p, mapping, logical.experts);
+    let phases = logical.phases.iter().map(place).collect::<Result<_, _>>()?;
+    Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
+}
+
 /// Gives the tokens of experts the groups and slots that the mapping states, and states the number of groups in it.
 fn with_token_groups<'a>(
     logical: &'a LogicalModel,
@@ -222,16 +238,16 @@ fn with_row_chunks(
     Ok(Cow::Owned(LogicalModel { phases, ..logical.into_owned() }))
 }
 
-/// Lowers every phase for every coordinate of tp and, if ranks have unequal numbers of experts, of ep.
+/// Lowers every phase for every coordinate of tp and, if ranks have unequal numbers of places of experts, of ep.
 fn lower_classes<'a>(
     mesh: Mesh,
-    experts: u64,
+    places: u64,
     phases: &'a [ProgramAnalysis<'a>],
     lower_phase: impl Fn(&'a ProgramAnalysis<'a>, LoweringTarget) -> Result<Vec<Program>, Diagnostics>,
 ) -> Result<Vec<RankClass>, Diagnostics> {
     let ep = mesh.axis_size(Axis::Ep);
-    // The first ranks have an expert more.
-    let more = u32::try_from(experts % u64::from(ep)).unwrap_or(0);
+    // The first ranks have a place more.
+    let more = u32::try_from(places % u64::from(ep)).unwrap_or(0);
     let mut classes = Vec::new();
     for members in [0..more, more..ep].into_iter().filter(|members| !members.is_empty()) {
         let at = (more > 0).then_some(members.start);

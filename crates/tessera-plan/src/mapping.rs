@@ -2,6 +2,7 @@
 //! and queue depths.
 
 mod checks;
+mod expert_copies;
 mod experts;
 mod router;
 
@@ -10,6 +11,7 @@ use tessera_base::{Diagnostic, Diagnostics, named_enum};
 use tessera_mesh::{Axis, Mesh, RankMap};
 
 use crate::codes::T0605;
+pub use expert_copies::{ExpertChoices, ExpertCopies};
 pub use experts::{ExpertAxis, ExpertCombine, ExpertMapping, TokenNumerics, TokenPlacement, TokenWire};
 pub use router::{RegularizerKind, RouterGate, RouterMapping, RouterRegularizer, RouterSeeds};
 

@@ -211,11 +211,7 @@ impl RouterPass<'_> {
         let seeds = [self.router.seeds.global, self.router.seeds.ep];
         // The position of a token in its text stands for the call: no text has two rows of one position, and neither
         // its pieces nor its batch move the draw.
-        let start_of = |op: &Op| match op.view() {
-            Ok(OpView::PagedAttention(v)) => Some(v.start),
-            _ => None,
-        };
-        let start = self.program.ops.iter().find_map(start_of).and_then(|start| self.values.get(&start));
+        let start = sequence_starts(self.program).and_then(|start| self.values.get(&start));
         let layer = self.layer_name(op).trim_start_matches("layer").parse().unwrap_or(0_u64);
         if let Some(start) = start {
             self.builder.add_keyed("start", *start);
@@ -257,6 +253,14 @@ impl RouterPass<'_> {
     }
 }
 
-fn integers(list: &[u64]) -> Vec<i64> {
+/// Returns the value with the first position of each sequence in a program of texts.
+pub(crate) fn sequence_starts(p: &Program) -> Option<ValueId> {
+    p.ops.iter().find_map(|op| match op.view() {
+        Ok(OpView::PagedAttention(v)) => Some(v.start),
+        _ => None,
+    })
+}
+
+pub(crate) fn integers(list: &[u64]) -> Vec<i64> {
     list.iter().map(|i| i64::try_from(*i).unwrap_or(i64::MAX)).collect()
 }

@@ -121,6 +121,7 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::ExpertLocality(v) => expert_features::expert_locality(cx, v),
         V::ExpertDistance(v) => expert_features::expert_distance(cx, v),
         V::ExpertDistanceGradient(v) => expert_features::expert_distance_gradient(cx, v),
+        V::ExpertPlaces(v) => experts::expert_places(cx, v),
         V::ExpertDraw(v) => expert_features::expert_draw(cx, v),
         V::ExpertReroute(v) => experts::expert_reroute(cx, v),
         V::ExpertSlots(v) => experts::expert_slots(cx, v),

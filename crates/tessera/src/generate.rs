@@ -23,7 +23,7 @@ mod token_run;
 
 pub use call_estimate::LEADER_NS;
 pub use chat::chat_messages;
-pub use expert_counts::{EXPERTS_FILE, read_expert_load};
+pub use expert_counts::{EXPERTS_FILE, read_expert_choices, read_expert_load};
 pub(crate) use generate_config::GenerateConfig;
 pub use language_plan::{LanguagePlan, LanguageSettings};
 pub use language_weights::LanguagePlace;

@@ -157,3 +157,60 @@ fn ranks_of_tp_with_whole_experts_compute_what_one_rank_computes() {
     let elements = |shapes: &[Vec<u64>]| shapes.iter().map(|s| s.iter().product::<u64>()).sum::<u64>();
     assert_eq!(elements(&whole), elements(&columns));
 }
+
+/// Choices that make the second expert of every layer the hottest.
+const HOT: &str = "[[experts.choices]]\nlayer = 0\nexperts = [10, 90, 20, 5, 30, 5]\n\
+                   [[experts.choices]]\nlayer = 1\nexperts = [1, 40, 1, 20, 1, 1]\n";
+
+#[test]
+fn copies_of_hot_experts_change_no_bit_of_ordered_sums() {
+    let alone = bits(&logits("qwen3-moe", 2, ""));
+    for mesh in ["ep = 1", "ep = 2", "ep = 3", "ep = 4", "ep = 2\npp = 2"] {
+        for tokens in ["sharded", "replicated"] {
+            for replicas in [0, 2, 3] {
+                let keys = format!("tokens = \"{tokens}\"\nreplicas = {replicas}\n{HOT}");
+                let found = logits("qwen3-moe", 2, &format!("[mesh]\n{mesh}\n[experts]\n{keys}"));
+                assert!(bits(&found) == alone, "{mesh}, {tokens}, {replicas} copies");
+            }
+        }
+    }
+    let over_tp =
+        |keys: &str| logits("qwen3-moe", 2, &format!("[mesh]\ntp = 2\n[experts]\naxis = \"tp\"\n{keys}"));
+    assert!(bits(&over_tp(&format!("replicas = 2\n{HOT}"))) == bits(&over_tp("")));
+    let reduced = format!("[mesh]\nep = 3\n[experts]\ncombine = \"reduced\"\nreplicas = 3\n{HOT}");
+    assert!(largest_difference(&logits("qwen3-moe", 2, &reduced), &logits("qwen3-moe", 2, "")) < 2e-5);
+}
+
+#[test]
+fn a_capacity_of_copies_drops_the_same_tokens_on_every_mesh() {
+    let keys = |mesh: &str| {
+        format!("[mesh]\n{mesh}\n[experts]\ntoken_groups = 12\ncapacity_factor = 0.7\nreplicas = 2\n{HOT}")
+    };
+    let alone = bits(&logits("qwen3-moe", 2, &keys("ep = 1")));
+    assert!(alone != bits(&logits("qwen3-moe", 2, "")), "the capacity drops tokens");
+    for mesh in ["ep = 2", "ep = 3", "ep = 4", "ep = 2\npp = 2"] {
+        assert!(bits(&logits("qwen3-moe", 2, &keys(mesh))) == alone, "{mesh}");
+    }
+}
+
+#[test]
+fn a_plan_holds_a_matrix_for_each_place_and_refuses_choices_of_another_model() {
+    let plan = plan("qwen3-moe", 2, &format!("[mesh]\nep = 2\n[experts]\nreplicas = 2\n{HOT}"));
+    let weights = |rank| -> Vec<(String, u64)> {
+        let p = plan.sealed.rank_program(&plan.sealed.phase_names()[0], Rank(rank)).unwrap();
+        let ops = p.ops.iter().filter(|op| op.opcode == Opcode::Weight);
+        let named = ops.map(|op| (op.name.clone().unwrap(), p.type_of(op.results[0]).shape[0]));
+        named.filter(|(name, _)| name.contains("layers.0.mlp.experts") && name.contains("up_proj")).collect()
+    };
+    // Three places of 30 choices for expert 1; then 30, 20, 10, 5 and 5 go to the lighter rank, which has the lower
+    // number if both are equal.
+    let name = "model.layers.0.mlp.experts.{1,1,2,5,0,1,3,4}.up_proj.weight";
+    assert_eq!(weights(0), [(name.to_string(), 4)]);
+    assert_eq!(weights(1), weights(0));
+    let mapping = "[mesh]\nep = 2\n[experts]\n[[experts.choices]]\nlayer = 1\nexperts = [1, 2]\n";
+    let mapping = Mapping::parse("mapping.toml", mapping).unwrap();
+    let model = TextModel::open(&folder("qwen3-moe")).unwrap().decoder;
+    let ds =
+        LanguagePlan::new(&model, &mapping, LanguageSettings::new(64, 25, TokenOutput::Logits)).unwrap_err();
+    assert!(ds.iter().any(|d| d.code.id == "T0611" && d.message.contains("2 experts of 6")), "{ds:#?}");
+}

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use tessera::checkpoint::Preset;
 use tessera::files::read_text_file;
+use tessera::generate::{EXPERTS_FILE, read_expert_choices};
 use tessera::plan::plan_model;
 use tessera::{
     DecoderQuality, DtypePolicy, Mapping, MediaPlacement, Mesh, Model, Numerics, Overrides, Plan, Strategy,
@@ -490,7 +491,7 @@ pub fn parse_steps(text: &str) -> Result<Vec<f64>, Diagnostic> {
 pub fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
     let name = file.display().to_string();
     match read_text_file(file) {
-        Ok(text) => with_router_bias(file, Mapping::parse(&name, &text)?),
+        Ok(text) => with_expert_choices(file, with_router_bias(file, Mapping::parse(&name, &text)?)?),
         Err(e) => Err(CliError::usage(
             Diagnostic::error(&T0030, format!("--mapping {name} cannot be read: {e}"))
                 .with_hint("name a TOML file, such as the mapping.toml of a plan folder"),
@@ -519,6 +520,21 @@ fn with_router_bias(file: &Path, mut mapping: Mapping) -> Result<Mapping, CliErr
     };
     let text = read_text_file(&path).map_err(|e| refuse(e.to_string()))?;
     router.bias = serde_json::from_str(&text).map_err(|e| refuse(e.to_string()))?;
+    Ok(mapping)
+}
+
+/// Reads the choices of experts from the file that a mapping names, relative to the mapping.
+fn with_expert_choices(file: &Path, mut mapping: Mapping) -> Result<Mapping, CliError> {
+    let copies = &mut mapping.experts.copies;
+    let Some(name) = copies.choices_file.take() else { return Ok(mapping) };
+    let path = file.parent().unwrap_or_else(|| Path::new("")).join(name);
+    copies.choices =
+        read_expert_choices(&path).map_err(|why| {
+            let message = format!("experts.choices_file {} cannot be read: {why}", path.display());
+            CliError::usage(Diagnostic::error(&T0030, message).with_hint(format!(
+                "name the {EXPERTS_FILE} of a run with experts.statistics = true and --out"
+            )))
+        })?;
     Ok(mapping)
 }
 

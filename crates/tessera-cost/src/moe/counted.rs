@@ -7,10 +7,19 @@ use super::divide_std_by_mean;
 pub struct CountedLoad {
     /// Choices of each expert, before capacities.
     pub chosen: Vec<f64>,
-    /// Rows that each expert computes: choices that it kept, and choices that moved to it.
+    /// Rows that each place of an expert computes: choices that it kept, and choices that moved to it.
     pub computed: Vec<f64>,
     /// Mean number of experts that a token chooses.
     pub top_k: f64,
+}
+
+/// A place of an expert on a rank. Without copies, an expert has one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CountedPlace {
+    /// The rank.
+    pub rank: u64,
+    /// Its share of the expert: 1 over the number of the expert's places.
+    pub share: f64,
 }
 
 /// How far loads vary.
@@ -30,18 +39,18 @@ impl CountedLoad {
         LoadSpread { std_over_mean: measure_spread(&self.chosen), by_chance: self.spread_by_chance(&each) }
     }
 
-    /// Returns the spread of computed rows over ranks; `expert_ranks` is the rank of each expert.
+    /// Returns the spread of computed rows over ranks.
     #[must_use]
-    pub fn rank_spread(&self, expert_ranks: &[u64]) -> LoadSpread {
-        let experts = sum_by_rank(&vec![1.0; self.chosen.len()], expert_ranks);
-        let rows = sum_by_rank(&self.computed, expert_ranks);
+    pub fn rank_spread(&self, places: &[CountedPlace]) -> LoadSpread {
+        let experts = sum_by_rank(places.iter().map(|place| place.share), places);
+        let rows = sum_by_rank(self.computed.iter().copied(), places);
         LoadSpread { std_over_mean: measure_spread(&rows), by_chance: self.spread_by_chance(&experts) }
     }
 
     /// Returns the rows that the busiest rank computes, divided by the mean of ranks; 1 without any row.
     #[must_use]
-    pub fn busiest_over_mean(&self, expert_ranks: &[u64]) -> f64 {
-        let rows = sum_by_rank(&self.computed, expert_ranks);
+    pub fn busiest_over_mean(&self, places: &[CountedPlace]) -> f64 {
+        let rows = sum_by_rank(self.computed.iter().copied(), places);
         let mean = mean_of(&rows);
         if mean > 0.0 { rows.iter().fold(0.0, |m: f64, x| m.max(*x)) / mean } else { 1.0 }
     }
@@ -63,12 +72,12 @@ impl CountedLoad {
     }
 }
 
-/// Returns the sum of the numbers of each rank's experts.
-fn sum_by_rank(of_experts: &[f64], expert_ranks: &[u64]) -> Vec<f64> {
-    let ranks = expert_ranks.iter().max().map_or(0, |last| *last as usize + 1);
+/// Returns the sum of the numbers of each rank's places.
+fn sum_by_rank(of_places: impl Iterator<Item = f64>, places: &[CountedPlace]) -> Vec<f64> {
+    let ranks = places.iter().map(|place| place.rank).max().map_or(0, |last| last as usize + 1);
     let mut sums = vec![0.0; ranks];
-    for (x, rank) in of_experts.iter().zip(expert_ranks) {
-        sums[*rank as usize] += x;
+    for (x, place) in of_places.zip(places) {
+        sums[place.rank as usize] += x;
     }
     sums
 }
@@ -94,16 +103,33 @@ mod tests {
         CountedLoad { chosen: chosen.to_vec(), computed: chosen.to_vec(), top_k }
     }
 
+    fn whole_experts(ranks: &[u64]) -> Vec<CountedPlace> {
+        ranks.iter().map(|rank| CountedPlace { rank: *rank, share: 1.0 }).collect()
+    }
+
     #[test]
     fn even_loads_have_no_spread_and_one_full_expert_has_the_largest() {
         assert_eq!(count_choices(&[3.0; 8], 1.0).expert_spread().std_over_mean, 0.0);
         let one = count_choices(&[12.0, 0.0, 0.0, 0.0], 1.0);
         // The deviations are 9 and three times −3 around a mean of 3.
         assert!((one.expert_spread().std_over_mean - 3.0_f64.sqrt()).abs() < 1e-12);
-        assert_eq!(one.rank_spread(&[0, 0, 1, 1]).std_over_mean, 1.0);
-        assert_eq!(one.busiest_over_mean(&[0, 0, 1, 1]), 2.0);
+        assert_eq!(one.rank_spread(&whole_experts(&[0, 0, 1, 1])).std_over_mean, 1.0);
+        assert_eq!(one.busiest_over_mean(&whole_experts(&[0, 0, 1, 1])), 2.0);
         let none = CountedLoad::default();
         assert_eq!((none.expert_spread(), none.busiest_over_mean(&[])), (LoadSpread::default(), 1.0));
+    }
+
+    #[test]
+    fn copies_of_an_expert_share_it() {
+        // The first expert has a place on each rank, so each rank has one and a half experts, and chance evens out.
+        let place = |rank, share| CountedPlace { rank, share };
+        let places = [place(0, 0.5), place(0, 1.0), place(1, 0.5), place(1, 1.0)];
+        let load =
+            CountedLoad { computed: vec![6.0, 2.0, 6.0, 2.0], ..count_choices(&[12.0, 2.0, 2.0], 1.0) };
+        let spread = load.rank_spread(&places);
+        assert_eq!((spread.std_over_mean, load.busiest_over_mean(&places)), (0.0, 1.0));
+        // 16 choices that fall on either rank with equal probability: a variance of 4 around a mean of 8.
+        assert!((spread.by_chance - 0.25).abs() < 1e-12, "{spread:?}");
     }
 
     // Capacities act on what experts compute and not on what tokens choose.
@@ -111,8 +137,8 @@ mod tests {
     fn ranks_vary_by_the_rows_that_they_compute() {
         let load =
             CountedLoad { computed: vec![4.0, 4.0, 2.0, 2.0], ..count_choices(&[9.0, 1.0, 1.0, 1.0], 1.0) };
-        assert!((load.rank_spread(&[0, 0, 1, 1]).std_over_mean - 1.0 / 3.0).abs() < 1e-12);
-        assert!((load.busiest_over_mean(&[0, 0, 1, 1]) - 4.0 / 3.0).abs() < 1e-12);
+        assert!((load.rank_spread(&whole_experts(&[0, 0, 1, 1])).std_over_mean - 1.0 / 3.0).abs() < 1e-12);
+        assert!((load.busiest_over_mean(&whole_experts(&[0, 0, 1, 1])) - 4.0 / 3.0).abs() < 1e-12);
     }
 
     #[test]
@@ -133,7 +159,7 @@ mod tests {
                     }
                 }
                 let load = count_choices(&chosen, k as f64);
-                let (e, r) = (load.expert_spread(), load.rank_spread(&expert_ranks));
+                let (e, r) = (load.expert_spread(), load.rank_spread(&whole_experts(&expert_ranks)));
                 // Variances add up, so their mean is compared.
                 of_experts += e.std_over_mean.powi(2) / f64::from(runs);
                 of_ranks += r.std_over_mean.powi(2) / f64::from(runs);

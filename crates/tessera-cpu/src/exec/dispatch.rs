@@ -236,6 +236,7 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::ExpertLocality(v) => bind_op(v, |r, v| r.run_expert_locality(v)),
         C::ExpertDistance(v) => bind_op(v, |r, v| r.run_expert_distance(v)),
         C::ExpertDistanceGradient(v) => bind_op(v, |r, v| r.run_expert_distance_gradient(v)),
+        C::ExpertPlaces(v) => bind_op(v, |r, v| r.run_expert_places(v)),
         C::ExpertDraw(v) => bind_op(v, |r, v| r.run_expert_draw(v)),
         C::ExpertReroute(v) => bind_op(v, |r, v| r.run_expert_reroute(v)),
         C::ExpertSlots(v) => bind_op(v, |r, v| r.run_expert_slots(v)),

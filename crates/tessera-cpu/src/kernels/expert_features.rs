@@ -4,24 +4,7 @@ use tessera_base::random::philox4x32;
 use tessera_ir::RouterScore;
 
 use super::experts::score_experts;
-
-/// Where the rows of a rank lie in the whole tensor.
-#[derive(Debug, Clone, Copy)]
-pub struct RowSpan {
-    /// Index of the first row.
-    pub first: usize,
-    /// Rows of the whole tensor.
-    pub all: usize,
-    /// Rows of the whole tensor that are no padding.
-    pub tokens: usize,
-}
-
-impl RowSpan {
-    /// Returns the one of `homes` equal parts of the whole tensor in which row `row` of the rank lies.
-    fn home_of(self, row: usize, homes: usize) -> usize {
-        (self.first + row) / self.all.div_ceil(homes).max(1)
-    }
-}
+use super::row_span::RowSpan;
 
 /// Subtracts `weight` from the logits of experts outside of the token's locality group. The groups are those of the
 /// homes of tokens, and of experts.
@@ -111,12 +94,12 @@ pub struct ChoiceDraw<'a> {
 
 impl ChoiceDraw<'_> {
     /// Returns whether the token at a row of the whole tensor keeps its last choice.
-    fn keeps_last_choice(&self, row: usize, tokens: usize) -> bool {
+    fn keeps_last_choice(&self, row: usize, span: RowSpan) -> bool {
         let at = match self.start {
             None => row as u64,
             Some(start) => {
-                let rows = (tokens / start.len().max(1)).max(1);
-                start[row / rows].max(0.0) as u64 + (row % rows) as u64
+                let (sequence, row) = span.sequence_of(row, start.len());
+                start[sequence].max(0.0) as u64 + row as u64
             }
         };
         let counter = [at as u32, (at >> 32) as u32, self.layer as u32, (self.layer >> 32) as u32];
@@ -131,7 +114,7 @@ pub fn expert_draw(out: &mut [f32], choices: &[f32], k: usize, span: RowSpan, dr
     for (i, row) in out.chunks_exact_mut(k).enumerate() {
         let at = span.first + i;
         if at < span.tokens
-            && !draw.keeps_last_choice(at, span.tokens)
+            && !draw.keeps_last_choice(at, span)
             && let Some(last) = row.last_mut()
         {
             *last = -1.0;

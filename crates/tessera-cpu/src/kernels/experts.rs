@@ -5,6 +5,7 @@
 use tessera_ir::RouterScore;
 
 use super::matmul::matmul;
+use super::row_span::RowSpan;
 use super::{Activation, MatmulWeight, PackedWeight, Scratch};
 use crate::Pool;
 
@@ -308,13 +309,44 @@ pub fn grouped_matmul(
     }
 }
 
-/// Adds the weighted results of each token's experts, by ascending expert. `y` has the slots of the experts `held`,
+/// Returns the place of each choice, `k` per token, where `residents` is the expert of each place. The places of an
+/// expert are used round robin, by the row of the token in the whole tensor plus the position at which its sequence begins.
+pub fn expert_places(
+    places: &mut [f32],
+    chosen: &[f32],
+    k: usize,
+    (span, start): (RowSpan, Option<&[f32]>),
+    residents: &[u64],
+) {
+    let mut of_experts: Vec<Vec<f32>> = Vec::new();
+    for (place, expert) in residents.iter().enumerate() {
+        let expert = *expert as usize;
+        of_experts.resize_with(of_experts.len().max(expert + 1), Vec::new);
+        of_experts[expert].push(place as f32);
+    }
+    for (token, (places, chosen)) in places.chunks_exact_mut(k).zip(chosen.chunks_exact(k)).enumerate() {
+        let row = span.first + token;
+        let begin = start.and_then(|start| start.get(span.sequence_of(row, start.len()).0));
+        let turn = row + begin.map_or(0, |at| at.max(0.0) as usize);
+        for (place, expert) in places.iter_mut().zip(chosen) {
+            *place = match *expert < 0.0 {
+                true => -1.0,
+                false => {
+                    let own = &of_experts[*expert as usize];
+                    own[turn % own.len()]
+                }
+            };
+        }
+    }
+}
+
+/// Adds the weighted results of each token's experts, ascending by `order`. `y` has the slots of the experts `held`,
 /// for `count` token groups; other experts add nothing.
 pub fn expert_combine(
     pool: &Pool,
     out: &mut [f32],
     y: &[f32],
-    [experts, slots, weights]: [&[f32]; 3],
+    [experts, slots, weights, order]: [&[f32]; 4],
     (d, count, held): (usize, usize, std::ops::Range<usize>),
     groups: TokenGroups,
 ) {
@@ -324,7 +356,7 @@ pub fn expert_combine(
         out.fill(0.0);
         let is_here = |i: &usize| slots[*i] >= 0.0 && held.contains(&(experts[*i] as usize));
         let mut choices: Vec<usize> = (t * k..(t + 1) * k).filter(is_here).collect();
-        choices.sort_unstable_by(|a, b| experts[*a].total_cmp(&experts[*b]));
+        choices.sort_unstable_by(|a, b| order[*a].total_cmp(&order[*b]));
         for i in choices {
             let from = groups.slot_index(i, experts[i] as usize - held.start, slots[i] as usize, count);
             out.iter_mut().zip(&y[from * d..][..d]).for_each(|(out, y)| *out = weights[i].mul_add(*y, *out));

@@ -213,6 +213,7 @@ fn count_roundings(cast: &[&Program]) -> f64 {
                 | V::ExpertTokens(_)
                 | V::ExpertGates(_)
                 | V::ExpertDraw(_)
+                | V::ExpertPlaces(_)
                 | V::ExpertReroute(_)
                 | V::ExpertSlots(_)
                 | V::ExpertCounts(_)

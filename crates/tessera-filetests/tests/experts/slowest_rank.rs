@@ -1,7 +1,7 @@
 //! The estimate of the slowest rank beside what ranks count, for the workloads W0 to W7 of the cost model.
 
 use tessera_base::random::Rng;
-use tessera_cost::moe::{CountedLoad, Routing, expert_load, expert_popularity};
+use tessera_cost::moe::{CountedLoad, CountedPlace, Routing, expert_load, expert_popularity};
 
 use crate::run::Layer;
 
@@ -46,7 +46,8 @@ fn count_rows(layer: &Layer, keys: &str) -> (Vec<f64>, f64) {
 #[test]
 fn the_estimate_of_the_slowest_rank_is_near_what_ranks_count_under_every_workload() {
     let (experts, top_k, ep, tokens) = SHAPE;
-    let expert_ranks: Vec<u64> = (0..experts as u64).map(|e| e * ep as u64 / experts as u64).collect();
+    let place = |e| CountedPlace { rank: e * ep as u64 / experts as u64, share: 1.0 };
+    let places: Vec<CountedPlace> = (0..experts as u64).map(place).collect();
     for number in 0..8 {
         let routing = Routing::Workload(number);
         // The hotspot of W6 comes to every rank, and W7 has a burst in one step of eight.
@@ -66,7 +67,7 @@ fn the_estimate_of_the_slowest_rank_is_near_what_ranks_count_under_every_workloa
                 );
                 let load = CountedLoad { computed: rows.clone(), chosen: rows, top_k: top_k as f64 };
                 let mean = load.computed.iter().sum::<f64>() / ep as f64;
-                slowest += load.busiest_over_mean(&expert_ranks) * mean / steps as f64;
+                slowest += load.busiest_over_mean(&places) * mean / steps as f64;
                 dropped += lost / (tokens * top_k) as f64 / steps as f64;
             }
             let rows = estimate.slowest_rows();

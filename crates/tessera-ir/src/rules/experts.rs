@@ -3,7 +3,7 @@
 use tessera_mesh::{Axis, AxisLayout, Layout, Shard};
 
 use super::{RuleContext, RuleResult, multiply_extents, rule_error};
-use crate::codes::{T0210, T0213, T0215};
+use crate::codes::{T0210, T0213, T0214, T0215};
 use crate::{DType, Type, views};
 
 impl RuleContext<'_> {
@@ -62,6 +62,23 @@ impl RuleContext<'_> {
             return rule_error(&T0215, format!("`top_k` is {} of {experts} experts", v.top_k));
         }
         Ok(self.type_like_first([tokens, v.top_k], layout))
+    }
+
+    pub(super) fn expert_places_type(&self, v: &views::ExpertPlaces) -> RuleResult<Type> {
+        self.choices_shape(&[0])?;
+        self.token_layout(&[0])?;
+        if let Some(start) = v.start.map(|s| self.program.type_of(s)).filter(|t| t.shape.len() != 1) {
+            return rule_error(
+                &T0210,
+                format!("`start` is {}: expected one number per sequence", start.display_on(self.mesh)),
+            );
+        }
+        let experts = v.residents.iter().max().map_or(0, |last| last + 1);
+        match (0..experts).find(|e| !v.residents.contains(e)) {
+            Some(e) => rule_error(&T0215, format!("`residents` gives expert {e} no place")),
+            None if experts == 0 => rule_error(&T0215, "`residents` names no expert".to_string()),
+            None => Ok(self.operands[0].clone()),
+        }
     }
 
     pub(super) fn expert_slots_type(&self, v: &views::ExpertSlots) -> RuleResult<Type> {
@@ -207,6 +224,12 @@ impl RuleContext<'_> {
             return rule_error(&T0210, format!("{} are no slots of experts", self.display_operand(0)));
         };
         let [tokens, _] = self.choices_shape(&[1, 2, 3])?;
+        if let Some(order) = v.order.map(|o| self.program.type_of(o)).filter(|t| *t != self.operands[1]) {
+            return rule_error(
+                &T0214,
+                format!("`order` is {} for experts {}", order.display_on(self.mesh), self.display_operand(1)),
+            );
+        }
         let groups = self.group_count(1, v.group_tokens)?;
         if !slots.is_multiple_of(groups.max(1)) {
             return rule_error(

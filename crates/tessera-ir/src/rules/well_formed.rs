@@ -110,10 +110,12 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
             ("bias" | "x_scale" | "w_scale", Opcode::Matmul)
             | ("bias" | "halo" | "history" | "w_scale", Opcode::Conv3d) => is_float(t.dtype),
             // Their rules check the shapes of what a batch of sequences has per sequence.
-            ("start", Opcode::Rotary | Opcode::ExpertDraw)
+            ("start", Opcode::Rotary | Opcode::ExpertDraw | Opcode::ExpertPlaces)
             | ("pages" | "start", Opcode::PagedAttention | Opcode::CacheWrite)
             | ("correction", Opcode::TopKExperts)
             | (_, Opcode::Sample) => t.dtype == DType::F32 && t.layout.is_replicated(),
+            // Its rule compares it with the experts, whose tokens may be sharded.
+            ("order", Opcode::ExpertCombine) => t.dtype == DType::F32,
             ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
             _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
         };
@@ -123,6 +125,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
                 "x_scale" | "w_scale" => "a vector of f32",
                 "history" => "frames",
                 "pages" => "a replicated matrix of f32",
+                "order" => "a matrix of f32",
                 "correction" => "a replicated vector of f32",
                 "start" if op.opcode != Opcode::Rope => "a replicated vector of f32",
                 _ if op.opcode == Opcode::Sample => "a replicated vector of f32",

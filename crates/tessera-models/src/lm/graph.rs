@@ -112,9 +112,6 @@ pub const NEXT_IDS: &str = "next";
 pub const LOGITS: &str = "logits";
 /// Buffer [sequences] with the ids that the last phase chose.
 const KEPT_IDS: &str = "chosen";
-/// The part of a weight's name that stands for the number of each expert: a program reads the matrices of all
-/// experts of a layer as one weight, whose first dim is the expert.
-pub const EVERY_EXPERT: &str = ".*.";
 
 /// Returns the name of the tensor [sequences · rows] with the ids of a call's rows, sequence by sequence. A call that
 /// runs several programs, as a warm-up does, needs one for each.

@@ -96,7 +96,7 @@ impl Lowering<'_> {
     /// for all of them.
     fn add_per_rank(&mut self, op: &Op, v: &views::ExpertCombine, own_tokens: bool, s: usize) -> ValueId {
         if own_tokens {
-            for value in [v.experts, v.slots, v.weights] {
+            for value in [v.experts, v.slots, v.weights].into_iter().chain(v.order) {
                 let local = self.local_value(value, s);
                 if let Some(tokens) = self.expert_shard(local, s) {
                     let whole = self.gather_over_experts(local, tokens, s);

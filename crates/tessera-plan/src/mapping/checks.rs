@@ -80,6 +80,7 @@ impl Mapping {
             }
         }
         ds.extend(self.check_expert_table());
+        ds.extend(self.check_expert_copies());
         ds.extend(self.check_router());
         if let Err(d) = self.rank_map() {
             ds.push(*d);

@@ -5,6 +5,7 @@ use tessera_base::config::ConfigReader;
 use tessera_base::{Diagnostic, Diagnostics, format_choices, named_enum};
 use tessera_mesh::Axis;
 
+use super::expert_copies::ExpertCopies;
 use super::router::RouterMapping;
 use super::{Mapping, ModelExtents, Numerics, Strategy};
 use crate::codes::{T0602, T0611, T0612};
@@ -102,6 +103,8 @@ pub struct ExpertMapping {
     pub wire: TokenWire,
     /// Whether the programs return counts of tokens per expert.
     pub statistics: bool,
+    /// Copies of experts.
+    pub copies: ExpertCopies,
     /// Penalties, biases and draws of routers, and the terms that they return.
     pub router: RouterMapping,
 }
@@ -131,6 +134,7 @@ impl ExpertMapping {
             reroute_bytes: table.read_count_or_zero("reroute_bytes", 0),
             wire: table.read_named("wire", &TokenWire::ALL, TokenWire::name, Default::default()),
             statistics: table.read_flag("statistics", false),
+            copies: ExpertCopies::read(table),
             router: RouterMapping::read(table),
         }
     }
@@ -163,8 +167,10 @@ impl ExpertMapping {
         if self.statistics {
             keys += "statistics = true\n";
         }
+        let (copies, choices) = self.copies.to_toml();
         let (router, tables) = self.router.to_toml();
-        keys += &router;
+        keys += &(copies + &router);
+        let tables = tables + &choices;
         if keys.is_empty() { tables } else { format!("[experts]\n{keys}\n{tables}") }
     }
 

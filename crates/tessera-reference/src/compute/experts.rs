@@ -257,6 +257,28 @@ pub(super) fn grouped_matmul(cx: &OpContext<'_>, v: &views::GroupedMatmul) -> Te
     }))
 }
 
+pub(super) fn expert_places(cx: &OpContext<'_>, v: &views::ExpertPlaces) -> TensorResult {
+    let experts = cx.tensor(v.experts)?;
+    let (_, k) = matrix_extents(experts)?;
+    let position = cx.position(v.experts);
+    let first = position.start[0];
+    let real = v.tokens.map_or(position.global[0], |n| n as usize);
+    let start = v.start.map(|s| cx.tensor(s)).transpose()?.map_or(&[][..], |s| s.data());
+    let begin = |row: usize| {
+        let rows = (real / start.len().max(1)).max(1);
+        start.get(row / rows).map_or(0, |at| at.max(0.0) as usize)
+    };
+    let mut out = Tensor::full(experts.shape(), -1.0);
+    for (i, expert) in experts.data().iter().enumerate().filter(|(_, e)| **e >= 0.0) {
+        let places: Vec<usize> =
+            (0..v.residents.len()).filter(|p| v.residents[*p] as f64 == *expert).collect();
+        let row = first + i / k;
+        let at = places.get((row + begin(row)) % places.len().max(1));
+        out.data_mut()[i] = *at.ok_or_else(|| format!("expert {expert} has no place"))? as f64;
+    }
+    Ok(out)
+}
+
 pub(super) fn expert_combine(cx: &OpContext<'_>, v: &views::ExpertCombine) -> TensorResult {
     let (y, experts) = (cx.tensor(v.y)?, cx.tensor(v.experts)?);
     let (slots, weights) = (cx.tensor(v.slots)?, cx.tensor(v.weights)?);
@@ -268,7 +290,8 @@ pub(super) fn expert_combine(cx: &OpContext<'_>, v: &views::ExpertCombine) -> Te
     let groups = if v.group_tokens.is_some() { tokens / size } else { 1 };
     let capacity = all_slots / groups.max(1);
     let (first, count) = (cx.position(v.y).global_row(0), cx.position(v.y).global[0]);
-    if slots.shape() != experts.shape() || weights.shape() != experts.shape() {
+    let order = v.order.map(|o| cx.tensor(o)).transpose()?.unwrap_or(experts);
+    if [slots, weights, order].iter().any(|t| t.shape() != experts.shape()) {
         return Err(format!(
             "experts {:?}, slots {:?}, weights {:?}",
             experts.shape(),
@@ -279,7 +302,7 @@ pub(super) fn expert_combine(cx: &OpContext<'_>, v: &views::ExpertCombine) -> Te
     let mut out = Tensor::full(&[tokens, d], 0.0);
     for t in 0..tokens {
         let mut choices: Vec<usize> = (t * k..(t + 1) * k).filter(|i| slots.data()[*i] >= 0.0).collect();
-        choices.sort_by(|a, b| experts.data()[*a].total_cmp(&experts.data()[*b]));
+        choices.sort_by(|a, b| order.data()[*a].total_cmp(&order.data()[*b]));
         for i in choices {
             let (e, slot) = (experts.data()[i] as usize, slots.data()[i] as usize);
             if e >= count || slot >= capacity {

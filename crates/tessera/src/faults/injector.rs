@@ -8,9 +8,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tessera_base::random::philox4x32;
 use tessera_device::{Backend, MeshRank, WeightSource};
-use tessera_ir::{Program, Type};
+use tessera_ir::{ExpertTensorNames, Program, Type};
 use tessera_mesh::{Mesh, Rank};
-use tessera_models::EVERY_EXPERT;
 use tessera_runtime::drill::{ArmedFault, DrillFault, MessageFaultInjector, announcement_text};
 use tessera_runtime::driver::{Interceptor, StreamRequest};
 use tessera_runtime::wire::Reload;
@@ -324,7 +323,7 @@ impl WeightSource for ChangedExpertsSource<'_> {
     ) -> Result<Vec<f32>, tessera_base::Diagnostic> {
         let mut values = self.weights.read(name, ty, load, seat)?;
         let expert = ty.shape.iter().skip(1).product::<u64>() as usize;
-        if self.swaps && name.contains(EVERY_EXPERT) && values.len() >= 2 * expert {
+        if self.swaps && ExpertTensorNames::parse(name).is_some() && values.len() >= 2 * expert {
             let (first, rest) = values.split_at_mut(expert);
             first.swap_with_slice(&mut rest[..expert]);
         } else if !self.swaps && name.ends_with(ROUTER) {

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
-use tessera_cost::moe::CountedLoad;
+use tessera_cost::moe::{CountedLoad, CountedPlace};
 use tessera_models::ExpertLayers;
 use tessera_plan::search::gates::{ExpertGateInputs, balance_gate};
 use tessera_plan::search::thresholds::Thresholds;
-use tessera_plan::{EXPERT_STATISTICS, ExpertMap};
+use tessera_plan::{EXPERT_STATISTICS, ExpertChoices, ExpertMap, Mapping};
 use tessera_report::expert_load::ExpertLoadRow;
 use tessera_runtime::wire::{Tensor, Tensors};
 
@@ -33,10 +33,13 @@ struct StepCounts {
     layers: BTreeMap<u64, LayerCounts>,
 }
 
-/// The counts of a layer, by expert.
+/// The counts of a layer, by place of an expert.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 struct LayerCounts {
-    /// Tokens that chose the expert, before capacities.
+    /// The expert in each place; absent where every expert has one place, in their order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    residents: Vec<u64>,
+    /// Tokens that chose the expert in this place, before capacities.
     chosen: Vec<u64>,
     /// Of these, those that have a slot of it.
     kept: Vec<u64>,
@@ -50,8 +53,9 @@ struct LayerCounts {
 pub(super) struct ExpertCountLog {
     path: PathBuf,
     file: BufWriter<File>,
+    mapping: Mapping,
     /// Experts of a layer.
-    experts: usize,
+    experts: u64,
 }
 
 impl ExpertCountLog {
@@ -63,7 +67,12 @@ impl ExpertCountLog {
         let Some(layers) = counted_layers(plan) else { return Ok(None) };
         let path = out.join(EXPERTS_FILE);
         let file = File::create(&path).map_err(|e| write_error(&path, &e))?;
-        Ok(Some(ExpertCountLog { path, file: BufWriter::new(file), experts: layers.count as usize }))
+        Ok(Some(ExpertCountLog {
+            path,
+            file: BufWriter::new(file),
+            mapping: plan.mapping.clone(),
+            experts: layers.count,
+        }))
     }
 
     /// Adds the counts of a call.
@@ -74,13 +83,15 @@ impl ExpertCountLog {
         let mut steps: Vec<BTreeMap<u64, LayerCounts>> = Vec::new();
         for output in &outputs.0 {
             let Some(layer) = output.name().strip_prefix(EXPERT_STATISTICS) else { continue };
-            let counts = layer.parse().ok().zip(split_steps(output, self.experts));
+            let places = self.mapping.expert_places(self.experts) as usize;
+            let counts = layer.parse().ok().zip(split_steps(output, places));
             let (layer, counts) = counts.ok_or_else(|| {
                 Diagnostic::error(&T0087, format!("`{}` holds no counts of experts", output.name()))
             })?;
             steps.resize(steps.len().max(counts.len()), BTreeMap::new());
+            let residents = self.mapping.residents(layer, self.experts).unwrap_or_default();
             for (step, counts) in steps.iter_mut().zip(counts) {
-                step.insert(layer, counts);
+                step.insert(layer, LayerCounts { residents: residents.clone(), ..counts });
             }
         }
         for (step, layers) in steps.into_iter().enumerate() {
@@ -92,14 +103,20 @@ impl ExpertCountLog {
     }
 }
 
-/// Splits an output [steps · experts, 4] into the counts of each step.
-fn split_steps(output: &Tensor, experts: usize) -> Option<Vec<LayerCounts>> {
-    let values = output.to_f32().filter(|v| !v.is_empty() && v.len() % (4 * experts) == 0)?;
+/// Splits an output [steps · places, 4] into the counts of each step.
+fn split_steps(output: &Tensor, places: usize) -> Option<Vec<LayerCounts>> {
+    let values = output.to_f32().filter(|v| !v.is_empty() && v.len() % (4 * places) == 0)?;
     let columns = |step: &[f32]| {
         let column = |at: usize| step.chunks(4).map(|row| row[at] as u64).collect::<Vec<_>>();
-        LayerCounts { chosen: column(0), kept: column(1), moved: column(2), dropped: column(3) }
+        LayerCounts {
+            residents: Vec::new(),
+            chosen: column(0),
+            kept: column(1),
+            moved: column(2),
+            dropped: column(3),
+        }
     };
-    Some(values.chunks(4 * experts).map(columns).collect())
+    Some(values.chunks(4 * places).map(columns).collect())
 }
 
 /// Returns the layers with experts of a plan that counts their choices; `None` for any other plan.
@@ -115,29 +132,73 @@ fn counted_layers(plan: &LanguagePlan) -> Option<&ExpertLayers> {
 pub fn read_expert_load(plan: &LanguagePlan, out: &Path) -> Result<Vec<ExpertLoadRow>, Diagnostic> {
     let Some(layers) = counted_layers(plan) else { return Ok(Vec::new()) };
     let path = out.join(EXPERTS_FILE);
-    let file = File::open(&path).map_err(|e| lost_output(&path, &e.to_string()))?;
+    let (sums, steps) = sum_steps(&path).map_err(|why| lost_output(&path, &why))?;
+    let top_k = plan.mapping.experts.router.top_k.unwrap_or(layers.top_k as f64);
+    let ranks = plan.mapping.expert_ranks();
+    let place_ranks = ExpertMap::ranks_of_experts(ranks, plan.mapping.expert_places(layers.count));
+    let limits = Thresholds::default();
+    let to_row = |(layer, counts): (&u64, &LayerCounts)| {
+        counts.to_row((*layer, steps), (top_k, ranks), &place_ranks, &limits)
+    };
+    Ok(sums.iter().map(to_row).collect())
+}
+
+/// Reads how often each expert of each layer was chosen in a run, from the file that the run left.
+///
+/// # Errors
+/// Why the file cannot be read, or is not what [`EXPERTS_FILE`] holds.
+pub fn read_expert_choices(file: &Path) -> Result<ExpertChoices, String> {
+    let (sums, _) = sum_steps(file)?;
+    if sums.is_empty() {
+        return Err("it has no counts".to_string());
+    }
+    Ok(sums.iter().map(|(layer, counts)| (*layer, counts.chosen_by_expert())).collect())
+}
+
+/// Returns the counts of each layer over all steps of a file, and the number of steps.
+fn sum_steps(file: &Path) -> Result<(BTreeMap<u64, LayerCounts>, u64), String> {
+    let lines = BufReader::new(File::open(file).map_err(|e| e.to_string())?).lines();
     let mut sums: BTreeMap<u64, LayerCounts> = BTreeMap::new();
     let mut steps = 0;
-    for line in BufReader::new(file).lines() {
-        let line = line.map_err(|e| lost_output(&path, &e.to_string()))?;
-        let counts: StepCounts = serde_json::from_str(&line)
-            .map_err(|e| lost_output(&path, &format!("a line is no step: {e}")))?;
+    for line in lines {
+        let line = line.map_err(|e| e.to_string())?;
+        let counts: StepCounts =
+            serde_json::from_str(&line).map_err(|e| format!("line {} is no step: {e}", steps + 1))?;
         steps += 1;
         for (layer, counts) in counts.layers {
             sums.entry(layer).or_default().add_counts(&counts);
         }
     }
-    let top_k = plan.mapping.experts.router.top_k.unwrap_or(layers.top_k as f64);
-    let ranks = plan.mapping.expert_ranks();
-    let expert_ranks = ExpertMap::ranks_of_experts(ranks, layers.count);
-    let limits = Thresholds::default();
-    let to_row = |(layer, counts): (&u64, &LayerCounts)| {
-        counts.to_row((*layer, steps), (top_k, ranks), &expert_ranks, &limits)
-    };
-    Ok(sums.iter().map(to_row).collect())
+    Ok((sums, steps))
 }
 
 impl LayerCounts {
+    /// Returns the choices of each expert, over all of its places.
+    fn chosen_by_expert(&self) -> Vec<f64> {
+        if self.residents.is_empty() {
+            return self.chosen.iter().map(|n| *n as f64).collect();
+        }
+        let experts = self.residents.iter().max().map_or(0, |last| *last as usize + 1);
+        let mut chosen = vec![0.0; experts];
+        for (expert, n) in self.residents.iter().zip(&self.chosen) {
+            chosen[*expert as usize] += *n as f64;
+        }
+        chosen
+    }
+
+    /// Returns the rank of each place, and its share of an expert.
+    fn counted_places(&self, ranks: &[u64]) -> Vec<CountedPlace> {
+        let share = |place: usize| {
+            let copies = self.residents.iter().filter(|e| Some(*e) == self.residents.get(place)).count();
+            1.0 / copies.max(1) as f64
+        };
+        ranks
+            .iter()
+            .enumerate()
+            .map(|(place, rank)| CountedPlace { rank: *rank, share: share(place) })
+            .collect()
+    }
+
     fn add_counts(&mut self, other: &LayerCounts) {
         let columns = [
             (&mut self.chosen, &other.chosen),
@@ -149,26 +210,27 @@ impl LayerCounts {
             to.resize(to.len().max(from.len()), 0);
             to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
         }
+        self.residents.clone_from(&other.residents);
     }
 
-    /// Returns the load of a layer over some steps; `expert_ranks` is the rank of each expert.
+    /// Returns the load of a layer over some steps; `place_ranks` is the rank of each place.
     fn to_row(
         &self,
         (layer, steps): (u64, u64),
         (top_k, ep): (f64, u32),
-        expert_ranks: &[u64],
+        place_ranks: &[u64],
         limits: &Thresholds,
     ) -> ExpertLoadRow {
-        let floats = |counts: &[u64]| counts.iter().map(|n| *n as f64).collect::<Vec<f64>>();
         let computed = self.kept.iter().zip(&self.moved).map(|(kept, moved)| (kept + moved) as f64);
-        let load = CountedLoad { chosen: floats(&self.chosen), computed: computed.collect(), top_k };
+        let load = CountedLoad { chosen: self.chosen_by_expert(), computed: computed.collect(), top_k };
         let [chosen, moved, dropped] =
             [&self.chosen, &self.moved, &self.dropped].map(|counts| counts.iter().sum::<u64>());
-        let (experts, ranks) = (load.expert_spread(), load.rank_spread(expert_ranks));
-        let busiest_over_mean = load.busiest_over_mean(expert_ranks);
+        let places = self.counted_places(place_ranks);
+        let (experts, ranks) = (load.expert_spread(), load.rank_spread(&places));
+        let busiest_over_mean = load.busiest_over_mean(&places);
         let gate = balance_gate(
             Some(&ExpertGateInputs {
-                experts: self.chosen.len() as u64,
+                experts: load.chosen.len() as u64,
                 top_k: 1,
                 ep,
                 // The gate counts choices, as many as tokens times the experts of each.
@@ -207,7 +269,13 @@ mod tests {
     /// Creates the counts of a layer that keeps every choice.
     fn keep_all(chosen: &[u64]) -> LayerCounts {
         let none = vec![0; chosen.len()];
-        LayerCounts { chosen: chosen.to_vec(), kept: chosen.to_vec(), moved: none.clone(), dropped: none }
+        LayerCounts {
+            residents: Vec::new(),
+            chosen: chosen.to_vec(),
+            kept: chosen.to_vec(),
+            moved: none.clone(),
+            dropped: none,
+        }
     }
 
     /// Returns the load of a layer of four experts on two ranks.
@@ -235,6 +303,21 @@ mod tests {
         assert!(skewed.expert_std_over_mean > 1.0 && skewed.expert_chance < 0.03, "{skewed:?}");
         assert!((skewed.busiest_over_mean - 3340.0 / 2005.0).abs() < 1e-12, "{skewed:?}");
         assert_eq!(row(&[30, 3, 4, 3]).balance, GateStatus::NotApplicable);
+    }
+
+    #[test]
+    fn places_of_one_expert_are_added_for_its_choices_and_kept_apart_for_ranks() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join(EXPERTS_FILE);
+        let layer = LayerCounts { residents: vec![1, 0, 1, 2], ..keep_all(&[10, 4, 12, 6]) };
+        let step = StepCounts { call: 0, step: 0, layers: BTreeMap::from([(3, layer.clone())]) };
+        let line = serde_json::to_string(&step).unwrap();
+        std::fs::write(&file, format!("{line}\n{line}\n")).unwrap();
+        assert_eq!(read_expert_choices(&file), Ok(BTreeMap::from([(3, vec![8.0, 44.0, 12.0])])));
+        let row = evaluate(&layer, 1, 1.0);
+        assert!((row.busiest_over_mean - 18.0 / 16.0).abs() < 1e-12, "{row:?}");
+        std::fs::write(&file, format!("{line}\n{{}}\n")).unwrap();
+        assert!(read_expert_choices(&file).unwrap_err().contains("line 2 is no step"));
     }
 
     #[test]

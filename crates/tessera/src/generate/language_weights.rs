@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
-use tessera_ir::{Opcode, Type, WeightLoad};
+use tessera_ir::{ExpertTensorNames, Opcode, Type, WeightLoad};
 use tessera_mesh::Rank;
-use tessera_models::{DecoderModel, EVERY_EXPERT, ROTARY_FREQUENCIES};
+use tessera_models::{DecoderModel, ROTARY_FREQUENCIES};
 use tessera_plan::ROUTER_BIAS;
 use tessera_verify::SealedPlan;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
@@ -87,11 +87,6 @@ fn open_files(dir: &Path, model: &DecoderModel, plan: &SealedPlan) -> Result<Wei
 /// The head of a model without tied embeddings.
 const TIED_HEAD: &str = "lm_head.weight";
 
-/// Returns the name of the tensor of one expert.
-fn expert_tensor(name: &str, expert: u64) -> String {
-    name.replace(EVERY_EXPERT, &format!(".{expert}."))
-}
-
 /// Lists the tensors that the programs read, with their global shapes.
 fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
     let mesh = plan.mesh();
@@ -110,13 +105,18 @@ fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
     }
     shapes.remove(ROTARY_FREQUENCIES);
     shapes.remove(ROUTER_BIAS);
-    let tensor =
-        |name: String, shape: &[u64]| ExpectedTensor { name, aliases: Vec::new(), shape: shape.to_vec() };
-    let expand = |(name, shape): (String, Vec<u64>)| match name.contains(EVERY_EXPERT) {
-        true => (0..shape[0]).map(|e| tensor(expert_tensor(&name, e), &shape[1..])).collect(),
-        false => vec![tensor(name, &shape)],
-    };
-    shapes.into_iter().flat_map(expand).collect()
+    // An expert with copies is one tensor.
+    let mut tensors: BTreeMap<String, Vec<u64>> = BTreeMap::new();
+    for (name, shape) in shapes {
+        match ExpertTensorNames::parse(&name) {
+            Some(names) => tensors.extend((0..shape[0]).map(|i| (names.tensor(i), shape[1..].to_vec()))),
+            None => {
+                tensors.insert(name, shape);
+            }
+        }
+    }
+    let expect = |(name, shape)| ExpectedTensor { name, aliases: Vec::new(), shape };
+    tensors.into_iter().map(expect).collect()
 }
 
 impl LanguageWeights {
@@ -154,12 +154,10 @@ impl WeightSource for LanguageWeights {
             divide_by_row_scales(&mut rows, width as usize);
             return Ok(select_columns(rows, width as usize, ty, rank));
         }
-        if !name.contains(EVERY_EXPERT) {
-            return self.set.read_f32(name, &ranges);
-        }
+        let Some(experts) = ExpertTensorNames::parse(name) else { return self.set.read_f32(name, &ranges) };
         let mut all = Vec::new();
-        for expert in ranges[0].clone() {
-            all.extend(self.set.read_f32(&expert_tensor(name, expert), &ranges[1..])?);
+        for index in ranges[0].clone() {
+            all.extend(self.set.read_f32(&experts.tensor(index), &ranges[1..])?);
         }
         Ok(all)
     }

@@ -41,6 +41,11 @@ fn limits_of_op(p: &Program, op: &Op) -> Vec<(ValueId, u64)> {
             vec![(v.choices, v.groups), (v.experts, v.groups), (v.slots, ANY_CHOICE)]
         }
         Ok(OpView::ExpertPackFused(v)) => vec![(v.experts, v.groups)],
+        Ok(OpView::ExpertPlaces(v)) => {
+            let start = v.start.map(|start| (start, ANY_POSITION));
+            let experts = v.residents.iter().max().map_or(1, |last| last + 1);
+            [(v.experts, experts)].into_iter().chain(start).collect()
+        }
         Ok(OpView::ExpertSlots(v)) => vec![(v.experts, v.capacity)],
         Ok(OpView::ExpertCounts(v)) => vec![(v.experts, v.groups), (v.slots, ANY_CHOICE)],
         Ok(OpView::GroupedMatmul(v)) => {

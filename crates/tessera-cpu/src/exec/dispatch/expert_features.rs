@@ -8,13 +8,22 @@ use crate::kernels::{self, ChoiceDraw, ExpertDistances, RowSpan};
 
 impl KernelInputs<'_> {
     /// Returns where the rows of this rank lie in the whole tensor, of which `tokens` are no padding (all by default).
-    fn row_span(&self, v: ValueId, tokens: Option<u64>) -> RowSpan {
+    pub(super) fn row_span(&self, v: ValueId, tokens: Option<u64>) -> RowSpan {
         let ty = self.type_of(v);
         let all = ty.layout.global_shape(&ty.shape, &self.placement.mesh)[0];
         RowSpan {
             first: self.global_row(v),
             all: all as usize,
             tokens: tokens.map_or(all, |n| n.min(all)) as usize,
+        }
+    }
+
+    /// Returns the position at which each sequence begins, if the op reads it.
+    pub(super) fn sequence_starts(&self, start: Option<ValueId>) -> Result<Option<&[f32]>, Fault> {
+        let start = start.map(|s| self.values(s)).transpose()?;
+        match start.unwrap_or_default().iter().find(|at| at.fract() != 0.0 || **at < -1.0) {
+            Some(at) => Err(Fault::Failed(format!("a sequence begins at {at}"))),
+            None => Ok(start),
         }
     }
 }
@@ -48,10 +57,7 @@ impl KernelRun<'_> {
 
     pub(super) fn run_expert_draw(&mut self, v: &views::ExpertDraw) -> Result<(), Fault> {
         let x = &self.inputs;
-        let start = v.start.map(|s| x.values(s)).transpose()?;
-        if let Some(at) = start.unwrap_or_default().iter().find(|at| at.fract() != 0.0 || **at < -1.0) {
-            return Err(Fault::Failed(format!("a sequence begins at {at}")));
-        }
+        let start = x.sequence_starts(v.start)?;
         let seeds = [v.seeds[0], v.seeds[1]];
         let draw = ChoiceDraw { keep: v.keep, layer: v.layer, seeds, start };
         kernels::expert_draw(

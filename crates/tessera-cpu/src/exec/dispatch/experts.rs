@@ -162,6 +162,16 @@ impl KernelRun<'_> {
         Ok(())
     }
 
+    pub(super) fn run_expert_places(&mut self, v: &views::ExpertPlaces) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let experts = v.residents.iter().max().map_or(0, |last| last + 1);
+        let chosen = x.chosen_experts(v.experts, experts)?;
+        let span = x.row_span(v.experts, v.tokens);
+        let start = x.sequence_starts(v.start)?;
+        kernels::expert_places(self.out, chosen, x.width(v.experts), (span, start), &v.residents);
+        Ok(())
+    }
+
     pub(super) fn run_expert_combine(&mut self, v: &views::ExpertCombine) -> Result<(), Fault> {
         let x = &self.inputs;
         let (ty, tokens) = (x.type_of(v.y), x.shape(v.experts)[0]);
@@ -172,7 +182,8 @@ impl KernelRun<'_> {
         let slots = x.chosen_slots(v.slots, ty.shape[1] / count)?;
         let first = x.global_row(v.y);
         let extents = (ty.shape[2] as usize, count as usize, first..first + ty.shape[0] as usize);
-        let operands = [chosen, slots, x.values(v.weights)?];
+        let order = v.order.map(|o| x.values(o)).transpose()?.unwrap_or(chosen);
+        let operands = [chosen, slots, x.values(v.weights)?, order];
         kernels::expert_combine(self.pool, self.out, x.values(v.y)?, operands, extents, groups);
         Ok(())
     }

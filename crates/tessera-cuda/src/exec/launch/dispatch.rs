@@ -239,6 +239,10 @@ fn build_compute(
         C::ExpertLocality(_) | C::ExpertDistance(_) | C::ExpertDistanceGradient(_) => {
             return cuda_failure("a router that weighs distances");
         }
+        C::ExpertPlaces(_) => return cuda_failure("experts with several places"),
+        C::ExpertCombine(views::ExpertCombine { order: Some(_), .. }) => {
+            return cuda_failure("a sum over experts in another order");
+        }
         C::ExpertDraw(_) => return cuda_failure("a draw of how many experts a token has"),
         C::ExpertSlots(
             views::ExpertSlots { group_tokens: Some(_), .. } | views::ExpertSlots { tokens: Some(_), .. },

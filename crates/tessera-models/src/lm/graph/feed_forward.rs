@@ -1,8 +1,8 @@
 //! The feed-forward part of a layer: dense, or a choice of experts.
 
-use tessera_ir::{Attr, Opcode, ValueId};
+use tessera_ir::{Attr, EVERY_EXPERT, Opcode, ValueId};
 
-use super::{DecoderBuilder, EVERY_EXPERT};
+use super::DecoderBuilder;
 use crate::lm::decoder::ExpertLayers;
 
 /// Begins the name of an output with the experts [rows, k] that each row of a layer chose; the layer follows.
