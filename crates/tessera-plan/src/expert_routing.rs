@@ -226,12 +226,13 @@ impl RoutingPass<'_> {
         let layer = &self.layers[at];
         let Some(reroutes) = layer.reroutes else { return made };
         let logits = self.value(Some(at), v.logits);
-        let correction = v.correction.map(|c| self.value(Some(at), c));
+        let keyed: Vec<(&'static str, ValueId)> =
+            op.keyed.iter().map(|(key, value)| (*key, self.value(Some(at), *value))).collect();
         let b = &mut self.builder;
         // A token may only move to an expert of the groups that its gate keeps.
         b.set_attrs(op.attrs.clone()).set_attr("top_k", layer.experts / v.groups * v.keep_groups);
-        if let Some(correction) = correction {
-            b.add_keyed("correction", correction);
+        for (key, value) in keyed {
+            b.add_keyed(key, value);
         }
         let ranking = b.add_op(Opcode::TopKExperts, &[logits]);
         b.copy_attrs(op, &["at", "top_k"]).set_attr("reroutes", reroutes);

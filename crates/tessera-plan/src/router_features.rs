@@ -156,10 +156,9 @@ impl RouterPass<'_> {
         self.logits.insert(v.logits, logits);
         let penalised = self.emit_locality(op, logits, self.router.locality_weight);
         let top_k = self.router.top_k.map_or(v.top_k, |k| k.ceil() as u64);
-        let correction = v.correction.map(|c| self.values.get(&c).copied().unwrap_or(c));
         self.builder.set_attrs(op.attrs.clone()).set_attr("top_k", top_k);
-        if let Some(correction) = correction {
-            self.builder.add_keyed("correction", correction);
+        for (key, value) in &op.keyed {
+            self.builder.add_keyed(key, self.values.get(value).copied().unwrap_or(*value));
         }
         let chosen = self.builder.add_op(Opcode::TopKExperts, &[penalised]);
         self.emit_draw(op, chosen)

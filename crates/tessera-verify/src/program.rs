@@ -267,10 +267,12 @@ fn check_call_scalars(p: &Program, i: usize, definitions: &[Option<usize>]) -> O
     }
     // Biases and corrections are vectors of the model, the scales of a matmul belong to its operands, a history is
     // frames, and the order of a sum over experts is that of the tokens' choices.
-    let reads_values =
-        matches!(op.opcode, Opcode::Matmul | Opcode::Conv3d | Opcode::TopKExperts | Opcode::ExpertCombine);
-    let keyed = op.keyed.iter().filter(|_| !reads_values);
-    if let Some((key, v)) = keyed.into_iter().find(|(_, v)| !is_call(*v)) {
+    let reads_value = |key: &str| match op.opcode {
+        Opcode::Matmul | Opcode::Conv3d | Opcode::ExpertCombine => true,
+        Opcode::TopKExperts => key == "correction",
+        _ => false,
+    };
+    if let Some((key, v)) = op.keyed.iter().find(|(key, v)| !reads_value(key) && !is_call(*v)) {
         let message = format!("`{key}` is {}, which is not a call scalar", display::value_name(p, *v));
         return Some(display::error_at_op(&T0323, p, i, message));
     }

@@ -48,6 +48,20 @@ pub fn top_k_experts(
     }
 }
 
+/// Replaces the choices, `k` per token, of rows that bring no token by −1: rows behind the `last` one of their sequence,
+/// rows of sequences that start at −1, and padding.
+pub fn clear_absent_choices(ids: &mut [f32], k: usize, span: RowSpan, (start, last): (&[f32], &[f32])) {
+    for (i, ids) in ids.chunks_exact_mut(k).enumerate() {
+        let row = span.first + i;
+        let (sequence, _) = span.sequence_of(row, start.len());
+        let is_present = start.get(sequence).is_some_and(|at| *at >= 0.0);
+        let is_within = last.get(sequence).is_some_and(|last| row as f32 <= *last);
+        if row >= span.tokens || !is_present || !is_within {
+            ids.fill(-1.0);
+        }
+    }
+}
+
 /// Lists the experts of the groups that are kept.
 fn list_candidates(order: &mut Vec<usize>, scores: &[f64], choice: ExpertChoice<'_>) {
     order.clear();
@@ -157,7 +171,7 @@ pub fn expert_reroute(
     groups.for_each_group(chosen.len(), |range| {
         taken.fill(0);
         waiting.clear();
-        for i in range {
+        for i in range.filter(|i| chosen[*i] >= 0.0) {
             let taken = &mut taken[chosen[i] as usize];
             match *taken < groups.capacity {
                 true => *taken += 1,

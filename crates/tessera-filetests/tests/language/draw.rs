@@ -49,6 +49,15 @@ pub struct TokenCall {
     pub ids: Option<(String, Tensor)>,
 }
 
+impl TokenCall {
+    /// Lets the one prompt of a call end after `rows` rows.
+    fn shorten_prompt(&mut self, rows: usize) {
+        if let Some(last) = self.scalars.get_mut(TokenInput::LAST) {
+            *last = CallScalar::Float(Tensor::new(&[1], vec![(rows - 1) as f64]));
+        }
+    }
+}
+
 impl Case {
     /// Draws a case; a seed and an index give the same one.
     pub fn draw(seed: u64, index: u32) -> Case {
@@ -163,6 +172,7 @@ impl Case {
         let parts = [(0, 0.0), (1, 0.0), (0, 4.0)];
         let mut calls: Vec<TokenCall> =
             parts.into_iter().map(|(text, start)| self.call(&mut d, 0, &[PAGES[text]], &[start])).collect();
+        calls[1].shorten_prompt(3);
         calls.extend(
             [[8.0, 3.0], [9.0, 4.0], [10.0, -1.0]].map(|starts| self.call(&mut d, 1, &PAGES, &starts)),
         );
@@ -184,9 +194,12 @@ impl Case {
             (TokenInput::PAGES, Tensor::new(&[sequences, 4], pages.concat())),
             (TokenInput::START, Tensor::new(&[sequences], starts.to_vec())),
         ];
+        if self.output == TokenOutput::Next || self.model.experts.is_some() {
+            let last = each(&mut |i| ((i + 1) * bucket.rows as usize - 1) as f64);
+            scalars.push((TokenInput::LAST, last));
+        }
         if self.output == TokenOutput::Next {
             scalars.extend([
-                (TokenInput::LAST, each(&mut |i| ((i + 1) * bucket.rows as usize - 1) as f64)),
                 (TokenInput::DRAW, each(&mut |i| starts[i].max(0.0))),
                 (TokenInput::SEED, each(&mut |_| d.next_below(1000) as f64)),
                 // Numbers that f32 and f64 hold alike.

@@ -25,6 +25,17 @@ impl RuleContext<'_> {
                 format!("{} of {} groups of {experts} experts", v.keep_groups, v.groups),
             );
         }
+        for (key, value) in [("last", v.last), ("start", v.start)] {
+            if let Some(t) = value.map(|x| self.program.type_of(x)).filter(|t| t.shape.len() != 1) {
+                return rule_error(
+                    &T0210,
+                    format!("`{key}` is {}: expected one number per sequence", t.display_on(self.mesh)),
+                );
+            }
+        }
+        if v.last.is_some() != v.start.is_some() {
+            return rule_error(&T0215, "`last` and `start` are stated together".to_string());
+        }
         let candidates = experts / v.groups * v.keep_groups;
         if v.top_k > candidates {
             let whose = if v.groups > 1 { " in the groups that are kept" } else { "" };

@@ -112,7 +112,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
             // Their rules check the shapes of what a batch of sequences has per sequence.
             ("start", Opcode::Rotary | Opcode::ExpertDraw | Opcode::ExpertPlaces)
             | ("pages" | "start", Opcode::PagedAttention | Opcode::CacheWrite)
-            | ("correction", Opcode::TopKExperts)
+            | ("correction" | "last" | "start", Opcode::TopKExperts)
             | (_, Opcode::Sample) => t.dtype == DType::F32 && t.layout.is_replicated(),
             // Its rule compares it with the experts, whose tokens may be sharded.
             ("order", Opcode::ExpertCombine) => t.dtype == DType::F32,
@@ -126,7 +126,7 @@ fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
                 "history" => "frames",
                 "pages" => "a replicated matrix of f32",
                 "order" => "a matrix of f32",
-                "correction" => "a replicated vector of f32",
+                "correction" | "last" => "a replicated vector of f32",
                 "start" if op.opcode != Opcode::Rope => "a replicated vector of f32",
                 _ if op.opcode == Opcode::Sample => "a replicated vector of f32",
                 _ => "an i64 scalar",

@@ -151,7 +151,9 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, phase: TokenPhase, output: T
     let pages = g.emit_numbers(TokenInput::PAGES, &[b, cache.pages_per_sequence]);
     let start = g.emit_numbers(TokenInput::START, &[b]);
     let frequencies = g.emit_weight(ROTARY_FREQUENCIES, &[m.rotary.columns / 2], "whole", 1);
-    let at = TokenPlaces { pages, start, frequencies };
+    // Rows that bring no token have no experts.
+    let last = m.experts.is_some().then(|| g.emit_numbers(TokenInput::LAST, &[b]));
+    let at = TokenPlaces { pages, start, last, frequencies };
     g.location = "first".to_string();
     let table = g.emit_weight("model.embed_tokens.weight", &[m.extents.vocab, m.extents.width], "col", 1);
     let mut x = g.emit_op(Opcode::Embed, &[ids, table]);
@@ -160,7 +162,7 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, phase: TokenPhase, output: T
     }
     g.location = "last".to_string();
     if output == TokenOutput::Next {
-        let last = g.emit_numbers(TokenInput::LAST, &[b]);
+        let last = last.unwrap_or_else(|| g.emit_numbers(TokenInput::LAST, &[b]));
         x = g.emit_op(Opcode::Embed, &[last, x]);
     }
     let x = g.emit_norm("model.norm", x, m.norm_eps);
@@ -195,6 +197,8 @@ fn build_phase(m: &DecoderModel, cache: PagedCache, phase: TokenPhase, output: T
 struct TokenPlaces {
     pages: ValueId,
     start: ValueId,
+    /// The last row of each sequence, in a model with experts.
+    last: Option<ValueId>,
     frequencies: ValueId,
 }
 
@@ -222,7 +226,7 @@ impl DecoderBuilder<'_> {
         let x = self.emit_op(Opcode::Add, &[x, o]);
         let a = self.emit_norm(&format!("{n}.post_attention_layernorm"), x, self.model.norm_eps);
         let y = match &self.model.experts {
-            Some(experts) if !experts.dense_layers.contains(&i) => self.emit_experts(&n, a, experts),
+            Some(experts) if !experts.dense_layers.contains(&i) => self.emit_experts(&n, a, experts, at),
             _ => self.emit_dense(&format!("{n}.mlp"), a, self.model.extents.mlp.inner),
         };
         self.emit_op(Opcode::Add, &[x, y])

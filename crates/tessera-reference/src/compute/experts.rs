@@ -13,6 +13,17 @@ pub(super) fn top_k_experts(cx: &OpContext<'_>, v: &views::TopKExperts) -> Tenso
         return Err(format!("{k} of {experts} experts in {keep} of {groups} groups"));
     }
     let correction = v.correction.map(|c| vector_data(cx.tensor(c)?, experts)).transpose()?;
+    let position = cx.position(v.logits);
+    let real = v.tokens.map_or(position.global[0], |n| n as usize);
+    let scalars = |of: Option<ValueId>| of.map(|s| cx.tensor(s)).transpose();
+    let (start, last) = (scalars(v.start)?, scalars(v.last)?);
+    let brings_token = |t: usize| {
+        let row = position.global_row(t);
+        let (Some(start), Some(last)) = (start, last) else { return true };
+        let rows = (real / start.data().len()).max(1);
+        let (start, last) = (start.data().get(row / rows), last.data().get(row / rows));
+        row < real && start.is_some_and(|s| *s >= 0.0) && last.is_some_and(|last| row as f64 <= *last)
+    };
     let choose = |t: usize| -> Vec<usize> {
         let row = logits.row(t);
         let scores: Vec<f64> = match (correction, groups) {
@@ -30,7 +41,10 @@ pub(super) fn top_k_experts(cx: &OpContext<'_>, v: &views::TopKExperts) -> Tenso
         first_largest((0..experts).filter(|e| kept.contains(&group_of(*e))), |e| scores[e], k)
     };
     let chosen: Vec<Vec<usize>> = (0..tokens).map(choose).collect();
-    Ok(Tensor::from_fn(&[tokens, k], |i| chosen[i / k][i % k] as f64))
+    Ok(Tensor::from_fn(
+        &[tokens, k],
+        |i| if brings_token(i / k) { chosen[i / k][i % k] as f64 } else { -1.0 },
+    ))
 }
 
 /// Returns the `n` candidates of the largest values, largest first, ties to the lower candidate.
@@ -86,7 +100,7 @@ pub(super) fn expert_gates(cx: &OpContext<'_>, v: &views::ExpertGates) -> Tensor
 pub(super) fn expert_reroute(cx: &OpContext<'_>, v: &views::ExpertReroute) -> TensorResult {
     let ranking = cx.tensor(v.ranking)?;
     let ((tokens, experts), k) = (matrix_extents(ranking)?, v.top_k as usize);
-    check_experts(ranking, 1 << 24)?;
+    check_choices(ranking, 1 << 24)?;
     let mut chosen = Tensor::from_fn(&[tokens, k], |i| ranking.row(i / k)[i % k]);
     let slots = slots_of(cx, v.ranking, &chosen, (v.capacity, v.group_tokens, v.tokens))?;
     let (size, first) = (v.group_tokens.map_or(tokens, |n| n as usize), cx.position(v.ranking).global_row(0));
@@ -96,7 +110,9 @@ pub(super) fn expert_reroute(cx: &OpContext<'_>, v: &views::ExpertReroute) -> Te
         let mut taken: Vec<f64> =
             range.clone().filter(|i| slots[*i] >= 0.0).map(|i| chosen.data()[i]).collect();
         let mut left = v.reroutes;
-        for i in range.filter(|i| slots[*i] < 0.0 && !is_padding(first + i / k, v.tokens)) {
+        let waits =
+            |i: &usize| slots[*i] < 0.0 && chosen.data()[*i] >= 0.0 && !is_padding(first + i / k, v.tokens);
+        for i in range.filter(waits).collect::<Vec<_>>() {
             let own = chosen.row(i / k).to_vec();
             let is_free =
                 |e: &&f64| !own.contains(*e) && (taken.iter().filter(|t| t == e).count() as u64) < v.capacity;

@@ -371,13 +371,17 @@ impl TokenScheduler {
             (TokenInput::TOP_P, sampling(&|how| how.top_p)),
         ];
         let takes_all = self.plan.settings.output == super::TokenOutput::Next;
-        let args = scalars.into_iter().filter(|(name, _)| takes_all || PLACE_SCALARS.contains(name));
+        let has_experts = self.plan.model.experts.is_some();
+        let is_read = |name: &&str| {
+            takes_all || PLACE_SCALARS.contains(name) || (has_experts && *name == TokenInput::LAST)
+        };
+        let args = scalars.into_iter().filter(|(name, _)| is_read(name));
         let args = args.map(|(name, values)| (name.to_string(), ScalarArg::from_f32s(&values))).collect();
         PhaseCall::new(call.phases[phase].name(), args)
     }
 }
 
-/// The scalars of a program that returns logits and chooses no ids.
+/// The scalars of a program that returns logits and chooses no ids. Experts read the last rows as well.
 const PLACE_SCALARS: [&str; 2] = [TokenInput::PAGES, TokenInput::START];
 
 fn check_request(plan: &LanguagePlan, text: usize, request: &TextRequest) -> Result<(), Diagnostic> {

@@ -33,6 +33,14 @@ fn limits_of_op(p: &Program, op: &Op) -> Vec<(ValueId, u64)> {
         Ok(OpView::Sample(v)) => {
             [v.draw, v.seed, v.temperature, v.top_k, v.top_p].map(|key| (key, ANY_CHOICE)).to_vec()
         }
+        // Every row brings a token unless both numbers say otherwise.
+        Ok(OpView::TopKExperts(v)) => {
+            let rows = extent(v.logits, 0);
+            [v.start.map(|start| (start, ANY_POSITION)), v.last.map(|last| (last, rows))]
+                .into_iter()
+                .flatten()
+                .collect()
+        }
         Ok(OpView::ExpertWeights(v)) => vec![(v.experts, extent(v.logits, 1))],
         Ok(OpView::ExpertGates(v)) => vec![(v.experts, extent(v.gates, 1))],
         Ok(OpView::ExpertReroute(v)) => vec![(v.ranking, extent(v.ranking, 1))],

@@ -68,6 +68,10 @@ impl KernelRun<'_> {
             keep_groups: v.keep_groups as usize,
         };
         kernels::top_k_experts(self.out, x.values(v.logits)?, extents, choice);
+        if let (Some(start), Some(last)) = (x.sequence_starts(v.start)?, v.last) {
+            let span = x.row_span(v.logits, v.tokens);
+            kernels::clear_absent_choices(self.out, extents.1, span, (start, x.values(last)?));
+        }
         Ok(())
     }
 
@@ -95,7 +99,7 @@ impl KernelRun<'_> {
 
     pub(super) fn run_expert_reroute(&mut self, v: &views::ExpertReroute) -> Result<(), Fault> {
         let x = &self.inputs;
-        let ranking = x.each_an_expert(v.ranking, MAX_EXPERTS)?;
+        let ranking = x.chosen_experts(v.ranking, MAX_EXPERTS)?;
         let groups = TokenGroups {
             k: v.top_k as usize,
             ..x.token_groups(v.ranking, (v.capacity, v.group_tokens, v.tokens))

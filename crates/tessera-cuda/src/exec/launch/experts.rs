@@ -26,6 +26,9 @@ const COMBINE_COLUMNS: u64 = 128;
 pub(super) fn build_top_k_experts(s: &LaunchSite<'_>, v: &views::TopKExperts, out: ValueId) -> Built {
     let ty = s.p.type_of(v.logits);
     require_f32(s, v.logits)?;
+    if v.start.is_some() {
+        return cuda_failure("a choice of experts that leaves out rows");
+    }
     if v.correction.is_some() || v.groups > 1 {
         return cuda_failure("a choice of experts by groups or with a correction");
     }

@@ -2,7 +2,7 @@
 
 use tessera_ir::{Attr, EVERY_EXPERT, Opcode, ValueId};
 
-use super::DecoderBuilder;
+use super::{DecoderBuilder, TokenPlaces};
 use crate::lm::decoder::ExpertLayers;
 
 /// Begins the name of an output with the experts [rows, k] that each row of a layer chose; the layer follows.
@@ -19,9 +19,9 @@ impl DecoderBuilder<'_> {
     }
 
     /// Emits the experts of a layer. Every expert has a slot for every token, so no token is dropped.
-    pub(super) fn emit_experts(&mut self, n: &str, a: ValueId, e: &ExpertLayers) -> ValueId {
+    pub(super) fn emit_experts(&mut self, n: &str, a: ValueId, e: &ExpertLayers, at: TokenPlaces) -> ValueId {
         let (d, tokens) = (self.model.extents.width, self.builder.type_of(a).shape[0]);
-        let (chosen, weights) = self.emit_gate(n, a, e);
+        let (chosen, weights) = self.emit_gate(n, a, e, at);
         self.builder.set_attr("capacity", tokens);
         let slots = self.emit_op(Opcode::ExpertSlots, &[chosen]);
         self.builder.set_attr("groups", e.count);
@@ -57,7 +57,7 @@ impl DecoderBuilder<'_> {
     }
 
     /// Emits the choice of experts. Returns the experts of each token and their weights.
-    fn emit_gate(&mut self, n: &str, a: ValueId, e: &ExpertLayers) -> (ValueId, ValueId) {
+    fn emit_gate(&mut self, n: &str, a: ValueId, e: &ExpertLayers, at: TokenPlaces) -> (ValueId, ValueId) {
         let router = format!("{n}.{}", e.names.router);
         let logits = self.emit_linear(&router, a, e.count, ("whole", 1), false, None);
         let score = |g: &mut Self| {
@@ -73,6 +73,12 @@ impl DecoderBuilder<'_> {
             self.builder.set_attr("groups", e.gate.groups).set_attr("keep_groups", e.gate.keep_groups);
         }
         score(self);
+        if let Some(last) = at.last {
+            self.builder.add_keyed("last", last);
+            self.builder.add_keyed("start", at.start);
+            let rows = self.builder.type_of(a).shape[0];
+            self.builder.set_attr("tokens", rows);
+        }
         self.builder.set_attr("top_k", e.top_k);
         let chosen = self.emit_op(Opcode::TopKExperts, &[logits]);
         // A rank that routes differently can leave every later value equal on all ranks, because a sum over
