@@ -3,7 +3,7 @@
 //! A file begins with comment lines `// key: value`; `filetests/README.md` lists the keys. Failures
 //! are returned as sentences. [`run_conformance`] runs the evaluations on a backend. This crate
 //! reads neither files nor the environment and names no backend; its test binaries do, and they
-//! write the text that [`bless`] returns.
+//! write the text that [`bless`] returns. [`language`] draws language models with their plans and runs them.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ mod expected;
 mod fragment;
 mod header;
 pub mod hostile;
+pub mod language;
 mod slots;
 mod verify;
 

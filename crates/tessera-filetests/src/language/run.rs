@@ -1,21 +1,22 @@
-//! Runs the calls of a plan on the reference evaluator and on CPU ranks.
+//! Runs the calls of a plan on the reference evaluator and on the ranks of a backend.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tessera_cpu::CpuBackend;
 use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar};
-use tessera_filetests::{BackendFactory, ReferenceWeights};
 use tessera_ir::{Bundle, Op, Opcode, Program};
 use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
 
-use crate::common::open_cpu_backends;
-use crate::draw::{TokenCall, programs_of_ranks};
+use super::draw::{TokenCall, programs_of_ranks};
+use crate::{BackendFactory, OpenBackends, ReferenceWeights};
 
 /// The output of each call. Every rank that returns it returns the same.
 pub type Results = Vec<Vec<f64>>;
 
 /// Runs the calls on the reference evaluator, in f64, and returns their output of this name.
+///
+/// # Panics
+/// If the evaluator refuses a program, or if two ranks return other bits.
 pub fn evaluate(
     bundle: &Bundle,
     weights: &BTreeMap<String, Tensor>,
@@ -37,11 +38,15 @@ pub fn evaluate(
     calls.iter().map(run).collect()
 }
 
-/// Runs the calls on CPU ranks, one thread each, and returns their output of this name.
+/// Runs the calls on ranks of a backend, one thread each, and returns their output of this name.
 ///
 /// # Errors
 /// The fault of the first rank that reports one.
-pub fn run_on_cpus(
+///
+/// # Panics
+/// If a rank cannot open its backend or load its programs, or if two ranks return other bits.
+pub fn run_on_ranks<B: Backend>(
+    open: OpenBackends<'_, B>,
     bundle: &Bundle,
     weights: &BTreeMap<String, Tensor>,
     calls: &[TokenCall],
@@ -52,11 +57,11 @@ pub fn run_on_cpus(
     let lists: Vec<Vec<Arc<Program>>> = (0..mesh.world_size() as usize)
         .map(|rank| phases.clone().map(|p| Arc::new(programs_of_ranks(bundle, p)[rank].clone())).collect())
         .collect();
-    let open = open_cpu_backends(&mesh, &lists).unwrap();
+    let open = open(&mesh, &lists).unwrap();
     let mut evaluator = Evaluator::new(mesh);
     evaluator.load_weights(weights.clone());
     let evaluator = &evaluator;
-    let run_rank = |open: BackendFactory<CpuBackend>, seat: MeshRank, programs: &[Arc<Program>]| {
+    let run_rank = |open: BackendFactory<B>, seat: MeshRank, programs: &[Arc<Program>]| {
         let mut backend = open(seat).unwrap();
         backend.poison_temporaries();
         let role = bundle.role_index(seat.rank).unwrap();

@@ -3,49 +3,34 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-#[path = "../common/mod.rs"]
 mod common;
-mod draw;
-mod run;
-#[path = "../../../tessera-oracle/src/verifier.rs"]
+#[path = "../../tessera-oracle/src/verifier.rs"]
 mod verifier;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use draw::{Case, FAMILIES, programs_of_ranks};
-use run::{Results, evaluate, run_on_cpus};
+use common::open_cpu_backends;
 use tessera_base::random::Rng;
+use tessera_device::Fault;
+use tessera_filetests::language::{
+    Case, FAMILIES, Results, SEED, TokenCall, difference, evaluate, planned_cases, programs_of_ranks,
+    run_on_ranks,
+};
 use tessera_ir::{Attr, Bundle, Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_models::TokenOutput;
 use tessera_oracle::{ExecutionOutcome, Rewrite, apply_rewrite, compare_set};
+use tessera_reference::Tensor;
 use tessera_verify::{DeviceLimits, seal};
 
-const SEED: u64 = 5;
-
-/// Codes of mappings that ask for more ranks than the model has heads, columns, experts or blocks.
-const UNFIT: [&str; 2] = ["T0602", "T0603"];
-
-/// Returns the drawn cases whose mapping fits the model, with their plans.
-fn planned_cases(count: u32) -> Vec<(u32, Case, Bundle)> {
-    let draw = |index| {
-        let case = Case::draw(SEED, index);
-        match case.lower(&case.mapping) {
-            Ok(bundle) => Some((index, case, bundle)),
-            Err(ds) if ds.iter().all(|d| UNFIT.contains(&d.code.id)) => None,
-            Err(ds) => panic!("case {index}, {}: {ds:#?}", case.mapping),
-        }
-    };
-    let cases: Vec<_> = (0..count).filter_map(draw).collect();
-    assert!(cases.len() as u32 * 2 > count, "{} of {count} mappings fit", cases.len());
-    cases
-}
-
-/// Returns the largest difference over the largest magnitude.
-fn difference(found: &Results, expected: &Results) -> f64 {
-    let largest = expected.iter().flatten().fold(0.0_f64, |m, x| m.max(x.abs()));
-    let pairs = found.iter().flatten().zip(expected.iter().flatten());
-    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / largest.max(1e-30)
+/// Runs the calls of a plan on CPU ranks and returns their output of this name.
+fn run_on_cpus(
+    bundle: &Bundle,
+    weights: &BTreeMap<String, Tensor>,
+    calls: &[TokenCall],
+    output: &str,
+) -> Result<Results, Fault> {
+    run_on_ranks(&open_cpu_backends, bundle, weights, calls, output)
 }
 
 #[test]

@@ -33,7 +33,9 @@ const PAGES: [[f64; 4]; 2] = [[6.0, 1.0, 4.0, 0.0], [2.0, 7.0, 3.0, -1.0]];
 
 /// A model, what its programs return, and a mapping.
 pub struct Case {
+    /// The model that the programs compute.
     pub model: DecoderModel,
+    /// What the programs return.
     pub output: TokenOutput,
     /// Text of the mapping.
     pub mapping: String,
@@ -43,7 +45,9 @@ pub struct Case {
 
 /// One call of a phase: the numbers and the ids that it reads.
 pub struct TokenCall {
+    /// Index of the phase among those of the plan.
     pub phase: usize,
+    /// Numbers of the call by name.
     pub scalars: BTreeMap<String, CallScalar>,
     /// `None` for a phase that decodes the ids which the one before chose.
     pub ids: Option<(String, Tensor)>,
