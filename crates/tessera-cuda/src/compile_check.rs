@@ -69,6 +69,9 @@ fn all_compilations() -> Vec<Compilation> {
         let heads: &[u64] = match module {
             "frame_attention" => &[32, 96, 384],
             "paged_attention" => &[5, 128],
+            // The latents of DeepSeek-V3, and heads that lanes do not divide.
+            "latent_attention" => &[13, 576],
+            "merge_parts" => &[0],
             _ => &[0, 16, 48, 64, 128],
         };
         for head in heads {

@@ -11,6 +11,9 @@ use crate::devices::Gpu;
 use crate::gemm::shape::{GemmShape, VIDEO_GEMM, is_worth_tuning};
 use crate::gemm::sm90::GemmSm90;
 
+/// Largest head of attention over pages with a block per KV head.
+const MAX_KV_HEAD: u64 = 512;
+
 /// How a GEMM is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GemmRoute {
@@ -75,6 +78,21 @@ pub(crate) fn uses_plain_attention(dtype: DType, s: &AttentionShape) -> bool {
     dtype != DType::Bf16 || !s.is_supported_by_cudnn()
 }
 
+/// How attention over caches in pages is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PagedRoute {
+    /// A block for some queries of one KV head, whose keys and values are apart.
+    KvHead,
+    /// A block for many queries that read the same rows. It reads a row once as key and as value.
+    Latent,
+}
+
+/// Chooses how attention over pages is computed: by whether a row is key and value, and by the size of a head, of
+/// which the kernel for one KV head keeps whole queries in static shared memory.
+pub(crate) fn choose_paged_attention(head_dim: u64, values_are_keys: bool) -> PagedRoute {
+    if values_are_keys || head_dim > MAX_KV_HEAD { PagedRoute::Latent } else { PagedRoute::KvHead }
+}
+
 /// Describes which implementation computes each kind of op on a GPU, as names and sentences.
 #[must_use]
 pub fn describe_kernels(gpu: &Gpu, mask: &FeatureMask) -> Vec<(&'static str, String)> {
@@ -130,6 +148,14 @@ mod tests {
 
     fn capabilities(compute: (u32, u32), mask: &str) -> Capabilities {
         Capabilities { compute, multiprocessors: 132, mask: mask.parse().unwrap() }
+    }
+
+    #[test]
+    fn rows_that_are_keys_and_values_are_read_once() {
+        assert_eq!(choose_paged_attention(128, false), PagedRoute::KvHead);
+        for (head_dim, values_are_keys) in [(576, true), (12, true), (576, false)] {
+            assert_eq!(choose_paged_attention(head_dim, values_are_keys), PagedRoute::Latent);
+        }
     }
 
     #[test]

@@ -153,13 +153,27 @@ kernel_signatures! {
     /// Rotates the heads of token rows by their positions.
     Rotary {
         x: DevicePtr<Element>, frequencies: DevicePtr<f32>, start: DevicePtr<f32>, out: DevicePtr<Element>,
-        width: i32, head: i32, pairs: i32, rows_per_sequence: i32, scale: f32,
+        width: i32, head: i32, pairs: i32, interleaved: i32, rows_per_sequence: i32, scale: f32,
     } = ROTARY_F32 "rotary_f32", ROTARY_BF16 "rotary_bf16";
 
     /// Normalises heads of `head` elements.
     HeadNorm {
         x: DevicePtr<Element>, w: DevicePtr<f32>, out: DevicePtr<Element>, head: i32, eps: f32, heads: i64,
     } = HEAD_NORM_F32 "head_norm_f32", HEAD_NORM_BF16 "head_norm_bf16";
+
+    /// Joins `x_words` words of each head of x, from `first` on, with those of y; `n` words in all.
+    JoinHeads {
+        x: DevicePtr<Word>, y: DevicePtr<Word>, out: DevicePtr<Word>, x_pitch: i32, first: i32, x_words: i32,
+        y_words: i32, n: i64,
+    } = JOIN_HEADS_16 "join_heads_16", JOIN_HEADS_4 "join_heads_4", JOIN_HEADS_2 "join_heads_2";
+
+    /// Multiplies each head of `n` rows of x with `rows` rows of `width` weights, or with their columns.
+    HeadMatmul {
+        x: DevicePtr<Element>, w: DevicePtr<Element>, out: DevicePtr<Element>, n: i32, heads: i32,
+        head_rows: i32, first: i32, rows: i32, width: i32,
+    } = HEAD_MATMUL_F32 "head_matmul_f32", HEAD_MATMUL_BF16 "head_matmul_bf16",
+        HEAD_MATMUL_TRANSPOSED_F32 "head_matmul_transposed_f32",
+        HEAD_MATMUL_TRANSPOSED_BF16 "head_matmul_transposed_bf16";
 
     /// Copies `n` words to the rows of a pool in which the positions of their rows lie.
     PutPages {
@@ -384,7 +398,7 @@ impl KernelParam for BucketStarts {
     const TYPE: ParamType = ParamType::Value("BucketStarts");
 }
 
-/// Kernel argument with the layout of `PagedShape` in paged_attention.cu: extents of attention over pages, and
+/// Kernel argument with the layout of `PagedShape` in paged.cuh: extents of attention over pages, and
 /// how it is divided into blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
@@ -398,13 +412,21 @@ pub(crate) struct PagedShape {
     pub(crate) page_rows: i32,
     /// Pages of the caches.
     pub(crate) pool_pages: i32,
+    /// Columns of each head of the values.
+    pub(crate) value_dim: i32,
+    /// Groups of query heads, each of which reads one KV head.
+    pub(crate) groups: i32,
+    /// Query heads of all ranks per KV head, and the place of the rank's first query head among those that read
+    /// its first KV head.
+    pub(crate) share: i32,
+    pub(crate) first_head: i32,
     /// Last positions that a query attends to, and first ones that it attends to in any case.
     pub(crate) window: i32,
     pub(crate) sink: i32,
     /// Parts into which the positions are divided, and positions of each.
     pub(crate) parts: i32,
     pub(crate) part_positions: i32,
-    /// Blocks of queries of each sequence and KV head.
+    /// Blocks of queries of each sequence and group of heads.
     pub(crate) tiles: i32,
     pub(crate) scale: f32,
 }
@@ -429,11 +451,13 @@ kernel_signatures! {
         q: DevicePtr<Bf16>, k: DevicePtr<Bf16>, v: DevicePtr<Bf16>, out: DevicePtr<Bf16>, cells: i32,
     } = FRAME_ATTENTION "frame_attention";
 
-    /// Attention over caches in pages, in blocks of `queries` queries. With one part, `sums` is null.
+    /// Attention over caches in pages, in blocks of `queries` queries: a block for the keys and values of one KV
+    /// head, or for the rows that many query heads read. With one part, `sums` is null.
     PagedAttention {
         q: DevicePtr<Element>, k: DevicePtr<Element>, v: DevicePtr<Element>, pages: DevicePtr<f32>,
         start: DevicePtr<f32>, out: DevicePtr<Element>, sums: DevicePtr<f32>, queries: i32, shape: PagedShape,
-    } = PAGED_ATTENTION_F32 "paged_attention_f32", PAGED_ATTENTION_BF16 "paged_attention_bf16";
+    } = PAGED_ATTENTION_F32 "paged_attention_f32", PAGED_ATTENTION_BF16 "paged_attention_bf16",
+        LATENT_ATTENTION_F32 "latent_attention_f32", LATENT_ATTENTION_BF16 "latent_attention_bf16";
 
     /// Adds the parts of attention over pages.
     MergeParts {

@@ -20,6 +20,7 @@ pub(crate) const HOPPER: &str = include_str!("kernels/hopper.cuh");
 pub(crate) const CONV_SHAPE: &str = include_str!("kernels/conv.cuh");
 const FRAMES: &str = include_str!("kernels/frames.cu");
 const LANGUAGE: &str = include_str!("kernels/language.cu");
+const HEADS: &str = include_str!("kernels/heads.cu");
 const FUSED_LANGUAGE: &str = include_str!("kernels/fused_language.cu");
 const EXPERTS: &str = include_str!("kernels/experts.cu");
 const BUFFERS: &str = include_str!("kernels/buffers.cu");
@@ -31,7 +32,11 @@ const ELEMENTWISE: &str = include_str!("kernels/elements.cu");
 const MMA: &str = include_str!("kernels/mma.cuh");
 const RELATIVE_ATTENTION: &str = include_str!("kernels/relative_attention.cu");
 const FRAME_ATTENTION: &str = include_str!("kernels/frame_attention.cu");
-const PAGED_ATTENTION: &str = include_str!("kernels/paged_attention.cu");
+const PAGED_ATTENTION: &str =
+    concat!(include_str!("kernels/paged.cuh"), include_str!("kernels/paged_attention.cu"));
+const LATENT_ATTENTION: &str =
+    concat!(include_str!("kernels/paged.cuh"), include_str!("kernels/latent_attention.cu"));
+const MERGE_PARTS: &str = concat!(include_str!("kernels/paged.cuh"), include_str!("kernels/merge_parts.cu"));
 
 /// Threads per block of an elementwise kernel.
 const ELEMENTWISE_THREADS: u32 = 256;
@@ -45,7 +50,7 @@ pub(crate) struct KernelSet {
     /// Row kernels by width, and by whether rows are bf16 rather than f32.
     row_kernels: BTreeMap<(u64, bool), BTreeMap<&'static str, RowKernel>>,
     /// Attention kernels by name and the head size that they are compiled for.
-    head_kernels: BTreeMap<(&'static str, u64), KernelFunction>,
+    head_kernels: BTreeMap<(&'static str, u64), HeadKernel>,
     multiprocessors: u32,
     /// Whether launches of one stream may overlap.
     overlaps_launches: bool,
@@ -58,6 +63,14 @@ struct RowKernel {
     threads: u32,
     /// The number of blocks that the device can run at once.
     max_blocks: u32,
+}
+
+/// A kernel for heads of one size.
+#[derive(Debug)]
+struct HeadKernel {
+    kernel: KernelFunction,
+    /// The most dynamic shared memory of its launches so far, in bytes.
+    shared_bytes: u32,
 }
 
 /// One launch of an elementwise or a row kernel, with all that it needs except the stream.
@@ -174,7 +187,7 @@ const ROW_SOURCES: [(&str, &str, u64, &[&str]); 2] = [
 ];
 
 /// Modules of the kernels that are compiled for a head size: their sources and their kernels.
-const HEAD_SOURCES: [(&str, &str, &[&str]); 3] = [
+const HEAD_SOURCES: [(&str, &str, &[&str]); 5] = [
     (
         "relative_attention",
         RELATIVE_ATTENTION,
@@ -188,12 +201,17 @@ const HEAD_SOURCES: [(&str, &str, &[&str]); 3] = [
     (
         "paged_attention",
         PAGED_ATTENTION,
-        &[
-            kernel_table::PAGED_ATTENTION_F32.name(),
-            kernel_table::PAGED_ATTENTION_BF16.name(),
-            kernel_table::MERGE_PARTS_F32.name(),
-            kernel_table::MERGE_PARTS_BF16.name(),
-        ],
+        &[kernel_table::PAGED_ATTENTION_F32.name(), kernel_table::PAGED_ATTENTION_BF16.name()],
+    ),
+    (
+        "latent_attention",
+        LATENT_ATTENTION,
+        &[kernel_table::LATENT_ATTENTION_F32.name(), kernel_table::LATENT_ATTENTION_BF16.name()],
+    ),
+    (
+        "merge_parts",
+        MERGE_PARTS,
+        &[kernel_table::MERGE_PARTS_F32.name(), kernel_table::MERGE_PARTS_BF16.name()],
     ),
 ];
 
@@ -231,10 +249,17 @@ impl KernelSet {
                 return Err(CudaError(format!("no source holds the kernel {name}")));
             };
             let module = self.compiler.compile_module(module, &head_source(source), &head_defines(head))?;
-            self.head_kernels.insert((name, head), module.get_function(name)?);
+            let own = HeadKernel { kernel: module.get_function(name)?, shared_bytes: 0 };
+            self.head_kernels.insert((name, head), own);
         }
-        // More buckets need more shared memory.
-        self.head_kernels[&(name, head)].set_max_shared_bytes(shared_bytes)
+        // Launches of one kernel need more or less shared memory, and a limit for less would end those for more.
+        match self.head_kernels.get_mut(&(name, head)) {
+            Some(own) if own.shared_bytes < shared_bytes => {
+                own.shared_bytes = shared_bytes;
+                own.kernel.set_max_shared_bytes(shared_bytes)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Compiles the kernels for rows of a width.
@@ -282,10 +307,10 @@ impl KernelSet {
                 (&r.kernel, (rows as u32).min(r.max_blocks), r.threads, 0)
             }
             LaunchGrid::Heads { head, blocks: HeadBlocks { count, threads, shared_bytes } } => {
-                let Some(function) = self.head_kernels.get(&(name, head)) else {
+                let Some(own) = self.head_kernels.get(&(name, head)) else {
                     return Err(CudaError(format!("kernel {name} was not compiled for heads of {head}")));
                 };
-                (function, count as u32, threads, shared_bytes)
+                (&own.kernel, count as u32, threads, shared_bytes)
             }
         };
         let (grid, mut arguments) = ([blocks, 1, 1], launch.args.addresses());
@@ -314,7 +339,7 @@ impl KernelSet {
 
 /// Returns the CUDA source of the elementwise kernels.
 pub(crate) fn elementwise_source() -> String {
-    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{FUSED_LANGUAGE}{EXPERTS}{BUFFERS}")
+    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{HEADS}{FUSED_LANGUAGE}{EXPERTS}{BUFFERS}")
 }
 
 /// Returns the function `wgmma_step`, which multiplies 64 rows by `columns` columns. It is generated

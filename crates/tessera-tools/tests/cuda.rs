@@ -3,60 +3,25 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod gpu_ranks;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier, mpsc};
 use std::time::{Duration, Instant};
 
-use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
+use gpu_ranks::{TIMEOUT, TOO_FEW_GPUS, communicator_ends, find_gpus, open_ranks, options};
 use tessera::{DtypePolicy, Mapping, Model, Overrides, PromptEncoder, plan};
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip, unique_id};
-use tessera_device::{
-    Backend, CallData, CommRoute, Communicator, Fault, MeshRank, Observer, Scalar, WeightSource,
-};
-use tessera_filetests::{BackendFactory, BackendUnderTest, Tolerance, dedicated_slots, run_conformance};
+use tessera_cuda::CudaBackend;
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar, WeightSource};
+use tessera_filetests::{BackendUnderTest, Tolerance, dedicated_slots, run_conformance};
 use tessera_ir::{OpKind, Program, Slots, parse_all};
 use tessera_mesh::{Mesh, Rank};
 use tessera_models::{
     TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, TextEncoder, Umt5Config,
 };
 use tessera_tools::bench::SyntheticWeights;
-
-/// Reason for skipping a file that needs more ranks than there are GPUs.
-const TOO_FEW_GPUS: &str = "too few GPUs";
-
-const TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Returns the GPUs of this host and their number, or `None`, after it printed why, if there are
-/// fewer than the test needs.
-fn find_gpus(needed: u32) -> Option<(Arc<GpuDiscovery>, u32)> {
-    let found = GpuDiscovery::discover();
-    let why = match &found.devices {
-        Ok(d) if d.gpus.len() >= needed as usize => {
-            let count = d.gpus.len() as u32;
-            return Some((Arc::new(found), count));
-        }
-        Ok(d) => format!("the driver reports {} GPU(s), the test needs {needed}", d.gpus.len()),
-        Err(d) => d.message.clone(),
-    };
-    assert_may_skip(std::env::var(REQUIRE_GPUS).ok().as_deref(), needed as usize, &why);
-    println!("not run: {why}");
-    None
-}
-
-fn options(device: u32) -> CudaOptions {
-    CudaOptions {
-        device_index: device,
-        kernel_cache: Some(Arc::new(KernelDir(std::env::temp_dir().join("tessera-kernels")))),
-        peer_timeout: TIMEOUT,
-        setup_timeout: Duration::from_secs(20),
-        // Ranks are threads of one process here and do not exchange memory handles, so they
-        // communicate through NCCL.
-        host_id: 0,
-        masked_features: masked_features().unwrap(),
-    }
-}
 
 fn filetests_root() -> PathBuf {
     std::env::var_os("TESSERA_FILETESTS")
@@ -81,55 +46,10 @@ fn read_filetests() -> Vec<(String, String)> {
     out
 }
 
-/// Returns each rank's ends of the communicators that the programs use, by rank.
-fn communicator_ends(
-    found: &GpuDiscovery,
-    mesh: &Mesh,
-    programs: &[Vec<Arc<Program>>],
-) -> Result<Vec<Vec<CommunicatorMember>>, String> {
-    let mut lanes: Vec<Communicator> = mesh
-        .iter()
-        .zip(programs)
-        .flat_map(|(rank, programs)| programs.iter().map(move |p| (rank, p)))
-        .flat_map(|(rank, p)| p.collective_ops().map(move |(_, op)| (rank, op)))
-        .filter_map(|(rank, op)| CommRoute::from_op(op)?.communicator_of(mesh, rank))
-        .collect();
-    lanes.sort();
-    lanes.dedup();
-    let mut ends: Vec<Vec<CommunicatorMember>> = mesh.iter().map(|_| Vec::new()).collect();
-    for lane in lanes {
-        let id = unique_id(&found.libraries).map_err(|d| d.message)?;
-        for (me, rank) in lane.members.iter().enumerate() {
-            let route = lane.member_route(mesh, me).ok_or("a communicator without a group")?;
-            ends[rank.0 as usize].push(CommunicatorMember {
-                route,
-                id,
-                member: me,
-                member_count: lane.members.len(),
-            });
-        }
-    }
-    Ok(ends)
-}
-
 #[test]
 fn the_cuda_backend_matches_the_reference() {
     let Some((found, count)) = find_gpus(1) else { return };
-    let open =
-        |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| -> Result<Vec<BackendFactory<CudaBackend>>, String> {
-            let ranks = mesh.iter().count();
-            if ranks > count as usize {
-                return Err(format!("{TOO_FEW_GPUS}: {ranks} ranks, {count} GPUs"));
-            }
-            let ends = communicator_ends(&found, mesh, programs)?;
-            let maker = |(device, ends): (u32, Vec<CommunicatorMember>)| -> BackendFactory<CudaBackend> {
-                let found = Arc::clone(&found);
-                Box::new(move |seat| {
-                    CudaBackend::open(&found.libraries, seat, ends, options(device)).map_err(|d| d.message)
-                })
-            };
-            Ok(mesh.iter().map(|r| r.0).zip(ends).map(maker).collect())
-        };
+    let open = |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| open_ranks((&found, count), mesh, programs);
     // The device sums in another order than the reference, and its transcendental functions are
     // accurate to a few units in the last place.
     let subject = BackendUnderTest {

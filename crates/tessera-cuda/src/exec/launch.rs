@@ -13,8 +13,10 @@ pub(super) mod elementwise;
 mod experts;
 pub(super) mod frames;
 pub(super) mod gemms;
+mod heads;
 pub(super) mod language;
 mod norms;
+pub(super) mod paged_attention;
 mod relative_attention;
 pub(super) mod site;
 

@@ -140,8 +140,9 @@ extern "C" __global__ void small_gemm(const float *x, const float *w, const floa
     }
 }
 
-// Multiplies up to ROWS rows with one row of weights per warp, so that weights are read once. Sums are f32.
-template <typename T, int ROWS> __device__ __forceinline__ void multiply_rows(const T *x, const T *w, int k, float (&sum)[ROWS]) {
+// Multiplies ROWS rows, `pitch` elements apart, with one row of weights per warp, so that weights are read once. Sums are f32.
+// The pitch is a multiple of k.
+template <typename T, int ROWS> __device__ __forceinline__ void multiply_pitched_rows(const T *x, i64 pitch, const T *w, int k, float (&sum)[ROWS]) {
     constexpr int N = 16 / sizeof(T);
     int lane = threadIdx.x % 32;
     for (int r = 0; r < ROWS; r++) sum[r] = 0.0f;
@@ -151,16 +152,19 @@ template <typename T, int ROWS> __device__ __forceinline__ void multiply_rows(co
             Vec<T, N> v = *(const Vec<T, N> *)(w + j);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                Vec<T, N> a = *(const Vec<T, N> *)(x + (i64)r * k + j);
+                Vec<T, N> a = *(const Vec<T, N> *)(x + r * pitch + j);
 #pragma unroll
                 for (int i = 0; i < N; i++) sum[r] = fmaf(to_f32(a.e[i]), to_f32(v.e[i]), sum[r]);
             }
         }
     } else {
         for (int j = lane; j < k; j += 32)
-            for (int r = 0; r < ROWS; r++) sum[r] = fmaf(to_f32(x[(i64)r * k + j]), to_f32(w[j]), sum[r]);
+            for (int r = 0; r < ROWS; r++) sum[r] = fmaf(to_f32(x[r * pitch + j]), to_f32(w[j]), sum[r]);
     }
     for (int r = 0; r < ROWS; r++) sum[r] = warp_sum(sum[r]);
+}
+template <typename T, int ROWS> __device__ __forceinline__ void multiply_rows(const T *x, const T *w, int k, float (&sum)[ROWS]) {
+    multiply_pitched_rows<T, ROWS>(x, k, w, k, sum);
 }
 // Loads weights that no other thread reads, past the L1 cache.
 __device__ __forceinline__ uint4 load_once(const void *at) {

@@ -1,8 +1,9 @@
 // Kernels of a language model: rotary embedding, norms of heads, writes to pages of a cache, and the choice of
 // the next id. Numbers of the call are whole numbers in f32.
 
-// Rotates the heads of one row per block. The angles are computed once per row in f64, as on the host.
-template <typename T> __device__ void rotary_row(const T *x, const float *frequencies, const float *start, T *out, int width, int head, int pairs, int rows_per_sequence, float scale) {
+// Rotates the heads of one row per block: pairs of channels that lie `pairs` apart or, `interleaved`, side by side. The
+// angles are computed once per row in f64, as on the host.
+template <typename T> __device__ void rotary_row(const T *x, const float *frequencies, const float *start, T *out, int width, int head, int pairs, int interleaved, int rows_per_sequence, float scale) {
     extern __shared__ float2 rotations[];
     int row = blockIdx.x;
     double position = (double)start[row / rows_per_sequence] + row % rows_per_sequence;
@@ -16,16 +17,20 @@ template <typename T> __device__ void rotary_row(const T *x, const float *freque
     for (int column = threadIdx.x; column < width; column += blockDim.x) {
         int channel = column % head;
         float y = to_f32(x[column]);
-        if (channel < pairs) y = y * rotations[channel].x - to_f32(x[column + pairs]) * rotations[channel].y;
-        else if (channel < 2 * pairs) y = y * rotations[channel - pairs].x + to_f32(x[column - pairs]) * rotations[channel - pairs].y;
+        if (channel < 2 * pairs) {
+            int apart = interleaved ? 1 : pairs;
+            bool is_first = interleaved ? channel % 2 == 0 : channel < pairs;
+            float2 turn = rotations[interleaved ? channel / 2 : channel % pairs];
+            y = is_first ? y * turn.x - to_f32(x[column + apart]) * turn.y : y * turn.x + to_f32(x[column - apart]) * turn.y;
+        }
         from_f32(y, out[column]);
     }
 }
-extern "C" __global__ void rotary_f32(const float *x, const float *frequencies, const float *start, float *out, int width, int head, int pairs, int rows_per_sequence, float scale) {
-    rotary_row(x, frequencies, start, out, width, head, pairs, rows_per_sequence, scale);
+extern "C" __global__ void rotary_f32(const float *x, const float *frequencies, const float *start, float *out, int width, int head, int pairs, int interleaved, int rows_per_sequence, float scale) {
+    rotary_row(x, frequencies, start, out, width, head, pairs, interleaved, rows_per_sequence, scale);
 }
-extern "C" __global__ void rotary_bf16(const bf16 *x, const float *frequencies, const float *start, bf16 *out, int width, int head, int pairs, int rows_per_sequence, float scale) {
-    rotary_row(x, frequencies, start, out, width, head, pairs, rows_per_sequence, scale);
+extern "C" __global__ void rotary_bf16(const bf16 *x, const float *frequencies, const float *start, bf16 *out, int width, int head, int pairs, int interleaved, int rows_per_sequence, float scale) {
+    rotary_row(x, frequencies, start, out, width, head, pairs, interleaved, rows_per_sequence, scale);
 }
 
 // Divides each head by its root mean square. A warp computes a head.

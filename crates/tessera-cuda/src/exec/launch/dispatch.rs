@@ -12,7 +12,7 @@ use super::norms::{
 };
 use super::relative_attention::build_relative_attention;
 use super::site::{LaunchSite, last_extent};
-use super::{StepWork, attention, copies, experts, frames, gemms, language};
+use super::{StepWork, attention, copies, experts, frames, gemms, heads, language, paged_attention};
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::exec::comm_groups::check_collective;
@@ -233,9 +233,6 @@ fn build_compute(
         C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
-        C::HeadColumns(_) | C::HeadJoin(_) | C::HeadMatmul(_) => {
-            return cuda_failure("an op of latent attention");
-        }
         C::ExpertLocality(_) | C::ExpertDistance(_) | C::ExpertDistanceGradient(_) => {
             return cuda_failure("a router that weighs distances");
         }
@@ -258,11 +255,16 @@ fn build_compute(
         C::ExpertCombine(v) if matches!(s.p.type_of(v.y).layout.on_axis(Axis::Ep), AxisLayout::Shard(_)) => {
             return cuda_failure("a sum over the experts of one rank");
         }
-        C::PagedAttention(v) => return language::build_paged_attention(s, v, out).map(StepWork::Kernels),
+        C::PagedAttention(v) => {
+            return paged_attention::build_paged_attention(s, v, out).map(StepWork::Kernels);
+        }
         C::Sample(v) => return language::build_sample(s, i, v, out).map(StepWork::Kernels),
         C::ExpertPack(v) => return experts::build_expert_pack(s, v, out).map(StepWork::Kernels),
         C::Rotary(v) => language::build_rotary(s, v, out),
         C::HeadNorm(v) => language::build_head_norm(s, v, out),
+        C::HeadColumns(v) => heads::build_head_columns(s, v, out),
+        C::HeadJoin(v) => heads::build_head_join(s, v, out),
+        C::HeadMatmul(v) => heads::build_head_matmul(s, v, out),
         C::TopKExperts(v) => experts::build_top_k_experts(s, v, out),
         C::ExpertWeights(v) => experts::build_expert_weights(s, v, out),
         C::ExpertSlots(v) => experts::build_expert_slots(s, v, out),

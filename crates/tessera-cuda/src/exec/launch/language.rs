@@ -1,4 +1,4 @@
-//! Ops of a language model: rotary embedding, norms of heads, caches in pages, and the choice of the next id.
+//! Ops of a language model: rotary embedding, norms of heads, writes to pages, and the choice of the next id.
 
 use tessera_ir::{DType, Op, OpView, Program, ValueId, views};
 
@@ -9,13 +9,11 @@ use crate::driver::{CudaResult, cuda_failure};
 use crate::fusion::launch_step::HeadRows;
 use crate::kernel_params::DevicePtr;
 use crate::kernel_table::{
-    HEAD_NORM_BF16, HEAD_NORM_F32, HeadNorm, HeadPart, HeadParts, MAX_HEAD_PARTS, MERGE_PARTS_BF16,
-    MERGE_PARTS_F32, MergeParts, PAGED_ATTENTION_BF16, PAGED_ATTENTION_F32, PUT_HEADS_BF16, PUT_HEADS_F32,
-    PUT_PAGES_2, PUT_PAGES_4, PUT_PAGES_16, PagedAttention, PagedShape, PutHeads, PutPages, ROTARY_BF16,
-    ROTARY_F32, Rotary, SAMPLE_CHOOSE, SAMPLE_LARGEST, SAMPLE_UNITS, SampleChoose, SampleLargest,
-    SampleUnits,
+    HEAD_NORM_BF16, HEAD_NORM_F32, HeadNorm, HeadPart, HeadParts, MAX_HEAD_PARTS, PUT_HEADS_BF16,
+    PUT_HEADS_F32, PUT_PAGES_2, PUT_PAGES_4, PUT_PAGES_16, PutHeads, PutPages, ROTARY_BF16, ROTARY_F32,
+    Rotary, SAMPLE_CHOOSE, SAMPLE_LARGEST, SAMPLE_UNITS, SampleChoose, SampleLargest, SampleUnits,
 };
-use crate::kernels::{HeadBlocks, KernelLaunch};
+use crate::kernels::KernelLaunch;
 
 type Built = CudaResult<KernelLaunch>;
 
@@ -30,21 +28,7 @@ const PUT_HEADS_THREADS: u32 = 64;
 /// Ids whose probabilities, in the units of language.cu, have a sum below 2^64.
 const MAX_VOCABULARY: u64 = 1 << 19;
 
-/// Threads of a block of attention, the positions of a step, and the most queries of a block, as in
-/// paged_attention.cu.
-const PAGED_THREADS: u64 = 256;
-const STEP: u64 = 64;
-const MAX_QUERIES: u64 = 8;
-
-/// Blocks that keep a large GPU busy, and the most parts that are worth adding. The number of parts depends on
-/// shapes alone, so the bits are the same on every GPU.
-const BUSY_BLOCKS: u64 = 1024;
-const MAX_PARTS: u64 = 128;
-
 pub(super) fn build_rotary(s: &LaunchSite<'_>, v: &views::Rotary, out: ValueId) -> Built {
-    if v.interleaved {
-        return cuda_failure("a rotary embedding of interleaved channels");
-    }
     let ty = s.p.type_of(v.x);
     let pairs = s.p.type_of(v.frequencies).element_count();
     let args = Rotary {
@@ -55,6 +39,7 @@ pub(super) fn build_rotary(s: &LaunchSite<'_>, v: &views::Rotary, out: ValueId) 
         width: last_extent(ty) as i32,
         head: v.head_dim as i32,
         pairs: pairs as i32,
+        interleaved: i32::from(v.interleaved),
         rows_per_sequence: rows_per_sequence(s.p, v.x, v.start) as i32,
         scale: v.scale as f32,
     };
@@ -183,90 +168,8 @@ pub(super) fn build_put_heads(s: &LaunchSite<'_>, op_views: &[OpView], parts: &[
 }
 
 /// Returns how many rows a call brings of each sequence.
-fn rows_per_sequence(p: &Program, x: ValueId, start: ValueId) -> u64 {
+pub(super) fn rows_per_sequence(p: &Program, x: ValueId, start: ValueId) -> u64 {
     p.type_of(x).shape[0] / p.type_of(start).element_count().max(1)
-}
-
-/// Builds attention over pages: the parts, and their sum if there are several.
-pub(super) fn build_paged_attention(
-    s: &LaunchSite<'_>,
-    v: &views::PagedAttention,
-    out: ValueId,
-) -> CudaResult<Vec<KernelLaunch>> {
-    if v.scale.is_some() || v.value_dim.is_some() {
-        return cuda_failure("attention over latents");
-    }
-    let ty = s.p.type_of(v.q);
-    let (queries, shape) = paged_shape(s.p, v);
-    let element_bytes = ty.dtype.element_bytes();
-    let vector =
-        [16 / element_bytes, 4, 2, 1].into_iter().find(|n| v.head_dim.is_multiple_of(*n)).unwrap_or(1);
-    if v.head_dim / vector > PAGED_THREADS || v.head_dim > PAGED_THREADS * 2 {
-        return cuda_failure(format!("heads of {} elements", v.head_dim));
-    }
-    let sums = if shape.parts > 1 { s.scratch_address()? } else { 0 };
-    let args = PagedAttention {
-        q: s.at(v.q)?,
-        k: s.at(v.k)?,
-        v: s.at(v.v)?,
-        pages: s.at(v.pages)?,
-        start: s.at(v.start)?,
-        out: s.at(out)?,
-        sums: sums.into(),
-        queries: queries as i32,
-        shape,
-    };
-    let sequences = s.p.type_of(v.start).element_count();
-    let blocks = sequences * (shape.kv_heads * shape.tiles * shape.parts) as u64;
-    let kernel = kernel_for_dtype(ty.dtype, PAGED_ATTENTION_F32, PAGED_ATTENTION_BF16);
-    let grid = |count, threads| HeadBlocks { count, threads, shared_bytes: 0 };
-    let mut launches = vec![
-        KernelLaunch::for_heads(kernel, v.head_dim, grid(blocks, PAGED_THREADS as u32), args).begin_early(),
-    ];
-    if shape.parts > 1 {
-        let merge = MergeParts { sums: sums.into(), start: s.at(v.start)?, out: s.at(out)?, shape };
-        let kernel = kernel_for_dtype(ty.dtype, MERGE_PARTS_F32, MERGE_PARTS_BF16);
-        let threads = (v.head_dim as u32).next_multiple_of(32).min(256);
-        let blocks = grid(ty.shape[0] * shape.heads as u64, threads);
-        launches.push(KernelLaunch::for_heads(kernel, v.head_dim, blocks, merge).begin_early());
-    }
-    Ok(launches)
-}
-
-/// Returns the queries of a block, and the extents of an attention over pages with its division into blocks.
-fn paged_shape(p: &Program, v: &views::PagedAttention) -> (u64, PagedShape) {
-    let (q, k, pages) = (p.type_of(v.q), p.type_of(v.k), p.type_of(v.pages));
-    let (heads, kv_heads) = (last_extent(q) / v.head_dim, last_extent(k) / v.head_dim);
-    let (sequences, rows) = (p.type_of(v.start).element_count(), rows_per_sequence(p, v.q, v.start));
-    let all_queries = rows * heads / kv_heads.max(1);
-    let queries = all_queries.next_power_of_two().min(MAX_QUERIES);
-    let tiles = all_queries.div_ceil(queries);
-    let positions = last_extent(pages) * v.page_rows;
-    let wanted = (BUSY_BLOCKS / (sequences * kv_heads * tiles).max(1)).clamp(1, MAX_PARTS);
-    let part_positions = positions.div_ceil(wanted).next_multiple_of(STEP).max(STEP);
-    let shape = PagedShape {
-        rows_per_sequence: rows as i32,
-        heads: heads as i32,
-        kv_heads: kv_heads as i32,
-        page_count: last_extent(pages) as i32,
-        page_rows: v.page_rows as i32,
-        pool_pages: (k.shape[0] / v.page_rows) as i32,
-        window: v.window.map_or(i32::MAX, |w| i32::try_from(w).unwrap_or(i32::MAX)),
-        sink: i32::try_from(v.sink).unwrap_or(i32::MAX),
-        parts: positions.div_ceil(part_positions).max(1) as i32,
-        part_positions: part_positions as i32,
-        tiles: tiles as i32,
-        scale: 1.0 / (v.head_dim as f32).sqrt(),
-    };
-    (queries, shape)
-}
-
-/// Returns the bytes of scratch that an attention over pages needs: for each head and part the sums of values,
-/// the largest score and the sum of weights.
-pub(in crate::exec) fn paged_attention_scratch_bytes(p: &Program, v: &views::PagedAttention) -> usize {
-    let (_, shape) = paged_shape(p, v);
-    let heads = p.type_of(v.q).element_count() / v.head_dim;
-    if shape.parts > 1 { (heads * shape.parts as u64 * (v.head_dim + 2) * 4) as usize } else { 0 }
 }
 
 /// Builds the choice of an id per row: the largest logits, the probabilities, and the choice.

@@ -87,6 +87,13 @@ impl<'a> LaunchSite<'a> {
         ranges.first().map_or(0, |r| r.0) + first_row
     }
 
+    /// Returns the global index of the first column that this rank holds of a value.
+    pub(super) fn first_global_column(&self, v: ValueId) -> u64 {
+        let ty = self.p.type_of(v);
+        let ranges = ty.layout.global_ranges(&ty.shape, &self.placement.mesh, self.placement.coord());
+        ranges.last().map_or(0, |r| r.0)
+    }
+
     /// Fails with this reason if an operand or a result of the op is in bf16.
     pub(super) fn refuse_bf16(&self, op: &Op, reason: impl Into<String>) -> CudaResult<()> {
         match op.operands.iter().chain(&op.results).any(|v| self.p.type_of(*v).dtype == DType::Bf16) {
