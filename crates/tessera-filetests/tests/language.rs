@@ -61,6 +61,7 @@ fn a_plan_computes_on_the_evaluator_and_on_cpu_ranks_what_one_rank_computes() {
     let wanted = [
         Opcode::TopKExperts,
         Opcode::ExpertWeights,
+        Opcode::ExpertPlaces,
         Opcode::ExpertSlots,
         Opcode::ExpertCounts,
         Opcode::ExpertPack,

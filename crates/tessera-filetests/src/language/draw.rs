@@ -75,11 +75,14 @@ impl Case {
         let over_tp = has_experts && index as usize / FAMILIES.len() % 3 == 2;
         let (tp, ep) = (1 + d.next_below(3), if has_experts && !over_tp { 1 + d.next_below(3) } else { 1 });
         let pp = if tp * ep <= 4 { 1 + d.next_below(2) } else { 1 };
-        let experts = match has_experts {
+        let mut experts = match has_experts {
             true if over_tp => draw_experts(&mut d, "tp", tp),
             true => draw_experts(&mut d, "ep", ep),
             false => String::new(),
         };
+        if let Some(layers) = &model.experts {
+            experts += &draw_copies(&mut d, layers.count, &experts);
+        }
         let output = d.pick_one(&[TokenOutput::Logits, TokenOutput::Logits, TokenOutput::Next]);
         let mapping = format!("[mesh]\ntp = {tp}\nep = {ep}\npp = {pp}\n{experts}");
         Case { model, output, mapping, experts }
@@ -238,6 +241,17 @@ fn draw_experts(d: &mut Rng, axis: &str, ranks: usize) -> String {
         text += "reroute_bytes = 200\n";
     }
     text
+}
+
+/// Draws how often experts were chosen in the first layer, and copies of the hot ones, for half of the models. Rerouting
+/// knows no copies.
+fn draw_copies(d: &mut Rng, experts: u64, keys: &str) -> String {
+    if keys.contains("reroute") || d.next_below(2) == 0 {
+        return String::new();
+    }
+    let chosen: Vec<u64> = (0..experts).map(|_| d.next_below(20) as u64).collect();
+    let replicas = d.next_below(4);
+    format!("replicas = {replicas}\n[[experts.choices]]\nlayer = 0\nexperts = {chosen:?}\n")
 }
 
 /// Draws a config with extents that few meshes divide.

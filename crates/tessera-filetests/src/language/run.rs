@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar};
-use tessera_ir::{Bundle, Op, Opcode, Program};
+use tessera_ir::{Bundle, ExpertTensorNames, Op, Opcode, Program};
 use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
 
 use super::draw::{TokenCall, programs_of_ranks};
@@ -24,7 +24,7 @@ pub fn evaluate(
     output: &str,
 ) -> Results {
     let mut machine = Evaluator::new(bundle.mesh);
-    machine.load_weights(weights.clone());
+    machine.load_weights(weights_of(bundle, weights));
     let run = |call: &TokenCall| {
         let mut inputs = match &call.ids {
             Some((name, ids)) => CallInputs::default().with_input(name, ids.clone()),
@@ -59,7 +59,7 @@ pub fn run_on_ranks<B: Backend>(
         .collect();
     let open = open(&mesh, &lists).unwrap();
     let mut evaluator = Evaluator::new(mesh);
-    evaluator.load_weights(weights.clone());
+    evaluator.load_weights(weights_of(bundle, weights));
     let evaluator = &evaluator;
     let run_rank = |open: BackendFactory<B>, seat: MeshRank, programs: &[Arc<Program>]| {
         let mut backend = open(seat).unwrap();
@@ -96,6 +96,24 @@ pub fn run_on_ranks<B: Backend>(
     });
     let ranks: Vec<_> = ranks.into_iter().collect::<Result<_, _>>()?;
     Ok((0..calls.len()).map(|i| common_output(ranks.iter().filter_map(|r| r[i].clone()))).collect())
+}
+
+/// Returns the weights with those that hold listed experts: the plan lists an expert for each place.
+fn weights_of(bundle: &Bundle, weights: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+    let mut all = weights.clone();
+    let programs = bundle.phases.iter().flat_map(|phase| &phase.programs);
+    for name in programs.flat_map(|p| &p.ops).filter_map(|op| op.name.as_deref()) {
+        let Some(names) = ExpertTensorNames::parse(name).filter(|_| !weights.contains_key(name)) else {
+            continue;
+        };
+        let Some(every) = weights.get(&names.of_every_expert()) else { continue };
+        let experts = names.listed().unwrap_or_default();
+        let size = every.data().len() / every.shape()[0];
+        let rows = experts.iter().flat_map(|e| every.data()[*e as usize * size..][..size].to_vec());
+        let shape: Vec<usize> = std::iter::once(experts.len()).chain(every.shape()[1..].to_vec()).collect();
+        all.insert(name.to_string(), Tensor::new(&shape, rows.collect()));
+    }
+    all
 }
 
 /// Returns the output on which all ranks agree.
