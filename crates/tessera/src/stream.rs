@@ -3,10 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tessera_base::{Bytes, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
-use tessera_device::T0804;
 use tessera_mesh::Rank;
 use tessera_models::{PixelDecoder, denoising_steps};
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
@@ -17,7 +16,7 @@ use crate::cuda::{self, GpuRankConfig};
 use crate::frame_writer::new_clip_stream;
 use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
-use crate::host_memory::available_bytes;
+use crate::host_memory::check_host_memory;
 use crate::leader_memory::LeaderMemory;
 use crate::leader_placement::place_leader_programs;
 use crate::model::Model;
@@ -59,7 +58,7 @@ pub fn run(
         }
     }
     if gpus.is_none() {
-        check_host_memory(plan)?;
+        check_host_memory(&plan.sealed, LeaderMemory::from_plan(plan).total_bytes()).map_err(|d| vec![d])?;
     }
     check_stream(plan, model, options, computing, cores)?;
     let on_gpus = gpus
@@ -271,43 +270,6 @@ fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
         ),
         None => None,
     }
-}
-
-/// Checks that this host has the memory of all ranks: weights, buffers, inputs, temporaries, and the
-/// shared memory of their collectives.
-///
-/// # Errors
-/// T0804, with the largest tensor.
-fn check_host_memory(plan: &Plan) -> Result<(), Diagnostics> {
-    let sealed = &plan.sealed;
-    let ranks = sealed.mesh().iter().filter_map(|r| Some(sealed.rank_memory(r)?.total_bytes().0));
-    let arenas = communicators::communicator_specs(sealed).into_iter().map(|s| {
-        let slots = (s.layout.members as u64).saturating_mul(s.layout.slots as u64);
-        slots.saturating_mul(s.layout.slot_bytes as u64)
-    });
-    let needed =
-        ranks.chain(arenas).chain([LeaderMemory::from_plan(plan).total_bytes()]).fold(0, u64::saturating_add);
-    let Some(available) = available_bytes().filter(|available| needed > *available) else { return Ok(()) };
-    let programs = sealed.mesh().iter().flat_map(|rank| {
-        sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, rank))
-    });
-    let tensors = programs.flat_map(|p| {
-        let buffers = p.buffers.iter().map(|b| (format!("buffer @{}", b.name), &b.ty));
-        let values = p.values.iter().map(|v| (format!("%{} of @{}", v.name, p.name), &v.ty));
-        buffers.chain(values).map(|(name, ty)| (ty.byte_size(), name))
-    });
-    let largest = tensors.max_by_key(|(bytes, _)| bytes.0);
-    let needed_text = format!("{needed} bytes for all ranks of {}", sealed.mesh());
-    let message =
-        format!("the plan needs {}, but this host has {} available", Bytes(needed), Bytes(available));
-    let d = Diagnostic::error(&T0804, message)
-        .with_label("plan", needed_text)
-        .with_label("this host", format!("{available} bytes available"))
-        .with_hint("check the sizes in config.json and stream.toml, or use ranks on more hosts");
-    Err(vec![match largest {
-        Some((bytes, name)) => d.with_label(name, format!("{} bytes, the largest tensor", bytes.0)),
-        None => d,
-    }])
 }
 
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank

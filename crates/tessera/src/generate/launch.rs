@@ -32,6 +32,7 @@ use crate::cuda::{self, GpuRankConfig};
 use crate::faults::DrillConfig;
 use crate::files::{StagedFolder, write_error};
 use crate::gpus::GpuDiscovery;
+use crate::host_memory::check_host_memory;
 use crate::machine_shape::describe_machine;
 use crate::plan_folder::folder_name;
 use crate::rank::RankPlan;
@@ -115,6 +116,10 @@ pub fn run(
     let threads = choose_threads(plan.sealed.mesh(), options)?;
     let gpus = prepare_device(plan, options.device, ranks)?;
     let uses_gpus = gpus.is_some();
+    if !uses_gpus {
+        // The leader holds texts and no tensors.
+        check_host_memory(&plan.sealed, 0).map_err(one)?;
+    }
     // The leader would find an impossible request too, but later and in another process.
     TokenScheduler::new(plan, &plan.model.end_ids).open(&options.requests).map_err(one)?;
     // Every rank would find a missing file too, but only after all have started.
