@@ -15,6 +15,7 @@ mod effective_values;
 mod enqueue;
 mod fused_groups;
 mod launch;
+mod list_tables;
 mod memory;
 mod op_support;
 mod prepare;
@@ -54,6 +55,7 @@ use crate::nccl::UniqueId;
 
 use buffer_digests::BufferDigests;
 use comm_groups::CommGroups;
+use list_tables::ListTables;
 use op_support::{read_supported, unsupported_streams};
 use rope_tables::RopeTables;
 use step_trace::TracedGraph;
@@ -217,6 +219,7 @@ struct PreparedProgram {
     /// Collectives that run without a kernel of their own, by op.
     comm_offloads: BTreeMap<usize, CommOffload>,
     rope_tables: Vec<RopeTables>,
+    list_tables: ListTables,
     scratch_bytes: usize,
     /// Offset of each slot in the slot memory, in bytes.
     slot_offsets: Vec<u64>,

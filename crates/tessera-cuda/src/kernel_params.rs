@@ -103,7 +103,7 @@ macro_rules! c_types {
 
 c_types! {
     i32 = "int", u32 = "u32", i64 = "i64", f32 = "float", f64 = "double", CUtensorMap = "TensorMap",;
-    f32 = ["float"], i64 = ["i64"], u32 = ["u32"], u64 = ["u64"], Bf16 = ["bf16"], E4m3 = ["e4m3"], CosSin = ["float2"],
+    f32 = ["float"], f64 = ["double"], i64 = ["i64"], u32 = ["u32"], u64 = ["u64"], Bf16 = ["bf16"], E4m3 = ["e4m3"], CosSin = ["float2"],
     Element = ["float", "bf16", "T"], Stored = ["float", "bf16", "e4m3"], Word = ["u16", "u32", "uint4"],
 }
 

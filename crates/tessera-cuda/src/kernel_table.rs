@@ -215,20 +215,72 @@ kernel_signatures! {
     TopKExperts { logits: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, k: i32, tokens: i32 } =
         TOP_K_EXPERTS "top_k_experts";
 
+    /// Ranks the experts of each token by their scores. `score` is a `ScoreKind` of router.cu, and `count` the number
+    /// of experts, rounded up to a power of two.
+    RankExperts {
+        logits: DevicePtr<f32>, correction: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, count: i32, k: i32,
+        groups: i32, keep: i32, score: i32,
+    } = RANK_EXPERTS "rank_experts";
+
     /// Computes the weights of the chosen experts.
     ExpertWeights {
-        logits: DevicePtr<f32>, chosen: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, k: i32,
-        renormalise: i32, tokens: i32,
+        logits: DevicePtr<f32>, chosen: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, k: i32, score: i32,
+        renormalise: i32, scale: f64, tokens: i32,
     } = EXPERT_WEIGHTS "expert_weights";
 
-    /// Gives each of `n` choices the next slot of its expert.
-    ExpertSlots { chosen: DevicePtr<f32>, out: DevicePtr<f32>, capacity: i32, n: i32 } =
-        EXPERT_SLOTS "expert_slots";
+    /// Takes the gates of `n` choices.
+    ExpertGates {
+        gates: DevicePtr<Element>, chosen: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, k: i32, n: i64,
+    } = EXPERT_GATES_F32 "expert_gates_f32", EXPERT_GATES_BF16 "expert_gates_bf16";
 
-    /// Counts the slots that each expert has given away.
+    /// Subtracts a weight from logits of experts in other locality groups than the token.
+    ExpertLocality {
+        logits: DevicePtr<f32>, home_groups: DevicePtr<u64>, expert_groups: DevicePtr<u64>, out: DevicePtr<f32>,
+        experts: i32, first_row: i32, home_rows: i32, weight: f32, n: i64,
+    } = EXPERT_LOCALITY "expert_locality";
+
+    /// Computes the mean distance of each row to the experts of its softmax.
+    MeanDistances { logits: DevicePtr<f32>, means: DevicePtr<f64>, d: ExpertDistances, rows: i32 } =
+        MEAN_DISTANCES "mean_distances";
+
+    /// Adds the mean distances of rows.
+    SumDistances { means: DevicePtr<f64>, out: DevicePtr<f32>, factor: f64, rows: i32 } =
+        SUM_DISTANCES "sum_distances";
+
+    /// Computes the gradient of the mean distance of rows.
+    DistanceGradient {
+        logits: DevicePtr<f32>, out: DevicePtr<f32>, d: ExpertDistances, factor: f64, real_rows: i32, rows: i32,
+    } = DISTANCE_GRADIENT "distance_gradient";
+
+    /// Copies choices and leaves out the last one of some tokens.
+    ExpertDraw {
+        choices: DevicePtr<f32>, start: DevicePtr<f32>, out: DevicePtr<f32>, k: i32, first_row: i32, tokens: i32,
+        sequences: i32, layer: i64, seed: u32, ep_seed: u32, keep: f64, n: i64,
+    } = EXPERT_DRAW "expert_draw";
+
+    /// Gives each choice the next slot of its expert in its group of tokens.
+    ExpertSlots {
+        chosen: DevicePtr<f32>, out: DevicePtr<f32>, capacity: i32, group_choices: i32, real_choices: i32,
+        choices: i32,
+    } = EXPERT_SLOTS "expert_slots";
+
+    /// Moves choices beyond the capacity of their experts to others of each token's ranking.
+    ExpertReroute {
+        ranking: DevicePtr<f32>, out: DevicePtr<f32>, ranked: i32, k: i32, capacity: i32, reroutes: i32,
+        group_tokens: i32, real_tokens: i32, tokens: i32,
+    } = EXPERT_REROUTE "expert_reroute";
+
+    /// Counts the slots that each expert has given to each group of tokens.
     ExpertCounts {
-        chosen: DevicePtr<f32>, slots: DevicePtr<f32>, out: DevicePtr<f32>, choices: i32, groups: i32,
+        chosen: DevicePtr<f32>, slots: DevicePtr<f32>, out: DevicePtr<f32>, group_choices: i32, choices: i32,
+        token_groups: i32, experts: i32,
     } = EXPERT_COUNTS "expert_counts";
+
+    /// Counts per expert what became of choices.
+    ExpertStatistics {
+        choices: DevicePtr<f32>, chosen: DevicePtr<f32>, slots: DevicePtr<f32>, out: DevicePtr<f32>,
+        real_choices: i32, experts: i32,
+    } = EXPERT_STATISTICS "expert_statistics";
 
     /// Fills `n` words of 4 bytes with zeros.
     ZeroWords { out: DevicePtr<Word>, n: i64 } = ZERO_WORDS "zero_words";
@@ -236,19 +288,19 @@ kernel_signatures! {
     /// Copies rows of tokens to the slots of their experts.
     ExpertPack {
         x: DevicePtr<Element>, chosen: DevicePtr<f32>, slots: DevicePtr<f32>, out: DevicePtr<Element>,
-        width: i32, k: i32, capacity: i32, groups: i32,
+        width: i32, k: i32, capacity: i32, group_tokens: i32, token_groups: i32, experts: i32,
     } = EXPERT_PACK_F32 "expert_pack_f32", EXPERT_PACK_BF16 "expert_pack_bf16";
 
-    /// Multiplies the filled slots of each group with the weights of the group.
+    /// Multiplies the filled slots of each part, of a group and a group of tokens, with the weights of the group.
     GroupedMatmul {
         x: DevicePtr<Element>, w: DevicePtr<Element>, counts: DevicePtr<f32>, out: DevicePtr<Element>,
-        groups: i32, slots: i32, k: i32, m: i32, act: i32,
+        parts: i32, token_groups: i32, slots: i32, k: i32, m: i32, act: i32,
     } = GROUPED_MATMUL_F32 "grouped_matmul_f32", GROUPED_MATMUL_BF16 "grouped_matmul_bf16";
 
     /// Adds the weighted results of the experts of each token.
     ExpertCombine {
         y: DevicePtr<Element>, chosen: DevicePtr<f32>, slots: DevicePtr<f32>, weights: DevicePtr<f32>,
-        out: DevicePtr<Element>, width: i32, k: i32, capacity: i32, groups: i32,
+        out: DevicePtr<Element>, width: i32, k: i32, of: CombinedSlots,
     } = EXPERT_COMBINE_F32 "expert_combine_f32", EXPERT_COMBINE_BF16 "expert_combine_bf16";
 
     /// Adds the mixed words of pieces of buffers to a sum per buffer.
@@ -381,6 +433,39 @@ pub(crate) struct HeadParts {
 
 impl KernelParam for HeadParts {
     const TYPE: ParamType = ParamType::Value("HeadParts");
+}
+
+/// Kernel argument with the layout of `CombinedSlots` in experts.cu: the experts that a rank holds, and the slots that
+/// each gives to each group of tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct CombinedSlots {
+    pub(crate) first_expert: i32,
+    pub(crate) experts: i32,
+    pub(crate) token_groups: i32,
+    pub(crate) group_tokens: i32,
+    pub(crate) capacity: i32,
+}
+
+impl KernelParam for CombinedSlots {
+    const TYPE: ParamType = ParamType::Value("CombinedSlots");
+}
+
+/// Kernel argument with the layout of `ExpertDistances` in router.cu: addresses of the distances of homes and of the
+/// homes of experts, and where the rows of this rank lie among homes of `home_rows` rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct ExpertDistances {
+    pub(crate) distances: u64,
+    pub(crate) expert_homes: u64,
+    pub(crate) experts: i32,
+    pub(crate) homes: i32,
+    pub(crate) first_row: i32,
+    pub(crate) home_rows: i32,
+}
+
+impl KernelParam for ExpertDistances {
+    const TYPE: ParamType = ParamType::Value("ExpertDistances");
 }
 
 /// The number of buckets per direction that [`BucketStarts`] holds.

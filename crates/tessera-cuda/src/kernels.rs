@@ -23,6 +23,7 @@ const LANGUAGE: &str = include_str!("kernels/language.cu");
 const HEADS: &str = include_str!("kernels/heads.cu");
 const FUSED_LANGUAGE: &str = include_str!("kernels/fused_language.cu");
 const EXPERTS: &str = include_str!("kernels/experts.cu");
+const ROUTER: &str = include_str!("kernels/router.cu");
 const BUFFERS: &str = include_str!("kernels/buffers.cu");
 const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
@@ -339,7 +340,9 @@ impl KernelSet {
 
 /// Returns the CUDA source of the elementwise kernels.
 pub(crate) fn elementwise_source() -> String {
-    format!("{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{HEADS}{FUSED_LANGUAGE}{EXPERTS}{BUFFERS}")
+    format!(
+        "{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{HEADS}{FUSED_LANGUAGE}{EXPERTS}{ROUTER}{BUFFERS}"
+    )
 }
 
 /// Returns the function `wgmma_step`, which multiplies 64 rows by `columns` columns. It is generated

@@ -10,7 +10,7 @@ pub(super) mod attention;
 mod copies;
 pub(super) mod dispatch;
 pub(super) mod elementwise;
-mod experts;
+pub(super) mod experts;
 pub(super) mod frames;
 pub(super) mod gemms;
 mod heads;
@@ -18,6 +18,7 @@ pub(super) mod language;
 mod norms;
 pub(super) mod paged_attention;
 mod relative_attention;
+pub(super) mod router;
 pub(super) mod site;
 
 use tessera_ir::{Activation, DType, Program, views};

@@ -123,6 +123,13 @@ impl CudaBackend {
             self.outputs.get(&name).ok_or_else(|| CudaError(format!("no host memory for output {name}")))?;
         Ok(self.programs[program].host_outputs.device_address() + o.offset as u64)
     }
+
+    /// Returns the address of a list that ops of a program state as an attribute.
+    pub(super) fn list_address(&self, program: usize, list: &[u64]) -> CudaResult<u64> {
+        let own = &self.programs[program];
+        Ok(own.call_area.device_address() + own.list_tables.offset_of(list)?)
+    }
+
     /// Returns the address of the host's copy of the ids that an op chooses.
     pub(super) fn chosen_ids_address(&self, program: usize, op: usize) -> CudaResult<u64> {
         let own = &self.programs[program];

@@ -25,10 +25,17 @@ pub(super) fn read_supported(p: &Program, i: usize) -> Result<OpView, String> {
 }
 
 /// Explains why this backend cannot run a program whose ops it supports one by one; `None` if it can.
-/// GEMMs share a workspace, and so do attentions and the choice of ids, so each must run on one stream.
+/// GEMMs share a workspace, and so do the ops of several launches, which pass numbers to one another through scratch
+/// memory, so each must run on one stream.
 pub(super) fn unsupported_streams(p: &Program) -> Option<String> {
-    let attentions: &[Opcode] = &[Opcode::Attention, Opcode::PagedAttention, Opcode::Sample];
-    [&[Opcode::Matmul], attentions].into_iter().find_map(|sharing| {
+    let in_scratch: &[Opcode] = &[
+        Opcode::Attention,
+        Opcode::PagedAttention,
+        Opcode::Sample,
+        Opcode::ExpertDistance,
+        Opcode::ExpertPackFused,
+    ];
+    [&[Opcode::Matmul], in_scratch].into_iter().find_map(|sharing| {
         let mut ops = p.ops.iter().filter(|op| sharing.contains(&op.opcode));
         let first = ops.next()?;
         let other = ops.find(|op| op.stream != first.stream)?;
@@ -74,6 +81,14 @@ mod tests {
             let why = reason(&e4m3(inner, columns)).unwrap_or_default();
             assert!(why.contains(&format!("{inner} inputs and {columns} outputs")), "{why}");
         }
+        let ranking = |experts: u64| {
+            format!(
+                "%x = input : f32[2, {experts}] %e = toperator.top_k_experts %x {{score = \"sigmoid\", groups = 2, \
+                 keep_groups = 2, top_k = 3}} output \"e\", %e"
+            )
+        };
+        assert_eq!(reason(&ranking(4096)), None);
+        assert_eq!(reason(&ranking(4098)).as_deref(), Some("a ranking of 4098 experts with groups = 2"));
         let output = "%w = weight \"w\" : bf16[4, 8] output \"w\", %w";
         assert_eq!(reason(output).as_deref(), Some("inputs and outputs other than f32"));
     }
@@ -91,5 +106,13 @@ mod tests {
         };
         assert_eq!(reason("compute"), None);
         assert_eq!(reason("aside").as_deref(), Some("matmul on the streams compute and aside"));
+        let text = "program @p role(a) mesh(tp=2) streams(compute, aside) { %x = input : f32[4, 4] @compute \
+            %e = ttile.top_k_experts %x {top_k = 1} @compute \
+            %p = ttile.expert_pack_fused %x, %e {capacity = 4, groups = 4} @compute \
+            %d = ttile.expert_distance %x {distances = [0], expert_homes = [0, 0, 0, 0], weight = 1.0} @aside \
+            output \"p\", %p output \"d\", %d }";
+        let p = parse_all(text, "test").expect("a program").remove(0);
+        let why = unsupported_streams(&p);
+        assert_eq!(why.as_deref(), Some("expert_distance on the streams compute and aside"));
     }
 }

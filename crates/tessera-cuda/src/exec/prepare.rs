@@ -11,9 +11,12 @@ use tessera_ir::{DType, Op, OpView, Program, Slots, StreamKind, ValueId, views};
 use super::launch::StepWork;
 use super::launch::attention::attention_scratch_bytes;
 use super::launch::dispatch::build_step;
+use super::launch::experts::fused_pack_scratch_bytes;
 use super::launch::language::sample_scratch_bytes;
 use super::launch::paged_attention::paged_attention_scratch_bytes;
+use super::launch::router::distance_scratch_bytes;
 use super::launch::site::{LaunchSite, row_bytes};
+use super::list_tables::ListTables;
 use super::memory::place_in_order;
 use super::rope_tables::{RopeTables, plan_rope_tables};
 use super::transfer_batches::TransferBatches;
@@ -51,12 +54,16 @@ impl CudaBackend {
         self.prepare_steps(p, &views, &steps).map_err(broken)?;
         let staged_bytes = layout.call_area_bytes as usize;
         let rope_tables = plan_rope_tables(&views, &mut layout.call_area_bytes);
-        let call_area = allocate_call_area(layout.call_area_bytes, &rope_tables).map_err(broken)?;
+        let list_tables = ListTables::plan(&views, &mut layout.call_area_bytes);
+        let call_area =
+            allocate_call_area(layout.call_area_bytes, &rope_tables, &list_tables).map_err(broken)?;
         self.create_streams(p).map_err(broken)?;
         let scratch_of = |v: &OpView| match v {
             OpView::Attention(v) => attention_scratch_bytes(p, v),
             OpView::PagedAttention(v) => paged_attention_scratch_bytes(p, v),
             OpView::Sample(v) => sample_scratch_bytes(p, v),
+            OpView::ExpertDistance(v) => distance_scratch_bytes(p, v),
+            OpView::ExpertPackFused(v) => fused_pack_scratch_bytes(p, v),
             _ => 0,
         };
         let op_scratch = views.iter().map(scratch_of).max().unwrap_or(0);
@@ -77,6 +84,7 @@ impl CudaBackend {
             locations: layout.locations,
             buffer_indices: buffers,
             rope_tables,
+            list_tables,
             call_area,
             staged: PinnedMemory::new(staged_bytes).map_err(broken)?,
             staged_bytes,
@@ -217,8 +225,13 @@ fn locate_slot(p: &Program, op: &Op, result: ValueId, slots: &Slots) -> Result<V
 }
 
 /// Allocates the call area and uploads the tables that do not depend on the call.
-fn allocate_call_area(bytes: u64, rope_tables: &[RopeTables]) -> CudaResult<DeviceMemory> {
+fn allocate_call_area(
+    bytes: u64,
+    rope_tables: &[RopeTables],
+    list_tables: &ListTables,
+) -> CudaResult<DeviceMemory> {
     let memory = DeviceMemory::new(bytes as usize)?;
     rope_tables.iter().try_for_each(|t| t.upload_static_tables(&memory))?;
+    list_tables.upload(&memory)?;
     Ok(memory)
 }

@@ -1,6 +1,9 @@
 // Kernels that route tokens to experts. Experts, slots and counts are whole numbers in f32. A number that names no
 // expert or no slot is skipped, so that it cannot become an address.
 
+// The most experts that `rank_experts` and `expert_reroute` hold in shared memory.
+constexpr int MAX_RANKED_EXPERTS = 4096;
+
 // Chooses the experts with the largest logits, one warp per token.
 extern "C" __global__ void top_k_experts(const float *logits, float *out, int experts, int k, int tokens) {
     let_successor_begin();
@@ -24,50 +27,142 @@ extern "C" __global__ void top_k_experts(const float *logits, float *out, int ex
     }
 }
 
-// Returns the weights of the chosen experts, one warp per token, in f64.
-extern "C" __global__ void expert_weights(const float *logits, const float *chosen, float *out, int experts, int k, int renormalise, int tokens) {
+// Returns the expert that a choice names, or −1 if it names none of `experts`.
+__device__ __forceinline__ int expert_of_choice(float choice, int experts) {
+    return choice >= 0.0f && choice < (float)experts ? (int)choice : -1;
+}
+
+// Gives each choice the next slot of its expert among those of its group of tokens: one block per group, of which each
+// warp walks an equal part of the choices. Of SLOT_EXPERTS experts at once, the warps count their choices; the slots of a
+// warp begin behind those of the warps before it. Other experts follow in further passes.
+constexpr int SLOT_EXPERTS = 256, MAX_SLOT_WARPS = 32, MAX_EXPERTS = 1 << 24;
+extern "C" __global__ void __launch_bounds__(32 * MAX_SLOT_WARPS) expert_slots(const float *chosen, float *out, int capacity, int group_choices, int real_choices, int choices) {
+    __shared__ int counts[MAX_SLOT_WARPS][SLOT_EXPERTS];
+    __shared__ int next_expert;
     let_successor_begin();
     wait_for_predecessor();
-    int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (token >= tokens) return;
-    logits += (i64)token * experts, chosen += (i64)token * k, out += (i64)token * k;
-    float largest = -INFINITY;
-    for (int e = lane; e < experts; e += 32) largest = fmaxf(largest, logits[e]);
-    largest = warp_max(largest);
-    double total = 0.0;
-    for (int j = lane; j < (renormalise ? k : experts); j += 32) {
-        int e = renormalise ? (int)chosen[j] : j;
-        if (e >= 0 && e < experts) total += exp((double)logits[e] - (double)largest);
-    }
-    for (int o = 16; o > 0; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
-    for (int j = lane; j < k; j += 32) {
-        int e = (int)chosen[j];
-        out[j] = e >= 0 && e < experts ? (float)(exp((double)logits[e] - (double)largest) / total) : __int_as_float(0x7fffffff);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    int part = div_up(div_up(group_choices, 32), warps) * 32, group = blockIdx.x * group_choices;
+    int begin = group + warp * part, end = min(min(begin + part, group + group_choices), choices);
+    for (int i = begin + lane; i < end; i += 32) out[i] = -1.0f;
+    // Padding is at the end and has no slots.
+    end = min(end, real_choices);
+    for (int first = 0; first < MAX_EXPERTS; first = next_expert) {
+        __syncthreads();
+        for (int e = threadIdx.x; e < warps * SLOT_EXPERTS; e += blockDim.x) counts[0][e] = 0;
+        if (threadIdx.x == 0) next_expert = MAX_EXPERTS;
+        __syncthreads();
+        for (int i = begin + lane; i < end; i += 32) {
+            int expert = expert_of_choice(chosen[i], MAX_EXPERTS);
+            if (expert >= first + SLOT_EXPERTS) atomicMin(&next_expert, expert);
+            else if (expert >= first) atomicAdd(&counts[warp][expert - first], 1);
+        }
+        __syncthreads();
+        for (int e = threadIdx.x; e < SLOT_EXPERTS; e += blockDim.x)
+            for (int w = 0, before = 0; w < warps; w++) {
+                int count = counts[w][e];
+                counts[w][e] = before;
+                before += count;
+            }
+        __syncthreads();
+        for (int i0 = begin; i0 < end; i0 += 32) {
+            int i = i0 + lane, expert = i < end ? expert_of_choice(chosen[i], MAX_EXPERTS) - first : -1;
+            if (expert < 0 || expert >= SLOT_EXPERTS) expert = -1;
+            u32 same = __match_any_sync(0xffffffffu, expert), earlier = same & ((1u << lane) - 1);
+            int slot = expert >= 0 ? counts[warp][expert] + __popc(earlier) : capacity;
+            if (slot < capacity) out[i] = (float)slot;
+            __syncwarp();
+            if (expert >= 0 && !earlier) counts[warp][expert] += __popc(same);
+            __syncwarp();
+        }
     }
 }
 
-// Gives each choice the next slot of its expert: the number of earlier choices of the same one.
-extern "C" __global__ void expert_slots(const float *chosen, float *out, int capacity, int n) {
+// Moves a choice of a token to the first expert behind its own choices that has a free slot. Returns whether there was
+// one. All lanes of a warp take part.
+__device__ __forceinline__ bool move_choice(const float *ranking, float *own, int *taken, int choice, int ranked, int k, int capacity) {
+    for (int first = k; first < ranked; first += 32) {
+        int j = first + threadIdx.x % 32;
+        float to = j < ranked ? ranking[j] : -1.0f;
+        int expert = expert_of_choice(to, MAX_RANKED_EXPERTS);
+        bool is_free = expert >= 0 && taken[expert] < capacity;
+        for (int c = 0; is_free && c < k; c++) is_free = own[c] != to;
+        u32 found = __ballot_sync(0xffffffffu, is_free);
+        if (!found) continue;
+        if (threadIdx.x % 32 == __ffs(found) - 1) own[choice] = to, taken[expert]++;
+        __syncwarp();
+        return true;
+    }
+    return false;
+}
+// Takes the first k experts of each token's ranking and moves those beyond the capacity, one block per group of tokens.
+// Each move depends on those before it, so one warp makes them.
+extern "C" __global__ void expert_reroute(const float *ranking, float *out, int ranked, int k, int capacity, int reroutes, int group_tokens, int real_tokens, int tokens) {
+    // The slots that each expert has given away, and the choices of it that the moving warp has passed.
+    __shared__ int taken[MAX_RANKED_EXPERTS], passed[MAX_RANKED_EXPERTS];
     let_successor_begin();
     wait_for_predecessor();
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float expert = chosen[i];
-    int before = 0;
-    for (int j = 0; j < i; j++) before += chosen[j] == expert;
-    out[i] = before < capacity ? (float)before : -1.0f;
+    int first = blockIdx.x * group_tokens, end = min(first + group_tokens, tokens), real = min(end, real_tokens), lane = threadIdx.x % 32;
+    for (int e = threadIdx.x; e < MAX_RANKED_EXPERTS; e += blockDim.x) taken[e] = passed[e] = 0;
+    __syncthreads();
+    for (int i = first * k + threadIdx.x; i < end * k; i += blockDim.x) {
+        float choice = ranking[(i64)(i / k) * ranked + i % k];
+        int expert = expert_of_choice(choice, MAX_RANKED_EXPERTS);
+        out[i] = choice;
+        if (i < real * k && expert >= 0) atomicAdd(&taken[expert], 1);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < MAX_RANKED_EXPERTS; e += blockDim.x) taken[e] = min(taken[e], capacity);
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    for (int i0 = first * k; i0 < real * k && reroutes > 0; i0 += 32) {
+        int i = i0 + lane;
+        int expert = i < real * k ? expert_of_choice(ranking[(i64)(i / k) * ranked + i % k], MAX_RANKED_EXPERTS) : -1;
+        u32 same = __match_any_sync(0xffffffffu, expert), earlier = same & ((1u << lane) - 1);
+        bool waits = expert >= 0 && passed[expert] + __popc(earlier) >= capacity;
+        __syncwarp();
+        if (expert >= 0 && !earlier) passed[expert] += __popc(same);
+        __syncwarp();
+        for (u32 waiting = __ballot_sync(0xffffffffu, waits); waiting && reroutes > 0; waiting &= waiting - 1) {
+            int at = i0 + __ffs(waiting) - 1, token = at / k;
+            if (move_choice(ranking + (i64)token * ranked, out + (i64)token * k, taken, at % k, ranked, k, capacity)) reroutes--;
+        }
+    }
 }
 
-// Counts the slots that an expert has given away, one warp per expert.
-extern "C" __global__ void expert_counts(const float *chosen, const float *slots, float *out, int choices, int groups) {
+// Counts the slots that an expert has given to a group of tokens, one warp per expert and group.
+extern "C" __global__ void expert_counts(const float *chosen, const float *slots, float *out, int group_choices, int choices, int token_groups, int experts) {
     let_successor_begin();
     wait_for_predecessor();
-    int group = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (group >= groups) return;
-    int count = 0;
-    for (int i = lane; i < choices; i += 32) count += chosen[i] == (float)group && slots[i] >= 0.0f;
+    int part = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (part >= experts * token_groups) return;
+    float expert = (float)(part / token_groups);
+    int begin = part % token_groups * group_choices, end = min(begin + group_choices, choices), count = 0;
+    for (int i = begin + lane; i < end; i += 32) count += chosen[i] == expert && slots[i] >= 0.0f;
     for (int o = 16; o > 0; o >>= 1) count += __shfl_xor_sync(0xffffffffu, count, o);
-    if (lane == 0) out[group] = (float)count;
+    if (lane == 0) out[part] = (float)count;
+}
+
+// Counts the choices of an expert, those that kept it, those that moved to it, and those without a slot: one warp per
+// expert.
+extern "C" __global__ void expert_statistics(const float *choices, const float *chosen, const float *slots, float *out, int real_choices, int experts) {
+    let_successor_begin();
+    wait_for_predecessor();
+    int e = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (e >= experts) return;
+    float expert = (float)e;
+    int counts[4] = {0, 0, 0, 0};
+    for (int i = lane; i < real_choices; i += 32) {
+        bool chose = choices[i] == expert, has_slot = slots[i] >= 0.0f, kept = chosen[i] == choices[i];
+        counts[0] += chose;
+        counts[1] += chose && has_slot && kept;
+        counts[2] += choices[i] >= 0.0f && chosen[i] == expert && has_slot && !kept;
+        counts[3] += chose && !has_slot;
+    }
+    for (int c = 0; c < 4; c++) {
+        for (int o = 16; o > 0; o >>= 1) counts[c] += __shfl_xor_sync(0xffffffffu, counts[c], o);
+        if (lane == 0) out[4 * e + c] = (float)counts[c];
+    }
 }
 
 // Fills words with zeros.
@@ -77,20 +172,22 @@ extern "C" __global__ void zero_words(u32 *out, i64 n) {
     ELEMENT_INDEX(n);
     out[i] = 0;
 }
+
 // Copies the row of each choice's token to the slot of its expert, one block per choice.
-template <typename T> __device__ void pack_rows(const T *x, const float *chosen, const float *slots, T *out, int width, int k, int capacity, int groups) {
+template <typename T> __device__ void pack_rows(const T *x, const float *chosen, const float *slots, T *out, int width, int k, int capacity, int group_tokens, int token_groups, int experts) {
     let_successor_begin();
     wait_for_predecessor();
     float expert = chosen[blockIdx.x], slot = slots[blockIdx.x];
-    if (!(slot >= 0.0f && slot < (float)capacity && expert >= 0.0f && expert < (float)groups)) return;
-    x += (i64)(blockIdx.x / k) * width, out += ((i64)(int)expert * capacity + (int)slot) * width;
+    if (!(slot >= 0.0f && slot < (float)capacity && expert >= 0.0f && expert < (float)experts)) return;
+    int token = blockIdx.x / k, part = (int)expert * token_groups + token / group_tokens;
+    x += (i64)token * width, out += ((i64)part * capacity + (int)slot) * width;
     for (int c = threadIdx.x; c < width; c += blockDim.x) out[c] = x[c];
 }
-extern "C" __global__ void expert_pack_f32(const float *x, const float *chosen, const float *slots, float *out, int width, int k, int capacity, int groups) {
-    pack_rows(x, chosen, slots, out, width, k, capacity, groups);
+extern "C" __global__ void expert_pack_f32(const float *x, const float *chosen, const float *slots, float *out, int width, int k, int capacity, int group_tokens, int token_groups, int experts) {
+    pack_rows(x, chosen, slots, out, width, k, capacity, group_tokens, token_groups, experts);
 }
-extern "C" __global__ void expert_pack_bf16(const bf16 *x, const float *chosen, const float *slots, bf16 *out, int width, int k, int capacity, int groups) {
-    pack_rows(x, chosen, slots, out, width, k, capacity, groups);
+extern "C" __global__ void expert_pack_bf16(const bf16 *x, const float *chosen, const float *slots, bf16 *out, int width, int k, int capacity, int group_tokens, int token_groups, int experts) {
+    pack_rows(x, chosen, slots, out, width, k, capacity, group_tokens, token_groups, experts);
 }
 
 // Multiplies ROWS rows with one row of weights.
@@ -100,11 +197,11 @@ template <typename T, int ROWS> __device__ __forceinline__ void multiply_and_sto
     for (int r = 0; r < ROWS; r++)
         if (threadIdx.x % 32 == 0) from_f32(activate(sum[r], act), out[(i64)r * m]);
 }
-// Returns the group that has `n` filled groups before it, or −1. All lanes of a warp take part.
-__device__ __forceinline__ int find_filled_group(const float *counts, int groups, int n) {
-    for (int first = 0; first < groups; first += 32) {
-        int group = first + threadIdx.x % 32;
-        u32 filled = __ballot_sync(0xffffffffu, group < groups && counts[group] > 0.0f);
+// Returns the part that has `n` filled parts before it, or −1. All lanes of a warp take part.
+__device__ __forceinline__ int find_filled_part(const float *counts, int parts, int n) {
+    for (int first = 0; first < parts; first += 32) {
+        int part = first + threadIdx.x % 32;
+        u32 filled = __ballot_sync(0xffffffffu, part < parts && counts[part] > 0.0f);
         if (n >= __popc(filled)) {
             n -= __popc(filled);
             continue;
@@ -114,48 +211,52 @@ __device__ __forceinline__ int find_filled_group(const float *counts, int groups
     }
     return -1;
 }
-// Multiplies the filled slots of a group with the group's weights; the other slots are zeros. A warp computes a
-// column of one group, 8 rows at a time: of one expert, few slots are filled. A launch has blocks for as many groups as
-// can have filled slots at once; in a decoding step, most groups have none.
-template <typename T> __device__ void multiply_group(const T *x, const T *w, const float *counts, T *out, int groups, int slots, int k, int m, int act) {
+// Multiplies the filled slots of each part, which are those of one group and one group of tokens, with the weights of the
+// group; the other slots are zeros. A warp computes a column of one part, 8 rows at a time: of one expert, few slots are
+// filled. A launch has blocks for as many parts as can have filled slots at once; in a decoding step, most have none.
+template <typename T> __device__ void multiply_parts(const T *x, const T *w, const float *counts, T *out, int parts, int token_groups, int slots, int k, int m, int act) {
     let_successor_begin();
     wait_for_predecessor();
-    i64 of_group = (i64)slots * m;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < groups * of_group; i += (i64)gridDim.x * blockDim.x)
-        if (!(counts[i / of_group] > 0.0f)) from_f32(0.0f, out[i]);
-    int blocks = div_up(m, (int)blockDim.x / 32), group = find_filled_group(counts, groups, blockIdx.x / blocks);
+    i64 of_part = (i64)slots * m;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < parts * of_part; i += (i64)gridDim.x * blockDim.x)
+        if (!(counts[i / of_part] > 0.0f)) from_f32(0.0f, out[i]);
+    int blocks = div_up(m, (int)blockDim.x / 32), part = find_filled_part(counts, parts, blockIdx.x / blocks);
     int column = blockIdx.x % blocks * (blockDim.x / 32) + threadIdx.x / 32;
-    if (group < 0 || column >= m) return;
-    int count = min(slots, (int)counts[group]), row = 0;
-    x += (i64)group * slots * k, w += ((i64)group * m + column) * k, out += (i64)group * of_group + column;
+    if (part < 0 || column >= m) return;
+    int count = min(slots, (int)counts[part]), row = 0;
+    x += (i64)part * slots * k, w += ((i64)(part / token_groups) * m + column) * k, out += (i64)part * of_part + column;
     for (; row + 8 <= count; row += 8) multiply_and_store<T, 8>(x + (i64)row * k, w, out + (i64)row * m, k, m, act);
     if (row + 4 <= count) multiply_and_store<T, 4>(x + (i64)row * k, w, out + (i64)row * m, k, m, act), row += 4;
     for (; row < count; row++) multiply_and_store<T, 1>(x + (i64)row * k, w, out + (i64)row * m, k, m, act);
     for (row = count + threadIdx.x % 32; row < slots; row += 32) from_f32(0.0f, out[(i64)row * m]);
 }
-extern "C" __global__ void grouped_matmul_f32(const float *x, const float *w, const float *counts, float *out, int groups, int slots, int k, int m, int act) {
-    multiply_group(x, w, counts, out, groups, slots, k, m, act);
+extern "C" __global__ void grouped_matmul_f32(const float *x, const float *w, const float *counts, float *out, int parts, int token_groups, int slots, int k, int m, int act) {
+    multiply_parts(x, w, counts, out, parts, token_groups, slots, k, m, act);
 }
-extern "C" __global__ void grouped_matmul_bf16(const bf16 *x, const bf16 *w, const float *counts, bf16 *out, int groups, int slots, int k, int m, int act) {
-    multiply_group(x, w, counts, out, groups, slots, k, m, act);
+extern "C" __global__ void grouped_matmul_bf16(const bf16 *x, const bf16 *w, const float *counts, bf16 *out, int parts, int token_groups, int slots, int k, int m, int act) {
+    multiply_parts(x, w, counts, out, parts, token_groups, slots, k, m, act);
 }
 
-// Adds the weighted results of a token's experts by ascending expert. A block adds some columns of one token.
-template <typename T> __device__ void combine_experts(const T *y, const float *chosen, const float *slots, const float *weights, T *out, int width, int k, int capacity, int groups) {
+// The slots of y: those of `experts` experts from `first_expert` on, for groups of tokens with `capacity` slots each.
+struct CombinedSlots {
+    int first_expert, experts, token_groups, group_tokens, capacity;
+};
+// Adds the weighted results of a token's experts by ascending expert, of those that y holds. A block adds some columns of
+// one token.
+template <typename T> __device__ void combine_experts(const T *y, const float *chosen, const float *slots, const float *weights, T *out, int width, int k, const CombinedSlots &of) {
     // The rows of the choices in the order in which they are added, and −1 for one without a slot; then their weights.
     extern __shared__ int rows[];
     float *row_weights = (float *)(rows + k);
     let_successor_begin();
     wait_for_predecessor();
-    int blocks = div_up(width, (int)blockDim.x);
-    i64 token = blockIdx.x / blocks;
-    chosen += token * k, slots += token * k, weights += token * k;
+    int blocks = div_up(width, (int)blockDim.x), token = blockIdx.x / blocks;
+    chosen += (i64)token * k, slots += (i64)token * k, weights += (i64)token * k;
     for (int j = threadIdx.x; j < k; j += blockDim.x) {
         int before = 0;
-        float expert = chosen[j], slot = slots[j];
+        float expert = chosen[j], slot = slots[j], held = expert - (float)of.first_expert;
         for (int i = 0; i < k; i++) before += chosen[i] < expert || (chosen[i] == expert && i < j);
-        bool has_slot = slot >= 0.0f && slot < (float)capacity && expert >= 0.0f && expert < (float)groups;
-        rows[before] = has_slot ? (int)expert * capacity + (int)slot : -1;
+        bool has_slot = slot >= 0.0f && slot < (float)of.capacity && held >= 0.0f && held < (float)of.experts;
+        rows[before] = has_slot ? ((int)held * of.token_groups + token / of.group_tokens) * of.capacity + (int)slot : -1;
         row_weights[before] = weights[j];
     }
     __syncthreads();
@@ -165,11 +266,11 @@ template <typename T> __device__ void combine_experts(const T *y, const float *c
 #pragma unroll 8
     for (int i = 0; i < k; i++)
         if (rows[i] >= 0) sum = fmaf(row_weights[i], to_f32(y[(i64)rows[i] * width + c]), sum);
-    from_f32(sum, out[token * width + c]);
+    from_f32(sum, out[(i64)token * width + c]);
 }
-extern "C" __global__ void expert_combine_f32(const float *y, const float *chosen, const float *slots, const float *weights, float *out, int width, int k, int capacity, int groups) {
-    combine_experts(y, chosen, slots, weights, out, width, k, capacity, groups);
+extern "C" __global__ void expert_combine_f32(const float *y, const float *chosen, const float *slots, const float *weights, float *out, int width, int k, const __grid_constant__ CombinedSlots of) {
+    combine_experts(y, chosen, slots, weights, out, width, k, of);
 }
-extern "C" __global__ void expert_combine_bf16(const bf16 *y, const float *chosen, const float *slots, const float *weights, bf16 *out, int width, int k, int capacity, int groups) {
-    combine_experts(y, chosen, slots, weights, out, width, k, capacity, groups);
+extern "C" __global__ void expert_combine_bf16(const bf16 *y, const float *chosen, const float *slots, const float *weights, bf16 *out, int width, int k, const __grid_constant__ CombinedSlots of) {
+    combine_experts(y, chosen, slots, weights, out, width, k, of);
 }

@@ -3,7 +3,6 @@
 //! is built for it here.
 
 use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp, ValueId, views};
-use tessera_mesh::{Axis, AxisLayout};
 
 use super::copies::copy_whole;
 use super::elementwise as kernels;
@@ -12,7 +11,7 @@ use super::norms::{
 };
 use super::relative_attention::build_relative_attention;
 use super::site::{LaunchSite, last_extent};
-use super::{StepWork, attention, copies, experts, frames, gemms, heads, language, paged_attention};
+use super::{StepWork, attention, copies, experts, frames, gemms, heads, language, paged_attention, router};
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::exec::comm_groups::check_collective;
@@ -233,42 +232,33 @@ fn build_compute(
         C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
-        C::ExpertLocality(_) | C::ExpertDistance(_) | C::ExpertDistanceGradient(_) => {
-            return cuda_failure("a router that weighs distances");
-        }
         C::ExpertPlaces(_) => return cuda_failure("experts with several places"),
         C::ExpertCombine(views::ExpertCombine { order: Some(_), .. }) => {
             return cuda_failure("a sum over experts in another order");
-        }
-        C::ExpertDraw(_) => return cuda_failure("a draw of how many experts a token has"),
-        C::ExpertSlots(
-            views::ExpertSlots { group_tokens: Some(_), .. } | views::ExpertSlots { tokens: Some(_), .. },
-        )
-        | C::ExpertCounts(views::ExpertCounts { group_tokens: Some(_), .. })
-        | C::ExpertPack(views::ExpertPack { group_tokens: Some(_), .. })
-        | C::ExpertCombine(views::ExpertCombine { group_tokens: Some(_), .. })
-        | C::ExpertTokens(_)
-        | C::ExpertGates(_)
-        | C::ExpertReroute(_)
-        | C::ExpertStatistics(_)
-        | C::ExpertPackFused(_) => return cuda_failure("groups of tokens with slots of their own"),
-        C::ExpertCombine(v) if matches!(s.p.type_of(v.y).layout.on_axis(Axis::Ep), AxisLayout::Shard(_)) => {
-            return cuda_failure("a sum over the experts of one rank");
         }
         C::PagedAttention(v) => {
             return paged_attention::build_paged_attention(s, v, out).map(StepWork::Kernels);
         }
         C::Sample(v) => return language::build_sample(s, i, v, out).map(StepWork::Kernels),
+        C::ExpertTokens(v) => return experts::build_expert_tokens(s, v, out),
         C::ExpertPack(v) => return experts::build_expert_pack(s, v, out).map(StepWork::Kernels),
+        C::ExpertPackFused(v) => return experts::build_expert_pack_fused(s, v, out).map(StepWork::Kernels),
+        C::ExpertDistance(v) => return router::build_expert_distance(s, v, out).map(StepWork::Kernels),
         C::Rotary(v) => language::build_rotary(s, v, out),
         C::HeadNorm(v) => language::build_head_norm(s, v, out),
         C::HeadColumns(v) => heads::build_head_columns(s, v, out),
         C::HeadJoin(v) => heads::build_head_join(s, v, out),
         C::HeadMatmul(v) => heads::build_head_matmul(s, v, out),
-        C::TopKExperts(v) => experts::build_top_k_experts(s, v, out),
-        C::ExpertWeights(v) => experts::build_expert_weights(s, v, out),
+        C::TopKExperts(v) => router::build_top_k_experts(s, v, out),
+        C::ExpertWeights(v) => router::build_expert_weights(s, v, out),
+        C::ExpertGates(v) => router::build_expert_gates(s, v, out),
+        C::ExpertLocality(v) => router::build_expert_locality(s, v, out),
+        C::ExpertDistanceGradient(v) => router::build_distance_gradient(s, v, out),
+        C::ExpertDraw(v) => router::build_expert_draw(s, v, out),
+        C::ExpertReroute(v) => experts::build_expert_reroute(s, v, out),
         C::ExpertSlots(v) => experts::build_expert_slots(s, v, out),
         C::ExpertCounts(v) => experts::build_expert_counts(s, v, out),
+        C::ExpertStatistics(v) => experts::build_expert_statistics(s, v, out),
         C::GroupedMatmul(v) => experts::build_grouped_matmul(s, v, out),
         C::ExpertCombine(v) => experts::build_expert_combine(s, v, out),
         C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),

@@ -18,6 +18,26 @@ pub(in crate::exec) struct LaunchSite<'a> {
     placed: Option<(&'a CudaBackend, usize)>,
 }
 
+/// Where the rows of a rank lie in the whole tensor.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RowSpan {
+    /// Index of the first row.
+    pub(super) first: u64,
+    /// Rows of this rank, padding included.
+    pub(super) rows: u64,
+    /// Rows of the whole tensor.
+    pub(super) all: u64,
+    /// Rows of the whole tensor that are no padding.
+    pub(super) tokens: u64,
+}
+
+impl RowSpan {
+    /// Returns the rows of this rank that are no padding, which is at the end.
+    pub(super) fn real_rows(&self) -> u64 {
+        self.tokens.saturating_sub(self.first).min(self.rows)
+    }
+}
+
 impl<'a> LaunchSite<'a> {
     pub(in crate::exec) fn without_memory(p: &'a Program) -> LaunchSite<'a> {
         LaunchSite { p, placement: MeshRank { mesh: p.mesh, rank: Rank(0) }, placed: None }
@@ -72,6 +92,20 @@ impl<'a> LaunchSite<'a> {
         let (backend, program) = self.placed?;
         let own = &backend.programs[program];
         Some((own.rope_tables.iter().find(|t| t.op == op)?, own.call_area.device_address()))
+    }
+
+    /// Returns the address of a list that ops of the program state as an attribute.
+    pub(super) fn list_address<A: From<u64>>(&self, list: &[u64]) -> CudaResult<A> {
+        self.find_address(|backend, program| backend.list_address(program, list))
+    }
+
+    /// Returns where the rows of a value lie, of which `tokens` rows of the whole tensor are no padding (all by
+    /// default).
+    pub(super) fn row_span(&self, v: ValueId, tokens: Option<u64>) -> RowSpan {
+        let ty = self.p.type_of(v);
+        let all = ty.layout.global_shape(&ty.shape, &self.p.mesh)[0];
+        let (first, tokens) = (self.first_global_row(ty, 0), tokens.map_or(all, |n| n.min(all)));
+        RowSpan { first, rows: ty.shape[0], all, tokens }
     }
 
     /// Returns the row pitch of a value, in elements.
