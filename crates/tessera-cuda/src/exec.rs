@@ -25,6 +25,7 @@ mod step_trace;
 mod transfer_batches;
 mod wait;
 mod weights;
+mod wire_words;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -60,6 +61,7 @@ use op_support::{read_supported, unsupported_streams};
 use rope_tables::RopeTables;
 use step_trace::TracedGraph;
 use weights::{DeviceWeights, WaitingAudit};
+use wire_words::WireWords;
 
 pub use step_trace::StepSpan;
 
@@ -220,6 +222,8 @@ struct PreparedProgram {
     comm_offloads: BTreeMap<usize, CommOffload>,
     rope_tables: Vec<RopeTables>,
     list_tables: ListTables,
+    /// The words of each exchange that sends e4m3, by op.
+    wire_words: BTreeMap<usize, WireWords>,
     scratch_bytes: usize,
     /// Offset of each slot in the slot memory, in bytes.
     slot_offsets: Vec<u64>,

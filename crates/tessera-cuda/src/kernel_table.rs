@@ -303,6 +303,12 @@ kernel_signatures! {
         out: DevicePtr<Element>, width: i32, k: i32, of: CombinedSlots,
     } = EXPERT_COMBINE_F32 "expert_combine_f32", EXPERT_COMBINE_BF16 "expert_combine_bf16";
 
+    /// Encodes `blocks` blocks of rows as e4m3 with scales.
+    EncodeRows { x: DevicePtr<f32>, words: DevicePtr<u32>, width: i32, blocks: i64 } = ENCODE_ROWS "encode_rows";
+
+    /// Decodes `n` words of rows in e4m3.
+    DecodeRows { words: DevicePtr<u32>, out: DevicePtr<f32>, width: i32, n: i64 } = DECODE_ROWS "decode_rows";
+
     /// Adds the mixed words of pieces of buffers to a sum per buffer.
     DigestPieces { pieces: DevicePtr<BufferPiece>, is_wanted: DevicePtr<u32>, sums: DevicePtr<u64> } =
         DIGEST_PIECES "digest_pieces";

@@ -24,6 +24,7 @@ const HEADS: &str = include_str!("kernels/heads.cu");
 const FUSED_LANGUAGE: &str = include_str!("kernels/fused_language.cu");
 const EXPERTS: &str = include_str!("kernels/experts.cu");
 const ROUTER: &str = include_str!("kernels/router.cu");
+const WIRE: &str = include_str!("kernels/wire.cu");
 const BUFFERS: &str = include_str!("kernels/buffers.cu");
 const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
@@ -341,7 +342,7 @@ impl KernelSet {
 /// Returns the CUDA source of the elementwise kernels.
 pub(crate) fn elementwise_source() -> String {
     format!(
-        "{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{HEADS}{FUSED_LANGUAGE}{EXPERTS}{ROUTER}{BUFFERS}"
+        "{COMMON}{CONV_SHAPE}{ELEMENTWISE}{FRAMES}{LANGUAGE}{HEADS}{FUSED_LANGUAGE}{EXPERTS}{ROUTER}{WIRE}{BUFFERS}"
     )
 }
 

@@ -14,9 +14,10 @@ use tessera_device::{
     AbortFn, CommRoute, Fault, JoinedCommunicator, MeshRank, Observer, as_matrix, collective_signature,
     shard_ranges,
 };
-use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, OpView, Program, Type, ValueId};
+use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, OpView, Program, Type, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout};
 
+use super::wire_words::type_on_wire;
 use super::{CommunicatorMember, CudaBackend, CudaOptions, PreparedProgram, ValueLocation};
 use crate::collectives::{
     CollectiveGroup, CollectiveKind, DeviceProgress, GroupAborter, GroupCollective, GroupConfig, GroupFault,
@@ -236,9 +237,9 @@ impl CudaBackend {
     /// address.
     pub(super) fn exchange_offsets(&mut self, program: usize) -> CudaResult<()> {
         let prepared = &self.programs[program];
-        if self.slot_memory.is_none() {
+        let Some(slots) = &self.slot_memory else {
             return cuda_failure("no memory for temporaries");
-        }
+        };
         if !self.groups.exchanged_programs.insert(program) {
             return Ok(());
         }
@@ -247,10 +248,13 @@ impl CudaBackend {
             Some(ValueLocation::Slot(s)) => prepared.slot_offsets[s],
             _ => NO_OFFSET,
         };
+        let scratch = slots.scratch_offset;
         let mut wanted: Vec<Vec<(usize, u64, u64)>> = vec![Vec::new(); self.groups.routed_groups.len()];
         for (i, op) in p.collective_ops() {
-            let (operand, result) =
-                (offset_of(op.operands.first().copied()), offset_of(p.collective_result(op)));
+            let (operand, result) = match prepared.wire_words.get(&i) {
+                Some(words) => (scratch + words.sent, scratch + words.received),
+                None => (offset_of(op.operands.first().copied()), offset_of(p.collective_result(op))),
+            };
             wanted[self.groups.group_index(op)?].push((i, operand, result));
         }
         let lanes = self.groups.routed_groups.iter_mut().zip(wanted);
@@ -314,8 +318,13 @@ impl CudaBackend {
         let PreparedProgram { program: p, views, .. } = &self.programs[program];
         let op = &p.ops[i];
         let mut m = build_collective(&self.placement, p, i, &views[i])?;
-        m.operand = op.operands.first().map_or(Ok(0), |v| self.value_address(program, *v))?;
-        m.result = p.collective_result(op).map_or(Ok(0), |v| self.value_address(program, v))?;
+        (m.operand, m.result) = match self.wire_addresses(program, i)? {
+            Some([sent, received]) => (sent, received),
+            None => (
+                op.operands.first().map_or(Ok(0), |v| self.value_address(program, *v))?,
+                p.collective_result(op).map_or(Ok(0), |v| self.value_address(program, v))?,
+            ),
+        };
         let lane = self.groups.group_index(op)?;
         if let Some((operands, results)) = self.groups.routed_groups[lane].peer_offsets.get(&(program, i)) {
             (m.peer_operand_offsets, m.peer_result_offsets) = (operands.clone(), results.clone());
@@ -335,7 +344,7 @@ fn build_collective(
     let (OpByKind::Collective(collective), Some(route)) = (view.by_kind(), CommRoute::from_op(op)) else {
         return cuda_failure("a collective without a communicator");
     };
-    check_collective(p, op, collective)?;
+    check_collective(op, collective)?;
     let lane = route.communicator_of(&placement.mesh, placement.rank);
     let members = lane.map_or(1, |l| l.members.len());
     let me = member_index(route, placement);
@@ -378,12 +387,7 @@ fn build_collective(
             let (dim, reduction) = (dim.min(1), v.reduction);
             CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
         }
-        CollectiveOp::AllToAll(v) => {
-            let (x, y) = both()?;
-            let ((dim, concat), (_, split)) = (shards(x, v.axis)?, shards(y, v.axis)?);
-            let global_shape = x.layout.global_shape(&x.shape, &placement.mesh);
-            CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
-        }
+        CollectiveOp::AllToAll(v) => build_all_to_all(placement, me, v, both()?, &shards)?,
         CollectiveOp::HaloExchange(v) => {
             let (x, _) = both()?;
             build_halo_exchange(me, x, shards(x, v.axis)?)?
@@ -406,13 +410,29 @@ fn build_collective(
     })
 }
 
+/// The dim over which a value is sharded, and the part of each member in elements of its matrix.
+type ShardParts = (usize, Vec<Range<usize>>);
+
+/// Builds the copies of an exchange of x that returns y.
+fn build_all_to_all(
+    placement: &MeshRank,
+    me: usize,
+    v: &views::AllToAll,
+    (x, y): (&Type, &Type),
+    shards: &dyn Fn(&Type, CommAxis) -> CudaResult<ShardParts>,
+) -> CudaResult<CollectiveKind> {
+    // Words take the place of the elements of a row.
+    let on_wire = |ty: &Type| if v.wire.is_some() { type_on_wire(ty) } else { ty.clone() };
+    let (x, y) = (on_wire(x), on_wire(y));
+    let ((dim, concat), (_, split)) = (shards(&x, v.axis)?, shards(&y, v.axis)?);
+    let whole = as_matrix(&x.layout.global_shape(&x.shape, &placement.mesh), 1);
+    let element = x.dtype.element_bytes() as usize;
+    Ok(CollectiveKind::all_to_all(me, whole, dim, &concat, &split, element))
+}
+
 /// Builds the copies of a halo exchange of frames x, of whose dim 1 the members hold these parts, in elements
 /// of a frame.
-fn build_halo_exchange(
-    me: usize,
-    x: &Type,
-    (dim, parts): (usize, Vec<Range<usize>>),
-) -> CudaResult<CollectiveKind> {
+fn build_halo_exchange(me: usize, x: &Type, (dim, parts): ShardParts) -> CudaResult<CollectiveKind> {
     let (1, [frames, _, columns, channels]) = (dim, &x.shape[..]) else {
         return cuda_failure(format!("a halo exchange over dim {dim} of {:?}", x.shape));
     };
@@ -423,17 +443,16 @@ fn build_halo_exchange(
 }
 
 /// Fails with the reason if this backend does not support a collective.
-pub(super) fn check_collective(p: &Program, op: &Op, collective: CollectiveOp<'_>) -> CudaResult<()> {
+pub(super) fn check_collective(op: &Op, collective: CollectiveOp<'_>) -> CudaResult<()> {
     // Issues of a batch are in flight together. A blocking op would delay the rest of its batch and
     // could deadlock.
     if op.batch_number().is_some() && !op.issue {
         return cuda_failure("a blocking send or receive in a batch");
     }
     match collective {
-        CollectiveOp::AllToAll(v) if v.wire.is_some() => cuda_failure("an all-to-all with e4m3 on the wire"),
-        CollectiveOp::AllToAll(v) if p.type_of(v.x).shape.len() > 2 => {
-            let dims = p.type_of(v.x).shape.len();
-            cuda_failure(format!("an all-to-all of a tensor of {dims} dims"))
+        // The dims behind these two are the columns of a matrix.
+        CollectiveOp::AllToAll(v) if v.split > 1 || v.concat > 1 => {
+            cuda_failure("an exchange of shards of another dim than the first two")
         }
         _ => Ok(()),
     }

@@ -9,6 +9,7 @@ use tessera_ir::{Op, OpKind, OpView, Program, ValueId};
 use super::CudaBackend;
 use super::launch::elementwise::build_frame_table;
 use super::launch::site::LaunchSite;
+use super::launch::wire::build_wire_launches;
 use super::transfer_batches::TransferBatches;
 use crate::collectives::{Synchronization, Targets};
 use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream, cuda_failure};
@@ -74,7 +75,7 @@ impl CudaBackend {
                     if fused_collectives.iter().any(|s| s.op == at) {
                         self.launch_synchronization(program, at, Synchronization::Close, own)?;
                     } else {
-                        self.launch_collective(program, at, own)?;
+                        self.enqueue_collective(program, at, own)?;
                     }
                     watch(at, own, true)?;
                     if op.issue {
@@ -113,6 +114,17 @@ impl CudaBackend {
             own_tables.map(|t| build_frame_table(&site, t, area)).collect::<CudaResult<_>>()?;
         launches.iter().try_for_each(|launch| self.enqueue_launch(launch, main))?;
         lanes.fork_main()
+    }
+
+    /// Enqueues a collective, between the encoding and the decoding of an exchange that sends e4m3.
+    fn enqueue_collective(&mut self, program: usize, op: usize, stream: &CudaStream) -> CudaResult<()> {
+        if !self.programs[program].wire_words.contains_key(&op) {
+            return self.launch_collective(program, op, stream);
+        }
+        let [encode, decode] = build_wire_launches(&LaunchSite::new(self, program), op)?;
+        self.enqueue_launch(&encode, stream)?;
+        self.launch_collective(program, op, stream)?;
+        self.enqueue_launch(&decode, stream)
     }
 
     /// Opens a fused collective once the stream of its producer is at this step.

@@ -20,6 +20,7 @@ pub(super) mod paged_attention;
 mod relative_attention;
 pub(super) mod router;
 pub(super) mod site;
+pub(super) mod wire;
 
 use tessera_ir::{Activation, DType, Program, views};
 

@@ -100,6 +100,13 @@ impl CudaBackend {
         Ok(slots.memory.device_address() + slots.scratch_offset)
     }
 
+    /// Returns the addresses of the words that an exchange of e4m3 sends and receives; `None` for another op.
+    pub(super) fn wire_addresses(&self, program: usize, op: usize) -> CudaResult<Option<[u64; 2]>> {
+        let Some(words) = self.programs[program].wire_words.get(&op) else { return Ok(None) };
+        let scratch = self.scratch_address()?;
+        Ok(Some([scratch + words.sent, scratch + words.received]))
+    }
+
     /// Returns the row pitch of a value in scratch memory, in elements; `None` for a value elsewhere,
     /// whose rows are contiguous.
     pub(super) fn planned_pitch(&self, program: usize, v: ValueId) -> Option<u64> {

@@ -115,4 +115,22 @@ mod tests {
         let why = unsupported_streams(&p);
         assert_eq!(why.as_deref(), Some("expert_distance on the streams compute and aside"));
     }
+
+    #[test]
+    fn only_shards_of_the_first_two_dims_are_exchanged() {
+        let reason = |concat: u64, split: u64, wire: &str| {
+            let text = format!(
+                "program @p role(r) mesh(ep=2) {{ %x = input : f32[4, 4, 8] \
+                 %s = ttile.take_shard %x {{axis = \"ep\", dim = {concat}}} \
+                 %y = ttile.collective.all_to_all %s {{axis = \"ep\", concat = {concat}, split = {split}{wire}}} \
+                 output \"y\", %y }}"
+            );
+            let p = parse_all(&text, "test").expect("a program").remove(0);
+            (0..p.ops.len()).find_map(|i| read_supported(&p, i).err())
+        };
+        assert_eq!(reason(1, 0, ", wire = \"fp8_e4m3\""), None);
+        assert_eq!(reason(0, 1, ""), None);
+        let why = reason(2, 0, "").unwrap_or_default();
+        assert!(why.contains("another dim than the first two"), "{why}");
+    }
 }

@@ -20,6 +20,7 @@ use super::list_tables::ListTables;
 use super::memory::place_in_order;
 use super::rope_tables::{RopeTables, plan_rope_tables};
 use super::transfer_batches::TransferBatches;
+use super::wire_words::place_wire_words;
 use super::{ChosenIds, CudaBackend, DeviceBuffer, HostOutput, PreparedProgram, ValueLocation, cuda_error};
 use crate::device_memory::{ALIGNMENT, DeviceMemory, PinnedMemory};
 use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
@@ -70,7 +71,8 @@ impl CudaBackend {
         let op_scratch = op_scratch.next_multiple_of(ALIGNMENT as usize);
         let fused_groups =
             steps.iter().filter_map(|s| if let LaunchStep::Fused(j) = s { Some(j) } else { None });
-        let (scratch_locations, end) = assign_scratch(p, fused_groups, op_scratch as u64);
+        let (scratch_locations, mut end) = assign_scratch(p, fused_groups, op_scratch as u64);
+        let wire_words = place_wire_words(p, &views, &mut end);
         for (v, place) in scratch_locations {
             layout.locations[v.0 as usize] = ValueLocation::Scratch(place);
         }
@@ -85,6 +87,7 @@ impl CudaBackend {
             buffer_indices: buffers,
             rope_tables,
             list_tables,
+            wire_words,
             call_area,
             staged: PinnedMemory::new(staged_bytes).map_err(broken)?,
             staged_bytes,

@@ -65,7 +65,8 @@ fn choose_offload(
     if steps[k..wait_step].iter().any(computes) {
         return Some(CommOffload::CopyEngines);
     }
-    if readers[v.x.0 as usize] != [i] {
+    // The kernels that store to peers write matrices.
+    if readers[v.x.0 as usize] != [i] || p.type_of(v.x).shape.len() != 2 {
         return None;
     }
     let producer = steps[..k].iter().rposition(|s| p.ops[s.launch_op()].results.contains(&v.x))?;
@@ -96,11 +97,11 @@ fn choose_offload(
     Some(CommOffload::FusedIntoProducer { producer, open_step, split_dim })
 }
 
-/// Returns a collective that may be offloaded: an issued all-to-all for which the program requests
-/// no transport.
+/// Returns a collective that may be offloaded: an issued all-to-all of plain elements for which the program
+/// requests no transport.
 fn offloadable_exchange(p: &Program, i: usize) -> Option<views::AllToAll> {
     match p.ops[i].view() {
-        Ok(OpView::AllToAll(v)) if p.ops[i].issue && v.transport.is_none() => Some(v),
+        Ok(OpView::AllToAll(v)) if p.ops[i].issue && v.transport.is_none() && v.wire.is_none() => Some(v),
         _ => None,
     }
 }

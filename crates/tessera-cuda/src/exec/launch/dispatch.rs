@@ -179,7 +179,7 @@ pub(in crate::exec) fn build_op(
             s.refuse_bf16(op, "inputs and outputs other than f32").map(|()| StepWork::Nothing)
         }
         OpByKind::Source(_) | OpByKind::Order(_) => Ok(StepWork::Nothing),
-        OpByKind::Collective(c) => check_collective(s.p, op, c).map(|()| StepWork::Nothing),
+        OpByKind::Collective(c) => check_collective(op, c).map(|()| StepWork::Nothing),
         OpByKind::Sink(SinkOp::Output(v)) => {
             s.refuse_bf16(op, "inputs and outputs other than f32")?;
             copy_whole(s, v.x, s.host_output_address(op)?)

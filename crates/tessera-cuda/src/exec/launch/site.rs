@@ -83,6 +83,12 @@ impl<'a> LaunchSite<'a> {
         self.find_address(|backend, program| backend.chosen_ids_address(program, op))
     }
 
+    /// Returns the addresses of the words that an exchange of e4m3 sends and receives.
+    pub(super) fn wire_addresses(&self, op: usize) -> CudaResult<[u64; 2]> {
+        let found = self.placed.map(|(backend, program)| backend.wire_addresses(program, op));
+        Ok(found.transpose()?.flatten().unwrap_or_default())
+    }
+
     pub(super) fn scratch_address(&self) -> CudaResult<u64> {
         self.find_address(|backend, _| backend.scratch_address())
     }
