@@ -3,7 +3,7 @@
 
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part of this file")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +45,8 @@ pub struct Case {
     pub text: String,
     pub weights: Numbers,
     pub calls: Vec<(Numbers, Numbers)>,
+    /// Outputs that must equal those of the reference, because they are whole numbers or copies.
+    pub exact: BTreeSet<String>,
 }
 
 /// Writes a program in a dtype: inputs are cast to it and outputs from it.
@@ -64,6 +66,7 @@ impl CaseWriter {
             text: String::new(),
             weights: Numbers::new(),
             calls: vec![Default::default(); calls],
+            exact: BTreeSet::new(),
         };
         CaseWriter { dtype, declarations: String::new(), body: String::new(), case }
     }
@@ -83,6 +86,15 @@ impl CaseWriter {
         writeln!(self.declarations, "%{name} = input \"{name}\" : f32{shape:?}").unwrap();
         for (call, (inputs, _)) in self.case.calls.iter_mut().enumerate() {
             inputs.insert(name.to_string(), (shape.to_vec(), normals(shape, name, call)));
+        }
+    }
+
+    /// Rounds an input to quarters, so that some of its numbers are equal. They have distinct sizes, because scores of a
+    /// number and of its negative have sums that round alike by chance alone.
+    pub fn round_input(&mut self, name: &str) {
+        for (inputs, _) in &mut self.case.calls {
+            let numbers = &mut inputs.get_mut(name).unwrap().1;
+            numbers.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0 + 0.0625);
         }
     }
 
@@ -116,8 +128,21 @@ impl CaseWriter {
         self.line(format!("output \"{name}\", %{name}1"));
     }
 
+    /// Returns a value of whole numbers in f32, or a value that is copied from an input.
+    pub fn exact_output(&mut self, name: &str) {
+        self.case.exact.insert(name.to_string());
+        self.line(format!("output \"{name}\", %{name}"));
+    }
+
     pub fn finish(self, buffers: &str) -> Case {
         let text = format!("program @p {{\n{buffers}\n{}{}}}", self.declarations, self.body);
+        Case { text, ..self.case }
+    }
+
+    /// Ends a program that each rank of a mesh runs.
+    pub fn finish_on(self, mesh: &str) -> Case {
+        let body = self.body.replace("toperator.", "ttile.");
+        let text = format!("program @p role(r) mesh({mesh}) {{\n{}{body}}}", self.declarations);
         Case { text, ..self.case }
     }
 }
@@ -167,7 +192,7 @@ pub fn run_call(
         .collect()
 }
 
-pub fn open_gpu(found: &GpuDiscovery) -> CudaBackend {
+pub fn open_gpu(found: &GpuDiscovery, seat: MeshRank) -> CudaBackend {
     let options = CudaOptions {
         device_index: 0,
         kernel_cache: Some(Arc::new(KernelDir(std::env::temp_dir().join("tessera-kernels")))),
@@ -176,7 +201,6 @@ pub fn open_gpu(found: &GpuDiscovery) -> CudaBackend {
         host_id: 0,
         masked_features: masked_features().unwrap(),
     };
-    let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
     CudaBackend::open(&found.libraries, seat, Vec::new(), options).unwrap()
 }
 
@@ -184,53 +208,78 @@ pub fn to_tensor((shape, values): &(Vec<usize>, Vec<f32>)) -> Tensor {
     Tensor::new(shape, values.iter().map(|x| f64::from(*x)).collect())
 }
 
-/// Runs cases on the GPU and in the evaluator, and returns what differs by more than the bound of the dtype,
-/// relative to the largest element of the output.
+/// The only rank of a program without a mesh.
+pub fn only_seat() -> MeshRank {
+    MeshRank { mesh: Mesh::default(), rank: Rank(0) }
+}
+
+/// Runs cases on the GPU, the ranks of a mesh one after another, and in the evaluator. Returns what differs by more than
+/// the bound of the dtype, relative to the largest element of the output.
 pub fn find_differences(found: &GpuDiscovery, cases: &[Case]) -> Vec<String> {
     let mut wrong = Vec::new();
     for case in cases {
         let program = parse_case(case);
-        let mut reference = Evaluator::new(Mesh::default());
-        reference.load_weights(case.weights.iter().map(|(k, v)| (k.clone(), to_tensor(v))));
-        let mut gpu = open_gpu(found);
-        let loaded = load(&mut gpu, &program, case);
-        for (i, call) in case.calls.iter().enumerate() {
-            let mut inputs = CallInputs::default();
-            for (k, v) in &call.0 {
-                inputs = inputs.with_input(k, to_tensor(v));
-            }
-            inputs.scalars =
-                call.1.iter().map(|(k, v)| (k.clone(), CallScalar::Float(to_tensor(v)))).collect();
-            let expected =
-                reference.run(&[&program], &inputs).unwrap_or_else(|e| panic!("{}: {e}", case.name));
-            let got = run_call(&mut gpu, (loaded, &program), call);
-            let again = run_call(&mut gpu, (loaded, &program), call);
-            for (name, expected) in &expected[0] {
-                let scale = expected.data().iter().fold(1e-30, |m: f64, x| m.max(x.abs()));
-                let far = got[name].iter().zip(expected.data());
-                let error = far.fold(0.0, |m: f64, (a, b)| {
-                    let d = (f64::from(*a) - b).abs();
-                    if d.is_nan() { f64::INFINITY } else { m.max(d) }
-                }) / scale;
-                let limit = if case.name.ends_with("bf16") { 1e-2 } else { 5e-6 };
-                println!(
-                    "{} call {i}, {name} {:?}: largest error {error:.1e} of {scale:.3}",
-                    case.name,
-                    expected.shape()
-                );
-                if error > limit || got[name].len() != expected.data().len() {
-                    wrong.push(format!("{} call {i}, {name}: {error:e}", case.name));
-                }
-                if got[name] != again[name] {
-                    wrong.push(format!("{} call {i}, {name}: a replay computes other bits", case.name));
+        let mesh = program.mesh;
+        let expected: Vec<_> = case.calls.iter().map(|call| evaluate(case, &program, call)).collect();
+        for rank in mesh.iter() {
+            let mut gpu = open_gpu(found, MeshRank { mesh, rank });
+            let loaded = load(&mut gpu, &program, case);
+            for (i, call) in case.calls.iter().enumerate() {
+                let got = run_call(&mut gpu, (loaded, &program), call);
+                let again = run_call(&mut gpu, (loaded, &program), call);
+                for (name, expected) in &expected[i][rank.0 as usize] {
+                    let place = format!("{} rank {rank} call {i}, {name}", case.name);
+                    wrong.extend(compare_output(case, (&place, name), &got[name], expected));
+                    if got[name] != again[name] {
+                        wrong.push(format!("{place}: a replay computes other bits"));
+                    }
                 }
             }
-        }
-        if gpu.one_time_counts().graphs_captured != 1 {
-            wrong.push(format!("{}: {:?}", case.name, gpu.one_time_counts()));
+            if gpu.one_time_counts().graphs_captured != 1 {
+                wrong.push(format!("{}: {:?}", case.name, gpu.one_time_counts()));
+            }
         }
     }
     wrong
+}
+
+/// Returns the outputs of each rank in a call, as the evaluator computes them.
+pub fn evaluate(
+    case: &Case,
+    program: &Program,
+    (inputs, scalars): &(Numbers, Numbers),
+) -> Vec<BTreeMap<String, Tensor>> {
+    let mut reference = Evaluator::new(program.mesh);
+    reference.load_weights(case.weights.iter().map(|(k, v)| (k.clone(), to_tensor(v))));
+    let mut call = CallInputs::default();
+    for (k, v) in inputs {
+        call = call.with_input(k, to_tensor(v));
+    }
+    call.scalars = scalars.iter().map(|(k, v)| (k.clone(), CallScalar::Float(to_tensor(v)))).collect();
+    let ranks: Vec<&Program> = program.mesh.iter().map(|_| program).collect();
+    reference.run(&ranks, &call).unwrap_or_else(|e| panic!("{}: {e}", case.name))
+}
+
+/// Compares an output with the evaluator's, and returns a sentence if they differ.
+pub fn compare_output(
+    case: &Case,
+    (place, name): (&str, &str),
+    got: &[f32],
+    expected: &Tensor,
+) -> Option<String> {
+    let scale = expected.data().iter().fold(1e-30, |m: f64, x| m.max(x.abs()));
+    let far = got.iter().zip(expected.data());
+    let error = far.fold(0.0, |m: f64, (a, b)| {
+        let d = (f64::from(*a) - b).abs();
+        if d.is_nan() { f64::INFINITY } else { m.max(d) }
+    }) / scale;
+    let limit = match case.exact.contains(name) {
+        true => 0.0,
+        false if case.name.ends_with("bf16") => 1e-2,
+        false => 5e-6,
+    };
+    println!("{place} {:?}: largest error {error:.1e} of {scale:.3}", expected.shape());
+    (error > limit || got.len() != expected.data().len()).then(|| format!("{place}: {error:e}"))
 }
 
 /// Extents of an attention over pages. A call fills a part of the cache, writes its own rows and attends.

@@ -4,17 +4,20 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+#[path = "../language_cases/mod.rs"]
 mod language_cases;
+
+mod experts;
+mod routers;
 
 use std::time::Duration;
 
 use language_cases::{
     Attention, Case, CaseWriter, DTYPES, NoopObserver, attention_case, find_differences, find_gpu, load,
-    open_gpu, parse_case, run_call,
+    only_seat, open_gpu, parse_case, run_call,
 };
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, MeshRank, Scalar};
-use tessera_mesh::{Mesh, Rank};
+use tessera_device::{Backend, CallData, Scalar};
 
 #[test]
 fn attention_over_pages_agrees_with_the_reference() {
@@ -92,32 +95,6 @@ fn position_case(dtype: &'static str, (heads, head, pairs): (usize, usize, usize
     w.finish("")
 }
 
-fn expert_case(dtype: &'static str, [tokens, experts, k, d, inner, capacity]: [usize; 6]) -> Case {
-    let shape = format!("{tokens} tokens, {k} of {experts} experts of {d} by {inner}, {capacity} slots");
-    let mut w = CaseWriter::new(dtype, format!("experts: {shape}"), 2);
-    w.operand("x", &[tokens, d]);
-    w.input("logits", &[tokens, experts]);
-    w.weight("up", dtype, &[experts, inner, d]);
-    w.weight("down", dtype, &[experts, d, inner]);
-    w.line(format!("%e = toperator.top_k_experts %logits {{top_k = {k}}}"));
-    w.line("%g = toperator.expert_weights %logits, %e");
-    w.line("%rg = toperator.expert_weights %logits, %e {renormalise = true}");
-    w.line(format!("%s = toperator.expert_slots %e {{capacity = {capacity}}}"));
-    w.line(format!("%c = toperator.expert_counts %e, %s {{groups = {experts}}}"));
-    w.line(format!("%p = toperator.expert_pack %x, %e, %s {{capacity = {capacity}, groups = {experts}}}"));
-    let rows = tokens * k;
-    w.line(format!("%h = toperator.grouped_matmul %p, %up, %c {{act = \"silu\", rows = {rows}}}"));
-    w.line(format!("%y = toperator.grouped_matmul %h, %down, %c {{rows = {rows}}}"));
-    w.line("%o = toperator.expert_combine %y, %e, %s, %rg");
-    for name in ["e", "g", "rg", "s", "c"] {
-        w.line(format!("output \"{name}\", %{name}"));
-    }
-    for name in ["p", "h", "o"] {
-        w.output(name);
-    }
-    w.finish("")
-}
-
 fn small_matmul_case(dtype: &'static str, [rows, k, m]: [usize; 3]) -> Case {
     let mut w = CaseWriter::new(dtype, format!("matmul [{rows}, {k}] by [{m}, {k}]"), 1);
     w.operand("x", &[rows, k]);
@@ -131,15 +108,11 @@ fn small_matmul_case(dtype: &'static str, [rows, k, m]: [usize; 3]) -> Case {
 }
 
 #[test]
-fn positions_experts_and_matmuls_of_few_rows_agree_with_the_reference() {
+fn positions_and_matmuls_of_few_rows_agree_with_the_reference() {
     let Some(found) = find_gpu() else { return };
     let mut cases = Vec::new();
     for dtype in DTYPES {
         cases.extend([(3, 6, 3), (5, 128, 64), (2, 80, 20)].map(|shape| position_case(dtype, shape)));
-        cases.extend(
-            [[1, 8, 2, 64, 40, 1], [37, 5, 3, 72, 33, 37], [29, 7, 2, 24, 16, 4], [130, 40, 8, 32, 8, 130]]
-                .map(|shape| expert_case(dtype, shape)),
-        );
         cases.extend((1..=8).map(|rows| small_matmul_case(dtype, [rows, 72 * rows, 37])));
         cases.extend([[1, 4096, 64], [3, 77, 13], [2, 1000, 9]].map(|shape| small_matmul_case(dtype, shape)));
     }
@@ -178,9 +151,8 @@ fn ids_are_those_of_the_cpu() {
         w.line("output \"s\", %s");
         let case = w.finish("");
         let program = parse_case(&case);
-        let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
-        let mut cpu = CpuBackend::new(seat, Pool::new(2).unwrap(), Vec::new(), Duration::from_secs(9));
-        let mut gpu = open_gpu(&found);
+        let mut cpu = CpuBackend::new(only_seat(), Pool::new(2).unwrap(), Vec::new(), Duration::from_secs(9));
+        let mut gpu = open_gpu(&found, only_seat());
         let (on_cpu, on_gpu) = (load(&mut cpu, &program, &case), load(&mut gpu, &program, &case));
         for call in &case.calls {
             let expected = run_call(&mut cpu, (on_cpu, &program), call);
@@ -210,7 +182,7 @@ fn pages_and_counts_that_a_kernel_could_not_use_are_refused() {
     };
     let case = attention_case("f32", small);
     let program = parse_case(&case);
-    let mut gpu = open_gpu(&found);
+    let mut gpu = open_gpu(&found, only_seat());
     let loaded = load(&mut gpu, &program, &case);
     for (name, values, says) in [
         ("pages", vec![0.0, 3.0, 1.0], "page 3 of a pool of 3 pages"),
