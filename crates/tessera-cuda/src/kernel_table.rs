@@ -212,14 +212,21 @@ kernel_signatures! {
     } = SAMPLE_CHOOSE "sample_choose";
 
     /// Chooses the experts of each token.
-    TopKExperts { logits: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, k: i32, tokens: i32 } =
-        TOP_K_EXPERTS "top_k_experts";
+    TopKExperts {
+        logits: DevicePtr<f32>, out: DevicePtr<f32>, rows: TokenRows, experts: i32, k: i32, tokens: i32,
+    } = TOP_K_EXPERTS "top_k_experts";
+
+    /// Returns the places of `n` choices.
+    ExpertPlaces {
+        chosen: DevicePtr<f32>, residents: DevicePtr<u64>, out: DevicePtr<f32>, rows: TokenRows, k: i32, places: i32,
+        n: i32,
+    } = EXPERT_PLACES "expert_places";
 
     /// Ranks the experts of each token by their scores. `score` is a `ScoreKind` of router.cu, and `count` the number
     /// of experts, rounded up to a power of two.
     RankExperts {
-        logits: DevicePtr<f32>, correction: DevicePtr<f32>, out: DevicePtr<f32>, experts: i32, count: i32, k: i32,
-        groups: i32, keep: i32, score: i32,
+        logits: DevicePtr<f32>, correction: DevicePtr<f32>, out: DevicePtr<f32>, rows: TokenRows, experts: i32,
+        count: i32, k: i32, groups: i32, keep: i32, score: i32,
     } = RANK_EXPERTS "rank_experts";
 
     /// Computes the weights of the chosen experts.
@@ -254,8 +261,8 @@ kernel_signatures! {
 
     /// Copies choices and leaves out the last one of some tokens.
     ExpertDraw {
-        choices: DevicePtr<f32>, start: DevicePtr<f32>, out: DevicePtr<f32>, k: i32, first_row: i32, tokens: i32,
-        sequences: i32, layer: i64, seed: u32, ep_seed: u32, keep: f64, n: i64,
+        choices: DevicePtr<f32>, out: DevicePtr<f32>, rows: TokenRows, k: i32, layer: i64, seed: u32, ep_seed: u32,
+        keep: f64, n: i64,
     } = EXPERT_DRAW "expert_draw";
 
     /// Gives each choice the next slot of its expert in its group of tokens.
@@ -299,8 +306,8 @@ kernel_signatures! {
 
     /// Adds the weighted results of the experts of each token.
     ExpertCombine {
-        y: DevicePtr<Element>, chosen: DevicePtr<f32>, slots: DevicePtr<f32>, weights: DevicePtr<f32>,
-        out: DevicePtr<Element>, width: i32, k: i32, of: CombinedSlots,
+        y: DevicePtr<Element>, chosen: DevicePtr<f32>, order: DevicePtr<f32>, slots: DevicePtr<f32>,
+        weights: DevicePtr<f32>, out: DevicePtr<Element>, width: i32, k: i32, of: CombinedSlots,
     } = EXPERT_COMBINE_F32 "expert_combine_f32", EXPERT_COMBINE_BF16 "expert_combine_bf16";
 
     /// Encodes `blocks` blocks of rows as e4m3 with scales.
@@ -439,6 +446,22 @@ pub(crate) struct HeadParts {
 
 impl KernelParam for HeadParts {
     const TYPE: ParamType = ParamType::Value("HeadParts");
+}
+
+/// Kernel argument with the layout of `TokenRows` in experts.cu: addresses of the first positions and of the last rows of
+/// sequences, which may be absent, and where the rows of this rank lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct TokenRows {
+    pub(crate) start: u64,
+    pub(crate) last: u64,
+    pub(crate) first_row: i32,
+    pub(crate) tokens: i32,
+    pub(crate) sequences: i32,
+}
+
+impl KernelParam for TokenRows {
+    const TYPE: ParamType = ParamType::Value("TokenRows");
 }
 
 /// Kernel argument with the layout of `CombinedSlots` in experts.cu: the experts that a rank holds, and the slots that

@@ -1,7 +1,7 @@
-//! Lists of numbers that ops state as attributes, as tables in device memory: the homes of experts and the distances of
-//! homes.
+//! Lists of numbers that ops state as attributes, as tables in device memory: the homes of experts, the distances of
+//! homes, and the expert in each place.
 //!
-//! A list has a number per expert or per pair of homes, too many for the arguments of a launch. No call changes it, so
+//! A list has a number per expert, place or pair of homes, too many for the arguments of a launch. No call changes it, so
 //! it is uploaded once, at load, to the program's call area, behind what a call fills; a weight would be read from a
 //! checkpoint and digested. Layers of a model state equal lists, which share a table.
 
@@ -46,6 +46,7 @@ impl ListTables {
 /// Returns the lists that an op reads on the device.
 fn stated_lists(view: &OpView) -> [&[u64]; 2] {
     match view {
+        OpView::ExpertPlaces(v) => [&v.residents, &[]],
         OpView::ExpertLocality(v) => [&v.home_groups, &v.expert_groups],
         OpView::ExpertDistance(v) => [&v.distances, &v.expert_homes],
         OpView::ExpertDistanceGradient(v) => [&v.distances, &v.expert_homes],

@@ -4,12 +4,38 @@
 // The most experts that `rank_experts` and `expert_reroute` hold in shared memory.
 constexpr int MAX_RANKED_EXPERTS = 4096;
 
+// Where the rows of this rank lie among those of sequences. Rows of the whole tensor from `tokens` on are padding, and each
+// sequence has an equal part of the others. `start` is the position at which each sequence begins, −1 for an absent one,
+// and `last` its last row; without them, rows are positions and every row brings a token.
+struct TokenRows {
+    const float *start, *last;
+    int first_row, tokens, sequences;
+
+    __device__ __forceinline__ int rows_of_sequence() const { return max(tokens / sequences, 1); }
+    // Returns the position at which the sequence of a row of the whole tensor begins.
+    __device__ __forceinline__ u64 begin_of(int row) const {
+        int sequence = row / rows_of_sequence();
+        return start && sequence < sequences ? (u64)fmaxf(start[sequence], 0.0f) : 0;
+    }
+    // Returns whether a row of this rank brings a token.
+    __device__ __forceinline__ bool brings_token(int row) const {
+        if (!start) return true;
+        row += first_row;
+        int sequence = row / rows_of_sequence();
+        return row < tokens && sequence < sequences && start[sequence] >= 0.0f && (float)row <= last[sequence];
+    }
+};
+
 // Chooses the experts with the largest logits, one warp per token.
-extern "C" __global__ void top_k_experts(const float *logits, float *out, int experts, int k, int tokens) {
+extern "C" __global__ void top_k_experts(const float *logits, float *out, const __grid_constant__ TokenRows rows, int experts, int k, int tokens) {
     let_successor_begin();
     wait_for_predecessor();
     int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (token >= tokens) return;
+    if (!rows.brings_token(token)) {
+        for (int j = lane; j < k; j += 32) out[token * k + j] = -1.0f;
+        return;
+    }
     logits += (i64)token * experts;
     u64 last = ~0ull;
     for (int choice = 0; choice < k; choice++) {
@@ -30,6 +56,30 @@ extern "C" __global__ void top_k_experts(const float *logits, float *out, int ex
 // Returns the expert that a choice names, or −1 if it names none of `experts`.
 __device__ __forceinline__ int expert_of_choice(float choice, int experts) {
     return choice >= 0.0f && choice < (float)experts ? (int)choice : -1;
+}
+
+// Returns the place of each choice, one warp per choice. The places of an expert are used round robin, by the row of the
+// token plus the position at which its sequence begins.
+extern "C" __global__ void expert_places(const float *chosen, const u64 *residents, float *out, const __grid_constant__ TokenRows rows, int k, int places, int n) {
+    let_successor_begin();
+    wait_for_predecessor();
+    int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (i >= n) return;
+    int expert = expert_of_choice(chosen[i], places), count = 0, row = rows.first_row + i / k;
+    for (int p = lane; p < places; p += 32) count += residents[p] == (u64)(i64)expert;
+    for (int o = 16; o > 0; o >>= 1) count += __shfl_xor_sync(0xffffffffu, count, o);
+    int before = count > 0 ? (int)((row + rows.begin_of(row)) % (u64)count) : 0, place = -1;
+    for (int first = 0; first < places && place < 0 && count > 0; first += 32) {
+        int p = first + lane;
+        u32 own = __ballot_sync(0xffffffffu, p < places && residents[p] == (u64)(i64)expert);
+        if (before >= __popc(own)) {
+            before -= __popc(own);
+            continue;
+        }
+        for (; before > 0; before--) own &= own - 1;
+        place = first + __ffs(own) - 1;
+    }
+    if (lane == 0) out[i] = (float)place;
 }
 
 // Gives each choice the next slot of its expert among those of its group of tokens: one block per group, of which each
@@ -241,20 +291,20 @@ extern "C" __global__ void grouped_matmul_bf16(const bf16 *x, const bf16 *w, con
 struct CombinedSlots {
     int first_expert, experts, token_groups, group_tokens, capacity;
 };
-// Adds the weighted results of a token's experts by ascending expert, of those that y holds. A block adds some columns of
-// one token.
-template <typename T> __device__ void combine_experts(const T *y, const float *chosen, const float *slots, const float *weights, T *out, int width, int k, const CombinedSlots &of) {
+// Adds the weighted results of a token's experts, of those that y holds, ascending by `order`. A block adds some columns
+// of one token.
+template <typename T> __device__ void combine_experts(const T *y, const float *chosen, const float *order, const float *slots, const float *weights, T *out, int width, int k, const CombinedSlots &of) {
     // The rows of the choices in the order in which they are added, and −1 for one without a slot; then their weights.
     extern __shared__ int rows[];
     float *row_weights = (float *)(rows + k);
     let_successor_begin();
     wait_for_predecessor();
     int blocks = div_up(width, (int)blockDim.x), token = blockIdx.x / blocks;
-    chosen += (i64)token * k, slots += (i64)token * k, weights += (i64)token * k;
+    chosen += (i64)token * k, order += (i64)token * k, slots += (i64)token * k, weights += (i64)token * k;
     for (int j = threadIdx.x; j < k; j += blockDim.x) {
         int before = 0;
-        float expert = chosen[j], slot = slots[j], held = expert - (float)of.first_expert;
-        for (int i = 0; i < k; i++) before += chosen[i] < expert || (chosen[i] == expert && i < j);
+        float place = order[j], slot = slots[j], held = chosen[j] - (float)of.first_expert;
+        for (int i = 0; i < k; i++) before += order[i] < place || (order[i] == place && i < j);
         bool has_slot = slot >= 0.0f && slot < (float)of.capacity && held >= 0.0f && held < (float)of.experts;
         rows[before] = has_slot ? ((int)held * of.token_groups + token / of.group_tokens) * of.capacity + (int)slot : -1;
         row_weights[before] = weights[j];
@@ -268,9 +318,9 @@ template <typename T> __device__ void combine_experts(const T *y, const float *c
         if (rows[i] >= 0) sum = fmaf(row_weights[i], to_f32(y[(i64)rows[i] * width + c]), sum);
     from_f32(sum, out[(i64)token * width + c]);
 }
-extern "C" __global__ void expert_combine_f32(const float *y, const float *chosen, const float *slots, const float *weights, float *out, int width, int k, const __grid_constant__ CombinedSlots of) {
-    combine_experts(y, chosen, slots, weights, out, width, k, of);
+extern "C" __global__ void expert_combine_f32(const float *y, const float *chosen, const float *order, const float *slots, const float *weights, float *out, int width, int k, const __grid_constant__ CombinedSlots of) {
+    combine_experts(y, chosen, order, slots, weights, out, width, k, of);
 }
-extern "C" __global__ void expert_combine_bf16(const bf16 *y, const float *chosen, const float *slots, const float *weights, bf16 *out, int width, int k, const __grid_constant__ CombinedSlots of) {
-    combine_experts(y, chosen, slots, weights, out, width, k, of);
+extern "C" __global__ void expert_combine_bf16(const bf16 *y, const float *chosen, const float *order, const float *slots, const float *weights, bf16 *out, int width, int k, const __grid_constant__ CombinedSlots of) {
+    combine_experts(y, chosen, order, slots, weights, out, width, k, of);
 }

@@ -81,13 +81,17 @@ __device__ void sort_experts(u64 *orders, u16 *experts, int count) {
 }
 // Ranks the experts of one token per block and returns the first k. `count` is the number of experts, rounded up to a
 // power of two. Of several groups, the experts of those that are not kept come last.
-extern "C" __global__ void rank_experts(const float *logits, const float *correction, float *out, int experts, int count, int k, int groups, int keep, int score) {
+extern "C" __global__ void rank_experts(const float *logits, const float *correction, float *out, const __grid_constant__ TokenRows rows, int experts, int count, int k, int groups, int keep, int score) {
     extern __shared__ u64 orders[];
     u64 *ratings = orders + count;
     u16 *ranking = (u16 *)(ratings + groups);
     let_successor_begin();
     wait_for_predecessor();
     logits += (i64)blockIdx.x * experts, out += (i64)blockIdx.x * k;
+    if (!rows.brings_token(blockIdx.x)) {
+        for (int j = threadIdx.x; j < k; j += blockDim.x) out[j] = -1.0f;
+        return;
+    }
     // Every warp adds the total of a softmax for itself, which takes no longer than one warp alone.
     Scores scores = prepare_scores(logits, experts, score);
     for (int e = threadIdx.x; e < count; e += blockDim.x) {
@@ -210,20 +214,16 @@ extern "C" __global__ void distance_gradient(const float *logits, float *out, co
     for (int e = lane; e < d.experts; e += 32) out[e] = (float)(factor * scores.of_logit(logits[e]) * ((double)from[d.expert_homes[e]] - mean));
 }
 
-// Copies choices, and replaces the last one of a token by −1 unless the number of its position is below `keep`. Without
-// `start`, positions are rows of the whole tensor, of which those from `tokens` on are padding.
-extern "C" __global__ void expert_draw(const float *choices, const float *start, float *out, int k, int first_row, int tokens, int sequences, i64 layer, u32 seed, u32 ep_seed, double keep, i64 n) {
+// Copies choices, and replaces the last one of a token by −1 unless the number of its position is below `keep`. Padding
+// keeps its choices.
+extern "C" __global__ void expert_draw(const float *choices, float *out, const __grid_constant__ TokenRows rows, int k, i64 layer, u32 seed, u32 ep_seed, double keep, i64 n) {
     let_successor_begin();
     wait_for_predecessor();
     ELEMENT_INDEX(n);
     float choice = choices[i];
-    int row = first_row + (int)(i / k);
-    if (i % k == k - 1 && row < tokens) {
-        u64 at = row;
-        if (start) {
-            int rows = max(tokens / sequences, 1), sequence = min(row / rows, sequences - 1);
-            at = (u64)fmaxf(start[sequence], 0.0f) + row % rows;
-        }
+    int row = rows.first_row + (int)(i / k);
+    if (i % k == k - 1 && row < rows.tokens) {
+        u64 at = rows.start ? rows.begin_of(row) + row % rows.rows_of_sequence() : row;
         u32 drawn = philox((u32)at, (u32)(at >> 32), (u32)layer, (u32)(layer >> 32), seed, ep_seed).x;
         if (!((double)drawn / 4294967296.0 < keep)) choice = -1.0f;
     }

@@ -27,6 +27,30 @@ fn expert_case(dtype: &'static str, [tokens, experts, k, d, inner, capacity]: [u
     w.finish("")
 }
 
+/// A layer of experts with copies, of which the places lie in another order than the experts. There are more places than
+/// lanes of a warp.
+fn places_case(dtype: &'static str) -> Case {
+    let (tokens, experts, k, d) = (23, 20, 3, 33);
+    let residents: Vec<usize> = (0..37).map(|p| p * 7 % experts).collect();
+    let places = residents.len();
+    let mut w = CaseWriter::new(dtype, format!("{places} places of {experts} experts"), 2);
+    w.operand("x", &[tokens, d]);
+    w.input("logits", &[tokens, experts]);
+    w.weight("up", dtype, &[places, d, d]);
+    w.scalar("start", &[1], &[&[0.0], &[6.0]]);
+    w.line(format!("%e = toperator.top_k_experts %logits {{top_k = {k}}}"));
+    w.line("%g = toperator.expert_weights %logits, %e");
+    w.line(format!("%p = toperator.expert_places %e, start=%start {{residents = {residents:?}}}"));
+    w.line("%s = toperator.expert_slots %p {capacity = 4}");
+    w.line(format!("%c = toperator.expert_counts %p, %s {{groups = {places}}}"));
+    w.line(format!("%r = toperator.expert_pack %x, %p, %s {{capacity = 4, groups = {places}}}"));
+    w.line(format!("%y = toperator.grouped_matmul %r, %up, %c {{rows = {}}}", tokens * k));
+    w.line("%o = toperator.expert_combine %y, %p, %s, %g, order=%e");
+    ["e", "p", "s", "c"].iter().for_each(|name| w.exact_output(name));
+    w.output("o");
+    w.finish("")
+}
+
 /// Extents of tokens in groups with slots of their own. The last tokens are padding.
 #[derive(Debug, Clone, Copy)]
 struct Routing {
@@ -144,7 +168,7 @@ fn experts_agree_with_the_reference() {
     ];
     let of_dtype = |dtype: &'static str| {
         let plain = shapes.map(|shape| expert_case(dtype, shape));
-        plain.into_iter().chain(routings.map(|r| routing_case(dtype, r)))
+        plain.into_iter().chain(routings.map(|r| routing_case(dtype, r))).chain([places_case(dtype)])
     };
     let cases: Vec<Case> = DTYPES.into_iter().flat_map(of_dtype).collect();
     let wrong = find_differences(&found, &cases);

@@ -76,6 +76,40 @@ fn position_case() -> Case {
     w.finish("")
 }
 
+/// Choices of rows of which some bring no token, by both kernels, and their rerouting: sequences end early, one is absent in
+/// the second call, and the last rows are padding.
+fn absent_case() -> Case {
+    let mut w = CaseWriter::new("f32", "rows without a token", 2);
+    w.input("logits", &[14, 9]);
+    w.weight("bias", "f32", &[9]);
+    w.scalar("start", &[3], &[&[0.0, 5.0, 70_000.0], &[3.0, -1.0, 12.0]]);
+    w.scalar("last", &[3], &[&[3.0, 5.0, 10.0], &[0.0, 4.0, 11.0]]);
+    let rows = "last=%last, start=%start";
+    w.line(format!("%searched = toperator.top_k_experts %logits, {rows} {{tokens = 12, top_k = 2}}"));
+    w.line(format!(
+        "%sorted = toperator.top_k_experts %logits, correction=%bias, {rows} {{tokens = 12, top_k = 9}}"
+    ));
+    w.line("%moved = toperator.expert_reroute %sorted {capacity = 1, reroutes = 9, tokens = 12, top_k = 2}");
+    ["searched", "sorted", "moved"].iter().for_each(|name| w.exact_output(name));
+    w.finish("")
+}
+
+/// The same for the rows of each of some ranks of tp, and the places of their choices.
+fn absent_shard_case(ranks: usize) -> Case {
+    let mut w = CaseWriter::new("f32", format!("places on {ranks} ranks"), 2);
+    w.input("logits", &[18, 5]);
+    w.scalar("start", &[2], &[&[0.0, 5.0], &[3.0, -1.0]]);
+    w.scalar("last", &[2], &[&[7.0, 12.0], &[6.0, 9.0]]);
+    w.line("%own = toperator.take_shard %logits {axis = \"tp\", dim = 0}");
+    w.line("%e = toperator.top_k_experts %own, last=%last, start=%start {tokens = 16, top_k = 3}");
+    w.line(
+        "%p = toperator.expert_places %e, start=%start {residents = [4, 1, 0, 1, 2, 3, 1, 4], tokens = 16}",
+    );
+    w.line("%r = toperator.expert_places %e {residents = [4, 1, 0, 1, 2, 3, 1, 4]}");
+    ["e", "p", "r"].iter().for_each(|name| w.exact_output(name));
+    w.finish_on(&format!("tp={ranks}"))
+}
+
 /// Writes the ops that weigh the distance of tokens to experts row by row. Returns the attributes of their distances.
 fn write_distances(
     w: &mut CaseWriter,
@@ -137,7 +171,7 @@ fn routers_agree_with_the_reference() {
     ];
     let mut cases: Vec<Case> =
         gates.into_iter().flat_map(|gate| [true, false].map(|has_ties| gate_case(gate, has_ties))).collect();
-    cases.extend([vanishing_case(), position_case()]);
+    cases.extend([vanishing_case(), position_case(), absent_case(), absent_shard_case(3)]);
     cases.extend([[9, 7, 3, 9], [9, 40, 4, 5], [1500, 64, 8, 1400], [3, 5, 5, 2]].map(distance_case));
     cases.extend([shard_case(2, [14, 6, 3, 12]), shard_case(3, [21, 33, 4, 9])]);
     let wrong = find_differences(&found, &cases);

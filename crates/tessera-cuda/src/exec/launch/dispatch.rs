@@ -232,10 +232,6 @@ fn build_compute(
         C::Attention(v) if s.p.type_of(v.q).shape.len() != 2 => frames::build_attention(s, v, out),
         C::Attention(v) => return attention::build_attention(s, v, out, targets),
         C::RmsNorm(v) if s.p.type_of(v.x).shape.len() != 2 => frames::build_norm(s, v, out, false),
-        C::ExpertPlaces(_) => return cuda_failure("experts with several places"),
-        C::ExpertCombine(views::ExpertCombine { order: Some(_), .. }) => {
-            return cuda_failure("a sum over experts in another order");
-        }
         C::PagedAttention(v) => {
             return paged_attention::build_paged_attention(s, v, out).map(StepWork::Kernels);
         }
@@ -256,6 +252,7 @@ fn build_compute(
         C::ExpertDistanceGradient(v) => router::build_distance_gradient(s, v, out),
         C::ExpertDraw(v) => router::build_expert_draw(s, v, out),
         C::ExpertReroute(v) => experts::build_expert_reroute(s, v, out),
+        C::ExpertPlaces(v) => experts::build_expert_places(s, v, out),
         C::ExpertSlots(v) => experts::build_expert_slots(s, v, out),
         C::ExpertCounts(v) => experts::build_expert_counts(s, v, out),
         C::ExpertStatistics(v) => experts::build_expert_statistics(s, v, out),

@@ -10,9 +10,9 @@ use crate::driver::{CudaResult, cuda_failure};
 use crate::kernel_params::DevicePtr;
 use crate::kernel_table::{
     CombinedSlots, EXPERT_COMBINE_BF16, EXPERT_COMBINE_F32, EXPERT_COUNTS, EXPERT_PACK_BF16, EXPERT_PACK_F32,
-    EXPERT_REROUTE, EXPERT_SLOTS, EXPERT_STATISTICS, ExpertCombine, ExpertCounts, ExpertPack, ExpertReroute,
-    ExpertSlots, ExpertStatistics, GROUPED_MATMUL_BF16, GROUPED_MATMUL_F32, GroupedMatmul, ZERO_WORDS,
-    ZeroWords,
+    EXPERT_PLACES, EXPERT_REROUTE, EXPERT_SLOTS, EXPERT_STATISTICS, ExpertCombine, ExpertCounts, ExpertPack,
+    ExpertPlaces, ExpertReroute, ExpertSlots, ExpertStatistics, GROUPED_MATMUL_BF16, GROUPED_MATMUL_F32,
+    GroupedMatmul, ZERO_WORDS, ZeroWords,
 };
 use crate::kernels::KernelLaunch;
 
@@ -73,6 +73,21 @@ pub(super) fn build_expert_tokens(
         Transfer::Copy { to, from: s.at(v.x)?, bytes },
         Transfer::ZeroRows { at: (to + bytes, padding), bytes: padding, rows: 1 },
     ]))
+}
+
+pub(super) fn build_expert_places(s: &LaunchSite<'_>, v: &views::ExpertPlaces, out: ValueId) -> Built {
+    let ty = s.p.type_of(v.experts);
+    let n = ty.element_count();
+    let args = ExpertPlaces {
+        chosen: s.at(v.experts)?,
+        residents: s.list_address(&v.residents)?,
+        out: s.at(out)?,
+        rows: s.token_rows(v.experts, v.tokens, (v.start, None))?,
+        k: last_extent(ty) as i32,
+        places: v.residents.len() as i32,
+        n: n as i32,
+    };
+    Ok(KernelLaunch::elements(EXPERT_PLACES, WARP * n, args).begin_early())
 }
 
 pub(super) fn build_expert_slots(s: &LaunchSite<'_>, v: &views::ExpertSlots, out: ValueId) -> Built {
@@ -240,6 +255,7 @@ pub(super) fn build_expert_combine(s: &LaunchSite<'_>, v: &views::ExpertCombine,
     let args = ExpertCombine {
         y: s.at(v.y)?,
         chosen: s.at(v.experts)?,
+        order: s.at(v.order.unwrap_or(v.experts))?,
         slots: s.at(v.slots)?,
         weights: s.at(v.weights)?,
         out: s.at(out)?,

@@ -36,10 +36,12 @@ pub(super) fn build_top_k_experts(s: &LaunchSite<'_>, v: &views::TopKExperts, ou
     require_f32(s, v.logits, "logits")?;
     let (tokens, experts) = (ty.shape[0], last_extent(ty));
     let is_plain = v.correction.is_none() && v.groups == 1;
+    let rows = s.token_rows(v.logits, v.tokens, (v.start, v.last))?;
     if is_plain && (v.top_k <= MAX_SEARCHES || experts > MAX_RANKED_EXPERTS) {
         let args = TopKExperts {
             logits: s.at(v.logits)?,
             out: s.at(out)?,
+            rows,
             experts: experts as i32,
             k: v.top_k as i32,
             tokens: tokens as i32,
@@ -57,6 +59,7 @@ pub(super) fn build_top_k_experts(s: &LaunchSite<'_>, v: &views::TopKExperts, ou
         logits: s.at(v.logits)?,
         correction: s.at_optional(v.correction)?,
         out: s.at(out)?,
+        rows,
         experts: experts as i32,
         count: count as i32,
         k: v.top_k as i32,
@@ -157,18 +160,14 @@ pub(super) fn build_distance_gradient(
 }
 
 pub(super) fn build_expert_draw(s: &LaunchSite<'_>, v: &views::ExpertDraw, out: ValueId) -> Built {
-    let (ty, span) = (s.p.type_of(v.choices), s.row_span(v.choices, v.tokens));
-    v.start.map_or(Ok(()), |start| require_f32(s, start, "positions"))?;
+    let ty = s.p.type_of(v.choices);
     let &[seed, ep_seed] = &v.seeds[..] else { return cuda_failure(format!("seeds {:?}", v.seeds)) };
     let n = ty.element_count();
     let args = ExpertDraw {
         choices: s.at(v.choices)?,
-        start: s.at_optional(v.start)?,
         out: s.at(out)?,
+        rows: s.token_rows(v.choices, v.tokens, (v.start, None))?,
         k: last_extent(ty) as i32,
-        first_row: span.first as i32,
-        tokens: span.tokens as i32,
-        sequences: v.start.map_or(1, |start| s.p.type_of(start).element_count()) as i32,
         layer: v.layer as i64,
         seed: seed as u32,
         ep_seed: ep_seed as u32,

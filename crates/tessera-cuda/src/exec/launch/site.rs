@@ -7,6 +7,7 @@ use tessera_mesh::Rank;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::exec::CudaBackend;
 use crate::exec::rope_tables::RopeTables;
+use crate::kernel_table::TokenRows;
 
 /// The program of a launch, and where the backend has placed its values.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +113,27 @@ impl<'a> LaunchSite<'a> {
         let all = ty.layout.global_shape(&ty.shape, &self.p.mesh)[0];
         let (first, tokens) = (self.first_global_row(ty, 0), tokens.map_or(all, |n| n.min(all)));
         RowSpan { first, rows: ty.shape[0], all, tokens }
+    }
+
+    /// Returns where the rows of a value lie among those of sequences, given by the first position of each and, if rows may
+    /// bring no token, by its last row. `tokens` rows of the whole tensor are no padding (all by default).
+    pub(super) fn token_rows(
+        &self,
+        v: ValueId,
+        tokens: Option<u64>,
+        (start, last): (Option<ValueId>, Option<ValueId>),
+    ) -> CudaResult<TokenRows> {
+        if let Some(other) = start.into_iter().chain(last).find(|s| self.p.type_of(*s).dtype != DType::F32) {
+            return cuda_failure(format!("positions of experts' tokens in {}", self.p.type_of(other).dtype));
+        }
+        let span = self.row_span(v, tokens);
+        Ok(TokenRows {
+            start: self.at_optional(start)?,
+            last: self.at_optional(last)?,
+            first_row: span.first as i32,
+            tokens: span.tokens as i32,
+            sequences: start.map_or(1, |s| self.p.type_of(s).element_count().max(1)) as i32,
+        })
     }
 
     /// Returns the row pitch of a value, in elements.
