@@ -15,7 +15,8 @@ use crate::collectives::Contribution;
 /// Rows that one word of the mask describes.
 const ROWS_PER_WORD: usize = 32;
 
-/// Whether a collective exchanges slots of experts [experts, slots, width], whose empty rows need not travel.
+/// Whether a collective exchanges tensors of at least three dims, as slots of experts [experts, slots, width] are, whose
+/// empty rows need not travel. Other tensors of that rank keep their bits, and pay for the mask.
 #[must_use]
 pub fn exchanges_slots(op: &Op, operand: &Type) -> bool {
     op.opcode == Opcode::AllToAll

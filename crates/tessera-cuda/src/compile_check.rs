@@ -68,9 +68,9 @@ fn all_compilations() -> Vec<Compilation> {
     for (module, source, _) in head_sources() {
         let heads: &[u64] = match module {
             "frame_attention" => &[32, 96, 384],
-            "paged_attention" => &[128],
-            // The latents of DeepSeek-V3. Sizes that lanes do not divide compile in the tests on GPUs.
-            "latent_attention" => &[576],
+            "paged_attention" => &[5, 128],
+            // The latents of DeepSeek-V3, and heads that lanes do not divide.
+            "latent_attention" => &[13, 576],
             "merge_parts" => &[0],
             _ => &[0, 16, 48, 64, 128],
         };

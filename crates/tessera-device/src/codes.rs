@@ -19,13 +19,13 @@ The message names the op, the slot and the other op. Record an event after the e
 that event. A verified plan has this event, so a drill, a program that bypasses the verifier, or a kernel that leaves \
 elements unwritten causes this error.";
 
-    T0804: "host has too little memory for a tensor",
-    "A rank allocates its weights, buffers and temporaries on the host before its first call. The message names the tensor, \
-the bytes that it takes and the bytes that this host has available: its free and reclaimable memory, or what the \
+    T0804: "host has too little memory",
+    "A rank allocates its weights, buffers and temporaries on the host before its first call. The message names the bytes \
+that a tensor or all ranks of this host take and the bytes that this host has available: its free and reclaimable memory, or what the \
 container's limit leaves, if that is less. The allocation is refused, because the operating system would otherwise end the process \
 in the middle of the load.\n\n\
 Compare the number in the message with the shapes in `config.json` and `stream.toml`: an extra digit there is the usual \
-cause. If the sizes are right, use more ranks on more hosts, a smaller window or smaller frames.";
+cause. If the sizes are right, use more ranks on more hosts, a smaller window, smaller frames, or fewer positions of texts.";
 
     T0805: "allocated memory differs from the plan",
     "After the warm-up, each rank reports the bytes that its backend allocated for weights, buffers and temporaries. On this \

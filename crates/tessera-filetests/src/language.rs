@@ -9,7 +9,7 @@ mod run;
 use tessera_ir::Bundle;
 
 pub use draw::{Case, FAMILIES, TokenCall, programs_of_ranks};
-pub use run::{Results, evaluate, run_on_ranks};
+pub use run::{Results, evaluate, run_on_ranks, stack_listed_experts};
 
 /// Seed of the cases that [`planned_cases`] draws.
 pub const SEED: u64 = 5;

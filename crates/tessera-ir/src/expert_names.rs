@@ -37,19 +37,19 @@ impl<'a> ExpertTensorNames<'a> {
 
     /// Returns the experts that the name lists; `None` for every expert.
     #[must_use]
-    pub fn listed(&self) -> Option<&[u64]> {
+    pub fn listed_experts(&self) -> Option<&[u64]> {
         self.listed.as_deref()
     }
 
     /// Returns the name of the weight that holds every expert.
     #[must_use]
-    pub fn of_every_expert(&self) -> String {
+    pub fn name_every_expert(&self) -> String {
         format!("{}{EVERY_EXPERT}{}", self.before, self.after)
     }
 
     /// Returns the name of the tensor at an index of the first dim.
     #[must_use]
-    pub fn tensor(&self, index: u64) -> String {
+    pub fn name_tensor(&self, index: u64) -> String {
         let listed = self.listed.as_ref().and_then(|list| list.get(usize::try_from(index).ok()?));
         format!("{}.{}.{}", self.before, listed.unwrap_or(&index), self.after)
     }
@@ -65,10 +65,12 @@ mod tests {
         let some = name_experts(every, &[2, 0, 2]);
         assert_eq!(some, "model.layers.3.mlp.experts.{2,0,2}.gate_proj.weight");
         let tensors = |name: &str| -> Vec<String> {
-            (0..3).map(|i| ExpertTensorNames::parse(name).map_or(String::new(), |n| n.tensor(i))).collect()
+            (0..3)
+                .map(|i| ExpertTensorNames::parse(name).map_or(String::new(), |n| n.name_tensor(i)))
+                .collect()
         };
         let expert = |e: u64| format!("model.layers.3.mlp.experts.{e}.gate_proj.weight");
-        assert_eq!(ExpertTensorNames::parse(&some).map(|n| n.of_every_expert()).as_deref(), Some(every));
+        assert_eq!(ExpertTensorNames::parse(&some).map(|n| n.name_every_expert()).as_deref(), Some(every));
         assert_eq!(tensors(every), [expert(0), expert(1), expert(2)]);
         assert_eq!(tensors(&some), [expert(2), expert(0), expert(2)]);
         assert_eq!(ExpertTensorNames::parse("model.norm.weight"), None);

@@ -93,7 +93,7 @@ ranks route a token (`tokens`), how the results of its experts are added (`combi
 instead (`reroute_bytes`), how tokens travel (`wire`), and how many copies of hot experts there are (`replicas`, by \
 `choices` or `choices_file`). Two of its keys contradict each other, or a number does not fit the mesh or the model; the \
 message names them.\n\n\
-With `tokens = \"sharded\"` every rank of that axis has the same number of token groups, so their number must divide \
+With `tokens = \"sharded\"` every rank of that axis has the same number of token groups, so the number of these ranks must divide \
 `token_groups`. Which tokens are dropped follows from the groups alone: state a multiple of every number of ranks that you \
 want to compare. `wire = \"fp8\"` rounds the tokens that travel, which only `numerics.tokens = \"fp8_e4m3\"` allows. \
 `choices_file` is the experts.jsonl that a run with `statistics = true` leaves.";

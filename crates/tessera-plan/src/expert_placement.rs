@@ -80,7 +80,14 @@ fn check_choices(
         refuse(format!("experts.choices_file = {file:?} was not read"), "state the numbers as `choices`");
     }
     let used: BTreeSet<u64> = layers.values().copied().collect();
-    let wrong = copies.choices.iter().find(|(l, x)| used.contains(l) && x.len() as u64 != experts);
+    // Every phase of a model has all of its layers; a program without experts has none.
+    if let Some(layer) = copies.choices.keys().find(|layer| !used.is_empty() && !used.contains(layer)) {
+        refuse(
+            format!("experts.choices count layer {layer}, which has no experts"),
+            "use the choices of a run of the same model; layers are numbered from 0",
+        );
+    }
+    let wrong = copies.choices.iter().find(|(_, chosen)| chosen.len() as u64 != experts);
     if let Some((layer, chosen)) = wrong {
         refuse(
             format!("experts.choices of layer {layer} count {} experts of {experts}", chosen.len()),
@@ -100,7 +107,8 @@ fn check_choices(
     let matmuls = p.ops.iter().filter(|op| op.opcode == Opcode::GroupedMatmul);
     if matmuls.clone().any(|op| layer_of(op).is_none() || !is_stored(&op.operands[1])) {
         refuse(
-            "experts whose matrices are no weights of a block, as those of moe_route".to_string(),
+            "the matrices of the experts are no weights of single experts, so they cannot be copied"
+                .to_string(),
             "leave out `replicas`, `choices` and `choices_file`",
         );
     }
@@ -137,13 +145,13 @@ impl PlacementPass<'_> {
     }
 
     /// Returns the expert in each place of a layer. `place_experts` runs only if the mapping states choices.
-    fn residents(&self, layer: u64) -> Vec<u64> {
-        self.mapping.residents(layer, self.experts).unwrap_or_default()
+    fn list_residents(&self, layer: u64) -> Vec<u64> {
+        self.mapping.list_residents(layer, self.experts).unwrap_or_default()
     }
 
     /// Emits the weight with a matrix for each place.
     fn emit_weight(&mut self, op: &Op) -> Vec<ValueId> {
-        let residents = self.residents(self.layers[&op.results[0]]);
+        let residents = self.list_residents(self.layers[&op.results[0]]);
         let name = name_experts(op.name.as_deref().unwrap_or_default(), &residents);
         let mut ty = self.program.type_of(op.results[0]).clone();
         ty.shape[0] = residents.len() as u64;
@@ -175,7 +183,7 @@ impl PlacementPass<'_> {
         if let Some(places) = self.places.get(&choices) {
             return *places;
         }
-        let residents = layer_of(op).map(|layer| self.residents(layer)).unwrap_or_default();
+        let residents = layer_of(op).map(|layer| self.list_residents(layer)).unwrap_or_default();
         let chosen = find_value(&self.values, choices);
         // In a decoding step a text has one row, so its position decides which copy it goes to.
         if let Some(start) = sequence_starts(self.program) {

@@ -24,18 +24,18 @@ const CHANNEL_BYTES: u64 = 4;
 /// Begins the name of an output with the counts [experts, 4] of a layer; the layer follows.
 pub const EXPERT_STATISTICS: &str = "experts.";
 
-/// Rewrites the experts of a program for `groups` token groups; returns a copy of a program without experts.
+/// Rewrites the experts of a program, of which a layer has `experts`, for `groups` token groups; returns a copy of a program without experts.
 ///
 /// # Errors
 /// Returns T0606 if an op between the packed rows and the sum does not accept padded rows.
 pub(crate) fn route_in_groups(
     p: &Program,
     mapping: &ExpertMapping,
-    groups: u64,
+    (experts, groups): (u64, u64),
 ) -> Result<Program, Diagnostics> {
     let defs = p.defining_ops();
     let layers: Vec<ExpertLayer> =
-        (0..p.ops.len()).filter_map(|i| ExpertLayer::find(p, &defs, i, mapping, groups)).collect();
+        (0..p.ops.len()).filter_map(|i| ExpertLayer::find(p, &defs, i, mapping, (experts, groups))).collect();
     if layers.is_empty() {
         return Ok(p.clone());
     }
@@ -74,7 +74,8 @@ struct ExpertLayer {
     sum: usize,
     /// Ops from the rows to the sum, the latter included.
     ops: BTreeSet<usize>,
-    experts: u64,
+    /// Places of experts: one for each, and one for each copy.
+    places: u64,
     tokens: u64,
     group_tokens: u64,
     padded: u64,
@@ -91,7 +92,7 @@ impl ExpertLayer {
         defs: &[Option<usize>],
         sum: usize,
         mapping: &ExpertMapping,
-        groups: u64,
+        (experts, groups): (u64, u64),
     ) -> Option<ExpertLayer> {
         // A program that states groups of its own keeps them.
         let Ok(OpView::ExpertCombine(combine @ views::ExpertCombine { group_tokens: None, .. })) =
@@ -104,7 +105,7 @@ impl ExpertLayer {
             Ok(OpView::ExpertPackFused(v)) if v.experts == combine.experts => Some((v.x, v.groups)),
             _ => None,
         });
-        let (rows, experts) = pack?;
+        let (rows, places) = pack?;
         let (tokens, k) = (p.type_of(rows).shape[0], p.type_of(combine.experts).shape[1]);
         let group_tokens = tokens.div_ceil(groups).max(1);
         let share = |f: f64| (f * (group_tokens * k) as f64 / experts as f64).ceil().max(1.0);
@@ -116,7 +117,7 @@ impl ExpertLayer {
             choices: combine.experts,
             sum,
             ops: with_distances(p, defs, ops_between(p, defs, rows, sum)),
-            experts,
+            places,
             tokens,
             group_tokens,
             padded: group_tokens * groups,
@@ -230,7 +231,7 @@ impl RoutingPass<'_> {
             op.keyed.iter().map(|(key, value)| (*key, self.value(Some(at), *value))).collect();
         let b = &mut self.builder;
         // A token may only move to an expert of the groups that its gate keeps.
-        b.set_attrs(op.attrs.clone()).set_attr("top_k", layer.experts / v.groups * v.keep_groups);
+        b.set_attrs(op.attrs.clone()).set_attr("top_k", layer.places / v.groups * v.keep_groups);
         for (key, value) in keyed {
             b.add_keyed(key, value);
         }
@@ -248,7 +249,7 @@ impl RoutingPass<'_> {
         let first = self.values.get(&(None, self.layers[at].choices)).copied().unwrap_or(moved);
         let slots = self.values[&(Some(at), op.results[0])];
         let l = &self.layers[at];
-        self.builder.copy_attrs(op, &["at"]).set_attr("groups", l.experts);
+        self.builder.copy_attrs(op, &["at"]).set_attr("groups", l.places);
         if l.padded != l.tokens {
             self.builder.set_attr("tokens", l.tokens);
         }

@@ -195,7 +195,7 @@ fn with_token_groups<'a>(
     }
     let groups = mapping.token_groups(logical.experts);
     mapping.experts.token_groups = u32::try_from(groups).ok();
-    let route = |p| expert_routing::route_in_groups(p, &mapping.experts, groups);
+    let route = |p| expert_routing::route_in_groups(p, &mapping.experts, (logical.experts, groups));
     let phases = logical.phases.iter().map(route).collect::<Result<_, _>>()?;
     Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
 }

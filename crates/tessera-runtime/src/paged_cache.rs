@@ -17,6 +17,8 @@ use crate::wire::{NewSequence, PhaseCall, ScalarArg, SequenceRows, TokenWork};
 pub(crate) const PAGES: &str = "pages";
 /// Scalar [sequences] of a program of tokens: the position of the first row of each, −1 for an absent one.
 const START: &str = "start";
+/// Call scalar with the last row of each sequence that brings a token, numbered in the program.
+const LAST: &str = "last";
 
 /// Sizes of KV caches in pages, which are constant in a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,16 +111,22 @@ impl PagedCacheState {
     /// T0710 for a program of no bucket, or one without rows to compute. T0712 if the phase names other pages or
     /// positions than this state.
     pub fn apply_phase(&mut self, phase: &PhaseCall) -> Result<(), Diagnostic> {
-        self.check_scalar(phase, START, 1, |rows, _| rows.first as f32)?;
-        self.check_scalar(phase, PAGES, self.spec.pages_per_sequence as usize, |rows, at| {
-            let pages = self.sequences.get(&rows.sequence).map_or(&[][..], |s| &s.pages);
-            pages.get(at).map_or(-1.0, |page| *page as f32)
+        self.check_scalar(phase, START, 1, |_, rows, _| Some(rows.map_or(-1.0, |rows| rows.first as f32)))?;
+        self.check_scalar(phase, PAGES, self.spec.pages_per_sequence as usize, |_, rows, at| {
+            let pages =
+                rows.and_then(|rows| self.sequences.get(&rows.sequence)).map_or(&[][..], |s| &s.pages);
+            Some(pages.get(at).map_or(-1.0, |page| *page as f32))
         })?;
         let Some(of_program) = rows_of_program(&phase.program) else {
             return Err(
                 self.transition_error(&format!("the program `{}` has no number of rows", phase.program))
             );
         };
+        // An absent sequence has no last row, so any number stands for it.
+        self.check_scalar(phase, LAST, 1, |place, rows, _| {
+            let rows = rows?.count.min(of_program);
+            Some((place as u32 * of_program + rows).saturating_sub(1) as f32)
+        })?;
         if self.due_rows.iter().all(Option::is_none) {
             return Err(self.transition_error(&format!("phase `{}` has no rows to compute", phase.program)));
         }
@@ -215,13 +223,13 @@ impl PagedCacheState {
         phase: &PhaseCall,
         name: &str,
         width: usize,
-        expected: impl Fn(&SequenceRows, usize) -> f32,
+        expected: impl Fn(usize, Option<&SequenceRows>, usize) -> Option<f32>,
     ) -> Result<(), Diagnostic> {
         let Some(ScalarArg::F32s(sent)) = phase.scalar_arg(name) else { return Ok(()) };
         for (place, sent) in sent.chunks(width).enumerate() {
             let rows = self.due_rows.get(place).and_then(Option::as_ref);
             for (at, sent) in sent.iter().enumerate() {
-                let expected = rows.map_or(-1.0, |rows| expected(rows, at));
+                let Some(expected) = expected(place, rows, at) else { continue };
                 if sent.get().to_bits() != expected.to_bits() {
                     let what = format!(
                         "`{name}` of phase `{}` differs from this rank's in place {place}",
@@ -294,6 +302,25 @@ mod tests {
         assert!(state.describe().contains("call 3, sequence 8: 0 rows in pages [0]"), "{}", state.describe());
         state.reset().unwrap();
         assert_eq!(state.describe(), "epoch 1, call 3, no sequence");
+    }
+
+    #[test]
+    fn a_phase_names_the_last_row_of_each_present_sequence() {
+        let mut state = state_with_sequence();
+        state.begin_call(&TokenWork { rows: vec![None, rows(7, 3, 2)], ..TokenWork::default() }).unwrap();
+        let with_last = |last: &[f32]| {
+            let mut phase = phase(&[-1.0, 3.0], &[-1.0, -1.0, 2.0, 0.0]);
+            phase.args.push((LAST.to_string(), ScalarArg::from_f32s(last)));
+            phase
+        };
+        // The second place of a program of 4 rows each brings rows 4 and 5; the first one is absent.
+        for absent in [0.0, 3.0] {
+            state.clone().apply_phase(&with_last(&[absent, 5.0])).unwrap();
+        }
+        for last in [1.0, 4.0, 7.0] {
+            let d = state.clone().apply_phase(&with_last(&[0.0, last])).unwrap_err();
+            assert!(d.code.id == "T0712" && d.message.contains("`last`"), "{}", d.message);
+        }
     }
 
     #[test]

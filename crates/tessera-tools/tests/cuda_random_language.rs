@@ -99,6 +99,10 @@ fn a_plan_computes_on_gpus_what_the_evaluator_computes() {
             *runs_by_ranks.entry(ranks).or_default() += 1;
         }
     }
+    if count >= 2 {
+        let on_two = runs_by_ranks.get(&2).copied().unwrap_or(0);
+        assert!(on_two >= 8 && seen.contains(Opcode::AllToAll.name()), "{runs_by_ranks:?}");
+    }
     println!("cases by number of GPUs: {runs_by_ranks:?}, largest difference: {worst:.1e}");
     for opcode in WANTED.map(Opcode::name) {
         assert!(seen.contains(opcode), "no GPU ran {opcode}");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use tessera_base::{Bytes, Diagnostic};
 use tessera_device::T0804;
-use tessera_ir::{Opcode, Program, Type};
+use tessera_ir::{DType, Opcode, Program, Type};
 use tessera_mesh::Rank;
 use tessera_verify::SealedPlan;
 
@@ -44,14 +44,15 @@ fn check_against(sealed: &SealedPlan, others: u64, available: u64) -> Result<(),
     let d = Diagnostic::error(&T0804, message)
         .with_label("plan", needed_text)
         .with_label("this host", format!("{available} bytes available"))
-        .with_hint("check the sizes in the files of the model, or use ranks on GPUs or on more hosts");
+        .with_hint("check the sizes in the files of the model, or use ranks on GPUs");
     Err(match tensors.max() {
         Some((bytes, name)) => d.with_label(name, format!("{bytes} bytes, the largest tensor")),
         None => d,
     })
 }
 
-/// Returns the bytes that a rank on a CPU holds. Weights and buffers are f32 there, whatever the plan's dtype.
+/// Returns the bytes that a rank on a CPU holds at least: weights of a narrower dtype are stored in bf16, and everything
+/// else in f32. Temporaries count as the plan states them.
 fn held_bytes(sealed: &SealedPlan, rank: Rank) -> u64 {
     let mut held = BTreeMap::new();
     for p in programs_of(sealed, rank) {
@@ -59,7 +60,9 @@ fn held_bytes(sealed: &SealedPlan, rank: Rank) -> u64 {
         let weights = p.ops.iter().filter(|op| op.opcode == Opcode::Weight);
         held.extend(weights.filter_map(|op| {
             let name = op.name.as_deref()?;
-            Some(((name, Some(op.weight_load())), cpu_bytes(p.type_of(*op.results.first()?))))
+            let ty = p.type_of(*op.results.first()?);
+            let bytes = if ty.dtype == DType::F32 { cpu_bytes(ty) } else { cpu_bytes(ty) / 2 };
+            Some(((name, Some(op.weight_load())), bytes))
         }));
     }
     let rest = sealed.rank_memory(rank).map_or(0, |m| m.inputs.0.saturating_add(m.temporaries.0));
@@ -110,13 +113,14 @@ mod tests {
     }
 
     #[test]
-    fn ranks_hold_f32_whatever_the_dtype_of_the_plan() {
+    fn a_rank_holds_narrow_weights_in_bf16_and_buffers_in_f32() {
         let (f32, bf16) = (plan(DtypePolicy::F32, "tp=1"), plan(DtypePolicy::Bf16, "tp=1"));
         let planned = f32.rank_memory(Rank(0)).unwrap();
         assert_eq!(held_bytes(&f32, Rank(0)), planned.total_bytes().0);
         let narrow = bf16.rank_memory(Rank(0)).unwrap();
-        assert!(narrow.weights.0 < planned.weights.0);
-        assert!(held_bytes(&bf16, Rank(0)) >= planned.weights.0 + planned.buffers.0);
+        assert!(narrow.weights.0 < planned.weights.0 && narrow.buffers.0 < planned.buffers.0);
+        let rest = narrow.inputs.0 + narrow.temporaries.0;
+        assert_eq!(held_bytes(&bf16, Rank(0)), narrow.weights.0 + planned.buffers.0 + rest);
     }
 
     #[test]

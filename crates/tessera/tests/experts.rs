@@ -188,6 +188,9 @@ fn a_capacity_of_copies_drops_the_same_tokens_on_every_mesh() {
     };
     let alone = bits(&logits("qwen3-moe", 2, &keys("ep = 1")));
     assert!(alone != bits(&logits("qwen3-moe", 2, "")), "the capacity drops tokens");
+    // A copy has slots beside those of the expert, and an expert without one keeps its own.
+    let once = "[experts]\ntoken_groups = 12\ncapacity_factor = 0.7\n";
+    assert!(alone != bits(&logits("qwen3-moe", 2, once)), "copies leave more tokens their experts");
     for mesh in ["ep = 2", "ep = 3", "ep = 4", "ep = 2\npp = 2"] {
         assert!(bits(&logits("qwen3-moe", 2, &keys(mesh))) == alone, "{mesh}");
     }

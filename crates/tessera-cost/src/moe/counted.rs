@@ -16,7 +16,7 @@ pub struct CountedLoad {
 /// A place of an expert on a rank. Without copies, an expert has one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CountedPlace {
-    /// The rank.
+    /// The rank that computes the rows of this place.
     pub rank: u64,
     /// Its share of the expert: 1 over the number of the expert's places.
     pub share: f64,

@@ -185,9 +185,9 @@ pub fn expert_reroute(
             }
             let token = i / k;
             let own = token * k..(token + 1) * k;
-            let next = ranking[token * experts..][..experts][k..]
-                .iter()
-                .find(|e| taken[**e as usize] < groups.capacity && !chosen[own.clone()].contains(*e));
+            let next = ranking[token * experts..][..experts][k..].iter().find(|e| {
+                **e >= 0.0 && taken[**e as usize] < groups.capacity && !chosen[own.clone()].contains(*e)
+            });
             if let Some(to) = next {
                 chosen[*i] = *to;
                 taken[*to as usize] += 1;

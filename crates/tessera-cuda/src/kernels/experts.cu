@@ -26,7 +26,7 @@ struct TokenRows {
     }
 };
 
-// Chooses the experts with the largest logits, one warp per token.
+// Chooses the experts with the largest logits, one warp per token, and −1 for a row without a token.
 extern "C" __global__ void top_k_experts(const float *logits, float *out, const __grid_constant__ TokenRows rows, int experts, int k, int tokens) {
     let_successor_begin();
     wait_for_predecessor();
@@ -303,8 +303,10 @@ template <typename T> __device__ void combine_experts(const T *y, const float *c
     chosen += (i64)token * k, order += (i64)token * k, slots += (i64)token * k, weights += (i64)token * k;
     for (int j = threadIdx.x; j < k; j += blockDim.x) {
         int before = 0;
-        float place = order[j], slot = slots[j], held = chosen[j] - (float)of.first_expert;
-        for (int i = 0; i < k; i++) before += order[i] < place || (order[i] == place && i < j);
+        float slot = slots[j], held = chosen[j] - (float)of.first_expert;
+        // Of numbers as integers, NaN has a place too, so that every row is written.
+        u32 own = float_order(order[j]);
+        for (int i = 0; i < k; i++) before += float_order(order[i]) < own || (float_order(order[i]) == own && i < j);
         bool has_slot = slot >= 0.0f && slot < (float)of.capacity && held >= 0.0f && held < (float)of.experts;
         rows[before] = has_slot ? ((int)held * of.token_groups + token / of.group_tokens) * of.capacity + (int)slot : -1;
         row_weights[before] = weights[j];

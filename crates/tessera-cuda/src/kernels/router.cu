@@ -214,8 +214,8 @@ extern "C" __global__ void distance_gradient(const float *logits, float *out, co
     for (int e = lane; e < d.experts; e += 32) out[e] = (float)(factor * scores.of_logit(logits[e]) * ((double)from[d.expert_homes[e]] - mean));
 }
 
-// Copies choices, and replaces the last one of a token by −1 unless the number of its position is below `keep`. Padding
-// keeps its choices.
+// Copies choices, and replaces the last one of a token by −1 unless the random number drawn for its position is below
+// `keep`. Padding keeps its choices.
 extern "C" __global__ void expert_draw(const float *choices, float *out, const __grid_constant__ TokenRows rows, int k, i64 layer, u32 seed, u32 ep_seed, double keep, i64 n) {
     let_successor_begin();
     wait_for_predecessor();

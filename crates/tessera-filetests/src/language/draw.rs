@@ -81,7 +81,8 @@ impl Case {
             false => String::new(),
         };
         if let Some(layers) = &model.experts {
-            experts += &draw_copies(&mut d, layers.count, &experts);
+            let first = (0..model.extents.layers).find(|layer| !layers.dense_layers.contains(layer));
+            experts += &draw_copies(&mut d, (first.unwrap_or(0), layers.count), &experts);
         }
         let output = d.pick_one(&[TokenOutput::Logits, TokenOutput::Logits, TokenOutput::Next]);
         let mapping = format!("[mesh]\ntp = {tp}\nep = {ep}\npp = {pp}\n{experts}");
@@ -243,15 +244,15 @@ fn draw_experts(d: &mut Rng, axis: &str, ranks: usize) -> String {
     text
 }
 
-/// Draws how often experts were chosen in the first layer, and copies of the hot ones, for half of the models. Rerouting
+/// Draws how often the experts of a layer were chosen, and copies of the hot ones, for half of the models. Rerouting
 /// knows no copies.
-fn draw_copies(d: &mut Rng, experts: u64, keys: &str) -> String {
+fn draw_copies(d: &mut Rng, (layer, experts): (u64, u64), keys: &str) -> String {
     if keys.contains("reroute") || d.next_below(2) == 0 {
         return String::new();
     }
     let chosen: Vec<u64> = (0..experts).map(|_| d.next_below(20) as u64).collect();
     let replicas = d.next_below(4);
-    format!("replicas = {replicas}\n[[experts.choices]]\nlayer = 0\nexperts = {chosen:?}\n")
+    format!("replicas = {replicas}\n[[experts.choices]]\nlayer = {layer}\nexperts = {chosen:?}\n")
 }
 
 /// Draws a config with extents that few meshes divide.

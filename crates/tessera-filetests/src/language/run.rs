@@ -24,7 +24,7 @@ pub fn evaluate(
     output: &str,
 ) -> Results {
     let mut machine = Evaluator::new(bundle.mesh);
-    machine.load_weights(weights_of(bundle, weights));
+    machine.load_weights(stack_listed_experts(bundle, weights));
     let run = |call: &TokenCall| {
         let mut inputs = match &call.ids {
             Some((name, ids)) => CallInputs::default().with_input(name, ids.clone()),
@@ -59,7 +59,7 @@ pub fn run_on_ranks<B: Backend>(
         .collect();
     let open = open(&mesh, &lists).unwrap();
     let mut evaluator = Evaluator::new(mesh);
-    evaluator.load_weights(weights_of(bundle, weights));
+    evaluator.load_weights(stack_listed_experts(bundle, weights));
     let evaluator = &evaluator;
     let run_rank = |open: BackendFactory<B>, seat: MeshRank, programs: &[Arc<Program>]| {
         let mut backend = open(seat).unwrap();
@@ -99,15 +99,16 @@ pub fn run_on_ranks<B: Backend>(
 }
 
 /// Returns the weights with those that hold listed experts: the plan lists an expert for each place.
-fn weights_of(bundle: &Bundle, weights: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+#[must_use]
+pub fn stack_listed_experts(bundle: &Bundle, weights: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     let mut all = weights.clone();
     let programs = bundle.phases.iter().flat_map(|phase| &phase.programs);
     for name in programs.flat_map(|p| &p.ops).filter_map(|op| op.name.as_deref()) {
         let Some(names) = ExpertTensorNames::parse(name).filter(|_| !weights.contains_key(name)) else {
             continue;
         };
-        let Some(every) = weights.get(&names.of_every_expert()) else { continue };
-        let experts = names.listed().unwrap_or_default();
+        let Some(every) = weights.get(&names.name_every_expert()) else { continue };
+        let experts = names.listed_experts().unwrap_or_default();
         let size = every.data().len() / every.shape()[0];
         let rows = experts.iter().flat_map(|e| every.data()[*e as usize * size..][..size].to_vec());
         let shape: Vec<usize> = std::iter::once(experts.len()).chain(every.shape()[1..].to_vec()).collect();

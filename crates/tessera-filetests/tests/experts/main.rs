@@ -86,7 +86,7 @@ fn check_routing(layer: &Layer, mesh: &str, tokens: &str, rule: RoutingRule) {
     let (sum, counts) = (layer_output(layer, &expected), expected.counts.concat());
     let bundle = layer.plan(&text);
     for outputs in layer.run(&bundle) {
-        let found: Vec<u64> = outputs["experts.layer0"].iter().map(|n| *n as u64).collect();
+        let found: Vec<u64> = outputs["experts.0"].iter().map(|n| *n as u64).collect();
         assert_eq!(found, counts, "{text}");
         let far = relative_difference(&outputs["sum"], &sum);
         assert!(far < 1e-5, "{text}: {far:e}");
@@ -138,7 +138,7 @@ fn which_tokens_are_dropped_depends_on_no_mesh() {
             assert!(found.iter().all(|(name, x)| bits(x) == bits(&alone[name])), "{mesh}, {tokens}");
         }
     }
-    let dropped: f32 = alone["experts.layer0"].chunks(4).map(|counts| counts[3]).sum();
+    let dropped: f32 = alone["experts.0"].chunks(4).map(|counts| counts[3]).sum();
     assert!(dropped > 0.0, "the layer drops tokens");
 }
 

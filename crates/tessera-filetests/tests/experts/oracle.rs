@@ -76,7 +76,7 @@ fn falling(logits: &[f32]) -> Vec<usize> {
 /// Returns the weighted sums over the experts of each token, in f64.
 pub fn layer_output(layer: &Layer, routed: &Routed) -> Vec<f64> {
     let (d, weights, x) = (layer.width(), layer.weights(), layer.tokens());
-    let (up, down) = (&weights["up"], &weights["down"]);
+    let (up, down) = (&weights["experts.*.up"], &weights["experts.*.down"]);
     let inner = up.shape()[1];
     let mut out = Vec::new();
     for (t, experts) in routed.experts.iter().enumerate() {

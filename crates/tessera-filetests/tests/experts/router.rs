@@ -164,7 +164,7 @@ fn half_of_the_tokens_get_a_second_expert_and_only_the_seed_of_ep_moves_which() 
     assert_ne!(other("{ global = 2, tp = 2, ep = 3 }"), bits(&first["choices"]));
     let second = first["choices"].chunks(2).filter(|c| c[1] >= 0.0).count();
     assert!((20..44).contains(&second), "{second} of 64 tokens have a second expert");
-    let counted: f32 = first["experts.layer0"].chunks(4).map(|c| c[0]).sum();
+    let counted: f32 = first["experts.0"].chunks(4).map(|c| c[0]).sum();
     assert_eq!(counted as usize, 64 + second);
     // A token with one expert gives it its whole weight.
     let one = layer.result(&mapping("ep = 2", "tokens = \"sharded\"\ntop_k = 1"));

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_cpu::CpuBackend;
 use tessera_device::{Backend, CallData, MeshRank, Observer};
+use tessera_filetests::language::stack_listed_experts;
 use tessera_filetests::{BackendFactory, ReferenceWeights};
 use tessera_ir::{Builder, Bundle, DType, Opcode, Program, Slots, Type};
 use tessera_plan::{DecoderPrecision, LogicalModel, Mapping, Strategy, lower};
@@ -65,8 +66,8 @@ impl Layer {
         };
         BTreeMap::from([
             ("router".to_string(), Tensor::from_fn(&[e, d], one_hot)),
-            ("up".to_string(), random(2, &[e, INNER, d])),
-            ("down".to_string(), random(3, &[e, d, INNER])),
+            ("experts.*.up".to_string(), random(2, &[e, INNER, d])),
+            ("experts.*.down".to_string(), random(3, &[e, d, INNER])),
         ])
     }
 
@@ -79,21 +80,30 @@ impl Layer {
             b.set_attr("part", part).add_weight(name, Type::new(DType::F32, shape))
         };
         let router = weight(&mut b, "router", "whole", &[e, d]);
-        let up = weight(&mut b, "up", "col", &[e, INNER as u64, d]);
-        let down = weight(&mut b, "down", "row", &[e, d, INNER as u64]);
+        let up = weight(&mut b, "experts.*.up", "col", &[e, INNER as u64, d]);
+        let down = weight(&mut b, "experts.*.down", "row", &[e, d, INNER as u64]);
         let logits = b.add_op(Opcode::Matmul, &[x, router]);
         let chosen = b.set_attr("top_k", self.top_k as u64).add_op(Opcode::TopKExperts, &[logits]);
         let weights = b
             .set_attr("renormalise", tessera_ir::Attr::Bool(true))
             .add_op(Opcode::ExpertWeights, &[logits, chosen]);
+        let in_block = |b: &mut Builder| {
+            b.set_attr("at", "block.0");
+        };
+        in_block(&mut b);
         let slots = b.set_attr("capacity", tokens).add_op(Opcode::ExpertSlots, &[chosen]);
+        in_block(&mut b);
         let counts = b.set_attr("groups", e).add_op(Opcode::ExpertCounts, &[chosen, slots]);
+        in_block(&mut b);
         b.set_attr("groups", e).set_attr("capacity", tokens);
         let rows = b.add_op(Opcode::ExpertPack, &[x, chosen, slots]);
         let all = tokens * self.top_k as u64;
+        in_block(&mut b);
         b.set_attr("act", "silu").set_attr("rows", all);
         let h = b.add_op(Opcode::GroupedMatmul, &[rows, up, counts]);
+        in_block(&mut b);
         let y = b.set_attr("rows", all).add_op(Opcode::GroupedMatmul, &[h, down, counts]);
+        in_block(&mut b);
         let sum = b.add_op(Opcode::ExpertCombine, &[y, chosen, slots, weights]);
         // The rest of a layer reads the sum beside the rows that were packed.
         let y = b.add_op(Opcode::Add, &[sum, x]);
@@ -175,7 +185,7 @@ pub fn evaluate(
 ) -> Vec<BTreeMap<String, Tensor>> {
     let programs: Vec<&Program> =
         bundle.mesh.iter().map(|r| &bundle.phases[0].programs[bundle.role_index(r).unwrap()]).collect();
-    evaluate_programs(&programs, weights, inputs)
+    evaluate_programs(&programs, &stack_listed_experts(bundle, weights), inputs)
 }
 
 /// Runs one program per rank on the reference evaluator.
@@ -212,7 +222,7 @@ pub fn run_and_count(
     let lists: Vec<Vec<Arc<Program>>> = programs.iter().map(|p| vec![Arc::clone(p)]).collect();
     let open = open_cpu_backends(&mesh, &lists).unwrap();
     let mut evaluator = Evaluator::new(mesh);
-    evaluator.load_weights(weights.clone());
+    evaluator.load_weights(stack_listed_experts(bundle, weights));
     let inputs: BTreeMap<&str, Vec<f32>> =
         inputs.iter().map(|(name, x)| (name.as_str(), to_f32(x))).collect();
     let (inputs, evaluator) = (&inputs, &evaluator);

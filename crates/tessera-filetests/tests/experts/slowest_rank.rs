@@ -3,7 +3,7 @@
 use tessera_base::random::Rng;
 use tessera_cost::moe::{CountedLoad, CountedPlace, Routing, expert_load, expert_popularity};
 
-use crate::run::Layer;
+use crate::run::{Layer, bits};
 
 /// Experts, experts per token, ranks and tokens: of the experts, two are hot.
 const SHAPE: (usize, usize, usize, usize) = (64, 2, 4, 256);
@@ -34,11 +34,11 @@ fn draw_layer(popularity: &[f64], seed: u32) -> Layer {
     Layer::new(experts, top_k, logits.collect())
 }
 
-/// Runs a layer on CPU ranks, and returns the rows that each expert computes, and the dropped choices.
+/// Runs a layer on CPU ranks, and returns the rows that each place of an expert computes, and the dropped choices.
 fn count_rows(layer: &Layer, keys: &str) -> (Vec<f64>, f64) {
     let text =
         format!("[mesh]\nep = {}\n[experts]\ntokens = \"sharded\"\nstatistics = true\n{keys}", SHAPE.2);
-    let counts = layer.result(&text)["experts.layer0"].clone();
+    let counts = layer.result(&text)["experts.0"].clone();
     let rows = counts.chunks(4).map(|c| f64::from(c[1] + c[2])).collect();
     (rows, counts.chunks(4).map(|c| f64::from(c[3])).sum())
 }
@@ -88,5 +88,46 @@ fn the_estimate_of_the_slowest_rank_is_near_what_ranks_count_under_every_workloa
                 even.slowest_rows()
             );
         }
+    }
+}
+
+/// Copies beyond the first of each expert: one eighth of the experts.
+const REPLICAS: usize = 8;
+
+/// Returns the rows of the rank with the most, for places of which the ranks have equally many.
+fn rows_of_slowest_rank(places: &[f64]) -> f64 {
+    let ranks = places.chunks(places.len() / SHAPE.2);
+    ranks.map(|own| own.iter().sum::<f64>()).fold(0.0, f64::max)
+}
+
+#[test]
+fn copies_placed_by_counts_even_out_the_ranks_under_every_workload() {
+    let (experts, top_k, ep, tokens) = SHAPE;
+    let mean = (tokens * top_k) as f64 / ep as f64;
+    for number in 0..8 {
+        let popularity = |step| {
+            let routing = Routing::Workload(number);
+            expert_popularity(experts as u64, top_k as u64, ep as u32, tokens as f64, routing, step)
+        };
+        // The choices of one step place the experts of another one, which other tokens choose.
+        let (counted, _) = count_rows(&draw_layer(&popularity(0), 0), "");
+        let choices =
+            format!("replicas = {REPLICAS}\n[[experts.choices]]\nlayer = 0\nexperts = {counted:?}\n");
+        let next = draw_layer(&popularity(0), 1);
+        let [in_order, placed] =
+            ["", choices.as_str()].map(|keys| rows_of_slowest_rank(&count_rows(&next, keys).0));
+        println!(
+            "w{number}: slowest rank {in_order:.0} rows in order, {placed:.0} by counts; mean {mean:.0}"
+        );
+        assert!(placed <= 1.2 * mean, "w{number}: {placed} rows of {mean}");
+        assert!(
+            in_order < 1.2 * mean || placed < 0.85 * in_order,
+            "w{number}: {placed} after {in_order} rows"
+        );
+        let sums = ["", choices.as_str()].map(|keys| {
+            let mapping = format!("[mesh]\nep = {ep}\n[experts]\ntokens = \"sharded\"\n{keys}");
+            bits(&next.result(&mapping)["sum"])
+        });
+        assert!(sums[0] == sums[1], "w{number}: copies change a sum");
     }
 }

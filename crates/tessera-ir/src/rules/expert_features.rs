@@ -3,7 +3,7 @@
 use tessera_mesh::AxisLayout;
 
 use super::{RuleContext, RuleResult, rule_error};
-use crate::codes::{T0210, T0215};
+use crate::codes::T0215;
 use crate::{DType, Type, views};
 
 impl RuleContext<'_> {
@@ -43,12 +43,7 @@ impl RuleContext<'_> {
         self.choices_shape(&[0])?;
         self.token_layout(&[0])?;
         check_length("seeds", &v.seeds, 2)?;
-        if let Some(start) = v.start.map(|s| self.program.type_of(s)).filter(|t| t.shape.len() != 1) {
-            return rule_error(
-                &T0210,
-                format!("`start` is {}: expected one number per sequence", start.display_on(self.mesh)),
-            );
-        }
+        self.check_sequences_of_tokens(v.start, v.tokens)?;
         Ok(self.operands[0].clone())
     }
 }

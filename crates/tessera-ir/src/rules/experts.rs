@@ -4,7 +4,7 @@ use tessera_mesh::{Axis, AxisLayout, Layout, Shard};
 
 use super::{RuleContext, RuleResult, multiply_extents, rule_error};
 use crate::codes::{T0210, T0213, T0214, T0215};
-use crate::{DType, Type, views};
+use crate::{DType, Type, ValueId, views};
 
 impl RuleContext<'_> {
     pub(super) fn expert_tokens_type(&self, v: &views::ExpertTokens) -> RuleResult<Type> {
@@ -25,17 +25,11 @@ impl RuleContext<'_> {
                 format!("{} of {} groups of {experts} experts", v.keep_groups, v.groups),
             );
         }
-        for (key, value) in [("last", v.last), ("start", v.start)] {
-            if let Some(t) = value.map(|x| self.program.type_of(x)).filter(|t| t.shape.len() != 1) {
-                return rule_error(
-                    &T0210,
-                    format!("`{key}` is {}: expected one number per sequence", t.display_on(self.mesh)),
-                );
-            }
-        }
         if v.last.is_some() != v.start.is_some() {
             return rule_error(&T0215, "`last` and `start` are stated together".to_string());
         }
+        self.check_sequences_of_tokens(v.start, v.tokens)?;
+        self.check_sequences_of_tokens(v.last, v.tokens)?;
         let candidates = experts / v.groups * v.keep_groups;
         if v.top_k > candidates {
             let whose = if v.groups > 1 { " in the groups that are kept" } else { "" };
@@ -78,17 +72,26 @@ impl RuleContext<'_> {
     pub(super) fn expert_places_type(&self, v: &views::ExpertPlaces) -> RuleResult<Type> {
         self.choices_shape(&[0])?;
         self.token_layout(&[0])?;
-        if let Some(start) = v.start.map(|s| self.program.type_of(s)).filter(|t| t.shape.len() != 1) {
-            return rule_error(
-                &T0210,
-                format!("`start` is {}: expected one number per sequence", start.display_on(self.mesh)),
-            );
-        }
+        self.check_sequences_of_tokens(v.start, v.tokens)?;
         let experts = v.residents.iter().max().map_or(0, |last| last + 1);
         match (0..experts).find(|e| !v.residents.contains(e)) {
             Some(e) => rule_error(&T0215, format!("`residents` gives expert {e} no place")),
             None if experts == 0 => rule_error(&T0215, "`residents` names no expert".to_string()),
             None => Ok(self.operands[0].clone()),
+        }
+    }
+
+    /// Checks that each sequence has equally many of the rows of the whole first operand, of which those from `tokens` on are
+    /// padding, if the op reads a number of each sequence.
+    pub(super) fn check_sequences_of_tokens(
+        &self,
+        numbers: Option<ValueId>,
+        tokens: Option<u64>,
+    ) -> RuleResult<()> {
+        let rows = self.operands[0].layout.global_shape(&self.operands[0].shape, self.mesh)[0];
+        match tokens.filter(|tokens| *tokens > rows) {
+            Some(tokens) => rule_error(&T0215, format!("`tokens` is {tokens} of {rows} rows")),
+            None => numbers.map_or(Ok(()), |of| self.check_sequences(of, tokens.unwrap_or(rows)).map(|_| ())),
         }
     }
 

@@ -158,7 +158,7 @@ impl RuleContext<'_> {
     }
 
     /// Returns the number of sequences, each of which has the same number of rows.
-    fn check_sequences(&self, start: ValueId, rows: u64) -> RuleResult<u64> {
+    pub(super) fn check_sequences(&self, start: ValueId, rows: u64) -> RuleResult<u64> {
         let t = self.program.type_of(start);
         match t.shape[..] {
             [b] if b > 0 && rows.is_multiple_of(b) => Ok(b),

@@ -17,12 +17,17 @@ pub type ExpertChoices = BTreeMap<u64, Vec<f64>>;
 pub struct ExpertCopies {
     /// Copies beyond the first of each expert, in every layer.
     pub replicas: u64,
-    /// How often routers chose each expert. A layer without numbers counts as balanced. If there are none at all,
+    /// How often routers chose each expert. A layer without numbers counts as balanced. Without any,
     /// experts have one place each, in their order.
     pub choices: ExpertChoices,
+    /// A layer whose choices are stated twice.
+    pub repeated_layer: Option<u64>,
     /// File with the choices of a run, which the application reads into `choices`.
     pub choices_file: Option<String>,
 }
+
+/// The layer of choices that name none.
+const NO_LAYER: u64 = u64::MAX;
 
 impl ExpertCopies {
     /// Reads the keys from the table `[experts]`.
@@ -34,8 +39,12 @@ impl ExpertCopies {
             ..ExpertCopies::default()
         };
         for (_, mut layer) in table.read_tables("choices") {
-            let number = layer.read_count_or_zero("layer", 0);
-            out.choices.insert(number, layer.read_numbers("experts", &[]));
+            // Absent or beyond every model: `check_expert_copies` refuses it.
+            let number = layer.read_count_or_zero("layer", NO_LAYER);
+            let experts = layer.read_numbers("experts", &[]);
+            if out.choices.insert(number, experts).is_some() {
+                out.repeated_layer = Some(number);
+            }
             table.diagnostics.extend(layer.finish());
         }
         out
@@ -75,7 +84,7 @@ impl Mapping {
     /// Returns the expert in each place of a layer; `None` if each has one place, in their order. The ranks have
     /// consecutive places, the first ones one more.
     #[must_use]
-    pub fn residents(&self, layer: u64, experts: u64) -> Option<Vec<u64>> {
+    pub fn list_residents(&self, layer: u64, experts: u64) -> Option<Vec<u64>> {
         let copies = &self.experts.copies;
         if copies.choices.is_empty() {
             return None;
@@ -108,7 +117,16 @@ impl Mapping {
             );
         }
         if copies.choices_file.is_some() && !copies.choices.is_empty() {
-            refuse("experts.choices beside experts.choices_file".to_string(), "keep one of them");
+            refuse(
+                "the mapping states both experts.choices and experts.choices_file".to_string(),
+                "keep one of them",
+            );
+        }
+        if copies.choices.contains_key(&NO_LAYER) {
+            refuse("experts.choices name no layer".to_string(), "state `layer`, from 0, beside `experts`");
+        }
+        if let Some(layer) = copies.repeated_layer {
+            refuse(format!("experts.choices count layer {layer} twice"), "state each layer once");
         }
         if let Some((layer, n)) = copies
             .choices
@@ -128,7 +146,7 @@ impl Mapping {
         }
         if copies.changes_programs() && e.router.reads_locality() {
             refuse(
-                "a distance from a token to an expert, which may have several places".to_string(),
+                "the router measures distances, but an expert with copies has no single place".to_string(),
                 "leave out `choices` and `choices_file`, or the keys of locality",
             );
         }
@@ -159,24 +177,26 @@ mod tests {
     fn hot_experts_have_copies_and_ranks_have_even_loads() {
         let m = parse(&format!("[mesh]\nep = 2\n[experts]\nreplicas = 2\n{HOT}")).unwrap();
         // The packing by hand stands at the balancer's own test: 6 + 5 + 2 on one rank, 6 + 3.5 + 3.5 on the other.
-        assert_eq!(m.residents(2, 4), Some(vec![0, 2, 3, 0, 1, 1]));
+        assert_eq!(m.list_residents(2, 4), Some(vec![0, 2, 3, 0, 1, 1]));
         assert_eq!(m.expert_places(4), 6);
         // Choices of one layer say nothing of another one, which counts as balanced.
-        assert_eq!(m.residents(0, 4), Some(vec![0, 1, 2, 0, 1, 3]));
+        assert_eq!(m.list_residents(0, 4), Some(vec![0, 1, 2, 0, 1, 3]));
         // With an uneven number of places, the first rank has one more.
         let odd = parse(&format!("[mesh]\nep = 2\n[experts]\nreplicas = 1\n{HOT}")).unwrap();
-        assert_eq!(odd.residents(2, 4).map(|places| places.len()), Some(5));
+        assert_eq!(odd.list_residents(2, 4), Some(vec![0, 1, 3, 0, 2]));
         let plain = parse("[mesh]\nep = 2\n").unwrap();
-        assert_eq!((plain.residents(2, 4), plain.expert_places(4)), (None, 4));
+        assert_eq!((plain.list_residents(2, 4), plain.expert_places(4)), (None, 4));
     }
 
     #[test]
     fn contradictions_are_rejected_with_the_key() {
         for (text, says) in [
             ("replicas = 2\n".to_string(), "which experts are hot"),
-            (format!("choices_file = \"x\"\n{HOT}"), "beside"),
+            (format!("choices_file = \"x\"\n{HOT}"), "both"),
+            (format!("{HOT}{HOT}"), "layer 2 twice"),
+            ("[[experts.choices]]\nexperts = [1, 2]\n".to_string(), "name no layer"),
             (format!("capacity_factor = 1.0\nreroute_bytes = 8\n{HOT}"), "reroute_bytes"),
-            (format!("tokens = \"sharded\"\nbias_locality = 0.5\n{HOT}"), "several places"),
+            (format!("tokens = \"sharded\"\nbias_locality = 0.5\n{HOT}"), "no single place"),
             ("[[experts.choices]]\nlayer = 0\nexperts = [1, -2]\n".to_string(), "count -2"),
         ] {
             let ds = parse(&format!("[mesh]\nep = 2\n[experts]\n{text}")).unwrap_err();

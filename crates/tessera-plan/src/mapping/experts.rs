@@ -103,7 +103,7 @@ pub struct ExpertMapping {
     pub wire: TokenWire,
     /// Whether the programs return counts of tokens per expert.
     pub statistics: bool,
-    /// Copies of experts.
+    /// How many copies of hot experts there are, and where.
     pub copies: ExpertCopies,
     /// Penalties, biases and draws of routers, and the terms that they return.
     pub router: RouterMapping,
@@ -213,9 +213,7 @@ impl Mapping {
         let ep = self.mesh.axis_size(Axis::Ep);
         if e.axis == ExpertAxis::Tp && ep > 1 {
             refuse(
-                format!(
-                    "experts.axis = \"tp\" over ep = {ep}: an expert has one rank, and ep would have none"
-                ),
+                format!("experts.axis = \"tp\" with ep = {ep}: the ranks of tp alone divide the experts"),
                 "use ep=1 and a larger tp, or leave out `axis`",
             );
         }
@@ -342,7 +340,7 @@ mod tests {
             ("tokens = \"sharded\"\nwire = \"fp8\"\n", "numerics.tokens"),
             ("reroute_bytes = 8\n", "without a capacity"),
             ("capacity_factor = -1.0\n", "leaves no slots"),
-            ("axis = \"tp\"\n[mesh]\nep = 2\n", "ep would have none"),
+            ("axis = \"tp\"\n[mesh]\nep = 2\n", "the ranks of tp alone"),
         ] {
             let ds = Mapping::parse("m", &format!("[experts]\n{text}")).unwrap_err();
             assert!(ds.iter().any(|d| d.code.id == "T0611" && d.message.contains(says)), "{text}: {ds:#?}");

@@ -114,8 +114,11 @@ pub(super) fn expert_reroute(cx: &OpContext<'_>, v: &views::ExpertReroute) -> Te
             |i: &usize| slots[*i] < 0.0 && chosen.data()[*i] >= 0.0 && !is_padding(first + i / k, v.tokens);
         for i in range.filter(waits).collect::<Vec<_>>() {
             let own = chosen.row(i / k).to_vec();
-            let is_free =
-                |e: &&f64| !own.contains(*e) && (taken.iter().filter(|t| t == e).count() as u64) < v.capacity;
+            let is_free = |e: &&f64| {
+                **e >= 0.0
+                    && !own.contains(*e)
+                    && (taken.iter().filter(|t| t == e).count() as u64) < v.capacity
+            };
             let Some(to) = ranking.row(i / k)[k..experts].iter().find(is_free).copied().filter(|_| left > 0)
             else {
                 continue;

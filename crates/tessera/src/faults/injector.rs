@@ -307,6 +307,14 @@ impl WeightSource for WrongShardSource<'_> {
 /// End of the name of a router of experts.
 const ROUTER: &str = "gate.weight";
 
+/// Returns the index of the first place of a shard that has another expert than its first place.
+fn find_other_expert(name: &str, ty: &Type, seat: &MeshRank) -> Option<usize> {
+    let names = ExpertTensorNames::parse(name)?;
+    let (start, count) = *ty.layout.global_ranges(&ty.shape, &seat.mesh, seat.coord()).first()?;
+    let first = names.name_tensor(start);
+    (1..count).find(|place| names.name_tensor(start + place) != first).map(|place| place as usize)
+}
+
 /// A weight source with other routers, or in which the first two experts of every shard are exchanged.
 struct ChangedExpertsSource<'a> {
     weights: &'a mut dyn WeightSource,
@@ -323,9 +331,10 @@ impl WeightSource for ChangedExpertsSource<'_> {
     ) -> Result<Vec<f32>, tessera_base::Diagnostic> {
         let mut values = self.weights.read(name, ty, load, seat)?;
         let expert = ty.shape.iter().skip(1).product::<u64>() as usize;
-        if self.swaps && ExpertTensorNames::parse(name).is_some() && values.len() >= 2 * expert {
-            let (first, rest) = values.split_at_mut(expert);
-            first.swap_with_slice(&mut rest[..expert]);
+        let other = self.swaps.then(|| find_other_expert(name, ty, seat)).flatten();
+        if let Some(other) = other.filter(|other| values.len() >= (other + 1) * expert) {
+            let (first, rest) = values.split_at_mut(other * expert);
+            first[..expert].swap_with_slice(&mut rest[..expert]);
         } else if !self.swaps && name.ends_with(ROUTER) {
             values.iter_mut().take(1).for_each(|x| *x += 1.0);
         }

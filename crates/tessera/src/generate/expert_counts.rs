@@ -11,7 +11,7 @@ use tessera_cost::moe::{CountedLoad, CountedPlace};
 use tessera_models::ExpertLayers;
 use tessera_plan::search::gates::{ExpertGateInputs, balance_gate};
 use tessera_plan::search::thresholds::Thresholds;
-use tessera_plan::{EXPERT_STATISTICS, ExpertChoices, ExpertMap, Mapping};
+use tessera_plan::{EXPERT_STATISTICS, ExpertChoices, ExpertMap};
 use tessera_report::expert_load::ExpertLoadRow;
 use tessera_runtime::wire::{Tensor, Tensors};
 
@@ -53,9 +53,10 @@ struct LayerCounts {
 pub(super) struct ExpertCountLog {
     path: PathBuf,
     file: BufWriter<File>,
-    mapping: Mapping,
-    /// Experts of a layer.
-    experts: u64,
+    /// Places of the experts of a layer.
+    places: usize,
+    /// The expert in each place, by layer; empty where every expert has one place.
+    residents: BTreeMap<u64, Vec<u64>>,
 }
 
 impl ExpertCountLog {
@@ -67,11 +68,13 @@ impl ExpertCountLog {
         let Some(layers) = counted_layers(plan) else { return Ok(None) };
         let path = out.join(EXPERTS_FILE);
         let file = File::create(&path).map_err(|e| write_error(&path, &e))?;
+        let mapping = &plan.mapping;
+        let of_layer = |layer| Some((layer, mapping.list_residents(layer, layers.count)?));
         Ok(Some(ExpertCountLog {
             path,
             file: BufWriter::new(file),
-            mapping: plan.mapping.clone(),
-            experts: layers.count,
+            places: mapping.expert_places(layers.count) as usize,
+            residents: (0..plan.model.extents.layers).filter_map(of_layer).collect(),
         }))
     }
 
@@ -83,13 +86,12 @@ impl ExpertCountLog {
         let mut steps: Vec<BTreeMap<u64, LayerCounts>> = Vec::new();
         for output in &outputs.0 {
             let Some(layer) = output.name().strip_prefix(EXPERT_STATISTICS) else { continue };
-            let places = self.mapping.expert_places(self.experts) as usize;
-            let counts = layer.parse().ok().zip(split_steps(output, places));
+            let counts = layer.parse().ok().zip(split_steps(output, self.places));
             let (layer, counts) = counts.ok_or_else(|| {
                 Diagnostic::error(&T0087, format!("`{}` holds no counts of experts", output.name()))
             })?;
             steps.resize(steps.len().max(counts.len()), BTreeMap::new());
-            let residents = self.mapping.residents(layer, self.experts).unwrap_or_default();
+            let residents = self.residents.get(&layer).cloned().unwrap_or_default();
             for (step, counts) in steps.iter_mut().zip(counts) {
                 step.insert(layer, LayerCounts { residents: residents.clone(), ..counts });
             }
@@ -162,17 +164,44 @@ fn sum_steps(file: &Path) -> Result<(BTreeMap<u64, LayerCounts>, u64), String> {
     let mut steps = 0;
     for line in lines {
         let line = line.map_err(|e| e.to_string())?;
-        let counts: StepCounts =
-            serde_json::from_str(&line).map_err(|e| format!("line {} is no step: {e}", steps + 1))?;
         steps += 1;
+        let refuse = |why: &str| format!("line {steps} is no step: {why}");
+        let counts: StepCounts = serde_json::from_str(&line).map_err(|e| refuse(&e.to_string()))?;
         for (layer, counts) in counts.layers {
-            sums.entry(layer).or_default().add_counts(&counts);
+            let sum = sums.entry(layer).or_insert_with(|| LayerCounts {
+                residents: counts.residents.clone(),
+                ..LayerCounts::default()
+            });
+            counts.check_places().map_err(&refuse)?;
+            if sum.residents != counts.residents {
+                return Err(refuse("its experts lie in other places than those of the line before"));
+            }
+            sum.add_counts(&counts);
         }
     }
     Ok((sums, steps))
 }
 
 impl LayerCounts {
+    /// Checks that every place has each count, and an expert with a place.
+    ///
+    /// # Errors
+    /// What does not fit.
+    fn check_places(&self) -> Result<(), &'static str> {
+        let places = self.chosen.len();
+        if [&self.kept, &self.moved, &self.dropped].iter().any(|counts| counts.len() != places) {
+            return Err("its counts have different lengths");
+        }
+        // Every expert has a place, so none has a number from that of places on.
+        let has_place = |e: &u64| *e < places as u64;
+        match self.residents.is_empty()
+            || (self.residents.len() == places && self.residents.iter().all(has_place))
+        {
+            true => Ok(()),
+            false => Err("`residents` does not name an expert for each count"),
+        }
+    }
+
     /// Returns the choices of each expert, over all of its places.
     fn chosen_by_expert(&self) -> Vec<f64> {
         if self.residents.is_empty() {
@@ -208,9 +237,8 @@ impl LayerCounts {
         ];
         for (to, from) in columns {
             to.resize(to.len().max(from.len()), 0);
-            to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = to.saturating_add(*from));
         }
-        self.residents.clone_from(&other.residents);
     }
 
     /// Returns the load of a layer over some steps; `place_ranks` is the rank of each place.
@@ -316,8 +344,18 @@ mod tests {
         assert_eq!(read_expert_choices(&file), Ok(BTreeMap::from([(3, vec![8.0, 44.0, 12.0])])));
         let row = evaluate(&layer, 1, 1.0);
         assert!((row.busiest_over_mean - 18.0 / 16.0).abs() < 1e-12, "{row:?}");
-        std::fs::write(&file, format!("{line}\n{{}}\n")).unwrap();
-        assert!(read_expert_choices(&file).unwrap_err().contains("line 2 is no step"));
+        let residents = |list: &str| line.replace("[1,0,1,2]", list);
+        for (second, says) in [
+            ("{}".to_string(), "line 2 is no step"),
+            (residents("[1,0,2,1]"), "other places"),
+            (residents("[1,0,1]"), "an expert for each count"),
+            (residents("[1,0,1,18446744073709551615]"), "an expert for each count"),
+            (line.replace("\"moved\":[0,0,0,0]", "\"moved\":[0]"), "different lengths"),
+        ] {
+            std::fs::write(&file, format!("{line}\n{second}\n")).unwrap();
+            let why = read_expert_choices(&file).unwrap_err();
+            assert!(why.contains("line 2") && why.contains(says), "{second}: {why}");
+        }
     }
 
     #[test]

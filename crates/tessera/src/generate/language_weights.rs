@@ -109,7 +109,7 @@ fn list_expected(plan: &SealedPlan) -> Vec<ExpectedTensor> {
     let mut tensors: BTreeMap<String, Vec<u64>> = BTreeMap::new();
     for (name, shape) in shapes {
         match ExpertTensorNames::parse(&name) {
-            Some(names) => tensors.extend((0..shape[0]).map(|i| (names.tensor(i), shape[1..].to_vec()))),
+            Some(names) => tensors.extend((0..shape[0]).map(|i| (names.name_tensor(i), shape[1..].to_vec()))),
             None => {
                 tensors.insert(name, shape);
             }
@@ -157,7 +157,7 @@ impl WeightSource for LanguageWeights {
         let Some(experts) = ExpertTensorNames::parse(name) else { return self.set.read_f32(name, &ranges) };
         let mut all = Vec::new();
         for index in ranges[0].clone() {
-            all.extend(self.set.read_f32(&experts.tensor(index), &ranges[1..])?);
+            all.extend(self.set.read_f32(&experts.name_tensor(index), &ranges[1..])?);
         }
         Ok(all)
     }

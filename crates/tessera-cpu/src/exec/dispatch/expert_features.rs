@@ -6,6 +6,9 @@ use tessera_ir::{ValueId, views};
 use super::{KernelInputs, KernelRun};
 use crate::kernels::{self, ChoiceDraw, ExpertDistances, RowSpan};
 
+/// Positions are whole numbers that f32 holds exactly.
+const MAX_POSITION: f32 = (1 << 24) as f32;
+
 impl KernelInputs<'_> {
     /// Returns where the rows of this rank lie in the whole tensor, of which `tokens` are no padding (all by default).
     pub(super) fn row_span(&self, v: ValueId, tokens: Option<u64>) -> RowSpan {
@@ -21,7 +24,8 @@ impl KernelInputs<'_> {
     /// Returns the position at which each sequence begins, if the op reads it.
     pub(super) fn sequence_starts(&self, start: Option<ValueId>) -> Result<Option<&[f32]>, Fault> {
         let start = start.map(|s| self.values(s)).transpose()?;
-        match start.unwrap_or_default().iter().find(|at| at.fract() != 0.0 || **at < -1.0) {
+        let is_position = |at: &&f32| at.fract() == 0.0 && (-1.0..MAX_POSITION).contains(*at);
+        match start.unwrap_or_default().iter().find(|at| !is_position(at)) {
             Some(at) => Err(Fault::Failed(format!("a sequence begins at {at}"))),
             None => Ok(start),
         }

@@ -291,6 +291,21 @@ pub(super) fn bias_act_launch(
     KernelLaunch::elements(kernel_for_dtype(dtype, BIAS_ACT_F32, BIAS_ACT_BF16), n, args)
 }
 
+/// Selects the f32 or the bf16 kernel of an op whose rule accepts other dtypes too.
+///
+/// # Errors
+/// Another dtype.
+pub(super) fn kernel_for_floats<P>(
+    dtype: DType,
+    single: Kernel<P>,
+    half: Kernel<P>,
+) -> CudaResult<Kernel<P>> {
+    match dtype {
+        DType::F32 | DType::Bf16 => Ok(kernel_for_dtype(dtype, single, half)),
+        other => cuda_failure(format!("an operand in {other}, for which there is no kernel")),
+    }
+}
+
 /// Selects the f32 or the bf16 kernel.
 pub(super) fn kernel_for_dtype<P>(dtype: DType, single: Kernel<P>, half: Kernel<P>) -> Kernel<P> {
     if dtype == DType::Bf16 { half } else { single }

@@ -4,7 +4,8 @@ use tessera_ir::{DType, Program, ValueId, views};
 
 use super::StepWork;
 use super::copies::Transfer;
-use super::elementwise::{PointwiseFunction, kernel_for_dtype};
+use super::elementwise::{PointwiseFunction, kernel_for_floats};
+use super::router::{MAX_RANKED_EXPERTS, SHARED_BYTES};
 use super::site::{LaunchSite, last_extent};
 use crate::driver::{CudaResult, cuda_failure};
 use crate::kernel_params::DevicePtr;
@@ -120,10 +121,14 @@ fn slots_launch(
 
 pub(super) fn build_expert_reroute(s: &LaunchSite<'_>, v: &views::ExpertReroute, out: ValueId) -> Built {
     let groups = TokenGroups::new(s, v.ranking, v.group_tokens, v.tokens);
+    let ranked = last_extent(s.p.type_of(v.ranking));
+    if ranked > MAX_RANKED_EXPERTS {
+        return cuda_failure(format!("rerouting among {ranked} experts, of at most {MAX_RANKED_EXPERTS}"));
+    }
     let args = ExpertReroute {
         ranking: s.at(v.ranking)?,
         out: s.at(out)?,
-        ranked: last_extent(s.p.type_of(v.ranking)) as i32,
+        ranked: ranked as i32,
         k: v.top_k as i32,
         capacity: clamp_to_i32(v.capacity),
         reroutes: clamp_to_i32(v.reroutes),
@@ -217,7 +222,7 @@ fn pack_launches(
         token_groups: groups.count as i32,
         experts: experts as i32,
     };
-    let kernel = kernel_for_dtype(ty.dtype, EXPERT_PACK_F32, EXPERT_PACK_BF16);
+    let kernel = kernel_for_floats(ty.dtype, EXPERT_PACK_F32, EXPERT_PACK_BF16)?;
     Ok(vec![
         KernelLaunch::elements(ZERO_WORDS, words, ZeroWords { out: s.at(out)?, n: words as i64 })
             .begin_early(),
@@ -245,7 +250,7 @@ pub(super) fn build_grouped_matmul(s: &LaunchSite<'_>, v: &views::GroupedMatmul,
     };
     let blocks = parts.min(v.rows) * w.shape[1].div_ceil(GROUPED_COLUMNS);
     let threads = (WARP * GROUPED_COLUMNS) as u32;
-    let kernel = kernel_for_dtype(x.dtype, GROUPED_MATMUL_F32, GROUPED_MATMUL_BF16);
+    let kernel = kernel_for_floats(x.dtype, GROUPED_MATMUL_F32, GROUPED_MATMUL_BF16)?;
     Ok(KernelLaunch::blocks(kernel, (blocks, threads, 0), args).begin_early())
 }
 
@@ -269,10 +274,14 @@ pub(super) fn build_expert_combine(s: &LaunchSite<'_>, v: &views::ExpertCombine,
             capacity: (y.shape[1] / groups.count.max(1)) as i32,
         },
     };
-    let kernel = kernel_for_dtype(y.dtype, EXPERT_COMBINE_F32, EXPERT_COMBINE_BF16);
-    let blocks = experts.shape[0] * last_extent(y).div_ceil(COMBINE_COLUMNS);
     // A row and a weight of each choice.
-    Ok(KernelLaunch::blocks(kernel, (blocks, COMBINE_COLUMNS as u32, 8 * k as u32), args).begin_early())
+    let shared = 8 * k;
+    if shared > SHARED_BYTES {
+        return cuda_failure(format!("a sum over {k} experts of a token"));
+    }
+    let kernel = kernel_for_floats(y.dtype, EXPERT_COMBINE_F32, EXPERT_COMBINE_BF16)?;
+    let blocks = experts.shape[0] * last_extent(y).div_ceil(COMBINE_COLUMNS);
+    Ok(KernelLaunch::blocks(kernel, (blocks, COMBINE_COLUMNS as u32, shared as u32), args).begin_early())
 }
 
 /// Returns a limit for a kernel, to which a larger number is as good as the largest one.

@@ -2,7 +2,7 @@
 
 use tessera_ir::{DType, ValueId, views};
 
-use super::elementwise::kernel_for_dtype;
+use super::elementwise::kernel_for_floats;
 use super::site::{LaunchSite, last_extent};
 use crate::driver::{CudaResult, cuda_failure};
 use crate::kernel_params::DevicePtr;
@@ -85,12 +85,14 @@ pub(super) fn build_head_matmul(s: &LaunchSite<'_>, v: &views::HeadMatmul, out: 
         width: width as i32,
     };
     let (kernel, blocks) = match v.transposed {
-        false => (kernel_for_dtype(x.dtype, HEAD_MATMUL_F32, HEAD_MATMUL_BF16), v.rows.div_ceil(HEAD_WARPS)),
+        false => {
+            (kernel_for_floats(x.dtype, HEAD_MATMUL_F32, HEAD_MATMUL_BF16)?, v.rows.div_ceil(HEAD_WARPS))
+        }
         true => {
             // A lane has as many columns as it can load at once.
             let most = 16 / x.dtype.element_bytes();
             let columns = 32 * if width.is_multiple_of(most) { most } else { 1 };
-            let kernel = kernel_for_dtype(x.dtype, HEAD_MATMUL_TRANSPOSED_F32, HEAD_MATMUL_TRANSPOSED_BF16);
+            let kernel = kernel_for_floats(x.dtype, HEAD_MATMUL_TRANSPOSED_F32, HEAD_MATMUL_TRANSPOSED_BF16)?;
             (kernel, width.div_ceil(columns))
         }
     };

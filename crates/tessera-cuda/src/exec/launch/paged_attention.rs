@@ -2,7 +2,7 @@
 
 use tessera_ir::{DType, Program, ValueId, views};
 
-use super::elementwise::kernel_for_dtype;
+use super::elementwise::kernel_for_floats;
 use super::language::rows_per_sequence;
 use super::site::{LaunchSite, last_extent};
 use crate::driver::{CudaResult, cuda_failure};
@@ -73,7 +73,7 @@ pub(super) fn build_paged_attention(
     let mut launches = vec![KernelLaunch::for_heads(kernel, v.head_dim, blocks, args).begin_early()];
     if shape.parts > 1 {
         let merge = MergeParts { sums: sums.into(), start: s.at(v.start)?, out: s.at(out)?, shape };
-        let kernel = kernel_for_dtype(ty.dtype, MERGE_PARTS_F32, MERGE_PARTS_BF16);
+        let kernel = kernel_for_floats(ty.dtype, MERGE_PARTS_F32, MERGE_PARTS_BF16)?;
         let blocks = HeadBlocks {
             count: ty.shape[0] * shape.heads as u64,
             threads: (shape.value_dim as u32).next_multiple_of(32).min(256),
@@ -98,13 +98,13 @@ fn find_kernel(
             if v.head_dim / vector > PAGED_THREADS {
                 return cuda_failure(format!("heads of {} elements", v.head_dim));
             }
-            Ok((kernel_for_dtype(dtype, PAGED_ATTENTION_F32, PAGED_ATTENTION_BF16), 0))
+            Ok((kernel_for_floats(dtype, PAGED_ATTENTION_F32, PAGED_ATTENTION_BF16)?, 0))
         }
         PagedRoute::Latent if v.head_dim > MAX_LATENT_HEAD || value_dim > MAX_LATENT_VALUES => {
             cuda_failure(format!("heads of {} elements with values of {value_dim}", v.head_dim))
         }
         PagedRoute::Latent => {
-            let kernel = kernel_for_dtype(dtype, LATENT_ATTENTION_F32, LATENT_ATTENTION_BF16);
+            let kernel = kernel_for_floats(dtype, LATENT_ATTENTION_F32, LATENT_ATTENTION_BF16)?;
             // The queries in f32, and the values of a step.
             Ok((kernel, (v.head_dim * (4 * queries + LATENT_STEP_BYTES)) as u32))
         }

@@ -2,7 +2,7 @@
 
 use tessera_ir::{DType, Program, RouterScore, ValueId, views};
 
-use super::elementwise::kernel_for_dtype;
+use super::elementwise::kernel_for_floats;
 use super::site::{LaunchSite, RowSpan, last_extent};
 use crate::driver::{CudaResult, cuda_failure};
 use crate::kernel_table::{
@@ -28,8 +28,8 @@ const LOGIT_SCORE: i32 = 0;
 const MAX_SEARCHES: u64 = 16;
 
 /// The most experts that are sorted in shared memory, as in experts.cu, and the bytes that every launch may have of it.
-const MAX_RANKED_EXPERTS: u64 = 4096;
-const SHARED_BYTES: u64 = 48 << 10;
+pub(super) const MAX_RANKED_EXPERTS: u64 = 4096;
+pub(super) const SHARED_BYTES: u64 = 48 << 10;
 
 pub(super) fn build_top_k_experts(s: &LaunchSite<'_>, v: &views::TopKExperts, out: ValueId) -> Built {
     let ty = s.p.type_of(v.logits);
@@ -98,7 +98,7 @@ pub(super) fn build_expert_gates(s: &LaunchSite<'_>, v: &views::ExpertGates, out
         k: last_extent(chosen) as i32,
         n: n as i64,
     };
-    let kernel = kernel_for_dtype(gates.dtype, EXPERT_GATES_F32, EXPERT_GATES_BF16);
+    let kernel = kernel_for_floats(gates.dtype, EXPERT_GATES_F32, EXPERT_GATES_BF16)?;
     Ok(KernelLaunch::elements(kernel, n, args).begin_early())
 }
 
