@@ -10,7 +10,9 @@ mod language_cases;
 use std::sync::Arc;
 
 use gpu_ranks::{find_gpus, open_ranks};
-use language_cases::{Attention, Case, CaseWriter, DTYPES, attention_case, find_differences, find_gpu};
+use language_cases::{
+    Attention, Case, CaseWriter, DTYPES, attention_case, find_differences, find_gpu, take_turn,
+};
 use tessera_cuda::CudaBackend;
 use tessera_filetests::language;
 use tessera_ir::{Opcode, Program};
@@ -59,6 +61,7 @@ fn head_case(dtype: &'static str, h: LatentHeads) -> Case {
 #[test]
 fn columns_and_matmuls_of_heads_agree_with_the_reference() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     // The extents of DeepSeek-V3, others whose columns no vector divides, and rows that fill no tile.
     let deepseek = LatentHeads { rows: 1, heads: 16, nope: 128, rope: 64, v: 128, rank: 512 };
     let odd = LatentHeads { rows: 7, heads: 3, nope: 5, rope: 2, v: 9, rank: 11 };
@@ -90,6 +93,7 @@ fn rotary_case(dtype: &'static str, (heads, head, pairs): (usize, usize, usize))
 #[test]
 fn interleaved_rotations_agree_with_the_reference() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     let shapes = [(3, 6, 3), (5, 64, 32), (1, 64, 32), (2, 9, 3)];
     let cases: Vec<Case> =
         DTYPES.iter().flat_map(|dtype| shapes.map(|shape| rotary_case(dtype, shape))).collect();
@@ -100,6 +104,7 @@ fn interleaved_rotations_agree_with_the_reference() {
 #[test]
 fn attention_over_latents_agrees_with_the_reference() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     // One row of one sequence with the heads of one of eight ranks, over 700 latents of DeepSeek-V3.
     let deepseek = Attention {
         sequences: 1,
@@ -185,6 +190,7 @@ fn no_op_of_a_dense_latent_model_is_refused() {
 #[test]
 fn a_dense_latent_model_on_gpus_computes_what_the_evaluator_computes() {
     let Some((found, count)) = find_gpus(1) else { return };
+    let _turn = take_turn();
     let open = |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| open_ranks((&found, count), mesh, programs);
     for sizes in [ODD, [64, 6, 512, 16, 64, 24]] {
         let whole = dense_model(sizes, 1, "f32");

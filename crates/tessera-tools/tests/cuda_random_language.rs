@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use gpu_ranks::{find_gpus, open_ranks};
 use tessera_cuda::CudaBackend;
-use tessera_filetests::language::{difference, evaluate, planned_cases, run_on_ranks};
+use tessera_filetests::language::{Case, difference, evaluate, planned_cases, run_on_ranks};
 use tessera_ir::{Bundle, Opcode, Program};
 use tessera_mesh::Mesh;
 use tessera_models::TokenOutput;
@@ -39,6 +39,14 @@ const WANTED: [Opcode; 16] = [
     Opcode::Sample,
 ];
 
+/// Returns the plan of a case whose experts two ranks share, as its keys say; `None` without experts, or where two ranks do
+/// not divide the token groups. Most drawn meshes with an exchange of tokens have more ranks.
+fn plan_experts_on_two_ranks(case: &Case) -> Option<Bundle> {
+    let axis = if case.experts.contains("axis = \"tp\"") { "tp" } else { "ep" };
+    let mapping = format!("[mesh]\n{axis} = 2\n{}", case.experts);
+    if case.experts.is_empty() { None } else { case.lower(&mapping).ok() }
+}
+
 fn programs_of(bundle: &Bundle) -> impl Iterator<Item = &Program> {
     bundle.phases.iter().flat_map(|phase| &phase.programs)
 }
@@ -58,15 +66,20 @@ fn refusals_of(bundle: &Bundle) -> BTreeSet<String> {
 
 #[test]
 fn the_backend_refuses_no_drawn_program() {
-    let (mut refusals, mut seen) = (BTreeMap::<String, usize>::new(), BTreeSet::new());
+    let (mut refusals, mut seen, mut exchanges) = (BTreeMap::<String, usize>::new(), BTreeSet::new(), 0);
     for (_, case, bundle) in planned_cases(CASES) {
         let whole = case.lower(&case.mapping_of_one_rank()).unwrap();
-        for plan in [&bundle, &whole] {
+        let on_two = plan_experts_on_two_ranks(&case);
+        exchanges += usize::from(
+            on_two.as_ref().is_some_and(|plan| opcodes_of(plan).any(|opcode| opcode == Opcode::AllToAll)),
+        );
+        for plan in [Some(&bundle), Some(&whole), on_two.as_ref()].into_iter().flatten() {
             seen.extend(opcodes_of(plan).map(Opcode::name));
             refusals_of(plan).into_iter().for_each(|why| *refusals.entry(why).or_default() += 1);
         }
     }
     assert!(refusals.is_empty(), "{refusals:#?}");
+    assert!(exchanges >= 4, "{exchanges} plans of two ranks exchange tokens");
     let missing: Vec<Opcode> = WANTED.into_iter().filter(|opcode| !seen.contains(opcode.name())).collect();
     assert!(missing.is_empty(), "no drawn program has {missing:?}");
 }
@@ -82,8 +95,10 @@ fn a_plan_computes_on_gpus_what_the_evaluator_computes() {
         let (weights, calls) = (case.weights(u64::from(index)), case.calls(u64::from(index)));
         let expected = evaluate(&whole, &weights, &calls, case.output_name());
         let ranks = bundle.mesh.iter().count();
-        let on_several = (ranks > 1 && ranks <= count as usize).then_some(&bundle);
-        for plan in [Some(&whole), on_several].into_iter().flatten() {
+        let fits = |ranks: usize| ranks > 1 && ranks <= count as usize;
+        let on_several = fits(ranks).then_some(&bundle);
+        let on_two = plan_experts_on_two_ranks(&case).filter(|_| fits(2));
+        for plan in [Some(&whole), on_several, on_two.as_ref()].into_iter().flatten() {
             let ranks = plan.mesh.iter().count();
             let what = format!("case {index} on {ranks} GPUs, {}", case.mapping);
             let found = run_on_ranks(&open, plan, &weights, &calls, case.output_name())
@@ -101,7 +116,12 @@ fn a_plan_computes_on_gpus_what_the_evaluator_computes() {
     }
     if count >= 2 {
         let on_two = runs_by_ranks.get(&2).copied().unwrap_or(0);
-        assert!(on_two >= 8 && seen.contains(Opcode::AllToAll.name()), "{runs_by_ranks:?}");
+        assert!(on_two >= 16, "{runs_by_ranks:?}");
+        for opcode in
+            [Opcode::AllReduce, Opcode::AllGather, Opcode::AllToAll, Opcode::ReduceScatter, Opcode::Send]
+        {
+            assert!(seen.contains(opcode.name()), "no pair of GPUs ran {}", opcode.name());
+        }
     }
     println!("cases by number of GPUs: {runs_by_ranks:?}, largest difference: {worst:.1e}");
     for opcode in WANTED.map(Opcode::name) {

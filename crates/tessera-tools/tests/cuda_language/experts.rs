@@ -1,6 +1,6 @@
 //! Cases of the ops that carry tokens to experts: slots, packed rows, a matmul per expert, and the weighted sum.
 
-use super::language_cases::{Case, CaseWriter, DTYPES, find_differences, find_gpu};
+use super::language_cases::{Case, CaseWriter, DTYPES, find_differences, find_gpu, take_turn};
 
 fn expert_case(dtype: &'static str, [tokens, experts, k, d, inner, capacity]: [usize; 6]) -> Case {
     let shape = format!("{tokens} tokens, {k} of {experts} experts of {d} by {inner}, {capacity} slots");
@@ -138,6 +138,7 @@ const SMALL: Routing = Routing {
 #[test]
 fn experts_agree_with_the_reference() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     let shapes =
         [[1, 8, 2, 64, 40, 1], [37, 5, 3, 72, 33, 37], [29, 7, 2, 24, 16, 4], [130, 40, 8, 32, 8, 130]];
     let routings = [
@@ -178,6 +179,7 @@ fn experts_agree_with_the_reference() {
 #[test]
 fn each_rank_routes_its_own_tokens() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     // Padding begins on the last rank, or on one before it.
     let two = Routing { group_tokens: 3, real_tokens: 8, experts: 6, ..SMALL };
     let three = Routing { tokens: 18, group_tokens: 3, real_tokens: 10, experts: 9, k: 3, ..SMALL };

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use language_cases::{
     Attention, Case, CaseWriter, DTYPES, NoopObserver, attention_case, find_differences, find_gpu, load,
-    only_seat, open_gpu, parse_case, run_call,
+    only_seat, open_gpu, parse_case, run_call, take_turn,
 };
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{Backend, CallData, Scalar};
@@ -22,6 +22,7 @@ use tessera_device::{Backend, CallData, Scalar};
 #[test]
 fn attention_over_pages_agrees_with_the_reference() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     let long = Attention {
         sequences: 1,
         rows: 1,
@@ -110,6 +111,7 @@ fn small_matmul_case(dtype: &'static str, [rows, k, m]: [usize; 3]) -> Case {
 #[test]
 fn positions_and_matmuls_of_few_rows_agree_with_the_reference() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     let mut cases = Vec::new();
     for dtype in DTYPES {
         cases.extend([(3, 6, 3), (5, 128, 64), (2, 80, 20)].map(|shape| position_case(dtype, shape)));
@@ -123,6 +125,7 @@ fn positions_and_matmuls_of_few_rows_agree_with_the_reference() {
 #[test]
 fn ids_are_those_of_the_cpu() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     for (rows, vocabulary) in [(1, 1), (7, 5), (64, 3001), (6, 151_936)] {
         let mut w = CaseWriter::new("f32", format!("sample [{rows}, {vocabulary}]"), 3);
         w.input("logits", &[rows, vocabulary]);
@@ -167,6 +170,7 @@ fn ids_are_those_of_the_cpu() {
 #[test]
 fn pages_and_counts_that_a_kernel_could_not_use_are_refused() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     let small = Attention {
         sequences: 1,
         rows: 1,

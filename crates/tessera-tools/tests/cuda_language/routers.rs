@@ -1,6 +1,6 @@
 //! Cases of routers: choices by scores, groups and corrections, weights, and what a mapping changes.
 
-use super::language_cases::{Case, CaseWriter, find_differences, find_gpu};
+use super::language_cases::{Case, CaseWriter, find_differences, find_gpu, take_turn};
 
 /// Tokens, experts, groups of experts, groups that are kept, and choices.
 type Gate = [usize; 5];
@@ -160,6 +160,7 @@ fn shard_case(ranks: usize, [tokens, experts, homes, real_tokens]: [usize; 4]) -
 #[test]
 fn routers_agree_with_the_reference() {
     let Some(found) = find_gpu() else { return };
+    let _turn = take_turn();
     // The gate of DeepSeek-V3, groups of one expert, groups of uneven numbers of lanes, and many experts.
     let gates: [Gate; 6] = [
         [5, 256, 8, 4, 8],

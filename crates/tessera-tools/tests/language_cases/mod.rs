@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
@@ -34,6 +34,13 @@ pub fn find_gpu() -> Option<GpuDiscovery> {
     assert_may_skip(std::env::var(REQUIRE_GPUS).ok().as_deref(), 1, &why);
     println!("not run: {why}");
     None
+}
+
+/// Waits until no other test of this process uses the GPU. Backends of one process share a context of a device, in which
+/// a call of one can end the capture of a graph by another; a rank is the only backend of its process.
+pub fn take_turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Named numbers with their shapes.
