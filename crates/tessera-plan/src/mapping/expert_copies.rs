@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(m.list_residents(0, 4), Some(vec![0, 1, 2, 0, 1, 3]));
         // With an uneven number of places, the first rank has one more.
         let odd = parse(&format!("[mesh]\nep = 2\n[experts]\nreplicas = 1\n{HOT}")).unwrap();
-        assert_eq!(odd.list_residents(2, 4), Some(vec![0, 1, 3, 0, 2]));
+        assert_eq!(odd.list_residents(2, 4), Some(vec![1, 2, 3, 0, 0]));
         let plain = parse("[mesh]\nep = 2\n").unwrap();
         assert_eq!((plain.list_residents(2, 4), plain.expert_places(4)), (None, 4));
     }
