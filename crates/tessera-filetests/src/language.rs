@@ -6,13 +6,33 @@
 mod draw;
 mod run;
 
-use tessera_ir::Bundle;
+use tessera_ir::{Bundle, Opcode};
 
 pub use draw::{Case, FAMILIES, TokenCall, programs_of_ranks};
 pub use run::{Results, evaluate, run_on_ranks, stack_listed_experts};
 
 /// Seed of the cases that [`planned_cases`] draws.
 pub const SEED: u64 = 5;
+
+/// Ops that the drawn cases have between them, beside collectives.
+pub const DRAWN_OPS: [Opcode; 16] = [
+    Opcode::TopKExperts,
+    Opcode::ExpertWeights,
+    Opcode::ExpertPlaces,
+    Opcode::ExpertSlots,
+    Opcode::ExpertCounts,
+    Opcode::ExpertPack,
+    Opcode::ExpertReroute,
+    Opcode::GroupedMatmul,
+    Opcode::ExpertCombine,
+    Opcode::Rotary,
+    Opcode::HeadNorm,
+    Opcode::HeadColumns,
+    Opcode::HeadJoin,
+    Opcode::HeadMatmul,
+    Opcode::PagedAttention,
+    Opcode::Sample,
+];
 
 /// Codes of mappings that ask for more ranks than the model has heads, columns, experts or blocks.
 const UNFIT: [&str; 2] = ["T0602", "T0603"];
@@ -38,7 +58,7 @@ pub fn planned_cases(count: u32) -> Vec<(u32, Case, Bundle)> {
 
 /// Returns the largest difference over the largest magnitude.
 #[must_use]
-pub fn difference(found: &Results, expected: &Results) -> f64 {
+pub fn measure_difference(found: &Results, expected: &Results) -> f64 {
     let largest = expected.iter().flatten().fold(0.0_f64, |m, x| m.max(x.abs()));
     let pairs = found.iter().flatten().zip(expected.iter().flatten());
     pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / largest.max(1e-30)

@@ -13,8 +13,8 @@ use common::open_cpu_backends;
 use tessera_base::random::Rng;
 use tessera_device::Fault;
 use tessera_filetests::language::{
-    Case, FAMILIES, Results, SEED, TokenCall, difference, evaluate, planned_cases, programs_of_ranks,
-    run_on_ranks,
+    Case, DRAWN_OPS, FAMILIES, Results, SEED, TokenCall, evaluate, measure_difference, planned_cases,
+    programs_of_ranks, run_on_ranks,
 };
 use tessera_ir::{Attr, Bundle, Opcode, Program};
 use tessera_mesh::Rank;
@@ -49,7 +49,7 @@ fn a_plan_computes_on_the_evaluator_and_on_cpu_ranks_what_one_rank_computes() {
             assert_eq!(parts, expected, "{what}");
             assert_eq!(found, expected, "{what}");
         } else {
-            let (far, cpu) = (difference(&parts, &expected), difference(&found, &expected));
+            let (far, cpu) = (measure_difference(&parts, &expected), measure_difference(&found, &expected));
             assert!(far < 1e-11, "{what}: {far:e} between meshes");
             assert!(cpu < 2e-5, "{what}: {cpu:e} on CPU ranks");
             worst = worst.max(cpu);
@@ -58,27 +58,7 @@ fn a_plan_computes_on_the_evaluator_and_on_cpu_ranks_what_one_rank_computes() {
         seen.extend(programs.flat_map(|p| p.ops.iter().map(|o| o.opcode.name())));
     }
     println!("largest difference on CPU ranks: {worst:.1e}");
-    let wanted = [
-        Opcode::TopKExperts,
-        Opcode::ExpertWeights,
-        Opcode::ExpertPlaces,
-        Opcode::ExpertSlots,
-        Opcode::ExpertCounts,
-        Opcode::ExpertPack,
-        Opcode::ExpertReroute,
-        Opcode::GroupedMatmul,
-        Opcode::ExpertCombine,
-        Opcode::AllToAll,
-        Opcode::Rotary,
-        Opcode::HeadNorm,
-        Opcode::HeadColumns,
-        Opcode::HeadJoin,
-        Opcode::HeadMatmul,
-        Opcode::PagedAttention,
-        Opcode::Sample,
-        Opcode::Send,
-    ];
-    for opcode in wanted {
+    for opcode in DRAWN_OPS.into_iter().chain([Opcode::AllToAll, Opcode::Send]) {
         assert!(seen.contains(opcode.name()), "no program has {}", opcode.name());
     }
 }
@@ -227,14 +207,16 @@ fn another_number_in_a_weight_or_in_a_page_table_changes_the_result() {
     for name in weights.keys().filter(|name| name.contains("layers.0")) {
         let mut other = weights.clone();
         other.get_mut(name).unwrap().data_mut().iter_mut().for_each(|x| *x *= 1.5);
-        let far = difference(&run_on_cpus(&bundle, &other, &calls, case.output_name()).unwrap(), &expected);
+        let far =
+            measure_difference(&run_on_cpus(&bundle, &other, &calls, case.output_name()).unwrap(), &expected);
         assert!(far > 1e-4, "{name}: {far:e}");
     }
     let mut swapped = case.calls(u64::from(index));
     let last = swapped.len() - 1;
     swapped[last].scalars.insert("start".to_string(), calls[last - 1].scalars["start"].clone());
     assert!(
-        difference(&run_on_cpus(&bundle, &weights, &swapped, case.output_name()).unwrap(), &expected) > 1e-4
+        measure_difference(&run_on_cpus(&bundle, &weights, &swapped, case.output_name()).unwrap(), &expected)
+            > 1e-4
     );
 }
 

@@ -13,7 +13,7 @@ use tessera_ir::{Builder, ExpertTensorNames, Op, OpView, Opcode, Program, ValueI
 use crate::Mapping;
 use crate::codes::T0611;
 use crate::copy_op::copy_op;
-use crate::router_features::{integers, sequence_starts};
+use crate::router_features::{sequence_starts, to_integers};
 
 /// Rewrites the experts of a program for the places of a mapping.
 ///
@@ -189,7 +189,7 @@ impl PlacementPass<'_> {
         if let Some(start) = sequence_starts(self.program) {
             self.builder.add_keyed("start", find_value(&self.values, start));
         }
-        self.builder.copy_attrs(op, &["at"]).set_attr("residents", integers(&residents));
+        self.builder.copy_attrs(op, &["at"]).set_attr("residents", to_integers(&residents));
         self.builder.set_attr("tokens", self.program.type_of(choices).shape[0]);
         let places = self.builder.add_op(Opcode::ExpertPlaces, &[chosen]);
         self.places.insert(choices, places);

@@ -181,8 +181,8 @@ impl RouterPass<'_> {
     fn emit_locality(&mut self, op: &Op, logits: ValueId, weight: f64) -> ValueId {
         let Some(map) = self.map.as_ref().filter(|_| weight != 0.0) else { return logits };
         self.builder.copy_attrs(op, &["at"]).set_attr("weight", weight);
-        self.builder.set_attr("expert_groups", integers(&map.expert_groups()));
-        self.builder.set_attr("home_groups", integers(&map.rank_groups));
+        self.builder.set_attr("expert_groups", to_integers(&map.expert_groups()));
+        self.builder.set_attr("home_groups", to_integers(&map.rank_groups));
         self.builder.add_op(Opcode::ExpertLocality, &[logits])
     }
 
@@ -196,8 +196,8 @@ impl RouterPass<'_> {
         let count = if term.gradient { 2 } else { 1 };
         for (opcode, name) in parts.into_iter().take(count) {
             self.builder.copy_attrs(op, &["at"]).set_attr("weight", term.weight);
-            self.builder.set_attr("distances", integers(&map.distances()));
-            self.builder.set_attr("expert_homes", integers(&map.expert_ranks));
+            self.builder.set_attr("distances", to_integers(&map.distances()));
+            self.builder.set_attr("expert_homes", to_integers(&map.expert_ranks));
             self.builder.set_attr("tokens", self.builder.type_of(logits).shape[0]);
             let value = self.builder.add_op(opcode, &[logits]);
             self.terms.push((format!("{name}.{layer}"), value));
@@ -216,7 +216,7 @@ impl RouterPass<'_> {
             self.builder.add_keyed("start", *start);
         }
         self.builder.copy_attrs(op, &["at"]).set_attr("keep", keep).set_attr("layer", layer);
-        self.builder.set_attr("seeds", integers(&seeds));
+        self.builder.set_attr("seeds", to_integers(&seeds));
         self.builder.set_attr("tokens", self.builder.type_of(chosen).shape[0]);
         self.builder.add_op(Opcode::ExpertDraw, &[chosen])
     }
@@ -260,6 +260,6 @@ pub(crate) fn sequence_starts(p: &Program) -> Option<ValueId> {
     })
 }
 
-pub(crate) fn integers(list: &[u64]) -> Vec<i64> {
+pub(crate) fn to_integers(list: &[u64]) -> Vec<i64> {
     list.iter().map(|i| i64::try_from(*i).unwrap_or(i64::MAX)).collect()
 }

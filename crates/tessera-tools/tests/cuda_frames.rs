@@ -3,16 +3,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+mod gpu_ranks;
+
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpu_ranks::find_gpus;
 use tessera::gpus::{GpuDiscovery, masked_features};
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_cuda::{CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip};
+use tessera_cuda::{CudaBackend, CudaOptions};
 use tessera_device::{Backend, CallData, MeshRank, Observer};
 use tessera_filetests::dedicated_slots;
 use tessera_ir::{Program, parse_all};
@@ -25,16 +28,8 @@ impl Observer for NoopObserver {
     fn on_progress(&mut self, _: u32) {}
 }
 
-fn find_gpu() -> Option<GpuDiscovery> {
-    let found = GpuDiscovery::discover();
-    let why = match &found.devices {
-        Ok(d) if !d.gpus.is_empty() => return Some(found),
-        Ok(_) => "the driver reports no GPU".to_string(),
-        Err(d) => d.message.clone(),
-    };
-    assert_may_skip(std::env::var(REQUIRE_GPUS).ok().as_deref(), 1, &why);
-    println!("not run: {why}");
-    None
+fn find_gpu() -> Option<Arc<GpuDiscovery>> {
+    Some(find_gpus(1)?.0)
 }
 
 /// A convolution of normalised frames, and what surrounds it.

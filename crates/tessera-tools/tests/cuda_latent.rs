@@ -201,7 +201,7 @@ fn a_dense_latent_model_on_gpus_computes_what_the_evaluator_computes() {
             let bundle = plan(&dense_model(sizes, tp, "f32"));
             let found = language::run_on_ranks(&open, &bundle, &weights, &calls, whole.output_name());
             let found = found.unwrap_or_else(|fault| panic!("{sizes:?}, tp {tp}: {fault:?}"));
-            let far = language::difference(&found, &expected);
+            let far = language::measure_difference(&found, &expected);
             println!("{sizes:?}, tp {tp}: {far:.1e}");
             assert!(far < 5e-5, "{sizes:?}, tp {tp}: {far:e}");
         }

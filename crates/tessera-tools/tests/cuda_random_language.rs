@@ -11,33 +11,15 @@ use std::sync::Arc;
 
 use gpu_ranks::{find_gpus, open_ranks};
 use tessera_cuda::CudaBackend;
-use tessera_filetests::language::{Case, difference, evaluate, planned_cases, run_on_ranks};
+use tessera_filetests::language::{
+    Case, DRAWN_OPS, evaluate, measure_difference, planned_cases, run_on_ranks,
+};
 use tessera_ir::{Bundle, Opcode, Program};
 use tessera_mesh::Mesh;
 use tessera_models::TokenOutput;
 
 /// Cases that are drawn; the mapping of two thirds of them fits its model.
 const CASES: u32 = 60;
-
-/// Ops that a run must have seen.
-const WANTED: [Opcode; 16] = [
-    Opcode::TopKExperts,
-    Opcode::ExpertWeights,
-    Opcode::ExpertPlaces,
-    Opcode::ExpertSlots,
-    Opcode::ExpertCounts,
-    Opcode::ExpertPack,
-    Opcode::ExpertReroute,
-    Opcode::GroupedMatmul,
-    Opcode::ExpertCombine,
-    Opcode::Rotary,
-    Opcode::HeadNorm,
-    Opcode::HeadColumns,
-    Opcode::HeadJoin,
-    Opcode::HeadMatmul,
-    Opcode::PagedAttention,
-    Opcode::Sample,
-];
 
 /// Returns the plan of a case whose experts two ranks share, as its keys say; `None` without experts, or where two ranks do
 /// not divide the token groups. Most drawn meshes with an exchange of tokens have more ranks.
@@ -80,7 +62,7 @@ fn the_backend_refuses_no_drawn_program() {
     }
     assert!(refusals.is_empty(), "{refusals:#?}");
     assert!(exchanges >= 4, "{exchanges} plans of two ranks exchange tokens");
-    let missing: Vec<Opcode> = WANTED.into_iter().filter(|opcode| !seen.contains(opcode.name())).collect();
+    let missing: Vec<Opcode> = DRAWN_OPS.into_iter().filter(|opcode| !seen.contains(opcode.name())).collect();
     assert!(missing.is_empty(), "no drawn program has {missing:?}");
 }
 
@@ -106,7 +88,7 @@ fn a_plan_computes_on_gpus_what_the_evaluator_computes() {
             if case.output == TokenOutput::Next {
                 assert_eq!(found, expected, "{what}");
             } else {
-                let far = difference(&found, &expected);
+                let far = measure_difference(&found, &expected);
                 assert!(far < 5e-5, "{what}: {far:e}");
                 worst = worst.max(far);
             }
@@ -124,7 +106,7 @@ fn a_plan_computes_on_gpus_what_the_evaluator_computes() {
         }
     }
     println!("cases by number of GPUs: {runs_by_ranks:?}, largest difference: {worst:.1e}");
-    for opcode in WANTED.map(Opcode::name) {
+    for opcode in DRAWN_OPS.map(Opcode::name) {
         assert!(seen.contains(opcode), "no GPU ran {opcode}");
     }
 }

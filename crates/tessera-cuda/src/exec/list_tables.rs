@@ -32,7 +32,7 @@ impl ListTables {
         out
     }
 
-    pub(super) fn upload(&self, area: &DeviceMemory) -> CudaResult<()> {
+    pub(super) fn upload_tables(&self, area: &DeviceMemory) -> CudaResult<()> {
         self.offsets.iter().try_for_each(|(list, at)| copy_to_device(area.slice(*at, list.len())?, list))
     }
 

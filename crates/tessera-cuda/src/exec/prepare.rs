@@ -235,6 +235,6 @@ fn allocate_call_area(
 ) -> CudaResult<DeviceMemory> {
     let memory = DeviceMemory::new(bytes as usize)?;
     rope_tables.iter().try_for_each(|t| t.upload_static_tables(&memory))?;
-    list_tables.upload(&memory)?;
+    list_tables.upload_tables(&memory)?;
     Ok(memory)
 }

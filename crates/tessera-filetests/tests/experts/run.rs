@@ -87,24 +87,23 @@ impl Layer {
         let weights = b
             .set_attr("renormalise", tessera_ir::Attr::Bool(true))
             .add_op(Opcode::ExpertWeights, &[logits, chosen]);
-        let in_block = |b: &mut Builder| {
-            b.set_attr("at", "block.0");
-        };
-        in_block(&mut b);
-        let slots = b.set_attr("capacity", tokens).add_op(Opcode::ExpertSlots, &[chosen]);
-        in_block(&mut b);
-        let counts = b.set_attr("groups", e).add_op(Opcode::ExpertCounts, &[chosen, slots]);
-        in_block(&mut b);
-        b.set_attr("groups", e).set_attr("capacity", tokens);
-        let rows = b.add_op(Opcode::ExpertPack, &[x, chosen, slots]);
         let all = tokens * self.top_k as u64;
-        in_block(&mut b);
-        b.set_attr("act", "silu").set_attr("rows", all);
-        let h = b.add_op(Opcode::GroupedMatmul, &[rows, up, counts]);
-        in_block(&mut b);
-        let y = b.set_attr("rows", all).add_op(Opcode::GroupedMatmul, &[h, down, counts]);
-        in_block(&mut b);
-        let sum = b.add_op(Opcode::ExpertCombine, &[y, chosen, slots, weights]);
+        let mut emit = |opcode, operands: &[_], attrs: &[(&str, u64)]| {
+            b.set_attr("at", "block.0");
+            attrs.iter().for_each(|(name, n)| {
+                b.set_attr(name, *n);
+            });
+            if opcode == Opcode::GroupedMatmul && operands[1] == up {
+                b.set_attr("act", "silu");
+            }
+            b.add_op(opcode, operands)
+        };
+        let slots = emit(Opcode::ExpertSlots, &[chosen], &[("capacity", tokens)]);
+        let counts = emit(Opcode::ExpertCounts, &[chosen, slots], &[("groups", e)]);
+        let rows = emit(Opcode::ExpertPack, &[x, chosen, slots], &[("capacity", tokens), ("groups", e)]);
+        let h = emit(Opcode::GroupedMatmul, &[rows, up, counts], &[("rows", all)]);
+        let y = emit(Opcode::GroupedMatmul, &[h, down, counts], &[("rows", all)]);
+        let sum = emit(Opcode::ExpertCombine, &[y, chosen, slots, weights], &[]);
         // The rest of a layer reads the sum beside the rows that were packed.
         let y = b.add_op(Opcode::Add, &[sum, x]);
         b.add_output("choices", chosen);

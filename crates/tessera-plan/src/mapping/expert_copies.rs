@@ -20,14 +20,9 @@ pub struct ExpertCopies {
     /// How often routers chose each expert. A layer without numbers counts as balanced. Without any,
     /// experts have one place each, in their order.
     pub choices: ExpertChoices,
-    /// A layer whose choices are stated twice.
-    pub repeated_layer: Option<u64>,
     /// File with the choices of a run, which the application reads into `choices`.
     pub choices_file: Option<String>,
 }
-
-/// The layer of choices that name none.
-const NO_LAYER: u64 = u64::MAX;
 
 impl ExpertCopies {
     /// Reads the keys from the table `[experts]`.
@@ -39,13 +34,21 @@ impl ExpertCopies {
             ..ExpertCopies::default()
         };
         for (_, mut layer) in table.read_tables("choices") {
-            // Absent or beyond every model: `check_expert_copies` refuses it.
-            let number = layer.read_count_or_zero("layer", NO_LAYER);
+            // No model has so many layers.
+            let number = layer.read_count_or_zero("layer", u64::MAX);
             let experts = layer.read_numbers("experts", &[]);
-            if out.choices.insert(number, experts).is_some() {
-                out.repeated_layer = Some(number);
-            }
             table.diagnostics.extend(layer.finish());
+            if number == u64::MAX {
+                table.diagnostics.push(refuse_table(
+                    "experts.choices name no layer".to_string(),
+                    "state `layer`, from 0, beside `experts`",
+                ));
+            } else if out.choices.insert(number, experts).is_some() {
+                table.diagnostics.push(refuse_table(
+                    format!("experts.choices count layer {number} twice"),
+                    "state each layer once",
+                ));
+            }
         }
         out
     }
@@ -105,7 +108,7 @@ impl Mapping {
         let (e, copies) = (&self.experts, &self.experts.copies);
         let mut ds = Vec::new();
         let mut refuse = |message: String, hint: &str| {
-            ds.push(Diagnostic::error(&T0611, message).with_label("mapping", "[experts]").with_hint(hint));
+            ds.push(refuse_table(message, hint));
         };
         if copies.replicas > 0 && !copies.changes_programs() {
             refuse(
@@ -121,12 +124,6 @@ impl Mapping {
                 "the mapping states both experts.choices and experts.choices_file".to_string(),
                 "keep one of them",
             );
-        }
-        if copies.choices.contains_key(&NO_LAYER) {
-            refuse("experts.choices name no layer".to_string(), "state `layer`, from 0, beside `experts`");
-        }
-        if let Some(layer) = copies.repeated_layer {
-            refuse(format!("experts.choices count layer {layer} twice"), "state each layer once");
         }
         if let Some((layer, n)) = copies
             .choices
@@ -152,6 +149,10 @@ impl Mapping {
         }
         ds
     }
+}
+
+fn refuse_table(message: String, hint: &str) -> Diagnostic {
+    Diagnostic::error(&T0611, message).with_label("mapping", "[experts]").with_hint(hint)
 }
 
 #[cfg(test)]

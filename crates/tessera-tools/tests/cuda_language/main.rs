@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+#[path = "../gpu_ranks/mod.rs"]
+mod gpu_ranks;
 #[path = "../language_cases/mod.rs"]
 mod language_cases;
 

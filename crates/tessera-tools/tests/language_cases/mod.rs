@@ -11,12 +11,14 @@ use std::time::Duration;
 use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_cuda::{CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip};
+use tessera_cuda::{CudaBackend, CudaOptions};
 use tessera_device::{Backend, CallData, MeshRank, Observer, ProgramHandle, Scalar, WeightSource};
 use tessera_filetests::dedicated_slots;
 use tessera_ir::{Program, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
 use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
+
+use crate::gpu_ranks::find_gpus;
 
 pub struct NoopObserver;
 impl Observer for NoopObserver {
@@ -24,16 +26,8 @@ impl Observer for NoopObserver {
     fn on_progress(&mut self, _: u32) {}
 }
 
-pub fn find_gpu() -> Option<GpuDiscovery> {
-    let found = GpuDiscovery::discover();
-    let why = match &found.devices {
-        Ok(d) if !d.gpus.is_empty() => return Some(found),
-        Ok(_) => "the driver reports no GPU".to_string(),
-        Err(d) => d.message.clone(),
-    };
-    assert_may_skip(std::env::var(REQUIRE_GPUS).ok().as_deref(), 1, &why);
-    println!("not run: {why}");
-    None
+pub fn find_gpu() -> Option<Arc<GpuDiscovery>> {
+    Some(find_gpus(1)?.0)
 }
 
 /// Waits until no other test of this process uses the GPU. Backends of one process share a context of a device, in which
