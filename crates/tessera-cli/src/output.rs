@@ -1,7 +1,6 @@
 //! Output of the binary: diagnostics with an exit status, and text on standard output.
 
 use std::io::{ErrorKind, Write};
-use std::process::ExitCode;
 
 use clap::ValueEnum;
 use tessera::terminal::{escape_controls, print_stderr, print_stderr_line};
@@ -58,12 +57,12 @@ impl CliError {
 
     /// Prints the diagnostics once and returns the exit status. JSON goes to standard output, other
     /// formats to standard error.
-    pub fn print(self, format: DiagnosticFormat) -> ExitCode {
+    pub fn print(self, format: DiagnosticFormat) -> u8 {
         // If standard output cannot be written, it cannot carry this diagnostic either.
         let format =
             if self.diagnostics.iter().any(|d| d.code == &T0033) { DiagnosticFormat::Text } else { format };
         print_diagnostics(&self.diagnostics, format, &|_| None);
-        ExitCode::from(self.status)
+        self.status
     }
 }
 

@@ -141,7 +141,7 @@ impl BenchRanks {
     ///
     /// # Errors
     /// T0061 if a rank fails; a diagnostic of the mapping or of the GPUs before any process starts.
-    pub fn start(config: &BenchConfig) -> Result<BenchRanks, Diagnostics> {
+    pub fn start(program: &str, config: &BenchConfig) -> Result<BenchRanks, Diagnostics> {
         let mapping = Mapping::parse("mapping", &config.mapping)?;
         let world = mapping.world_mesh().map_err(|d| vec![*d])?.iter().count() as u32;
         // Missing libraries or GPUs are reported once here rather than by every process.
@@ -149,7 +149,8 @@ impl BenchRanks {
         let config_json = serde_json::to_string(config)
             .map_err(|e| bench_error(format!("configuration of a rank: {e}")))?;
         let arguments = |rank: u32| vec!["bench-rank".to_string(), rank.to_string(), config_json.clone()];
-        let mut bench = BenchRanks { processes: start_processes(world, arguments)?, reports: Vec::new() };
+        let mut bench =
+            BenchRanks { processes: start_processes(program, world, arguments)?, reports: Vec::new() };
         bench.reports = read_reports(&mut bench.processes)?;
         Ok(bench)
     }
@@ -225,16 +226,16 @@ impl BenchRanks {
     }
 }
 
-/// Starts this program once per rank, with the arguments of that rank, and passes the communicator ids of
+/// Starts a program once per rank, with the arguments of that rank, and passes the communicator ids of
 /// rank 0 to the others.
 fn start_processes(
+    program: &str,
     world: u32,
     arguments: impl Fn(u32) -> Vec<String>,
 ) -> Result<Vec<BenchProcess>, Diagnostics> {
-    let program = std::env::current_exe().map_err(|e| bench_error(format!("path of this program: {e}")))?;
     let mut ranks = Vec::new();
     for rank in 0..world {
-        let mut child = Command::new(&program)
+        let mut child = Command::new(program)
             .args(arguments(rank))
             .envs(cuda::missing_env())
             .stdin(Stdio::piped())

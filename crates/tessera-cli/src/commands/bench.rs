@@ -17,7 +17,7 @@ use tessera_tools::bench::{
     write_timeline,
 };
 
-use tessera_base::{DiagnosticFormat, render_all};
+use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
 
 use crate::flags::mapping::{DTYPES, STRATEGIES, TRANSPORTS, parse_mesh, require_axes};
 use crate::flags::named_values;
@@ -161,15 +161,15 @@ pub enum BenchDevice {
 }
 
 /// Measures the DiT of a video model, its text encoder, or single phases of a plan on this machine's GPUs.
-pub fn run(args: &Args) -> CliResult {
+pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     match &args.command {
-        BenchCommand::Dit(dit) => run_dit(dit),
-        BenchCommand::Phases(phases) => phases::run(phases),
+        BenchCommand::Dit(dit) => run_dit(dit, &program?),
+        BenchCommand::Phases(phases) => phases::run(phases, &program?),
         BenchCommand::Text(text) => text::run(text),
     }
 }
 
-fn run_dit(dit: &DitArgs) -> CliResult {
+fn run_dit(dit: &DitArgs, program: &str) -> CliResult {
     let (strategy, dtype) = (dit.strategy, dit.dtype);
     let mesh = parse_mesh(&dit.mesh).map_err(CliError::usage)?;
     let (transport, overlap_chunks) = (dit.transport, dit.overlap_chunks);
@@ -188,7 +188,7 @@ fn run_dit(dit: &DitArgs) -> CliResult {
     let machine =
         || machine_for(&GpuDiscovery::discover(), dit.cluster.as_deref(), dit.profile.as_deref(), world);
     let trace_options = trace_options.map(|count| machine().map(|m| (count, m))).transpose()?;
-    let mut ranks = BenchRanks::start(&request)?;
+    let mut ranks = BenchRanks::start(program, &request)?;
     let facts = serde_json::json!({
         "mesh": dit.mesh, "strategy": strategy.name(), "dtype": dtype.name(), "overlap_chunks": overlap_chunks,
         "transport": mapping.transport.name(), "ranks": ranks.reports,

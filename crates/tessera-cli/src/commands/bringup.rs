@@ -4,13 +4,12 @@
 use std::path::PathBuf;
 
 use tessera::terminal::print_stderr_line;
-use tessera_base::GateStatus;
+use tessera_base::{Diagnostic, GateStatus};
 use tessera_estimate::load_thresholds;
 use tessera_tools::bringup::{BringupGoals, ItemStatus, check_bringup, check_ship};
 use tessera_tools::gate_record::{GateRecord, RecordedGate};
 
 use crate::output::{CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout};
-use crate::parse::current_exe_path;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -73,9 +72,9 @@ pub struct Args {
 }
 
 /// Evaluates the bring-up checklist on recorded runs.
-pub fn run(args: &Args) -> CliResult {
+pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     let items = match &args.ship {
-        Some(long) => check_ship(&current_exe_path()?, &args.runs, long, &mut |title| {
+        Some(long) => check_ship(&program?, &args.runs, long, &mut |title| {
             print_stderr_line(&format!("{title}…"));
         })?,
         None => check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?,

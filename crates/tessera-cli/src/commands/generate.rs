@@ -26,7 +26,7 @@ use crate::codes::T0030;
 use crate::flags::mapping::{DTYPES, read_mapping_or_mesh, require_axes};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics, print_failure, write_stdout};
-use crate::parse::{current_exe_path, invalid_argument, parse_weights_base};
+use crate::parse::{invalid_argument, parse_weights_base};
 use crate::progress::stop_on_signals;
 
 const EXAMPLES: &str = "\
@@ -170,7 +170,7 @@ pub struct Args {
 }
 
 /// Generates the texts and prints them.
-pub fn run(args: &Args) -> CliResult {
+pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     check_sampling(args)?;
     let model = TextModel::open(&args.model)?;
     if model.decoder.prediction_layers > 0 {
@@ -216,7 +216,7 @@ pub fn run(args: &Args) -> CliResult {
         drill: args.arm_fault.clone(),
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
-    let (report, texts) = run_ranks(&model, &plan, &options, args.format)?;
+    let (report, texts) = run_ranks(&model, &plan, (&options, program?), args.format)?;
     let written = write_outputs(args, (&plan, &options), (&report, &texts), estimate);
     let ((comparison, experts), error) = match written {
         Ok(measured) => (measured, None),
@@ -316,14 +316,14 @@ fn write_outputs(
 fn run_ranks(
     model: &TextModel,
     plan: &Arc<LanguagePlan>,
-    options: &GenerateOptions,
+    (options, program): (&GenerateOptions, String),
     format: OutputFormat,
 ) -> Result<(GenerateReport, Vec<ShownText>), CliError> {
     // Several texts at once would mix, so they are printed when they have ended.
     let streams = options.requests.len() == 1 && format == OutputFormat::Text;
     let mut show_next = show_one_by_one(model);
     let mut printed = Ok(());
-    let rank = vec![current_exe_path()?, "rank".to_string()];
+    let rank = vec![program, "rank".to_string()];
     let report = stop_on_signals("stopping after this call", |interrupt| {
         tessera::generate::run(plan, options, rank, interrupt, &mut |event| {
             if let GenerateEvent::Id(event) = event

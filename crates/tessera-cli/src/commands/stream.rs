@@ -24,7 +24,7 @@ use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::flags::video::VideoArgs;
 use crate::flags::{AppliesTo, flag_set, named_values};
 use crate::output::{CliError, CliResult, OutputFormat};
-use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds, parse_weights_base};
+use crate::parse::{invalid_argument, parse_milliseconds, parse_weights_base};
 use crate::progress::run_watched;
 use changes::{parse_lora, parse_lora_at, parse_prompt_at, parse_seed_at, parse_weights_at};
 use join::{JoinArgs, read_variable};
@@ -267,7 +267,7 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 ];
 
 /// Streams a plan on this host, or as one rank of a run that is started externally.
-pub fn run(args: &Args) -> CliResult {
+pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     let changes = parse_changes(args)?;
     let outputs = parse_outputs(args)?;
     let place = if outputs.uses_stdout() { ReportPlace::StandardError } else { ReportPlace::StandardOutput };
@@ -331,7 +331,7 @@ pub fn run(args: &Args) -> CliResult {
         let join_options = args.join.options_from_env()?;
         return join::run(plan, &model, &options, &join_options, args.quiet, (args.format, place));
     }
-    let rank = vec![current_exe_path()?, "rank".to_string()];
+    let rank = vec![program?, "rank".to_string()];
     let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
         tessera::stream::run(&plan, &model, &options, rank, interrupt, on_event)
     });

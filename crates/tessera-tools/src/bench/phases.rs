@@ -74,11 +74,12 @@ pub struct PhaseTimes {
 }
 
 /// Plans the model, loads the phases on the GPUs of this host, and times them. `arguments` are those with
-/// which this program runs [`run_phase_rank`] for a rank.
+/// which `program` runs [`run_phase_rank`] for a rank.
 ///
 /// # Errors
 /// T0061 for a phase that the plan lacks or that fails, and diagnostics of model, plan or GPU.
 pub fn time_phases(
+    program: &str,
     config: &PhaseBenchConfig,
     arguments: impl Fn(u32) -> Vec<String>,
 ) -> Result<PhaseBenchReport, Diagnostics> {
@@ -88,7 +89,7 @@ pub fn time_phases(
     }
     // Missing libraries or GPUs are reported once here rather than by every process.
     cuda::check_gpus(&GpuDiscovery::discover(), world as usize)?;
-    let mut ranks = start_processes(world, arguments)?;
+    let mut ranks = start_processes(program, world, arguments)?;
     let mut reports: Vec<PhaseBenchReport> = read_reports(&mut ranks)?;
     let mut slowest = reports.remove(0);
     for report in reports {

@@ -60,7 +60,7 @@ pub struct PhasesArgs {
 }
 
 /// Measures single phases of a plan.
-pub fn run(args: &PhasesArgs) -> CliResult {
+pub fn run(args: &PhasesArgs, program: &str) -> CliResult {
     let mut mapping = Mapping { dtype: DtypePolicy::Bf16, ..Mapping::default() };
     args.mapping.apply_options(&mut mapping, &MappingUse::ALL);
     if let Some(mesh) = &args.mapping.mesh {
@@ -81,7 +81,7 @@ pub fn run(args: &PhasesArgs) -> CliResult {
         return Ok(0);
     }
     let arguments = |rank: u32| std::env::args().skip(1).chain([format!("--rank={rank}")]).collect();
-    let report = time_phases(&config, arguments)?;
+    let report = time_phases(program, &config, arguments)?;
     write_stdout(&match args.format {
         OutputFormat::Json => format!("{}\n", report_json(&report)),
         OutputFormat::Text => report_text(&report),
