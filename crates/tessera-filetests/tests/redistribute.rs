@@ -7,8 +7,9 @@ mod common;
 
 use proptest::prelude::*;
 use tessera_filetests::{bless, run, run_conformance};
-use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId, print};
+use tessera_ir::{Builder, DType, Opcode, Program, Type, print};
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Rank, Shard};
+use tessera_plan::layouts::emit_redistribution;
 
 /// A tensor: its extents, and the shard unit of each dim.
 #[derive(Debug, Clone, Copy)]
@@ -44,83 +45,6 @@ fn to_layout(subject: &TensorCase, spec: DimByAxis) -> Layout {
     })
 }
 
-/// Emits the ops that convert `x` from one layout to another.
-fn emit_redistribution(
-    b: &mut Builder,
-    subject: &TensorCase,
-    mut x: ValueId,
-    mut from: DimByAxis,
-    to: DimByAxis,
-) -> ValueId {
-    let free = |spec: &DimByAxis, axis: usize, dim: usize| spec[1 - axis] != Some(dim);
-    while from != to {
-        let direct = (0..2).find(|a| from[*a] != to[*a] && to[*a].is_none_or(|d| free(&from, *a, d)));
-        // If the axes block each other, the axis that shards rows is gathered first.
-        let (axis, target) = match direct {
-            Some(a) => (a, to[a]),
-            None => ((0..2).find(|a| from[*a] == Some(0)).unwrap(), None),
-        };
-        x = emit_step(b, subject, x, axis, from[axis], target, &from);
-        from[axis] = target;
-    }
-    x
-}
-
-fn emit_step(
-    b: &mut Builder,
-    subject: &TensorCase,
-    mut x: ValueId,
-    axis: usize,
-    from: Option<usize>,
-    to: Option<usize>,
-    spec: &DimByAxis,
-) -> ValueId {
-    let name = AXES[axis].name();
-    let parts = u64::from(test_mesh().axis_size(AXES[axis]));
-    let unit = |d: usize| subject.units[d];
-    match (from, to) {
-        (None, Some(d)) => b
-            .set_attr("axis", name)
-            .set_attr("dim", d as u64)
-            .set_attr("unit", unit(d))
-            .add_op(Opcode::TakeShard, &[x]),
-        (Some(a), Some(d)) => {
-            b.set_attr("axis", name)
-                .set_attr("concat", a as u64)
-                .set_attr("split", d as u64)
-                .set_attr("unit", unit(d));
-            b.add_op(Opcode::AllToAll, &[x])
-        }
-        (Some(a), None) => {
-            let even = (subject.extents[a] / unit(a)).is_multiple_of(parts);
-            if even {
-                return b.set_attr("axis", name).set_attr("dim", a as u64).add_op(Opcode::AllGather, &[x]);
-            }
-            if a == 1 {
-                // Padding works on rows, so uneven columns first become row shards. The rows must
-                // not be sharded before.
-                if spec[1 - axis] == Some(0) {
-                    x = emit_step(b, subject, x, 1 - axis, Some(0), None, &[None, None]);
-                    x = emit_step(b, subject, x, axis, Some(1), None, &[None, None]);
-                    return emit_step(b, subject, x, 1 - axis, None, Some(0), &[None, None]);
-                }
-                x = emit_step(b, subject, x, axis, Some(1), Some(0), spec);
-                return emit_step(b, subject, x, axis, Some(0), None, spec);
-            }
-            let rows = (subject.extents[0] / unit(0)).div_ceil(parts) * unit(0);
-            x = b
-                .set_attr("axis", name)
-                .set_attr("dim", 0u64)
-                .set_attr("rows", rows)
-                .add_op(Opcode::Pad, &[x]);
-            x = b.set_attr("axis", name).set_attr("dim", 0u64).add_op(Opcode::AllGather, &[x]);
-            b.set_attr("extent", subject.extents[0]).set_attr("parts", parts).set_attr("unit", unit(0));
-            b.add_op(Opcode::Compact, &[x])
-        }
-        (None, None) => x,
-    }
-}
-
 /// Builds one rank's program: it converts a weight from one layout to another and back.
 fn rank_program(subject: &TensorCase, rank: Rank, from: DimByAxis, to: DimByAxis) -> Program {
     let coord = test_mesh().coord_of(rank);
@@ -130,8 +54,8 @@ fn rank_program(subject: &TensorCase, rank: Rank, from: DimByAxis, to: DimByAxis
     let ty =
         Type { dtype: DType::F32, shape: layout.local_shape(&subject.extents, &test_mesh(), coord), layout };
     let x = b.add_weight("x", ty);
-    let there = emit_redistribution(&mut b, subject, x, from, to);
-    let back = emit_redistribution(&mut b, subject, there, to, from);
+    let there = emit_redistribution(&mut b, x, &to_layout(subject, to)).unwrap();
+    let back = emit_redistribution(&mut b, there, &to_layout(subject, from)).unwrap();
     b.add_output("there", there);
     b.add_output("back", back);
     b.finish().unwrap_or_else(|e| panic!("{from:?} to {to:?} of {subject:?}: {}", e[0].message))

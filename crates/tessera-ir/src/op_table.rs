@@ -211,7 +211,7 @@ macro_rules! op_table {
 op_table! {
 Source SourceOp {
     Input "input" () [] {} -> 1, true, [None, Zero, Stated, Aligned(0), Own],
-        "An input tensor of the call, replicated on every rank.";
+        "An input tensor of the call. In the program of a role it may be sharded: each rank then keeps its shard.";
     Call "call" () [] {} -> 1, true, [None, Zero, Stated, Whole, Own],
         "A scalar of the call, or one number per latent frame. It may be used in arithmetic, RoPE offsets, random keys and cache rows, but never determines a shape, a group, a branch or the choice of an op.";
     Weight "weight" () [] {load: Opt<LoadName>, part: Opt<Name>, unit: Or<Count, 1>} -> 1, true, [None, Zero, Stated, Whole, Own],

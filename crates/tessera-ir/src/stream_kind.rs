@@ -23,7 +23,8 @@ impl AsRef<str> for StreamKind {
 }
 
 impl StreamKind {
-    const ALL: [StreamKind; 5] =
+    /// All streams, in declaration order.
+    pub const ALL: [StreamKind; 5] =
         [StreamKind::Compute, StreamKind::TpCollective, StreamKind::Pp, StreamKind::A2a, StreamKind::Io];
 
     /// Returns the name of the stream in the text form.

@@ -26,13 +26,20 @@ at most 65,536 ranks; a larger number is assumed to be a mistake.";
     T0105: "unknown dim name",
     "The dims of a weight are named after the effect of sharding them: `col` is the \
 output features (each rank computes some columns of the result), `row` is the input features \
-(each rank computes one term of a sum), `experts` is the first dim of an expert bank. Other \
+(each rank computes one term of a sum), `experts` is the first dim of an expert bank. Other tensors \
+have dims called `head`, `batch`, `token`, `vocab`, `hidden` and `depth`. Other \
 names are rejected, because a matmul whose weight is sharded over the wrong dim still runs, \
-with wrong results.";
+with wrong results. For the same reason a spec may only name dims that its tensor has.";
 
-    T0106: "reserved",
-    "This version raises no diagnostic with this code. An earlier version raised it for a shard spec whose names and axes did \
-not pair up; if you see it, a process of another build wrote it.";
+    T0106: "shard spec does not pair names and axes",
+    "A shard spec is two lists of equal length: `(\"col\",)` and `(\"tp\",)` shard the output features over tp. \
+The first axis shards the first dim, and so on. A dim is sharded over one axis at most, and an axis shards one dim of a tensor at \
+most, because no collective exchanges shards of two axes at once. So no name occurs twice in either list.";
+
+    T0107: "dim cannot be sharded over this axis",
+    "Every rank of an axis holds at least one element of a dim that the axis shards. Shards may differ by one: 128 heads over \
+tp=12 are 11 for eight ranks and 10 for four. An extent below the size of the axis would leave a rank with nothing. \
+Use a smaller axis, or leave the dim whole.";
 
     T1101: "device counts of the cluster contradict each other",
     "A cluster consists of racks of hosts of devices, divided into switch domains. A domain is part of a host, one host, or \

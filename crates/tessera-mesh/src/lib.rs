@@ -15,6 +15,7 @@ mod group;
 mod layout;
 mod mesh;
 mod shard;
+mod spec;
 
 pub use cluster::{Cluster, DeviceSpec, Figure, LinkClass, LinkSpec, MemoryTier, Precision, RankPlacement};
 pub use codes::CODES;
@@ -23,3 +24,4 @@ pub use group::Group;
 pub use layout::{AxisLayout, Layout, Reduction};
 pub use mesh::{Axis, Coord, Mesh, MeshError, Rank, RankMap};
 pub use shard::{Shard, Uneven, split_units};
+pub use spec::ShardSpec;

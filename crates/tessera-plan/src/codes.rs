@@ -112,6 +112,24 @@ gate is a softmax over all experts.";
 all make distant experts less likely, and their effects add up. The run uses the sum that the message states. One of them \
 is usually meant: the gate for a model that was trained without, the term of the loss for training.";
 
+    T0614: "layout does not fit an array program",
+    "An array program comes with layouts of its inputs, weights and outputs by name: how each is sharded over the mesh. A name \
+that the program does not have is rejected rather than ignored, because a tensor would silently stay replicated. A layout \
+must also fit the shape of its tensor: it shards dims that exist, each over one axis at most, with at least one element for \
+every rank. Sources and outputs are whole values, so no layout is partial.";
+
+    T0615: "array program cannot be lowered",
+    "The planner makes one program of the ranks from an array program and the layouts of its sources. It changes the layouts of \
+operands until the sharding rule of every op accepts them, and replicated operands are always among the candidates. So this \
+code means that the program itself is not one that ranks can run: an op with operands that do not fit, two programs or outputs \
+of one name, a mesh with ranks outside of it, or a buffer. An array program keeps nothing between its calls: its state are \
+inputs and outputs. The message names the op and the rule.";
+
+    T0616: "pair of streams is unknown",
+    "A plan states which streams may run at the same time, in pairs such as `compute` and `tp_collective`. The streams are \
+`compute`, `tp_collective` for collectives over tp and dp, `pp` for those over pp, `a2a` for those over ep, and `io` for copies to the host. The ops of one \
+stream run one after the other, so a stream cannot be paired with itself.";
+
     T1200: "cannot parse a mapping pin",
     "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. \
 The message names the unknown knob or value and the nearest known one.\n\n\

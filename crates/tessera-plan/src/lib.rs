@@ -15,6 +15,7 @@ mod copy_op;
 mod expert_map;
 mod expert_placement;
 mod expert_routing;
+pub mod layouts;
 mod logical_model;
 mod lower;
 mod mapping;
