@@ -196,8 +196,9 @@ program, so their shards must all have the size that the program's local shape d
 of an all-to-all differ between peers, and bytes land in the wrong rows.\n\nSplit the role into one role per shard size.";
 
     T0332: "roles disagree about an input",
-    "The tensors and scalars of a call are sent unchanged to every rank, so all roles of a phase must declare \
-an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.";
+    "The tensors and scalars of a call are sent to every rank, which keeps its shard of a sharded tensor. So all roles of a \
+phase must declare an input of one name with one dtype and one global shape. Correct the role whose declaration differs; \
+the message shows both.";
 
     T0333: "same count, but different shape or layout",
     "Both sides move the same number of elements of the same dtype, so nothing hangs and no library complains; but \

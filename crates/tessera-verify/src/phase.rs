@@ -1,7 +1,7 @@
 //! Checks that the programs of all ranks fit together in one phase.
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_ir::{Opcode, PeerPosition, Phase, Program, RoleRanks};
+use tessera_ir::{Opcode, PeerPosition, Phase, Program, RoleRanks, Type};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
 
 use crate::codes::{T0309, T0310, T0329, T0331, T0332, T0337};
@@ -251,7 +251,9 @@ fn check_inputs(programs: &[Program]) -> Diagnostics {
             let ty = p.type_of(op.results[0]);
             let (first, at) = *known.entry((op.opcode, name)).or_insert((p, i));
             let other = first.type_of(first.ops[at].results[0]);
-            if (ty.dtype, &ty.shape) != (other.dtype, &other.shape) {
+            // Roles may hold shards of different sizes of one tensor.
+            let whole = |ty: &Type, p: &Program| (ty.dtype, ty.layout.global_shape(&ty.shape, &p.mesh));
+            if whole(ty, p) != whole(other, first) {
                 let d = Diagnostic::error(&T0332, format!("\"{name}\" has two types"));
                 let d = display::with_op_label(d, first, at, other.display_on(&first.mesh));
                 out.push(display::with_op_label(d, p, i, ty.display_on(&p.mesh)));

@@ -245,17 +245,17 @@ fn check_call_scalars(p: &Program, i: usize, definitions: &[Option<usize>]) -> O
     let op = &p.ops[i];
     let is_call =
         |v: tessera_ir::ValueId| definitions[v.0 as usize].is_some_and(|d| p.ops[d].opcode == Opcode::Call);
-    if op.opcode == Opcode::Input || op.opcode == Opcode::Call {
+    if op.opcode == Opcode::Call {
         let v = *op.results.first()?;
         let split =
             p.mesh.active_axes().find(|a| matches!(p.type_of(v).layout.on_axis(*a), AxisLayout::Shard(_)))?;
         let message = format!(
-            "{} is annotated as sharded over {split}; inputs and call scalars are complete on every rank",
+            "{} is annotated as sharded over {split}; call scalars are complete on every rank",
             display::value_name(p, v)
         );
         return Some(
             display::error_at_op(&T0321, p, i, message)
-                .with_hint("declare it replicated and shard it with take_shard"),
+                .with_hint("declare it replicated and shard it with take_shard, or pass it as an input"),
         );
     }
     if matches!(op.opcode.table_row().kind, OpKind::Collective | OpKind::Sink)

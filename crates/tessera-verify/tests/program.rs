@@ -281,13 +281,16 @@ fn t0321_written_types_are_derived_again() {
     assert_only(&with(f32s(&[4, 8]).with_axis_layout(Axis::Tp, shard(0))), "T0321");
     // The layout on an axis of one rank is ignored.
     assert_clean(&with(f32s(&[4, 8]).with_axis_layout(Axis::Ep, shard(0))));
-    let input = |ty: Type| {
+    let call = |ty: Type| {
         verify_built(|b| {
-            b.add_input("x", ty);
+            b.add_call_scalar("x", ty);
         })
     };
-    assert_only(&input(f32s(&[4]).with_axis_layout(Axis::Tp, shard(0))), "T0321");
-    assert_clean(&input(f32s(&[4])));
+    assert_only(&call(f32s(&[4]).with_axis_layout(Axis::Tp, shard(0))), "T0321");
+    assert_clean(&call(f32s(&[4])));
+    assert_clean(&verify_built(|b| {
+        b.add_input("x", f32s(&[4]).with_axis_layout(Axis::Tp, shard(0)));
+    }));
 }
 
 #[test]
