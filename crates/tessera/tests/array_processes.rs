@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use array_cases::{CASES, Extents, PRODUCT_TEXT, assert_close, product_arrays, seal_text};
+use array_cases::{CASES, Extents, MATMUL_TEXT, assert_close, matmul_arrays, seal_text};
 use rustix::process::{Pid, Signal, kill_process};
 use tessera::arrays::{ArrayPlan, ArrayProcessOptions, ArrayRun};
 use tessera_base::Diagnostics;
@@ -183,37 +183,37 @@ fn a_dropped_run_leaves_no_process() {
 
 fn the_failure_of_a_rank_has_its_code() {
     let dir = tempfile::tempdir().unwrap();
-    let plan = seal_text(PRODUCT_TEXT).unwrap();
-    let [weights, large] = product_arrays(1e30, 1e30);
+    let plan = seal_text(MATMUL_TEXT).unwrap();
+    let [weights, large] = matmul_arrays(1e30, 1e30);
     let mut run = ArrayRun::start_processes(&plan, weights, options(dir.path())).unwrap();
     let pids = run.process_ids().to_vec();
-    assert_eq!(ids(&run.call("product", &large).unwrap_err()), ["T0771"]);
+    assert_eq!(ids(&run.call("matmul", &large).unwrap_err()), ["T0771"]);
     assert_gone(&pids);
 }
 
 fn weights_that_are_not_finite_are_refused_by_the_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    let [weights, _] = product_arrays(f32::NAN, 1.0);
-    let plan = seal_text(PRODUCT_TEXT).unwrap();
+    let [weights, _] = matmul_arrays(f32::NAN, 1.0);
+    let plan = seal_text(MATMUL_TEXT).unwrap();
     let ds = ArrayRun::start_processes(&plan, weights, options(dir.path())).unwrap_err();
     assert_eq!(ids(&ds), ["T0770"], "{ds:?}");
     assert!(!dir.path().join("run/weights.safetensors").exists());
 }
 
 fn what_is_wrong_before_the_start_starts_nothing() {
-    let plan = seal_text(PRODUCT_TEXT).unwrap();
-    let [weights, _] = product_arrays(1.0, 1.0);
+    let plan = seal_text(MATMUL_TEXT).unwrap();
+    let [weights, _] = matmul_arrays(1.0, 1.0);
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("run")).unwrap();
     std::fs::write(dir.path().join("run/file"), "").unwrap();
     let ds = ArrayRun::start_processes(&plan, weights.clone(), options(dir.path())).unwrap_err();
     assert_eq!(ids(&ds), ["T0013"], "{ds:?}");
-    let wide = PRODUCT_TEXT.replace(
+    let wide = MATMUL_TEXT.replace(
         "f32[2, 3]\n  %w = weight \"w\" : f32[2, 3]",
         "f32[99999, 999]\n  %w = weight \"w\" : f32[2, 999]",
     );
     let wide = seal_text(&wide).unwrap();
-    let [mut large, _] = product_arrays(1.0, 1.0);
+    let [mut large, _] = matmul_arrays(1.0, 1.0);
     large.insert("w".to_string(), array_cases::numbers(0, &[4, 999]));
     let elsewhere = tempfile::tempdir().unwrap();
     let ds = ArrayRun::start_processes(&wide, large, options(elsewhere.path())).unwrap_err();

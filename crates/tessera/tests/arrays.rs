@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use array_cases::{
-    Arrays, CASES, Extents, PRODUCT_TEXT, assert_close, bundle, mapping, numbers, product_arrays, seal_text,
+    Arrays, CASES, Extents, MATMUL_TEXT, assert_close, bundle, mapping, matmul_arrays, numbers, seal_text,
 };
 use tessera::arrays::{ArrayPlan, ArrayRun, HostArray};
 use tessera_base::Diagnostics;
@@ -98,23 +98,28 @@ fn wrong_weights_start_nothing() {
     weights.insert("v".to_string(), w);
     let ds = ArrayRun::start_threads(&plan, weights, 1).unwrap_err();
     assert_eq!(ids(&ds), ["T0091", "T0091"]);
-    let plan = seal_text(PRODUCT_TEXT).unwrap();
-    let [infinite, _] = product_arrays(f32::INFINITY, 1.0);
+    let plan = seal_text(MATMUL_TEXT).unwrap();
+    let [infinite, _] = matmul_arrays(f32::INFINITY, 1.0);
     let ds = ArrayRun::start_threads(&plan, infinite, 1).unwrap_err();
     assert_eq!(ids(&ds), ["T0770"], "{ds:?}");
 }
 
 #[test]
 fn programs_that_are_not_of_arrays_alone_are_refused() {
-    let program = |body: &str| format!("program @f role(r) mesh(tp=2) {{\n{body}\n}}\n");
+    let program = |body: &str| format!("program @f role(r) mesh(tp=2,ep=2) {{\n{body}\n}}\n");
     let cases = [
         (
             "  %x = input : f32[2, 2]\n  %s = call : f32\n  %y = ttile.to_x0 %x, %x, sigma=%s\n  output \"y\", %y",
             "scalar",
         ),
         (
-            "  %x = input : f32[2] {tp: partial(sum)}\n  %y = ttile.collective.all_reduce %x {axis = \"tp\", reduction = \"sum\"}\n  output \"y\", %y",
-            "a partial sum on tp",
+            "  buffer @kept : f32[2, 2]\n  %x = input : f32[2, 2]\n  cache.write @kept, %x\n  output \"y\", %x",
+            "buffer",
+        ),
+        ("  %w = weight \"w\" {load = \"patch\"} : f32[2, 2]\n  output \"y\", %w", "transformation `patch`"),
+        (
+            "  %x = input : f32[2, 2] {tp: shard(0), ep: shard(0)}\n  output \"y\", %x",
+            "sharded over two axes in dim 0",
         ),
         ("  %x = input : f32[2]", "returns nothing"),
     ];
@@ -122,24 +127,24 @@ fn programs_that_are_not_of_arrays_alone_are_refused() {
         let ds = seal_text(&program(body)).unwrap_err();
         assert!(ds.iter().any(|d| d.code.id == "T0090" && d.message.contains(why)), "{why}: {ds:#?}");
     }
-    let mut unlike = bundle(PRODUCT_TEXT);
-    unlike.calls[0].1.push("product".to_string());
+    let mut unlike = bundle(MATMUL_TEXT);
+    unlike.calls[0].1.push("matmul".to_string());
     let mapping_of_programs = mapping(&unlike.mesh);
     assert_eq!(ids(&ArrayPlan::new(unlike, &mapping_of_programs).unwrap_err()), ["T0090"]);
     let other = mapping(&"tp=3".parse().unwrap());
-    assert_eq!(ids(&ArrayPlan::new(bundle(PRODUCT_TEXT), &other).unwrap_err()), ["T0090"]);
+    assert_eq!(ids(&ArrayPlan::new(bundle(MATMUL_TEXT), &other).unwrap_err()), ["T0090"]);
 }
 
 #[test]
 fn a_failed_rank_ends_the_run_with_its_code() {
-    let plan = seal_text(PRODUCT_TEXT).unwrap();
-    let [weights, large] = product_arrays(1e30, 1e30);
-    let [_, small] = product_arrays(1.0, 2.0);
+    let plan = seal_text(MATMUL_TEXT).unwrap();
+    let [weights, large] = matmul_arrays(1e30, 1e30);
+    let [_, small] = matmul_arrays(1.0, 2.0);
     let mut run = ArrayRun::start_threads(&plan, weights, 1).unwrap();
-    let outputs = run.call("product", &small).unwrap();
+    let outputs = run.call("matmul", &small).unwrap();
     assert_eq!(outputs["y"], HostArray::from_vec(vec![2, 4], vec![3.0 * 2.0 * 1e30; 8]));
-    assert_eq!(ids(&run.call("product", &large).unwrap_err()), ["T0771"]);
-    let later = run.call("product", &small).unwrap_err();
+    assert_eq!(ids(&run.call("matmul", &large).unwrap_err()), ["T0771"]);
+    let later = run.call("matmul", &small).unwrap_err();
     assert_eq!(ids(&later), ["T0092"]);
     assert!(later[0].notes[0].contains("T0771"), "{later:?}");
 }

@@ -10,6 +10,7 @@ use super::array_plan::ArrayPlan;
 use super::host_array::HostArray;
 use super::launch::ArrayProcessOptions;
 use super::process_run::ProcessRun;
+use super::run_end::{ArrayInterrupt, CallError};
 use super::thread_run::ThreadRun;
 use crate::codes::T0092;
 
@@ -26,14 +27,6 @@ enum Ranks {
     Processes(ProcessRun),
     /// The run has ended.
     Gone,
-}
-
-/// Why a call returns nothing.
-pub(super) enum CallError {
-    /// It was refused before it started, and the run continues.
-    Refused(Diagnostics),
-    /// It ended the run.
-    Ended(Diagnostic),
 }
 
 impl ArrayRun {
@@ -136,26 +129,5 @@ impl fmt::Debug for ArrayRun {
             Ranks::Gone => "gone",
         };
         f.debug_struct("ArrayRun").field("ranks", &ranks).field("ended", &self.ended).finish_non_exhaustive()
-    }
-}
-
-/// Ends a run of array programs from any thread: a call that waits returns T0092, and so does every later one.
-#[derive(Clone)]
-pub struct ArrayInterrupt(Arc<dyn Fn() + Send + Sync>);
-
-impl ArrayInterrupt {
-    pub(super) fn new(end_run: impl Fn() + Send + Sync + 'static) -> ArrayInterrupt {
-        ArrayInterrupt(Arc::new(end_run))
-    }
-
-    /// Ends the run. Later requests have no effect.
-    pub fn interrupt(&self) {
-        (self.0)();
-    }
-}
-
-impl fmt::Debug for ArrayInterrupt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ArrayInterrupt")
     }
 }

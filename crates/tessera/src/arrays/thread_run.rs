@@ -11,10 +11,9 @@ use tessera_runtime::engine::{AbortHandle, ReadyCall};
 use tessera_runtime::wire::{CallMeta, Tensors};
 
 use super::array_plan::ArrayPlan;
-use super::array_run::{ArrayInterrupt, CallError};
 use super::array_weights::{ArrayWeightsPlace, HostWeights};
-use super::failure_diagnostic::{find_code, interrupted};
 use super::host_array::HostArray;
+use super::run_end::{ArrayInterrupt, CallError, find_code, interrupted};
 use crate::host_memory::check_host_memory;
 use crate::in_process_ranks::{InProcessRanks, cause_of};
 use crate::rank::RankContext;

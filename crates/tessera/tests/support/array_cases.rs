@@ -183,8 +183,8 @@ pub fn assert_close(outputs: &Arrays, expected: &BTreeMap<String, Vec<f64>>) {
 }
 
 /// A program that multiplies its input by a weight, so that large inputs give infinite outputs.
-pub const PRODUCT_TEXT: &str = r#"
-program @product role(r) mesh(tp=2) {
+pub const MATMUL_TEXT: &str = r#"
+program @matmul role(r) mesh(tp=2) {
   %x = input : f32[2, 3]
   %w = weight "w" : f32[2, 3] {tp: shard(0)}
   %y = ttile.matmul %x, %w
@@ -192,8 +192,8 @@ program @product role(r) mesh(tp=2) {
 }
 "#;
 
-/// Returns the weight and the input of [`PRODUCT_TEXT`], of which each is one number.
-pub fn product_arrays(weight: f32, input: f32) -> [Arrays; 2] {
+/// Returns the weight and the input of [`MATMUL_TEXT`], of which each is one number.
+pub fn matmul_arrays(weight: f32, input: f32) -> [Arrays; 2] {
     let array = |name: &str, shape: [u64; 2], value: f32| {
         let count = shape.iter().product::<u64>() as usize;
         BTreeMap::from([(name.to_string(), HostArray::from_vec(shape.to_vec(), vec![value; count]))])

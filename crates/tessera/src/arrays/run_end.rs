@@ -1,9 +1,41 @@
-//! How a run of array programs ended, as a diagnostic of the call that waits for it.
+//! How a run of array programs ends: by a failure, which the call that waits returns as a diagnostic, or by an interrupt.
 
-use tessera_base::{Code, Diagnostic};
+use std::fmt;
+use std::sync::Arc;
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_runtime::Failure;
 
 use crate::codes::T0092;
+
+/// Ends a run of array programs from any thread: a call that waits returns T0092, and so does every later one.
+#[derive(Clone)]
+pub struct ArrayInterrupt(Arc<dyn Fn() + Send + Sync>);
+
+impl ArrayInterrupt {
+    pub(super) fn new(end_run: impl Fn() + Send + Sync + 'static) -> ArrayInterrupt {
+        ArrayInterrupt(Arc::new(end_run))
+    }
+
+    /// Ends the run. Later requests have no effect.
+    pub fn interrupt(&self) {
+        (self.0)();
+    }
+}
+
+impl fmt::Debug for ArrayInterrupt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ArrayInterrupt")
+    }
+}
+
+/// Why a call returns nothing.
+pub(super) enum CallError {
+    /// It was refused before it started, and the run continues.
+    Refused(Diagnostics),
+    /// It ended the run.
+    Ended(Diagnostic),
+}
 
 /// The codes that can end a run.
 const TABLES: [&[&Code]; 9] = [
