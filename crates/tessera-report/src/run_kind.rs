@@ -11,6 +11,8 @@ pub enum RunKind {
     Video,
     /// Texts. A chunk of the record is a call, and its frames are the ids that the call generated.
     Text,
+    /// Outputs of array programs. A chunk of the record is a call, and its frames are the arrays that it returned.
+    Arrays,
 }
 
 impl RunKind {
@@ -24,7 +26,7 @@ impl RunKind {
     pub(crate) fn chunk_name(self) -> &'static str {
         match self {
             RunKind::Video => "chunk",
-            RunKind::Text => "call",
+            RunKind::Text | RunKind::Arrays => "call",
         }
     }
 
@@ -33,6 +35,7 @@ impl RunKind {
         match self {
             RunKind::Video => "frame",
             RunKind::Text => "id",
+            RunKind::Arrays => "array",
         }
     }
 }

@@ -1,9 +1,11 @@
-//! What a call leaves behind for the next one: the caches of a video, or the sequences of a language model.
+//! What a call leaves behind for the next one: the caches of a video, the sequences of a language model, or nothing but
+//! its number.
 //! Leader and workers execute the same state machine.
 
 use tessera_base::Diagnostic;
 
 use crate::Digest;
+use crate::array_state::ArrayCallState;
 use crate::codes::{T0710, T0722};
 use crate::director::StreamSpec;
 use crate::kv_cache::{CacheSpec, CacheState, Transition};
@@ -18,6 +20,8 @@ pub enum SessionSpec {
     Video(StreamSpec),
     /// Rows of token sequences.
     Text(PagedCacheSpec),
+    /// Programs of arrays.
+    Arrays,
 }
 
 impl SessionSpec {
@@ -27,6 +31,7 @@ impl SessionSpec {
         match self {
             SessionSpec::Video(stream) => CallStateSpec::Video(stream.cache),
             SessionSpec::Text(pages) => CallStateSpec::Text(*pages),
+            SessionSpec::Arrays => CallStateSpec::Arrays,
         }
     }
 }
@@ -38,6 +43,8 @@ pub enum CallStateSpec {
     Video(CacheSpec),
     /// KV caches in pages.
     Text(PagedCacheSpec),
+    /// No caches.
+    Arrays,
 }
 
 /// What a call leaves behind for the next one.
@@ -47,6 +54,8 @@ pub enum CallState {
     Video(CacheState),
     /// The sequences of a language model.
     Text(PagedCacheState),
+    /// The number of calls.
+    Arrays(ArrayCallState),
 }
 
 impl CallState {
@@ -55,6 +64,7 @@ impl CallState {
         Ok(match spec {
             CallStateSpec::Video(spec) => CallState::Video(CacheState::new(spec)?),
             CallStateSpec::Text(spec) => CallState::Text(PagedCacheState::new(spec)?),
+            CallStateSpec::Arrays => CallState::Arrays(ArrayCallState::default()),
         })
     }
 
@@ -67,11 +77,10 @@ impl CallState {
             (_, CallWork::Warmup) => Ok(()),
             (CallState::Video(state), CallWork::Chunk(work)) => state.begin_call(work.reset_kv),
             (CallState::Text(state), CallWork::Tokens(work)) => state.begin_call(work),
-            (CallState::Text(_), CallWork::Chunk(_)) => {
-                Err(Diagnostic::error(&T0710, "a chunk of a video in a session of a language model"))
-            }
-            (CallState::Video(_), CallWork::Tokens(_)) => {
-                Err(Diagnostic::error(&T0710, "rows of tokens in a session of a video model"))
+            (CallState::Arrays(state), CallWork::Arrays) => state.begin_call(),
+            (state @ (CallState::Video(_) | CallState::Text(_) | CallState::Arrays(_)), work) => {
+                let what = format!("{} in a session of {}", work.describe(), state.describe_session());
+                Err(Diagnostic::error(&T0710, what))
             }
         }
     }
@@ -81,13 +90,14 @@ impl CallState {
     /// # Errors
     /// T0722 for a program that is no phase of such a call, otherwise T0710 or T0712.
     pub fn apply_phase(&mut self, phase: &PhaseCall) -> Result<(), Diagnostic> {
-        let is_tokens = PhaseKind::from_program(&phase.program) == Some(PhaseKind::Tokens);
-        match self {
-            CallState::Video(state) if !is_tokens => state.apply_phase(phase),
-            CallState::Text(state) if is_tokens => state.apply_phase(phase),
-            CallState::Video(_) | CallState::Text(_) => {
+        match (self, PhaseKind::from_program(&phase.program)) {
+            (CallState::Text(state), Some(PhaseKind::Tokens)) => state.apply_phase(phase),
+            (CallState::Arrays(state), Some(PhaseKind::Array)) => state.apply_phase(phase),
+            (CallState::Video(_), Some(PhaseKind::Tokens | PhaseKind::Array))
+            | (CallState::Text(_) | CallState::Arrays(_), _) => {
                 Err(Diagnostic::error(&T0722, format!("`{}` is not a phase of this session", phase.program)))
             }
+            (CallState::Video(state), _) => state.apply_phase(phase),
         }
     }
 
@@ -99,6 +109,7 @@ impl CallState {
         match self {
             CallState::Video(state) => state.apply_transition(Transition::Reset),
             CallState::Text(state) => state.reset(),
+            CallState::Arrays(state) => state.reset(),
         }
     }
 
@@ -108,15 +119,17 @@ impl CallState {
         match self {
             CallState::Video(state) => state.epoch(),
             CallState::Text(state) => state.epoch(),
+            CallState::Arrays(state) => state.epoch(),
         }
     }
 
-    /// Returns the index of the next unit of output: a chunk of a video, or a call of tokens.
+    /// Returns the index of the next unit of output: a chunk of a video, or a call of tokens or of an array program.
     #[must_use]
     pub fn next_unit(&self) -> u32 {
         match self {
             CallState::Video(state) => state.next_chunk(),
             CallState::Text(state) => state.next_call(),
+            CallState::Arrays(state) => state.next_call(),
         }
     }
 
@@ -126,6 +139,7 @@ impl CallState {
         match self {
             CallState::Video(state) => state.state_digest(),
             CallState::Text(state) => state.state_digest(),
+            CallState::Arrays(state) => state.state_digest(),
         }
     }
 
@@ -135,6 +149,16 @@ impl CallState {
         match self {
             CallState::Video(state) => state.describe(),
             CallState::Text(state) => state.describe(),
+            CallState::Arrays(state) => state.describe(),
+        }
+    }
+
+    /// Returns what the calls of this session compute.
+    fn describe_session(&self) -> &'static str {
+        match self {
+            CallState::Video(_) => "a video model",
+            CallState::Text(_) => "a language model",
+            CallState::Arrays(_) => "array programs",
         }
     }
 }

@@ -188,12 +188,9 @@ fn check_infer(
             found.extend(check_chunk(m, work, before, local.programs));
         }
         (CallWork::Tokens(_), CallState::Text(_)) => found.extend(check_tokens(m, local.programs)),
+        (CallWork::Arrays, CallState::Arrays(_)) => found.extend(check_array_phase(m)),
         (work, _) => {
-            let kind = match work {
-                CallWork::Warmup => "a warm-up",
-                CallWork::Chunk(_) => "a chunk of a video",
-                CallWork::Tokens(_) => "rows of tokens",
-            };
+            let kind = work.describe();
             let what = format!("an INFER envelope carries {kind}, which this session does not compute");
             return found.push(Diagnostic::error(&T0732, what));
         }
@@ -236,6 +233,16 @@ fn check_tokens(m: &CallMeta, programs: &ProgramIndex) -> Option<Diagnostic> {
         _ => Some("a call of tokens does not have phases of kind Tokens alone"),
     };
     what.map(|what| Diagnostic::error(&T0732, what).with_label("envelope", format!("phases {names:?}")))
+}
+
+/// Checks that a call of an array program has one phase, which is such a program.
+fn check_array_phase(m: &CallMeta) -> Option<Diagnostic> {
+    let names: Vec<&str> = m.phases.iter().map(|p| p.program.as_str()).collect();
+    let is_one = matches!(names[..], [name] if PhaseKind::from_program(name) == Some(PhaseKind::Array));
+    (!is_one).then(|| {
+        Diagnostic::error(&T0732, "a call of arrays does not have one phase of kind Array")
+            .with_label("envelope", format!("phases {names:?}"))
+    })
 }
 
 /// Checks the phases and the settings of a call that computes a chunk, given the caches before it.

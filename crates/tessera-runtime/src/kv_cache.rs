@@ -316,7 +316,7 @@ impl CacheState {
             | PhaseKind::Video
             | PhaseKind::Decode
             | PhaseKind::Encode => Ok(()),
-            PhaseKind::Tokens => Err(Diagnostic::error(
+            PhaseKind::Tokens | PhaseKind::Array => Err(Diagnostic::error(
                 &T0722,
                 format!("`{}` is not a phase of a video's call", phase.program),
             )),

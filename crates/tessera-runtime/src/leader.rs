@@ -18,6 +18,7 @@ use std::sync::Arc;
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::array_director::ArrayRequest;
 use crate::call_state::{CallState, SessionSpec};
 use crate::codes::{T0707, T0748, T0749};
 use crate::director::{CallPlan, ChunkRequest};
@@ -114,6 +115,8 @@ pub enum Event {
     },
     /// A call of a language model is requested, within the same [`Leader::request_capacity`].
     TokenRequest(Box<TokenRequest>),
+    /// A call of an array program is requested, within the same [`Leader::request_capacity`].
+    ArrayRequest(Box<ArrayRequest>),
     /// A call without a chunk is requested: NOOP, which tests the path to every rank and back, or
     /// RESET.
     Control(CallAction),
@@ -429,6 +432,7 @@ impl Leader {
             Event::Gone { rank, how } => self.handle_rank_gone(rank, &how),
             Event::Request { request, text, start } => self.handle_request(request, text, start),
             Event::TokenRequest(request) => self.handle_token_request(*request),
+            Event::ArrayRequest(request) => self.handle_array_request(*request),
             Event::Control(action) => self.enqueue_control(action),
             Event::Reload(reload) => self.enqueue_item(InboxItem::Reload(reload)),
             Event::NoMoreRequests => self.no_more_requests = true,

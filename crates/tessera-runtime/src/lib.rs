@@ -8,9 +8,9 @@
 //!
 //! - [`wire`]: messages and frames.
 //! - [`call_state`]: what a call leaves behind for the next one: [`kv_cache`] for a video, [`paged_cache`] for
-//!   token sequences.
+//!   token sequences, [`array_state`] for array programs.
 //! - [`program_index`]: the properties of each program in the sealed plan.
-//! - [`director`], [`token_director`]: the plan of each call.
+//! - [`director`], [`token_director`], [`array_director`]: the plan of each call.
 //! - [`envelope_check`]: the checks that an envelope must pass before it runs.
 //! - [`leader`], [`worker`]: the two sides of lockstep; [`mesh_leader`] relays between them if the
 //!   leader is outside the mesh.
@@ -25,6 +25,8 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
+pub mod array_director;
+pub mod array_state;
 pub mod call_state;
 mod codes;
 mod digest;

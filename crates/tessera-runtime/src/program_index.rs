@@ -50,6 +50,8 @@ pub enum PhaseKind {
     Encode,
     /// Computes rows of token sequences: a part of a prompt, or one row of each sequence.
     Tokens,
+    /// Computes arrays from arrays; a call has no other phase.
+    Array,
 }
 
 impl PhaseKind {
@@ -70,6 +72,7 @@ impl PhaseKind {
             "decode" => PhaseKind::Decode,
             "encode" => PhaseKind::Encode,
             "tokens" => PhaseKind::Tokens,
+            "array" => PhaseKind::Array,
             _ => return None,
         })
     }
@@ -77,13 +80,14 @@ impl PhaseKind {
     /// Whether the phase is a forward of the model that generates.
     #[must_use]
     pub fn is_generator(self) -> bool {
-        matches!(self, PhaseKind::Denoise | PhaseKind::Clean | PhaseKind::Recompute | PhaseKind::Tokens)
+        use PhaseKind::{Array, Clean, Denoise, Recompute, Tokens};
+        matches!(self, Denoise | Clean | Recompute | Tokens | Array)
     }
 }
 
 impl PhaseKind {
     /// Every kind, in an order in which each phase finds the results of the earlier ones.
-    const WARMUP_ORDER: [PhaseKind; 13] = [
+    const WARMUP_ORDER: [PhaseKind; 14] = [
         PhaseKind::Text,
         PhaseKind::Recompute,
         PhaseKind::Recall,
@@ -97,6 +101,7 @@ impl PhaseKind {
         PhaseKind::Decode,
         PhaseKind::Encode,
         PhaseKind::Tokens,
+        PhaseKind::Array,
     ];
 }
 
@@ -148,7 +153,7 @@ pub struct ProgramInfo {
 /// What every rank must report for a call, from the sealed plan; the envelope carries it too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpectedTotals {
-    /// Number of phases that are forwards of the model: denoise, clean, recompute and tokens.
+    /// Number of phases that are forwards of the model: denoise, clean, recompute, tokens and array programs.
     pub generator_calls: u32,
     /// Number of collectives of all ranks of the mesh together during the call, over all phases.
     pub collectives: u64,

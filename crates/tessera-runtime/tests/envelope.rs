@@ -278,11 +278,11 @@ fn call_of_phases(programs: &[&str]) -> (Envelope, CallState) {
         PhaseCall::new(*program, args.map(|(name, arg)| (name.to_string(), arg)).to_vec())
     };
     let phases: Vec<PhaseCall> = programs.iter().zip(args).map(phase).collect();
-    (envelope_of_tokens(&before, work, phases, &decoding_programs()), before)
+    (envelope_of(&before, work, phases, &decoding_programs()), before)
 }
 
-/// Returns the envelope of a call that brings rows of tokens, with an id for each row of its first program.
-fn envelope_of_tokens(
+/// Returns the envelope of a call in this state, with numbers for every element of its inputs.
+fn envelope_of(
     before: &CallState,
     work: CallWork,
     phases: Vec<PhaseCall>,
@@ -349,7 +349,7 @@ fn second_token_call() -> (Envelope, CallState) {
     };
     let work = CallWork::Tokens(work);
     let phases = vec![phase(&[3.0, 0.0], &[2.0, 0.0, 1.0, 3.0])];
-    (envelope_of_tokens(&before, work, phases, &token_programs()), before)
+    (envelope_of(&before, work, phases, &token_programs()), before)
 }
 
 /// A session of a language model accepts its own calls, and none of a video; a session of a video none of tokens.
@@ -366,6 +366,55 @@ fn a_call_belongs_to_the_kind_of_its_session() {
     );
     let (video, _) = second_call();
     assert!(codes(&Envelope { header: video.header, ..e }, &caches, &token_programs()).contains(&"T0732"));
+}
+
+/// The index of two array programs, of which each reads an array of its own.
+fn array_programs() -> ProgramIndex {
+    let program = |name: &str, rows| {
+        let inputs = vec![InputSpec { name: format!("{name}.x"), dtype: Dtype::F32, shape: vec![rows, 2] }];
+        (name.to_string(), ProgramInfo { collectives: 3, inputs, ..ProgramInfo::default() })
+    };
+    ProgramIndex::new([program("array.f", 3), program("array.g", 5)])
+}
+
+/// The second call of array programs.
+fn second_array_call() -> (Envelope, CallState) {
+    let mut before = CallState::new(CallStateSpec::Arrays).expect("legal");
+    let phase = |name| PhaseCall::new(name, Vec::new());
+    before.begin_call(&CallWork::Arrays).expect("legal");
+    before.apply_phase(&phase("array.g")).expect("legal");
+    (envelope_of(&before, CallWork::Arrays, vec![phase("array.f")], &array_programs()), before)
+}
+
+/// A call of arrays runs one program of the plan with its whole inputs, after as many calls on every rank.
+#[test]
+fn a_call_of_arrays_runs_one_program_of_its_session() {
+    let (e, before) = second_array_call();
+    let programs = array_programs();
+    let codes = |e: &Envelope, before| codes_under(e, before, &programs, &Tripwires::default());
+    assert_eq!(codes(&e, &before), [] as [&str; 0]);
+    type Edit = fn(&mut Envelope);
+    let edits: [(&str, Edit); 5] = [
+        ("T0732", |e| e.meta.iter_mut().for_each(|m| m.phases.push(PhaseCall::new("array.g", Vec::new())))),
+        ("T0732", |e| e.meta.iter_mut().for_each(|m| m.phases.clear())),
+        ("T0722", |e| e.meta.iter_mut().for_each(|m| m.phases[0].program = "array.h".into())),
+        ("T0732", |e| e.meta.iter_mut().for_each(|m| m.work = CallWork::Tokens(TokenWork::default()))),
+        ("T0735", |e| {
+            e.tensors = Tensors(vec![Tensor::from_f32("array.f.x", &[2, 3], &[0.0; 6]).expect("fits")])
+        }),
+    ];
+    for (i, (code, edit)) in edits.iter().enumerate() {
+        let mut e = e.clone();
+        edit(&mut e);
+        assert!(codes(&e, &before).contains(code), "edit {i}: {:?}", codes(&e, &before));
+    }
+    // A rank that missed a call, and one of another kind of session.
+    let behind = CallState::new(CallStateSpec::Arrays).expect("legal");
+    assert!(codes(&e, &behind).contains(&"T0712"));
+    let (_, caches) = second_call();
+    assert!(codes(&e, &caches).contains(&"T0732"));
+    let (tokens, _) = second_token_call();
+    assert!(codes(&Envelope { header: e.header.clone(), ..tokens }, &before).contains(&"T0732"));
 }
 
 // proves: K-02
@@ -424,7 +473,7 @@ fn break_field(e: &mut Envelope, field: &str) {
         "predicted_state" => m.predicted_state = Digest::default(),
         "noise" => tensors.0.push(noise_tensor()),
         "video" => tensors.0.push(video_tensor()),
-        "text" => tensors.0.clear(),
+        "text" | "array inputs" => tensors.0.clear(),
         other => panic!("no rule breaks `{other}`: add one for the new field"),
     }
 }
@@ -439,10 +488,10 @@ fn the_untouched_envelope_is_accepted() {
 #[test]
 fn each_broken_field_is_refused_with_its_listed_code() {
     for field in ENVELOPE_FIELDS.iter().filter(|f| f.name != "context") {
-        let is_of_tokens = ["ended", "begun", "rows"].contains(&field.name);
-        let ((mut e, before), programs) = match is_of_tokens {
-            true => (second_token_call(), token_programs()),
-            false => (second_call(), test_programs()),
+        let ((mut e, before), programs) = match field.name {
+            "ended" | "begun" | "rows" => (second_token_call(), token_programs()),
+            "array inputs" => (second_array_call(), array_programs()),
+            _ => (second_call(), test_programs()),
         };
         break_field(&mut e, field.name);
         let found = codes_under(&e, &before, &programs, &Tripwires::default());

@@ -9,11 +9,11 @@ use support::{plan_digest, prompt_tensor, test_programs, test_stream};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
-    CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader,
-    F32Bits, FaultReport, FinishReason, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS,
-    Message, MessageKind, OpClassWork, PhaseCall, Progress, RankMemory, Ready, Refused, Reload, ScalarArg,
-    SenderRole, ShardFingerprint, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header,
-    encode, envelope_reference,
+    ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS,
+    Envelope, EnvelopeHeader, F32Bits, FaultReport, FinishReason, HEADER_BYTES, Heartbeat, HelloAck, Init,
+    MAX_META_BYTES, MAX_TENSORS, Message, MessageKind, OpClassWork, PhaseCall, Progress, RankMemory, Ready,
+    Refused, Reload, ScalarArg, SenderRole, ShardFingerprint, Tensor, Tensors, TokenEvent, WIRE_VERSION,
+    Welcome, decode, decode_header, encode, envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 
@@ -125,6 +125,12 @@ fn every_message() -> Vec<Message> {
             ids: vec![TokenEvent { text: 1, id: 7, finish: Some(FinishReason::EndId) }],
         }),
         Message::Finished,
+        Message::ArrayCall(ArrayCall {
+            number: 1,
+            program: "array.f".into(),
+            inputs: Tensors(vec![prompt_tensor(1)]),
+        }),
+        Message::ArrayOutputs(ArrayOutputs { number: 1, outputs: Tensors(vec![prompt_tensor(2)]) }),
         Message::Failed(failure()),
     ]
 }

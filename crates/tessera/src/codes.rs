@@ -227,4 +227,25 @@ Look at the share of positions with the same likeliest id, and at the GEMMs that
 and pass in bf16 has weights or activations with outliers: run it with `--dtype bf16`. A model that fails in bf16 too may have been \
 trained in a range that bf16 does not represent well, or a checkpoint may be damaged. A higher limit is a decision for one use: set it \
 in a file of your own.";
+
+    T0090: "plan of array programs cannot run",
+    "A call of an array program runs one program with whole arrays as inputs, and returns whole arrays. Each rank copies its \
+shards out of the inputs and the weights, and the shards of the outputs are assembled. So a program has no buffers and no scalars, reads its weights as \
+they are, and returns at least one array, in one layout on all ranks. No dim is sharded over two mesh axes. Each call of \
+the bundle runs the program of its own name.\n\n\
+Between processes, the arrays of a call are one message, which has a limit. Arrays that do not change from call to call are weights, \
+which have none.\n\n\
+The message names the program and the array, or the limit.";
+
+    T0091: "arrays do not fit the programs of a plan",
+    "A plan fixes the names and the whole shapes of the weights, and of the inputs of each program. A call passes exactly the inputs \
+of its program, and a run is loaded with exactly the weights of its plan. The message names the array that is missing, unknown or of \
+another shape, and shows both shapes: those of whole arrays, not of shards.\n\n\
+Nothing was started, and a run that refused a call takes the next one.";
+
+    T0092: "run of array programs has ended",
+    "A run takes no further call after a rank has failed, or after an interrupt. The failure itself has the code of the check \
+that found it, and the call that waited then returned it; later calls repeat it in a note. This code also stands for the end of the socket \
+between the launching process and the leader.\n\n\
+A program keeps no state between calls, so nothing is lost: load the plan again, and repeat the call.";
 }

@@ -2,6 +2,7 @@
 //! against the sealed trace.
 
 mod injections;
+mod phase_tensors;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Deref, DerefMut};
@@ -12,7 +13,7 @@ use tessera_base::{Code, Diagnostic};
 use tessera_device::{
     AbortFn, Backend, CallData, Fault, MeshRank, ProgramHandle, Scalar, T0803, WeightSource, describe_slice,
 };
-use tessera_ir::{DType, Opcode, Program};
+use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::engine::{
     AbortHandle, CacheFault, Engine, EngineFault, EngineFaultKind, PhaseReport, ProgramCount, ReadyCall,
@@ -24,6 +25,9 @@ use tessera_runtime::tripwire::{T0751, T0773, T0785};
 use tessera_runtime::wire::{Dtype, PhaseCall, RankMemory, ScalarArg, ShardFingerprint, Tensor, Tensors};
 use tessera_runtime::{Digest, Failure, FailureClass, T0770, T0771};
 use tessera_verify::SealedPlan;
+
+pub(crate) use phase_tensors::call_tensor_name;
+use phase_tensors::{PhaseInput, PhaseOutput, add_output, collect_sources};
 
 use crate::cache_audit::CacheAudit;
 use crate::clock::monotonic_ns;
@@ -58,7 +62,7 @@ pub fn build_program_index(plan: &SealedPlan) -> ProgramIndex {
                 hash.update(&c.trace_digest);
             }
             if let Some(p) = plan.rank_program(phase, *rank) {
-                collect_sources(p, &mut scalars, &mut inputs);
+                collect_sources(phase, p, &mut scalars, &mut inputs);
             }
         }
         facts.trace = Digest(*hash.finalize().as_bytes());
@@ -68,41 +72,15 @@ pub fn build_program_index(plan: &SealedPlan) -> ProgramIndex {
     }))
 }
 
-fn collect_sources(
-    p: &Program,
-    scalars: &mut BTreeMap<String, ArgKind>,
-    inputs: &mut BTreeMap<String, InputSpec>,
-) {
-    for op in &p.ops {
-        let (Some(name), Some(v)) = (op.name.clone(), op.results.first()) else { continue };
-        let ty = p.type_of(*v);
-        match op.opcode {
-            Opcode::Call => {
-                let kind = match (ty.dtype, &ty.shape[..]) {
-                    (DType::I64, _) => ArgKind::I64,
-                    (_, []) => ArgKind::F32,
-                    (_, shape) => ArgKind::F32s(shape.iter().product::<u64>() as u32),
-                };
-                scalars.insert(name, kind);
-            }
-            Opcode::Input => {
-                inputs.insert(name.clone(), InputSpec { name, dtype: Dtype::F32, shape: ty.shape.clone() });
-            }
-            _ => {}
-        }
-    }
-}
-
 struct LoadedPhase {
     loaded: ProgramHandle,
     /// Collectives that the phase may issue.
     sequence: CollectiveSequence,
     scalars: BTreeSet<String>,
-    inputs: BTreeSet<String>,
+    inputs: Vec<PhaseInput>,
     trace: [u8; 32],
     mesh_facts: ProgramInfo,
-    /// Names and shapes of the program's outputs, in order.
-    outputs: Vec<(String, Vec<u64>)>,
+    outputs: Vec<PhaseOutput>,
     /// Names of the buffers that the program writes.
     written_buffers: BTreeSet<String>,
     op_times: OpTimes,
@@ -261,20 +239,16 @@ impl MeshEngine {
             }
             let sealed = plan.rank_program(name, rank).map_or(&*program, |p| p);
             let sequence = CollectiveSequence::new(name, plan.mesh(), rank, sealed, &program);
-            let outputs =
-                program.ops.iter().filter(|o| o.opcode == Opcode::Output).filter_map(|o| {
-                    Some((o.name.clone()?, program.type_of(*o.operands.first()?).shape.clone()))
-                });
             let written = program.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite);
             let written = written.filter_map(|o| program.buffers.get(o.buffer?.0 as usize));
             let phase = LoadedPhase {
                 loaded,
                 sequence,
                 scalars: named_ops(&program, Opcode::Call),
-                inputs: named_ops(&program, Opcode::Input),
+                inputs: PhaseInput::list(name, &program, &seat),
                 trace: own.trace_digest,
                 mesh_facts: whole.get(name)?.clone(),
-                outputs: outputs.collect(),
+                outputs: PhaseOutput::list(name, &program),
                 written_buffers: written.map(|b| b.name.clone()).collect(),
                 op_times: OpTimes::new(&program),
             };
@@ -370,19 +344,10 @@ fn list_rebuilt_buffers(phases: &BTreeMap<String, LoadedPhase>) -> BTreeSet<Stri
 /// Opens a converter with threads if a phase outputs pixels.
 fn open_converter(phases: &BTreeMap<String, LoadedPhase>) -> Result<PixelConverter, Diagnostic> {
     let mut outputs = phases.values().flat_map(|p| &p.outputs);
-    match outputs.any(|(name, _)| name.starts_with(PIXELS)) {
+    match outputs.any(|output| output.tensor.starts_with(PIXELS)) {
         true => PixelConverter::new(),
         false => Ok(PixelConverter::single_thread()),
     }
-}
-
-/// Adds an output of a phase to those of its call: behind the rows of one with the same name, if there is one.
-fn add_output(outputs: &mut Vec<Tensor>, output: Tensor) -> Result<(), Diagnostic> {
-    match outputs.iter_mut().find(|of_call| of_call.name() == output.name()) {
-        Some(of_call) => *of_call = of_call.with_rows_of(&output)?,
-        None => outputs.push(output),
-    }
-    Ok(())
 }
 
 /// Converts pixels to bytes. Fails if one is NaN or infinite, because no later check can see that in bytes.
@@ -440,17 +405,9 @@ impl Engine for MeshEngine {
         for (name, arg) in call.args.iter().filter(|(n, _)| phase.scalars.contains(n)) {
             data.scalars.insert(name, to_scalar(arg));
         }
-        let mut tensors = Vec::new();
-        for name in &phase.inputs {
-            let values = inputs.get(name).and_then(Tensor::to_f32);
-            tensors.push(
-                values.ok_or_else(|| {
-                    EngineFault::local_failure(format!("the call carries no tensor `{name}`"))
-                })?,
-            );
-        }
-        for (name, values) in phase.inputs.iter().zip(&tensors) {
-            data.inputs.insert(name, values);
+        let tensors = phase.inputs.iter().map(|input| input.read(inputs)).collect::<Result<Vec<_>, _>>()?;
+        for (input, values) in phase.inputs.iter().zip(&tensors) {
+            data.inputs.insert(&input.name, values);
         }
         let mut guard = CollectiveGuard::begin_phase(
             &mut phase.sequence,
@@ -481,11 +438,11 @@ impl Engine for MeshEngine {
                 Digest(phase.trace)
             )));
         }
-        for (name, shape) in &phase.outputs {
+        for PhaseOutput { name, tensor, shape } in &phase.outputs {
             let values = self.backend.output(name).unwrap_or_default();
-            let output = match name.starts_with(PIXELS) {
-                true => Tensor::new(name, Dtype::U8, shape, pixel_bytes(&self.pixels, name, values)?),
-                false => Tensor::from_f32(name, shape, values),
+            let output = match tensor.starts_with(PIXELS) {
+                true => Tensor::new(tensor, Dtype::U8, shape, pixel_bytes(&self.pixels, tensor, values)?),
+                false => Tensor::from_f32(tensor, shape, values),
             };
             let added = output.and_then(|output| add_output(&mut self.outputs, output));
             added.map_err(|d| EngineFault::local_failure(d.message))?;

@@ -143,6 +143,11 @@ impl InProcessRanks {
         Ok(outputs)
     }
 
+    /// Returns the handles that end the running call of each rank.
+    pub(crate) fn abort_handles(&self) -> Vec<AbortHandle> {
+        self.aborts.clone()
+    }
+
     fn next_event(&self) -> Result<(Rank, EngineEvent), Diagnostic> {
         let event = self.events.recv_timeout(EVENT_TIMEOUT);
         event
@@ -159,6 +164,11 @@ impl Drop for InProcessRanks {
             }
         }
     }
+}
+
+/// Returns the code of the check that ended a rank, which the note of its diagnostic names.
+pub(crate) fn cause_of(d: &Diagnostic) -> Option<&str> {
+    d.notes.first().map(String::as_str).filter(|_| d.code == &T0087)
 }
 
 fn rank_error(rank: Rank, text: impl Into<String>) -> Diagnostic {

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
+pub mod arrays;
 mod budget;
 mod cache_audit;
 pub mod check;
@@ -69,6 +70,7 @@ mod rgb;
 pub mod run_dir;
 mod run_dir_writer;
 mod run_settings;
+mod shard_copy;
 pub mod shards;
 pub mod sim;
 pub mod stream;

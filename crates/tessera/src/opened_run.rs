@@ -9,6 +9,7 @@ use tessera_report::flight::FlightLog;
 use tessera_report::record::RunRecord;
 use tessera_verify::SealedPlan;
 
+use crate::arrays::ArrayPlan;
 use crate::generate::LanguagePlan;
 use crate::plan::Plan;
 use crate::record::RECORD_FILE;
@@ -21,18 +22,23 @@ pub enum RunPlan {
     Video(Box<Plan>),
     /// The plan of a language model.
     Text(Box<LanguagePlan>),
+    /// The plan of array programs.
+    Arrays(Box<ArrayPlan>),
 }
 
 impl RunPlan {
-    /// Reads a plan folder of either kind and verifies it again.
+    /// Reads a plan folder of any kind and verifies it again.
     ///
     /// # Errors
     /// T0011, T0012, or what the verifier rejects.
     pub fn read(dir: &Path) -> Result<RunPlan, Diagnostics> {
-        match LanguagePlan::is_in(dir) {
-            true => LanguagePlan::read(dir).map(|plan| RunPlan::Text(Box::new(plan))),
-            false => Plan::read(dir).map(|plan| RunPlan::Video(Box::new(plan))),
+        if LanguagePlan::is_in(dir) {
+            return LanguagePlan::read(dir).map(|plan| RunPlan::Text(Box::new(plan)));
         }
+        if ArrayPlan::is_in(dir) {
+            return ArrayPlan::read(dir).map(|plan| RunPlan::Arrays(Box::new(plan)));
+        }
+        Plan::read(dir).map(|plan| RunPlan::Video(Box::new(plan)))
     }
 
     /// Returns the sealed programs.
@@ -41,6 +47,7 @@ impl RunPlan {
         match self {
             RunPlan::Video(plan) => &plan.sealed,
             RunPlan::Text(plan) => &plan.sealed,
+            RunPlan::Arrays(plan) => &plan.sealed,
         }
     }
 
@@ -50,6 +57,7 @@ impl RunPlan {
         match self {
             RunPlan::Video(plan) => &plan.mapping,
             RunPlan::Text(plan) => &plan.mapping,
+            RunPlan::Arrays(plan) => &plan.mapping,
         }
     }
 }

@@ -91,6 +91,11 @@ impl ModelFacts {
         Ok(ModelFacts { weights: weights.sample_digest(), loras, tokenizer })
     }
 
+    /// Creates the facts of array programs from a digest of their weights.
+    pub(crate) fn of_arrays(weights: [u8; 32]) -> ModelFacts {
+        ModelFacts { weights, loras: NOT_APPLICABLE.to_string(), tokenizer: None }
+    }
+
     /// Creates the facts of a language model, from a digest of its weights and the file of its tokenizer.
     ///
     /// # Errors

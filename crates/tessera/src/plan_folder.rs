@@ -17,6 +17,9 @@ use crate::files::{StagedFolder, read_text};
 /// File of a plan folder with the config of the model.
 pub(crate) const CONFIG_FILE: &str = "config.json";
 
+/// File of a plan folder with the digest, the roles and the calls.
+pub(crate) const SEAL_FILE: &str = "seal.json";
+
 /// The names of a model, which the seal does not cover.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ModelNames {
@@ -72,7 +75,7 @@ pub(crate) fn write_sealed(
     };
     write("mapping.toml", mapping.to_toml().as_bytes())?;
     write("memory.json", to_json(&slots).as_bytes())?;
-    write("seal.json", to_json(&seal).as_bytes())
+    write(SEAL_FILE, to_json(&seal).as_bytes())
 }
 
 /// Reads a plan folder and verifies it again; its digest must equal the sealed one. `sealed_text` makes the text
@@ -95,10 +98,7 @@ pub(crate) fn read_sealed(
     if sealed.digest_hex() != seal_file.digest {
         return Err(vec![
             Diagnostic::error(&T0012, "the plan is not the one that was sealed")
-                .with_label(
-                    dir.join("seal.json").display().to_string(),
-                    format!("digest {}", seal_file.digest),
-                )
+                .with_label(dir.join(SEAL_FILE).display().to_string(), format!("digest {}", seal_file.digest))
                 .with_label(dir.display().to_string(), format!("digest {}", sealed.digest_hex()))
                 .with_hint("make the plan again with `tessera plan`"),
         ]);
@@ -164,8 +164,8 @@ fn read_bundle(
 ) -> Result<(Bundle, Mapping, SealFile), Diagnostics> {
     let shown = |name: &str| dir.join(name).display().to_string();
     let text = |name: &str| read_text(&dir.join(name), &T0011).map_err(|d| vec![d]);
-    let seal_file: SealFile = from_json(&shown("seal.json"), &text("seal.json")?)?;
-    check_model_names(&seal_file, &shown("seal.json")).map_err(|d| vec![d])?;
+    let seal_file: SealFile = from_json(&shown(SEAL_FILE), &text(SEAL_FILE)?)?;
+    check_model_names(&seal_file, &shown(SEAL_FILE)).map_err(|d| vec![d])?;
     if seal_file.tessera_plan != PLAN_VERSION {
         let d = Diagnostic::error(&T0011, "another version of tessera made this plan")
             .with_label(shown("seal.json"), format!("plan version {}", seal_file.tessera_plan))

@@ -5,14 +5,19 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_cpu::CpuBackend;
+use tessera_cuda::CudaBackend;
 use tessera_mesh::Mesh;
+use tessera_report::record::RunDevice;
 use tessera_runtime::driver::LaunchReport;
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
 use tessera_verify::SealedPlan;
 
 use crate::codes::{T0015, T0018};
+use crate::cuda::{self, GpuRankConfig};
 use crate::faults::DrillConfig;
 use crate::flight;
+use crate::gpus::GpuDiscovery;
 
 /// Returns T0015 if a mesh has more ranks than this host has cores.
 pub(crate) fn check_cores(mesh: &Mesh, ranks: u32, cores: usize) -> Option<Diagnostic> {
@@ -21,6 +26,49 @@ pub(crate) fn check_cores(mesh: &Mesh, ranks: u32, cores: usize) -> Option<Diagn
             .with_label("mesh", mesh.to_string())
             .with_hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe"))
     })
+}
+
+/// Returns the threads of each rank: as many as were asked for, or the cores of this host divided among the ranks.
+///
+/// # Errors
+/// T0015 if `is_bound` and the mesh has more ranks than this host has cores.
+pub(crate) fn choose_threads(
+    mesh: &Mesh,
+    threads: Option<usize>,
+    is_bound: bool,
+) -> Result<usize, Diagnostic> {
+    let (ranks, cores) = (mesh.world_size(), std::thread::available_parallelism().map_or(1, usize::from));
+    match check_cores(mesh, ranks, cores).filter(|_| is_bound) {
+        Some(d) => Err(d),
+        None => Ok(threads.unwrap_or((cores / ranks as usize).max(1))),
+    }
+}
+
+/// Checks that the device runs every op of a plan. Returns what ranks on GPUs need to find each other, and `None` for
+/// CPUs.
+pub(crate) fn prepare_device(
+    sealed: &SealedPlan,
+    device: RunDevice,
+    ranks: u32,
+) -> Result<Option<GpuRankConfig>, Diagnostics> {
+    let find_unsupported = match device {
+        RunDevice::Cuda => CudaBackend::find_unsupported,
+        RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
+    };
+    let firsts = sealed.roles().iter().filter_map(|role| role.ranks.first());
+    let mut programs = firsts.flat_map(|rank| {
+        sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, *rank))
+    });
+    if let Some(d) = programs.find_map(|p| find_unsupported(p)) {
+        return Err(vec![d]);
+    }
+    if device != RunDevice::Cuda {
+        return Ok(None);
+    }
+    let found = GpuDiscovery::discover();
+    cuda::check_plan(&found, sealed, ranks as usize)?;
+    let communicator_ids = cuda::create_communicator_ids(&found, sealed).map_err(|d| vec![d])?;
+    Ok(Some(GpuRankConfig { communicator_ids, first_rank_of_host: 0 }))
 }
 
 /// Returns a session id from the plan and the current time. The id only separates the messages of

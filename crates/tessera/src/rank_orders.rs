@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::arrays::ArrayConfig;
 use crate::generate::GenerateConfig;
 use crate::rank_config::RankConfig;
 
@@ -12,4 +13,6 @@ pub(crate) enum RankOrders {
     Stream(Box<RankConfig>),
     /// Texts of a language model.
     Generate(Box<GenerateConfig>),
+    /// Calls of array programs.
+    Arrays(Box<ArrayConfig>),
 }

@@ -9,6 +9,7 @@ use tessera_runtime::driver::{JoinedRank, exit_process, exit_without_handlers, j
 use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
+use crate::arrays::{ArrayConfig, ArrayPlan, run_array_leader};
 use crate::codes::T0012;
 use crate::generate::{GenerateConfig, LanguagePlan, run_text_leader};
 use crate::plan::Plan;
@@ -38,6 +39,7 @@ pub fn rank_main(on_joined: impl FnOnce()) -> i32 {
     let (outcome, uses_gpus) = match orders {
         RankOrders::Stream(orders) => (run_stream_rank(joined, &orders, rank), orders.gpus.is_some()),
         RankOrders::Generate(config) => (run_text_rank(joined, &config, rank), config.gpus.is_some()),
+        RankOrders::Arrays(config) => (run_array_rank(joined, &config, rank), config.gpus.is_some()),
     };
     // Exit handlers of the GPU libraries would wait for work that never ends.
     let exit_process = if uses_gpus { exit_without_handlers } else { exit_process };
@@ -96,8 +98,26 @@ fn run_text_rank(
     }
 }
 
+fn run_array_rank(
+    mut joined: JoinedRank,
+    config: &ArrayConfig,
+    rank: Rank,
+) -> Result<Option<Failure>, Diagnostics> {
+    let plan = ArrayPlan::read(&config.plan).and_then(|plan| check_digest(plan, &config.digest));
+    let plan = match plan {
+        Ok(plan) => plan,
+        Err(ds) => return report_refusal(&mut joined, ds).map(Some),
+    };
+    let sockets = usize::from(rank.0 == 0);
+    let setup = set_up(joined, sockets, RankContext::new(plan, SyntheticDelays::default()));
+    match rank.0 {
+        0 => run_array_leader(|| Ok(setup), config),
+        _ => run_follower(|| Ok(setup), &config.settings(), config.weights_place(), rank),
+    }
+}
+
 /// Builds the setup of a launched rank. The launcher attached the descriptors of the communicators, and behind
-/// them this number of pipes for frames.
+/// them this number of pipes for frames, or the socket for calls of array programs.
 fn set_up<P: RankPlan>(mut joined: JoinedRank, pipes: usize, context: RankContext<P>) -> RankSetup<P> {
     let mut fds = std::mem::take(&mut joined.extra_fds);
     let frame_pipes = fds.split_off(fds.len().saturating_sub(pipes));

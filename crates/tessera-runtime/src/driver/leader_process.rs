@@ -188,6 +188,9 @@ impl Machine for LeaderProcess {
                     CallRequest::Tokens(request) => {
                         process.queue_event(leader::Event::TokenRequest(request));
                     }
+                    CallRequest::Arrays(request) => {
+                        process.queue_event(leader::Event::ArrayRequest(request));
+                    }
                 },
                 IntakeEvent::Finished => process.queue_event(leader::Event::NoMoreRequests),
             }

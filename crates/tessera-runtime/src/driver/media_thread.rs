@@ -10,6 +10,7 @@ use tessera_base::Diagnostic;
 
 use super::engine_thread::panic_text;
 use super::reactor::{InboxSender, Reactor};
+use crate::array_director::ArrayRequest;
 use crate::codes::T0748;
 use crate::director::SceneCut;
 use crate::engine::{MediaJob, MediaPipeline};
@@ -44,6 +45,8 @@ pub enum CallRequest {
     Chunk(StreamRequest),
     /// The next call of a language model.
     Tokens(Box<TokenRequest>),
+    /// The next call of an array program.
+    Arrays(Box<ArrayRequest>),
 }
 
 impl CallRequest {
@@ -51,7 +54,7 @@ impl CallRequest {
     pub(super) fn new_prompt(&self) -> Option<&String> {
         match self {
             CallRequest::Chunk(request) => request.prompt.as_ref(),
-            CallRequest::Tokens(_) => None,
+            CallRequest::Tokens(_) | CallRequest::Arrays(_) => None,
         }
     }
 }

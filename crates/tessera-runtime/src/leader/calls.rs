@@ -11,6 +11,7 @@ use super::{
     WarmupStage,
 };
 use crate::FailureClass;
+use crate::array_director::ArrayRequest;
 use crate::codes::{T0707, T0736, T0737, T0744, T0752, T0753, T0759};
 use crate::director::{CallPlan, ChunkRequest};
 use crate::drift::{find_deviation, find_output_mismatch};
@@ -38,6 +39,7 @@ impl Leader {
                         self.prepare_chunk(ordinal, &request, text, start);
                     }
                     Some(InboxItem::Tokens { ordinal, request }) => self.prepare_tokens(ordinal, request),
+                    Some(InboxItem::Arrays { ordinal, request }) => self.prepare_arrays(ordinal, request),
                     Some(InboxItem::Control(action)) => self.prepare_control(action, None),
                     Some(InboxItem::Reload(reload)) => {
                         self.prepare_control(CallAction::Reload, Some(reload));
@@ -128,6 +130,13 @@ impl Leader {
 
     fn prepare_tokens(&mut self, ordinal: u64, request: TokenRequest) {
         match self.planner.plan_tokens(&request, &self.config.programs) {
+            Ok(plan) => self.send_call(plan, Some(ordinal), None, request.inputs),
+            Err(found) => self.preflight_failed(found),
+        }
+    }
+
+    fn prepare_arrays(&mut self, ordinal: u64, request: ArrayRequest) {
+        match self.planner.plan_arrays(&request.program, &self.config.programs) {
             Ok(plan) => self.send_call(plan, Some(ordinal), None, request.inputs),
             Err(found) => self.preflight_failed(found),
         }

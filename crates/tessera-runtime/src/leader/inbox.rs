@@ -1,6 +1,7 @@
 //! The leader's queue of requests that are not yet calls, and the flush, which skips the queue.
 
 use super::{Action, ChunkStart, Leader, LeaderStage, RecordEntry};
+use crate::array_director::ArrayRequest;
 use crate::codes::{T0707, T0721};
 use crate::director::{ChunkRequest, SceneCut};
 use crate::token_director::TokenRequest;
@@ -12,6 +13,7 @@ use crate::{FailureClass, Limits};
 pub(super) enum InboxItem {
     Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor>, start: ChunkStart },
     Tokens { ordinal: u64, request: TokenRequest },
+    Arrays { ordinal: u64, request: ArrayRequest },
     Control(CallAction),
     Reload(Reload),
 }
@@ -19,7 +21,10 @@ pub(super) enum InboxItem {
 impl Leader {
     /// Returns the number of queued requests for output.
     pub(super) fn waiting_chunks(&self) -> usize {
-        let is_request = |i: &&InboxItem| matches!(i, InboxItem::Chunk { .. } | InboxItem::Tokens { .. });
+        let is_request = |i: &&InboxItem| match i {
+            InboxItem::Chunk { .. } | InboxItem::Tokens { .. } | InboxItem::Arrays { .. } => true,
+            InboxItem::Control(_) | InboxItem::Reload(_) => false,
+        };
         self.inbox.iter().filter(is_request).count()
     }
 
@@ -59,6 +64,15 @@ impl Leader {
         let ordinal = self.requests;
         self.requests += 1;
         self.inbox.push_back(InboxItem::Tokens { ordinal, request });
+    }
+
+    pub(super) fn handle_array_request(&mut self, request: ArrayRequest) {
+        if self.is_stopping() || self.is_over_capacity() {
+            return;
+        }
+        let ordinal = self.requests;
+        self.requests += 1;
+        self.inbox.push_back(InboxItem::Arrays { ordinal, request });
     }
 
     /// Whether a request that arrived now is one too many, so that the run has failed.
@@ -106,7 +120,9 @@ impl Leader {
                     let why = "a hard cut came before the call was prepared";
                     self.add_entry(RecordEntry::Dropped { request: ordinal, chunk: None, epoch, why });
                 }
-                InboxItem::Reload(_) | InboxItem::Tokens { .. } => self.inbox.push_back(item),
+                InboxItem::Reload(_) | InboxItem::Tokens { .. } | InboxItem::Arrays { .. } => {
+                    self.inbox.push_back(item);
+                }
                 // The cut includes a reset, and its call tests the path to every rank like a NOOP.
                 InboxItem::Control(_) => {}
             }

@@ -1,7 +1,8 @@
-//! The plans of calls of either kind of session.
+//! The plans of calls of each kind of session.
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::array_director::ArrayDirector;
 use crate::call_state::{CallState, SessionSpec};
 use crate::codes::T0721;
 use crate::director::{CallPlan, ChunkRequest, Director, warmup_meta};
@@ -15,6 +16,7 @@ use crate::wire::CallAction;
 pub(super) enum CallPlanner {
     Video(Director),
     Text(TokenDirector),
+    Arrays(ArrayDirector),
 }
 
 impl CallPlanner {
@@ -24,6 +26,7 @@ impl CallPlanner {
             SessionSpec::Text(pages) => {
                 CallPlanner::Text(TokenDirector::new(PagedCacheState::new(*pages).map_err(|d| vec![d])?))
             }
+            SessionSpec::Arrays => CallPlanner::Arrays(ArrayDirector::default()),
         })
     }
 
@@ -35,8 +38,8 @@ impl CallPlanner {
     ) -> Result<CallPlan, Diagnostics> {
         match self {
             CallPlanner::Video(director) => director.plan_chunk_from(request, video_step, programs),
-            CallPlanner::Text(_) => {
-                Err(vec![Diagnostic::error(&T0721, "a chunk was requested of a language model")])
+            CallPlanner::Text(_) | CallPlanner::Arrays(_) => {
+                Err(vec![Diagnostic::error(&T0721, "a chunk was requested, but no video model runs")])
             }
         }
     }
@@ -48,8 +51,22 @@ impl CallPlanner {
     ) -> Result<CallPlan, Diagnostics> {
         match self {
             CallPlanner::Text(director) => director.plan_tokens(request, programs),
-            CallPlanner::Video(_) => {
-                Err(vec![Diagnostic::error(&T0721, "rows of tokens were requested of a video model")])
+            CallPlanner::Video(_) | CallPlanner::Arrays(_) => Err(vec![Diagnostic::error(
+                &T0721,
+                "rows of tokens were requested, but no language model runs",
+            )]),
+        }
+    }
+
+    pub(super) fn plan_arrays(
+        &mut self,
+        program: &str,
+        programs: &ProgramIndex,
+    ) -> Result<CallPlan, Diagnostics> {
+        match self {
+            CallPlanner::Arrays(director) => director.plan_arrays(program, programs),
+            CallPlanner::Video(_) | CallPlanner::Text(_) => {
+                Err(vec![Diagnostic::error(&T0721, "an array program was requested, but a model runs")])
             }
         }
     }
@@ -70,6 +87,12 @@ impl CallPlanner {
                 }
                 Ok(self.plan_without_work(action))
             }
+            CallPlanner::Arrays(director) => {
+                if matches!(action, CallAction::Reset | CallAction::Reload) {
+                    director.reset().map_err(|d| vec![d])?;
+                }
+                Ok(self.plan_without_work(action))
+            }
         }
     }
 
@@ -78,6 +101,7 @@ impl CallPlanner {
         match self {
             CallPlanner::Video(director) => CallState::Video(director.cache_state().clone()),
             CallPlanner::Text(director) => CallState::Text(director.state().clone()),
+            CallPlanner::Arrays(director) => CallState::Arrays(director.state().clone()),
         }
     }
 

@@ -12,7 +12,7 @@ use crate::Digest;
 pub enum CallAction {
     /// Exercises the protocol only.
     Noop,
-    /// Runs the phases that generate one chunk of a video or process rows of tokens.
+    /// Runs the phases that generate one chunk of a video or process rows of tokens, or an array program.
     Infer,
     /// Makes a hard cut without producing a chunk.
     Reset,
@@ -53,7 +53,7 @@ pub struct EnvelopeHeader {
     /// Call id, which grows by one with every envelope of the session, over all actions.
     pub call_id: u64,
     /// Index of the unit of output that the call generates, from 0: a chunk of a video, or the call's
-    /// rows of tokens. For a call without output, the index of the next unit.
+    /// rows of tokens or arrays. For a call without output, the index of the next unit.
     pub chunk: u32,
     /// Cache epoch; grows by one at a hard cut, a `RESET` or a `RELOAD`, and never otherwise.
     pub cache_epoch: u32,
@@ -64,7 +64,7 @@ pub struct EnvelopeHeader {
 /// The payload of an `INFER` or `WARMUP` envelope.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallMeta {
-    /// Forwards of the model: denoise steps, clean and recompute forwards of a video, rows of tokens.
+    /// Forwards of the model: denoise steps, clean and recompute forwards of a video, rows of tokens, array programs.
     pub expected_generator_calls: u32,
     /// Collectives that each rank issues during the call.
     pub expected_collectives: u64,
@@ -87,6 +87,21 @@ pub enum CallWork {
     Chunk(ChunkWork),
     /// Rows of token sequences.
     Tokens(TokenWork),
+    /// One array program, which the only phase names.
+    Arrays,
+}
+
+impl CallWork {
+    /// Returns the kind of work, for diagnostics.
+    #[must_use]
+    pub(crate) fn describe(&self) -> &'static str {
+        match self {
+            CallWork::Warmup => "a warm-up",
+            CallWork::Chunk(_) => "a chunk of a video",
+            CallWork::Tokens(_) => "rows of tokens",
+            CallWork::Arrays => "an array program",
+        }
+    }
 }
 
 /// The decisions about one chunk of a video.
@@ -148,7 +163,7 @@ impl CallMeta {
     pub fn chunk_work(&self) -> Option<&ChunkWork> {
         match &self.work {
             CallWork::Chunk(work) => Some(work),
-            CallWork::Warmup | CallWork::Tokens(_) => None,
+            CallWork::Warmup | CallWork::Tokens(_) | CallWork::Arrays => None,
         }
     }
 
@@ -156,7 +171,7 @@ impl CallMeta {
     pub fn chunk_work_mut(&mut self) -> Option<&mut ChunkWork> {
         match &mut self.work {
             CallWork::Chunk(work) => Some(work),
-            CallWork::Warmup | CallWork::Tokens(_) => None,
+            CallWork::Warmup | CallWork::Tokens(_) | CallWork::Arrays => None,
         }
     }
 

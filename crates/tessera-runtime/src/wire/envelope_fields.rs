@@ -39,7 +39,7 @@ pub const ENVELOPE_FIELDS: &[EnvelopeField] = &[
     envelope_field("cache_epoch", "u32", "always", "Grows at a hard cut, a reset or a reload, and never otherwise", "T0712"),
     envelope_field("deadline_ms", "u32", "always, not 0", "Every wait has a limit", "T0732"),
     envelope_field("meta", "struct", "INFER and WARMUP only", "The leader's decisions; an action without payload carries none", "T0732"),
-    envelope_field("work", "enum", "INFER and WARMUP", "A warm-up, a chunk of a video or rows of tokens, as the session computes; the fields up to `rows` belong to one kind", "T0732"),
+    envelope_field("work", "enum", "INFER and WARMUP", "A warm-up, a chunk of a video, rows of tokens or an array program, as the session computes; the fields up to `rows` belong to one kind", "T0732"),
     envelope_field("n_steps", "u32", "INFER of a chunk", "Number of denoise forwards in the call", "T0732"),
     envelope_field("expected_generator_calls", "u32", "INFER", "A rank that would run one forward more or fewer stops before the first extra collective", "T0734"),
     envelope_field(
@@ -65,6 +65,7 @@ pub const ENVELOPE_FIELDS: &[EnvelopeField] = &[
     envelope_field("reload", "struct", "RELOAD only", "Source and digest of the weights that every rank loads between the same two calls", "T0732"),
     envelope_field("text", "tensor", "reset_cross", "Prompt embedding, under guidance with the negative prompt's below it; sent only when it changes", "T0735"),
     envelope_field("noise", "tensor", "the plan takes given noise", "Noise of the first denoise step of a chunk, so that a reference run can be repeated", "T0735"),
+    envelope_field("array inputs", "tensors", "INFER of an array program", "The whole arrays that the program reads; each rank copies its shards", "T0735"),
     envelope_field("video", "tensor", "the call begins with an input video", "Encoded latents of an input video, which only the leader reads; the phases state the step that adds noise to them", "T0735"),
     envelope_field("context", "tensor, in a second message", "recompute", "Context latents, which depend on the previous chunk's output", "T0735"),
 ];

@@ -139,7 +139,14 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
     }
     let (meta, payload) = body.split_at(header.meta_bytes as usize);
     let kind = header.kind;
-    let carries_tensors = matches!(kind, MessageKind::Envelope | MessageKind::Context | MessageKind::Done);
+    let carries_tensors = matches!(
+        kind,
+        MessageKind::Envelope
+            | MessageKind::Context
+            | MessageKind::Done
+            | MessageKind::ArrayCall
+            | MessageKind::ArrayOutputs
+    );
     if !payload.is_empty() && !carries_tensors {
         return Err(Diagnostic::error(&T0706, format!("a {kind:?} frame carries tensors"))
             .with_label("frame", format!("{} tensor bytes", payload.len())));
@@ -147,6 +154,7 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
     let mut message = match kind {
         MessageKind::Welcome => Message::Welcome(read_meta(kind, meta)?),
         MessageKind::Stop => read_meta::<()>(kind, meta).map(|()| Message::Stop)?,
+        MessageKind::ArrayCall => Message::ArrayCall(read_meta(kind, meta)?),
         MessageKind::Init => Message::Init(read_meta(kind, meta)?),
         MessageKind::Envelope => Message::Envelope(read_meta(kind, meta)?),
         MessageKind::Context => Message::Context(read_meta(kind, meta)?),
@@ -161,6 +169,7 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
         MessageKind::Progress => Message::Progress(read_meta(kind, meta)?),
         MessageKind::Finished => read_meta::<()>(kind, meta).map(|()| Message::Finished)?,
         MessageKind::Failed => Message::Failed(read_meta(kind, meta)?),
+        MessageKind::ArrayOutputs => Message::ArrayOutputs(read_meta(kind, meta)?),
     };
     if let Some(tensors) = message.tensors_mut() {
         tensors.attach_payload(payload)?;

@@ -48,6 +48,8 @@ messages! {
     Welcome(Welcome) = 1,
     /// Launcher to leader: end at the next chunk boundary.
     Stop = 2,
+    /// Launcher to leader, on a socket of their own: the next call of an array program.
+    ArrayCall(ArrayCall) = 3,
     /// Leader to workers: the values that must be equal on every rank before any call.
     Init(Init) = 16,
     /// Leader to workers: one fully decided call.
@@ -77,6 +79,8 @@ messages! {
     Finished = 50,
     /// Leader to launcher: the run failed.
     Failed(Failure) = 51,
+    /// Leader to launcher, on the socket of [`Message::ArrayCall`]: the outputs of a call of an array program.
+    ArrayOutputs(ArrayOutputs) = 52,
 }
 
 /// The process that originates a message. A worker originates no control message: it only replies
@@ -138,6 +142,8 @@ impl MessageKind {
             MessageKind::Commit => Refused(&COMMIT),
             MessageKind::Welcome
             | MessageKind::Init
+            | MessageKind::ArrayCall
+            | MessageKind::ArrayOutputs
             | MessageKind::Context
             | MessageKind::HelloAck
             | MessageKind::Ready
@@ -160,6 +166,8 @@ impl Message {
         match self {
             Message::Envelope(e) => Some(&e.tensors),
             Message::Context(c) => Some(&c.tensors),
+            Message::ArrayCall(c) => Some(&c.inputs),
+            Message::ArrayOutputs(o) => Some(&o.outputs),
             Message::Done(d) => Some(&d.output),
             _ => None,
         }
@@ -170,6 +178,8 @@ impl Message {
         match self {
             Message::Envelope(e) => Some(&mut e.tensors),
             Message::Context(c) => Some(&mut c.tensors),
+            Message::ArrayCall(c) => Some(&mut c.inputs),
+            Message::ArrayOutputs(o) => Some(&mut o.outputs),
             Message::Done(d) => Some(&mut d.output),
             _ => None,
         }
@@ -191,6 +201,27 @@ pub struct Welcome {
     pub extra_fds: u32,
     /// The application's opaque bytes.
     pub payload: Vec<u8>,
+}
+
+/// A call of an array program that the launching process requests. The next one follows only after the outputs of
+/// this one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArrayCall {
+    /// Number of the call among those of the launching process, from 1.
+    pub number: u64,
+    /// Name of the program in the sealed plan.
+    pub program: String,
+    /// The whole arrays that the program reads, in the order of its inputs.
+    pub inputs: Tensors,
+}
+
+/// The outputs of an [`ArrayCall`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArrayOutputs {
+    /// Number of the call; 0 reports that every rank is loaded and has run every program once.
+    pub number: u64,
+    /// The whole arrays that the program returns.
+    pub outputs: Tensors,
 }
 
 /// The leader's first message to every rank: the build, plan, session and parity values of the run.

@@ -1,6 +1,7 @@
 //! Examines sealed plans: takes signs from a plan's estimate or from the records of its runs, and estimates mitigations
 //! by lowering other mappings.
 
+mod array_programs;
 mod exposed;
 mod texts;
 
@@ -18,7 +19,7 @@ use tessera_plan::search::mitigation::{FailureMode, SymptomThresholds, Symptoms}
 use tessera_plan::video::{self, RankedMapping, VideoPins};
 use tessera_plan::{Mapping, Numerics, Strategy};
 use tessera_report::flight::FlightLog;
-use tessera_report::record::{RunRecord, RunStatus};
+use tessera_report::record::{RunKind, RunRecord, RunStatus};
 use tessera_verify::SealedPlan;
 
 use exposed::add_exposed_observation;
@@ -116,6 +117,9 @@ pub fn examine_plan(
     let plan = match &patient.plan {
         RunPlan::Video(plan) => &**plan,
         RunPlan::Text(plan) => return texts::examine_text_plan(patient, plan, &machine, machine_known),
+        RunPlan::Arrays(plan) => {
+            return Ok(array_programs::examine_array_plan(patient, plan, &machine, machine_known));
+        }
     };
     let model = Model::from_plan(Path::new(&plan.model_dir), plan);
     let ward = MitigationPricer::new(plan, &model, machine);
@@ -333,12 +337,13 @@ pub(super) fn count_drifted(runs: &[RecordedRun], out: &mut DoctorReport) -> Opt
     }
 }
 
+/// Returns whether two runs were asked for the same output. A record does not hold the inputs of array programs.
 fn is_same_request(a: &RunRecord, b: &RunRecord) -> bool {
     let of = |r: &RunRecord| {
         let s = &r.start;
         (s.plan.clone(), s.model.clone(), s.weights.clone(), s.seed, s.prompts.clone(), s.chunks)
     };
-    of(a) == of(b)
+    a.start.generates != RunKind::Arrays && of(a) == of(b)
 }
 
 /// Estimates mitigations for one mapping.

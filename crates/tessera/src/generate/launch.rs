@@ -6,9 +6,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_cpu::CpuBackend;
-use tessera_cuda::CudaBackend;
-use tessera_mesh::Mesh;
 use tessera_models::TokenBucket;
 use tessera_report::record::{
     RankRole, RecordLine, RunDevice, RunHost, RunKind, RunOutput, RunStart, RunStatus, SCHEMA,
@@ -28,16 +25,17 @@ use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
 use crate::clock::format_utc;
 use crate::codes::T0018;
 use crate::communicators;
-use crate::cuda::{self, GpuRankConfig};
+use crate::cuda;
 use crate::faults::DrillConfig;
 use crate::files::{StagedFolder, write_error};
-use crate::gpus::GpuDiscovery;
 use crate::host_memory::check_host_memory;
 use crate::machine_shape::describe_machine;
 use crate::plan_folder::folder_name;
 use crate::rank::RankPlan;
 use crate::rank_config::checks_output;
-use crate::rank_launch::{check_cores, exit_status, launcher_limits, new_session_id, settle_launch};
+use crate::rank_launch::{
+    choose_threads, exit_status, launcher_limits, new_session_id, prepare_device, settle_launch,
+};
 use crate::rank_orders::RankOrders;
 use crate::record::RECORD_FILE;
 use crate::run_dir_writer::close_record;
@@ -113,8 +111,9 @@ pub fn run(
 ) -> Result<GenerateReport, Diagnostics> {
     let one = |d: Diagnostic| vec![d];
     let ranks = plan.sealed.mesh().world_size();
-    let threads = choose_threads(plan.sealed.mesh(), options)?;
-    let gpus = prepare_device(plan, options.device, ranks)?;
+    let is_bound = options.device == RunDevice::Cpu && !options.oversubscribe;
+    let threads = choose_threads(plan.sealed.mesh(), options.threads, is_bound).map_err(one)?;
+    let gpus = prepare_device(&plan.sealed, options.device, ranks)?;
     let uses_gpus = gpus.is_some();
     if !uses_gpus {
         // The leader holds texts and no tensors.
@@ -170,44 +169,6 @@ pub fn run(
     let written = written.err().filter(|d| d.code != &T0765 || checks_output(options.drill.as_ref()));
     let failure = failure.or_else(|| Some(Failure::from_diagnostic(FailureClass::Output, None, &written?)));
     Ok(tally.into_report(failure, interrupted))
-}
-
-fn choose_threads(mesh: &Mesh, options: &GenerateOptions) -> Result<usize, Diagnostics> {
-    let (ranks, cores) = (mesh.world_size(), std::thread::available_parallelism().map_or(1, usize::from));
-    if !options.oversubscribe
-        && options.device == RunDevice::Cpu
-        && let Some(d) = check_cores(mesh, ranks, cores)
-    {
-        return Err(vec![d]);
-    }
-    Ok(options.threads.unwrap_or((cores / ranks as usize).max(1)))
-}
-
-/// Checks that the device runs every op of the plan. Returns what ranks on GPUs need to find each other, and
-/// `None` for CPUs.
-fn prepare_device(
-    plan: &LanguagePlan,
-    device: RunDevice,
-    ranks: u32,
-) -> Result<Option<GpuRankConfig>, Diagnostics> {
-    let find_unsupported = match device {
-        RunDevice::Cuda => CudaBackend::find_unsupported,
-        RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
-    };
-    let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
-    let mut programs = firsts.flat_map(|rank| {
-        plan.sealed.phase_names().iter().filter_map(move |phase| plan.sealed.rank_program(phase, *rank))
-    });
-    if let Some(d) = programs.find_map(|p| find_unsupported(p)) {
-        return Err(vec![d]);
-    }
-    if device != RunDevice::Cuda {
-        return Ok(None);
-    }
-    let found = GpuDiscovery::discover();
-    cuda::check_plan(&found, &plan.sealed, ranks as usize)?;
-    let communicator_ids = cuda::create_communicator_ids(&found, &plan.sealed).map_err(|d| vec![d])?;
-    Ok(Some(GpuRankConfig { communicator_ids, first_rank_of_host: 0 }))
 }
 
 /// Writes the run directory with its plan and the first line of its record, atomically.

@@ -1,0 +1,29 @@
+//! Programs of arrays: from a bundle to a sealed plan, and calls of its programs on ranks.
+//!
+//! [`ArrayPlan`] seals a bundle whose programs a user wrote. [`ArrayRun`] loads a plan on its ranks, which are threads of
+//! this process or processes of this host under a leader, and calls its programs: each call runs one program with whole
+//! arrays as inputs and outputs, of which each rank reads and returns its shards. Decisions, engines and checks are those
+//! of every other run.
+
+mod array_config;
+mod array_leader;
+mod array_link;
+mod array_plan;
+mod array_program;
+mod array_rank;
+mod array_run;
+mod array_weights;
+mod host_array;
+mod launch;
+mod process_run;
+mod run_end;
+mod thread_run;
+
+pub(crate) use array_config::ArrayConfig;
+pub(crate) use array_leader::run_array_leader;
+pub use array_plan::ArrayPlan;
+pub use array_program::{ArrayPort, ArrayProgram};
+pub use array_run::ArrayRun;
+pub use host_array::HostArray;
+pub use launch::ArrayProcessOptions;
+pub use run_end::ArrayInterrupt;

@@ -1,0 +1,127 @@
+//! Sealed plans of array programs.
+
+use std::path::Path;
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::Bundle;
+use tessera_plan::Mapping;
+use tessera_verify::{DeviceLimits, SealedPlan, seal};
+
+use super::array_program::{ArrayProgram, ArrayPrograms, PHASE_PREFIX};
+use crate::codes::T0090;
+use crate::files::StagedFolder;
+use crate::plan_folder::{CONFIG_FILE, ModelNames, SEAL_FILE, read_sealed, write_sealed};
+
+/// Name that a plan of array programs has in its folder, in place of a model's.
+pub(super) const PLAN_NAME: &str = "arrays";
+
+/// A sealed plan of array programs.
+#[derive(Debug)]
+pub struct ArrayPlan {
+    /// The mapping under which the plan was made.
+    pub mapping: Mapping,
+    /// The verified programs of all roles. The phase of a program `f` is named `array.f`.
+    pub sealed: SealedPlan,
+    pub(super) programs: ArrayPrograms,
+}
+
+impl ArrayPlan {
+    /// Seals a bundle in which each phase is a program of arrays and each call has one phase.
+    ///
+    /// # Errors
+    /// T0090 for a bundle whose calls are not of this kind, and what the verifier rejects.
+    pub fn new(mut bundle: Bundle, mapping: &Mapping) -> Result<ArrayPlan, Diagnostics> {
+        let mesh = mapping.world_mesh().map_err(|d| vec![*d])?;
+        if mesh != bundle.mesh {
+            return Err(vec![
+                Diagnostic::error(&T0090, "the mesh of the programs is not that of the mapping")
+                    .with_label("programs", bundle.mesh.to_string())
+                    .with_label("mapping", mesh.to_string()),
+            ]);
+        }
+        check_calls(&bundle)?;
+        add_phase_prefix(&mut bundle);
+        bundle.mapping = mapping.to_toml();
+        let sealed = seal(bundle, &DeviceLimits::default())?;
+        ArrayPlan::from_sealed(mapping.clone(), sealed)
+    }
+
+    /// Returns the names of the programs, in order.
+    pub fn program_names(&self) -> impl Iterator<Item = &str> {
+        self.programs.by_name.keys().map(String::as_str)
+    }
+
+    /// Returns what a program reads and returns, or `None` if the plan has no such program.
+    #[must_use]
+    pub fn program(&self, name: &str) -> Option<&ArrayProgram> {
+        self.programs.by_name.get(name)
+    }
+
+    /// Returns the name and the whole shape of every weight, in order of name.
+    pub fn weights(&self) -> impl Iterator<Item = (&str, &[u64])> {
+        self.programs.weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
+    }
+
+    /// Writes the plan into a new folder.
+    ///
+    /// # Errors
+    /// T0013 if the folder exists, T0014 if it cannot be written.
+    pub fn write(&self, dir: &Path) -> Result<(), Diagnostic> {
+        let mut folder = StagedFolder::create(dir)?;
+        self.write_into(&mut folder, "")?;
+        folder.commit()
+    }
+
+    /// Reads a plan folder and verifies it again; its digest must equal the sealed one.
+    ///
+    /// # Errors
+    /// T0011, T0012, T0090, or what the verifier rejects.
+    pub fn read(dir: &Path) -> Result<ArrayPlan, Diagnostics> {
+        let read = read_sealed(dir, &DeviceLimits::default(), &Mapping::to_toml)?;
+        ArrayPlan::from_sealed(read.mapping, read.sealed)
+    }
+
+    /// Returns whether a folder holds a plan of array programs: it has no config of a model.
+    pub(crate) fn is_in(dir: &Path) -> bool {
+        dir.join(SEAL_FILE).is_file() && !dir.join(CONFIG_FILE).exists()
+    }
+
+    /// Writes the plan's files under `prefix` into a staged folder.
+    pub(super) fn write_into(&self, folder: &mut StagedFolder, prefix: &str) -> Result<(), Diagnostic> {
+        let names = ModelNames { model: PLAN_NAME.to_string(), model_dir: String::new() };
+        write_sealed(folder, prefix, (&self.sealed, &self.mapping), &names)
+    }
+
+    fn from_sealed(mapping: Mapping, sealed: SealedPlan) -> Result<ArrayPlan, Diagnostics> {
+        Ok(ArrayPlan { programs: ArrayPrograms::read(&sealed)?, mapping, sealed })
+    }
+}
+
+/// Checks that each call runs the phase of its own name, and each phase has a call.
+fn check_calls(bundle: &Bundle) -> Result<(), Diagnostics> {
+    let calls = bundle.calls.iter().filter(|(name, phases)| phases[..] != [name.as_str()]);
+    let mut found: Diagnostics = calls
+        .map(|(name, phases)| {
+            Diagnostic::error(&T0090, format!("the call `{name}` does not run the program of its name alone"))
+                .with_label("call", format!("phases {phases:?}"))
+        })
+        .collect();
+    let is_called = |name: &String| bundle.calls.iter().any(|(call, _)| call == name);
+    let uncalled = bundle.phases.iter().filter(|phase| !is_called(&phase.name));
+    found.extend(
+        uncalled.map(|phase| Diagnostic::error(&T0090, format!("no call runs the program `{}`", phase.name))),
+    );
+    if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+/// Names the phases so that the lockstep knows their kind, whatever names a user chose.
+fn add_phase_prefix(bundle: &mut Bundle) {
+    let prefixed = |name: &str| format!("{PHASE_PREFIX}{name}");
+    for phase in &mut bundle.phases {
+        phase.name = prefixed(&phase.name);
+        phase.programs.iter_mut().for_each(|program| program.name = prefixed(&program.name));
+    }
+    for phase in bundle.calls.iter_mut().flat_map(|(_, phases)| phases) {
+        *phase = prefixed(phase);
+    }
+}

@@ -1,0 +1,385 @@
+//! What the programs of a plan read and return, as whole arrays.
+
+use std::collections::BTreeMap;
+
+use tessera_base::{Diagnostic, Diagnostics, closest_name};
+use tessera_ir::{Opcode, Program, Type};
+use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Rank};
+use tessera_runtime::array_director::ArrayRequest;
+use tessera_runtime::wire::{Tensor, Tensors};
+use tessera_verify::SealedPlan;
+
+use super::host_array::HostArray;
+use crate::codes::{T0087, T0090, T0091};
+use crate::engine::call_tensor_name;
+use crate::shard_copy::ArrayShard;
+
+/// Begins the name of each phase of a plan of array programs; the name of the program follows.
+pub(super) const PHASE_PREFIX: &str = "array.";
+
+/// An array that a program reads or returns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArrayPort {
+    /// Name in the program.
+    pub name: String,
+    /// Extents of the whole array, outermost first.
+    pub shape: Vec<u64>,
+}
+
+impl ArrayPort {
+    /// Returns the bytes of the array.
+    pub(super) fn bytes(&self) -> u64 {
+        self.shape.iter().product::<u64>().saturating_mul(4)
+    }
+}
+
+/// A program of a plan.
+#[derive(Debug, Clone)]
+pub struct ArrayProgram {
+    /// The arrays that the program reads, in order of name.
+    pub inputs: Vec<ArrayPort>,
+    /// The arrays that the program returns, in order of name.
+    pub outputs: Vec<ArrayPort>,
+    /// Name of the phase in the sealed plan.
+    phase: String,
+    /// The shard of each output on each rank of the mesh, in the order of `outputs`.
+    shards: Vec<BTreeMap<u32, ArrayShard>>,
+}
+
+/// The programs of a plan, with what they share.
+#[derive(Debug)]
+pub(super) struct ArrayPrograms {
+    /// The programs by name.
+    pub(super) by_name: BTreeMap<String, ArrayProgram>,
+    /// The whole shapes of the weights that programs read, by name.
+    pub(super) weights: BTreeMap<String, Vec<u64>>,
+    /// Groups of ranks that hold equal shards of every output, each in ascending order, by their first ranks.
+    pub(super) output_groups: Vec<Vec<u32>>,
+}
+
+impl ArrayPrograms {
+    /// Reads what the programs of a sealed plan read and return.
+    ///
+    /// # Errors
+    /// T0090 for every property that a call of arrays does not have.
+    pub(super) fn read(sealed: &SealedPlan) -> Result<ArrayPrograms, Diagnostics> {
+        let mesh = sealed.mesh();
+        let ranks: Vec<Rank> = mesh.iter().filter(|rank| mesh.contains(*rank)).collect();
+        let mut found = Vec::new();
+        let mut weights = Arrays::default();
+        let mut by_name = BTreeMap::new();
+        for phase in sealed.phase_names() {
+            let name = phase.strip_prefix(PHASE_PREFIX).unwrap_or(phase);
+            let (mut inputs, mut outputs) = (Arrays::default(), Arrays::default());
+            let mut shards: BTreeMap<String, BTreeMap<u32, ArrayShard>> = BTreeMap::new();
+            for rank in &ranks {
+                let Some(program) = sealed.rank_program(phase, *rank) else { continue };
+                found.extend(find_refused_op(name, program));
+                inputs.add(name, program, *rank, Opcode::Input, &mut found);
+                weights.add(name, program, *rank, Opcode::Weight, &mut found);
+                outputs.add(name, program, *rank, Opcode::Output, &mut found);
+                for (output, ty) in list_arrays(program, Opcode::Output) {
+                    shards.entry(output).or_default().insert(rank.0, shard_of(ty, mesh, *rank));
+                }
+            }
+            if outputs.0.is_empty() {
+                let what = format!("`{name}` returns nothing");
+                found.push(Diagnostic::error(&T0090, what).with_hint("let it return an array"));
+            }
+            found.extend(find_missing_shard(name, &shards, &ranks));
+            let program = ArrayProgram {
+                inputs: inputs.into_ports(),
+                outputs: outputs.into_ports(),
+                phase: phase.clone(),
+                shards: shards.into_values().collect(),
+            };
+            by_name.insert(name.to_string(), program);
+        }
+        // The ranks of a role repeat its findings.
+        found.dedup_by(|a, b| a.message == b.message);
+        if !found.is_empty() {
+            return Err(found);
+        }
+        let weights = weights.0.into_iter().map(|(name, array)| (name, array.shape)).collect();
+        Ok(ArrayPrograms { output_groups: group_ranks(&ranks, &by_name), by_name, weights })
+    }
+
+    /// Finds a program by its name.
+    ///
+    /// # Errors
+    /// T0091 if the plan has no such program.
+    pub(super) fn get(&self, name: &str) -> Result<&ArrayProgram, Diagnostic> {
+        self.by_name.get(name).ok_or_else(|| {
+            let d = Diagnostic::error(&T0091, format!("the plan has no program `{name}`"));
+            match closest_name(name, self.by_name.keys().map(String::as_str)) {
+                Some(near) => d.with_hint(format!("did you mean `{near}`?")),
+                None => d.with_label("the plan", format!("has {}", list_names(self.by_name.keys()))),
+            }
+        })
+    }
+
+    /// Checks that arrays are the weights of the plan, each with its shape.
+    ///
+    /// # Errors
+    /// T0091 for every weight that is missing, unknown or of another shape.
+    pub(super) fn check_weights(&self, arrays: &BTreeMap<String, HostArray>) -> Result<(), Diagnostics> {
+        let ports =
+            self.weights.iter().map(|(name, shape)| ArrayPort { name: name.clone(), shape: shape.clone() });
+        check_arrays("weight", "the plan", &ports.collect::<Vec<_>>(), arrays)
+    }
+}
+
+impl ArrayProgram {
+    /// Converts whole outputs, as a leader assembled them, to arrays.
+    ///
+    /// # Errors
+    /// T0087 if an output is missing or has another shape.
+    pub(super) fn take_whole_outputs(
+        &self,
+        outputs: &Tensors,
+    ) -> Result<BTreeMap<String, HostArray>, Diagnostic> {
+        let arrays = self.outputs.iter().map(|port| {
+            let tensor = outputs.get(&port.name).filter(|t| t.manifest_entry().shape == port.shape);
+            let values = tensor.and_then(Tensor::to_f32).ok_or_else(|| {
+                Diagnostic::error(
+                    &T0087,
+                    format!("the leader did not return `{}` of @{}", port.name, self.phase),
+                )
+            })?;
+            Ok((port.name.clone(), HostArray::from_vec(port.shape.clone(), values)))
+        });
+        arrays.collect()
+    }
+
+    /// Makes the request of a call with these inputs.
+    ///
+    /// # Errors
+    /// T0091 for every input that is missing, unknown or of another shape.
+    pub(super) fn make_request(
+        &self,
+        inputs: &BTreeMap<String, HostArray>,
+    ) -> Result<ArrayRequest, Diagnostics> {
+        let name = self.phase.strip_prefix(PHASE_PREFIX).unwrap_or(&self.phase);
+        check_arrays("input", &format!("`{name}`"), &self.inputs, inputs)?;
+        let tensors = self.inputs.iter().filter_map(|port| {
+            let tensor_name = call_tensor_name(&self.phase, &port.name);
+            Some(Tensor::from_f32(&tensor_name, &port.shape, inputs.get(&port.name)?.values()))
+        });
+        let inputs = Tensors(tensors.collect::<Result<_, _>>().map_err(|d| vec![d])?);
+        Ok(ArrayRequest { program: self.phase.clone(), inputs })
+    }
+
+    /// Assembles whole outputs from those of a call: of each group of ranks in turn, the outputs of its first rank.
+    ///
+    /// # Errors
+    /// T0087 if an output is missing or has other extents than its shard.
+    pub(super) fn assemble_outputs(
+        &self,
+        returned: &Tensors,
+        output_groups: &[Vec<u32>],
+    ) -> Result<BTreeMap<String, HostArray>, Diagnostic> {
+        let (per_group, groups) = (self.outputs.len(), output_groups.len());
+        if returned.0.len() != per_group * groups {
+            let what = format!("@{} returned {} arrays", self.phase, returned.0.len());
+            return Err(Diagnostic::error(&T0087, what)
+                .with_label("the plan", format!("{per_group} from each of {groups} groups of ranks")));
+        }
+        let mut wholes: Vec<Vec<f32>> =
+            self.outputs.iter().map(|port| vec![0.0; port.shape.iter().product::<u64>() as usize]).collect();
+        for (group, tensors) in output_groups.iter().zip(returned.0.chunks(per_group)) {
+            for ((port, shards), whole) in self.outputs.iter().zip(&self.shards).zip(&mut wholes) {
+                let name = call_tensor_name(&self.phase, &port.name);
+                let tensor = tensors.iter().find(|t| t.name() == name);
+                let shard = group.first().and_then(|rank| shards.get(rank));
+                let values = tensor.and_then(Tensor::to_f32);
+                match (tensor, values, shard) {
+                    (Some(tensor), Some(values), Some(shard))
+                        if tensor.manifest_entry().shape == shard.shape() =>
+                    {
+                        shard.copy_into(whole, &values);
+                    }
+                    _ => {
+                        let what = format!("ranks {group:?} did not return their shard of `{}`", port.name);
+                        return Err(Diagnostic::error(&T0087, what));
+                    }
+                }
+            }
+        }
+        let arrays = self.outputs.iter().zip(wholes);
+        Ok(arrays
+            .map(|(port, whole)| (port.name.clone(), HostArray::from_vec(port.shape.clone(), whole)))
+            .collect())
+    }
+}
+
+/// The arrays of one kind that programs name, by name.
+#[derive(Default)]
+struct Arrays(BTreeMap<String, NamedArray>);
+
+struct NamedArray {
+    shape: Vec<u64>,
+    layout: Layout,
+    /// The rank and the program that named the array first.
+    first: (Rank, String),
+}
+
+impl Arrays {
+    /// Adds the arrays of a program of a rank, and reports those that differ from what an earlier one says.
+    fn add(&mut self, name: &str, program: &Program, rank: Rank, kind: Opcode, found: &mut Diagnostics) {
+        for (array, ty) in list_arrays(program, kind) {
+            let shape = ty.layout.global_shape(&ty.shape, &program.mesh);
+            if let Some(why) = describe_refused_layout(&ty.layout) {
+                let what = format!("{} `{array}` of `{name}` is {why}", describe_kind(kind));
+                found.push(Diagnostic::error(&T0090, what));
+            }
+            let Some(known) = self.0.get(&array) else {
+                let first = (rank, name.to_string());
+                self.0.insert(array, NamedArray { shape, layout: ty.layout, first });
+                continue;
+            };
+            // Ranks may read an array in several layouts, but the shards that they return must fit together.
+            if known.shape != shape || (kind == Opcode::Output && known.layout != ty.layout) {
+                let (first, program) = &known.first;
+                let what = format!("{} `{array}` has two types", describe_kind(kind));
+                found.push(
+                    Diagnostic::error(&T0090, what)
+                        .with_label(
+                            format!("`{program}` on rank {first}"),
+                            describe_array(&known.shape, &known.layout),
+                        )
+                        .with_label(format!("`{name}` on rank {rank}"), describe_array(&shape, &ty.layout)),
+                );
+            }
+        }
+    }
+
+    fn into_ports(self) -> Vec<ArrayPort> {
+        self.0.into_iter().map(|(name, array)| ArrayPort { name, shape: array.shape }).collect()
+    }
+}
+
+fn describe_kind(kind: Opcode) -> &'static str {
+    match kind {
+        Opcode::Input => "the input",
+        Opcode::Weight => "the weight",
+        _ => "the output",
+    }
+}
+
+/// Lists the inputs, the weights or the outputs of a program, each with its type.
+fn list_arrays(program: &Program, kind: Opcode) -> impl Iterator<Item = (String, &Type)> {
+    program.ops.iter().filter(move |op| op.opcode == kind).filter_map(|op| {
+        let value = op.results.first().or_else(|| op.operands.first())?;
+        Some((op.name.clone()?, program.type_of(*value)))
+    })
+}
+
+/// Returns why a program is no program of arrays.
+fn find_refused_op(name: &str, program: &Program) -> Option<Diagnostic> {
+    let refuse = |what: String, why: &str| Some(Diagnostic::error(&T0090, what).with_note(why.to_string()));
+    if let Some(buffer) = program.buffers.first() {
+        let what = format!("`{name}` has the buffer `{}`", buffer.name);
+        return refuse(what, "a call of an array program leaves nothing behind for the next one");
+    }
+    for op in &program.ops {
+        let array = op.name.as_deref().unwrap_or_default();
+        if op.opcode == Opcode::Call {
+            return refuse(format!("`{name}` reads the scalar `{array}`"), "a call brings arrays only");
+        }
+        if let Some(load) = op.weight_load() {
+            let what =
+                format!("`{name}` reads the weight `{array}` with the transformation `{}`", load.name());
+            return refuse(what, "the weights of array programs are read as they are");
+        }
+    }
+    None
+}
+
+/// Returns why arrays cannot be cut or assembled by a layout. No partial sum enters or leaves a verified program.
+fn describe_refused_layout(layout: &Layout) -> Option<String> {
+    let sharded = |axis: Axis| match layout.on_axis(axis) {
+        AxisLayout::Shard(shard) => Some(shard.dim),
+        _ => None,
+    };
+    let dims: Vec<usize> = Axis::ALL.into_iter().filter_map(sharded).collect();
+    let twice = dims.iter().enumerate().find(|(i, dim)| dims[..*i].contains(dim));
+    twice.map(|(_, dim)| format!("sharded over two axes in dim {dim}"))
+}
+
+fn describe_array(shape: &[u64], layout: &Layout) -> String {
+    let axes = Axis::ALL.into_iter().filter(|axis| layout.on_axis(*axis) != AxisLayout::Replicated);
+    let axes = axes.map(|axis| format!(" {axis}: {}", layout.on_axis(axis)));
+    format!("f32{shape:?}{}", axes.collect::<String>())
+}
+
+fn shard_of(ty: &Type, mesh: &Mesh, rank: Rank) -> ArrayShard {
+    ArrayShard {
+        whole: ty.layout.global_shape(&ty.shape, mesh),
+        ranges: ty.layout.global_ranges(&ty.shape, mesh, mesh.coord_of(rank)),
+    }
+}
+
+/// Returns an output that a rank does not return.
+fn find_missing_shard(
+    name: &str,
+    shards: &BTreeMap<String, BTreeMap<u32, ArrayShard>>,
+    ranks: &[Rank],
+) -> Option<Diagnostic> {
+    shards.iter().find_map(|(output, by_rank)| {
+        let rank = ranks.iter().find(|rank| !by_rank.contains_key(&rank.0))?;
+        let what = format!("rank {rank} does not return `{output}` of `{name}`, but others do");
+        Some(Diagnostic::error(&T0090, what))
+    })
+}
+
+/// Groups the ranks that hold equal shards of every output of every program.
+fn group_ranks(ranks: &[Rank], programs: &BTreeMap<String, ArrayProgram>) -> Vec<Vec<u32>> {
+    let mut groups: BTreeMap<Vec<&ArrayShard>, Vec<u32>> = BTreeMap::new();
+    for rank in ranks {
+        let shards =
+            programs.values().flat_map(|p| p.shards.iter().filter_map(|by_rank| by_rank.get(&rank.0)));
+        groups.entry(shards.collect()).or_default().push(rank.0);
+    }
+    let mut groups: Vec<Vec<u32>> = groups.into_values().collect();
+    groups.sort();
+    groups
+}
+
+/// Returns T0091 for every array that is missing, unknown or of another shape.
+fn check_arrays(
+    kind: &str,
+    of: &str,
+    ports: &[ArrayPort],
+    arrays: &BTreeMap<String, HostArray>,
+) -> Result<(), Diagnostics> {
+    let mut found = Vec::new();
+    let takes = || format!("takes {}", list_names(ports.iter().map(|port| &port.name)));
+    for port in ports {
+        match arrays.get(&port.name) {
+            None => found.push(
+                Diagnostic::error(&T0091, format!("the {kind} `{}` of {of} is missing", port.name))
+                    .with_label(of.to_string(), takes()),
+            ),
+            Some(array) if array.shape() != port.shape => found.push(
+                Diagnostic::error(&T0091, format!("the {kind} `{}` of {of} has another shape", port.name))
+                    .with_label(of.to_string(), format!("f32{:?}", port.shape))
+                    .with_label("given", format!("{array:?}")),
+            ),
+            Some(_) => {}
+        }
+    }
+    for name in arrays.keys().filter(|name| ports.iter().all(|port| port.name != **name)) {
+        let d = Diagnostic::error(&T0091, format!("{of} has no {kind} `{name}`"))
+            .with_label(of.to_string(), takes());
+        found.push(match closest_name(name, ports.iter().map(|port| port.name.as_str())) {
+            Some(near) => d.with_hint(format!("did you mean `{near}`?")),
+            None => d,
+        });
+    }
+    if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+fn list_names<'a>(names: impl Iterator<Item = &'a String>) -> String {
+    let names: Vec<String> = names.map(|name| format!("`{name}`")).collect();
+    if names.is_empty() { "none".to_string() } else { names.join(", ") }
+}

@@ -1,0 +1,133 @@
+//! A run of array programs: the loaded ranks of a plan, which run one program for each call.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use tessera_base::{Diagnostic, Diagnostics};
+
+use super::array_plan::ArrayPlan;
+use super::host_array::HostArray;
+use super::launch::ArrayProcessOptions;
+use super::process_run::ProcessRun;
+use super::run_end::{ArrayInterrupt, CallError};
+use super::thread_run::ThreadRun;
+use crate::codes::T0092;
+
+/// The loaded ranks of a plan. Dropping a run ends its threads or processes at once.
+pub struct ArrayRun {
+    plan: Arc<ArrayPlan>,
+    ranks: Ranks,
+    /// Why the run has ended.
+    ended: Option<Diagnostic>,
+}
+
+enum Ranks {
+    Threads(ThreadRun),
+    Processes(ProcessRun),
+    /// The run has ended.
+    Gone,
+}
+
+impl ArrayRun {
+    /// Loads a plan on threads of this process, with `threads_per_rank` threads for each rank.
+    ///
+    /// # Errors
+    /// T0091 if `weights` are not those of the plan, or why a rank cannot be loaded.
+    pub fn start_threads(
+        plan: &Arc<ArrayPlan>,
+        weights: BTreeMap<String, HostArray>,
+        threads_per_rank: usize,
+    ) -> Result<ArrayRun, Diagnostics> {
+        plan.programs.check_weights(&weights)?;
+        let ranks = Ranks::Threads(ThreadRun::start(plan, weights, threads_per_rank)?);
+        Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
+    }
+
+    /// Starts a process for each rank and waits until all are loaded and have run every program once.
+    ///
+    /// # Errors
+    /// T0091 if `weights` are not those of the plan, what is wrong before anything was started, or the failure of a
+    /// rank with its code. No process is left then.
+    pub fn start_processes(
+        plan: &Arc<ArrayPlan>,
+        weights: BTreeMap<String, HostArray>,
+        options: ArrayProcessOptions,
+    ) -> Result<ArrayRun, Diagnostics> {
+        plan.programs.check_weights(&weights)?;
+        let ranks = Ranks::Processes(ProcessRun::start(plan, &weights, options)?);
+        Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
+    }
+
+    /// Runs one program of the plan. Inputs and outputs are whole arrays.
+    ///
+    /// # Errors
+    /// T0091 for a program or inputs that the plan does not have; the run continues. Otherwise the failure that ended
+    /// the run, with its code; every later call returns T0092.
+    pub fn call(
+        &mut self,
+        program: &str,
+        inputs: &BTreeMap<String, HostArray>,
+    ) -> Result<BTreeMap<String, HostArray>, Diagnostics> {
+        if let Some(cause) = &self.ended {
+            let d = Diagnostic::error(&T0092, "the run has ended, so it takes no further call");
+            return Err(vec![d.with_note(format!("it ended with {}: {}", cause.code.id, cause.message))]);
+        }
+        let program = self.plan.programs.get(program).map_err(|d| vec![d])?;
+        let request = program.make_request(inputs)?;
+        let outcome = match &mut self.ranks {
+            Ranks::Threads(run) => run.call(program, request),
+            Ranks::Processes(run) => run.call(program, request),
+            Ranks::Gone => Err(CallError::Refused(Vec::new())),
+        };
+        outcome.map_err(|error| match error {
+            CallError::Refused(ds) => ds,
+            CallError::Ended(d) => {
+                self.ended = Some(d.clone());
+                self.ranks = Ranks::Gone;
+                vec![d]
+            }
+        })
+    }
+
+    /// Returns a handle that ends the run from another thread, during a call too.
+    #[must_use]
+    pub fn interrupt_handle(&self) -> ArrayInterrupt {
+        match &self.ranks {
+            Ranks::Threads(run) => run.interrupt_handle(),
+            Ranks::Processes(run) => run.interrupt_handle(),
+            Ranks::Gone => ArrayInterrupt::new(|| {}),
+        }
+    }
+
+    /// Returns the process ids of the ranks, in rank order; empty if they are threads.
+    #[must_use]
+    pub fn process_ids(&self) -> &[u32] {
+        match &self.ranks {
+            Ranks::Processes(run) => run.process_ids(),
+            Ranks::Threads(_) | Ranks::Gone => &[],
+        }
+    }
+
+    /// Ends the run after its last call, and waits for its processes.
+    ///
+    /// # Errors
+    /// The failure of a rank, with its code. A run that a call has ended returned its failure there.
+    pub fn close(self) -> Result<(), Diagnostics> {
+        match self.ranks {
+            Ranks::Processes(run) => run.close().map_err(|d| vec![d]),
+            Ranks::Threads(_) | Ranks::Gone => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for ArrayRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ranks = match &self.ranks {
+            Ranks::Threads(_) => "threads",
+            Ranks::Processes(_) => "processes",
+            Ranks::Gone => "gone",
+        };
+        f.debug_struct("ArrayRun").field("ranks", &ranks).field("ended", &self.ended).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,165 @@
+//! The weights of array programs: arrays of the calling process, or the file in which it hands them to the processes of
+//! ranks.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use safetensors::tensor::{Dtype, View};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_device::{MeshRank, WeightSource};
+use tessera_ir::Type;
+use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
+
+use super::array_program::ArrayPrograms;
+use super::host_array::HostArray;
+use crate::codes::{T0014, T0090, T0091};
+use crate::shard_copy::ArrayShard;
+
+/// Where a rank finds the weights.
+#[derive(Debug, Clone)]
+pub(crate) enum ArrayWeightsPlace {
+    /// In the memory of this process.
+    Memory(Arc<HostWeights>),
+    /// In a safetensors file.
+    File(PathBuf),
+}
+
+/// Weights in the memory of this process.
+#[derive(Debug)]
+pub(crate) struct HostWeights {
+    arrays: BTreeMap<String, HostArray>,
+    digest: [u8; 32],
+}
+
+impl HostWeights {
+    pub(super) fn new(arrays: BTreeMap<String, HostArray>) -> HostWeights {
+        let mut hash = blake3::Hasher::new();
+        for (name, array) in &arrays {
+            hash.update(format!("{name:?} {array:?}").as_bytes());
+            hash.update(&to_bytes(array.values()));
+        }
+        HostWeights { arrays, digest: *hash.finalize().as_bytes() }
+    }
+}
+
+/// Writes weights to a file that every rank can map.
+///
+/// # Errors
+/// T0014 if the file cannot be written.
+pub(super) fn write_weights_file(
+    arrays: &BTreeMap<String, HostArray>,
+    path: &Path,
+) -> Result<(), Diagnostic> {
+    let views: Vec<(&String, FileView)> =
+        arrays.iter().map(|(name, array)| (name, FileView::new(array))).collect();
+    safetensors::serialize_to_file(views, None, path)
+        .map_err(|e| Diagnostic::error(&T0014, format!("{} cannot be written: {e}", path.display())))
+}
+
+/// An array as a tensor of a file. Its bytes are made when the tensor is written, one tensor at a time.
+struct FileView {
+    array: HostArray,
+    shape: Vec<usize>,
+}
+
+impl FileView {
+    fn new(array: &HostArray) -> FileView {
+        FileView { array: array.clone(), shape: array.shape().iter().map(|n| *n as usize).collect() }
+    }
+}
+
+impl View for FileView {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Owned(to_bytes(self.array.values()))
+    }
+
+    fn data_len(&self) -> usize {
+        4 * self.array.values().len()
+    }
+}
+
+fn to_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+/// The opened weights of a rank.
+#[derive(Debug)]
+pub(super) enum ArrayWeights {
+    Memory(Arc<HostWeights>),
+    File(WeightSet),
+}
+
+impl ArrayWeights {
+    /// Opens the weights that the programs of a plan read.
+    ///
+    /// # Errors
+    /// T0501 to T0508 for a file that does not hold them.
+    pub(super) fn open(
+        place: &ArrayWeightsPlace,
+        programs: &ArrayPrograms,
+    ) -> Result<ArrayWeights, Diagnostics> {
+        match place {
+            ArrayWeightsPlace::Memory(weights) => Ok(ArrayWeights::Memory(Arc::clone(weights))),
+            ArrayWeightsPlace::File(path) => {
+                let files = WeightFiles::open_file(path).map_err(|d| vec![d])?;
+                let expected: Vec<ExpectedTensor> = (programs.weights.iter())
+                    .map(|(name, shape)| ExpectedTensor {
+                        name: name.clone(),
+                        aliases: Vec::new(),
+                        shape: shape.clone(),
+                    })
+                    .collect();
+                files.resolve(&expected).map(ArrayWeights::File)
+            }
+        }
+    }
+
+    /// Returns a digest of the weights, which ranks compare.
+    pub(super) fn digest(&self) -> [u8; 32] {
+        match self {
+            ArrayWeights::Memory(weights) => weights.digest,
+            ArrayWeights::File(set) => set.sample_digest(),
+        }
+    }
+}
+
+impl WeightSource for ArrayWeights {
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        rank: &MeshRank,
+    ) -> Result<Vec<f32>, Diagnostic> {
+        if let Some(load) = load {
+            let what = format!("the weight `{name}` is read with the transformation `{load}`");
+            return Err(Diagnostic::error(&T0090, what));
+        }
+        let ranges = ty.layout.global_ranges(&ty.shape, &rank.mesh, rank.coord());
+        match self {
+            ArrayWeights::File(set) => {
+                let ranges: Vec<_> = ranges.into_iter().map(|(start, len)| start..start + len).collect();
+                set.read_f32(name, &ranges)
+            }
+            ArrayWeights::Memory(weights) => {
+                let whole = ty.layout.global_shape(&ty.shape, &rank.mesh);
+                match weights.arrays.get(name) {
+                    Some(array) if array.shape() == whole => {
+                        Ok(ArrayShard { whole, ranges }.copy_from(array.values()))
+                    }
+                    _ => Err(Diagnostic::error(&T0091, format!("no weight `{name}` of shape {whole:?}"))),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! What a launch of processes for array programs needs: options, the run directory, and the description of the launch.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_report::record::{
+    RankRole, RecordLine, RunDevice, RunHost, RunKind, RunOutput, RunStart, RunStatus, SCHEMA,
+};
+use tessera_runtime::driver::{LaunchSpec, StopHandle};
+use tessera_runtime::wire::{MAX_TENSOR_BYTES, MAX_TENSORS};
+
+use super::array_config::ArrayConfig;
+use super::array_plan::{ArrayPlan, PLAN_NAME};
+use super::array_program::ArrayPort;
+use super::array_weights::write_weights_file;
+use super::host_array::HostArray;
+use crate::clock::format_utc;
+use crate::codes::{T0018, T0090};
+use crate::communicators;
+use crate::cuda;
+use crate::files::{StagedFolder, write_error};
+use crate::host_memory::check_host_memory;
+use crate::machine_shape::describe_machine;
+use crate::rank::RankPlan;
+use crate::rank_launch::{choose_threads, launcher_limits, new_session_id, prepare_device};
+use crate::rank_orders::RankOrders;
+use crate::record::RECORD_FILE;
+use crate::run_settings::build_id;
+
+/// Where and how the processes of a run are started.
+#[derive(Debug, Clone)]
+pub struct ArrayProcessOptions {
+    /// Command line of a rank's process, which must call [`crate::rank_main`].
+    pub argv: Vec<String>,
+    /// Folder for the plan, the record and the flight records; it must not exist, or be empty.
+    pub out: PathBuf,
+    /// Device of the ranks: CPUs or GPUs.
+    pub device: RunDevice,
+    /// Threads of each rank; by default the cores of this host, divided among the ranks.
+    pub threads: Option<usize>,
+    /// Whether more ranks than cores are wanted.
+    pub oversubscribe: bool,
+    /// Whether each rank writes the messages that it sends to a file.
+    pub wire_dump: bool,
+    /// Command line of the launching process, for the record.
+    pub command: Vec<String>,
+    /// Stops the run, also while it starts: the first request before the next call, the second at once.
+    pub stop: StopHandle,
+}
+
+impl ArrayProcessOptions {
+    /// Creates the options of a run on CPUs.
+    #[must_use]
+    pub fn new(argv: Vec<String>, out: PathBuf) -> ArrayProcessOptions {
+        ArrayProcessOptions {
+            argv,
+            out,
+            device: RunDevice::Cpu,
+            threads: None,
+            oversubscribe: false,
+            wire_dump: false,
+            command: Vec::new(),
+            stop: StopHandle::default(),
+        }
+    }
+}
+
+/// File of a run directory with the weights, until every rank has loaded them.
+pub(super) const WEIGHTS_FILE: &str = "weights.safetensors";
+
+/// Checks the plan and the options, writes the run directory and the weights, and describes the launch, whose leader
+/// gets `socket`.
+///
+/// # Errors
+/// What is wrong before anything was started.
+pub(super) fn prepare_launch(
+    plan: &ArrayPlan,
+    weights: &BTreeMap<String, HostArray>,
+    options: &ArrayProcessOptions,
+    socket: OwnedFd,
+) -> Result<LaunchSpec, Diagnostics> {
+    let one = |d: Diagnostic| vec![d];
+    check_message_sizes(plan)?;
+    let ranks = plan.sealed.mesh().world_size();
+    let is_bound = options.device == RunDevice::Cpu && !options.oversubscribe;
+    let threads = choose_threads(plan.sealed.mesh(), options.threads, is_bound).map_err(one)?;
+    let gpus = prepare_device(&plan.sealed, options.device, ranks)?;
+    let uses_gpus = gpus.is_some();
+    if !uses_gpus {
+        check_host_memory(&plan.sealed, 0).map_err(one)?;
+    }
+    let out = std::path::absolute(&options.out).map_err(|e| one(write_error(&options.out, &e)))?;
+    let config = ArrayConfig {
+        plan: out.join("plan"),
+        digest: plan.sealed.digest_hex(),
+        weights: out.join(WEIGHTS_FILE),
+        out,
+        threads,
+        wire_dump: options.wire_dump,
+        gpus,
+    };
+    write_run_dir(plan, options).map_err(one)?;
+    write_weights_file(weights, &config.weights).map_err(one)?;
+    // GPU ranks communicate on the GPUs and need no CPU communicators.
+    let specs = if uses_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
+    let mut extra_fds = communicators::create_arenas_of_ranks(&specs, ranks).map_err(one)?;
+    if let Some(of_leader) = extra_fds.first_mut() {
+        of_leader.push(Arc::new(socket));
+    }
+    let payload = serde_json::to_vec(&RankOrders::Arrays(Box::new(config))).map_err(|e| {
+        one(Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}")))
+    })?;
+    let (limits, tripwires) = launcher_limits(None);
+    Ok(LaunchSpec {
+        argv: options.argv.clone(),
+        rank_count: ranks,
+        topology: plan.control_topology(),
+        session: new_session_id(&plan.sealed),
+        extra_fds,
+        payload,
+        env: if uses_gpus { cuda::missing_env() } else { Vec::new() },
+        limits,
+        tripwires,
+    })
+}
+
+/// Checks that the inputs and the outputs of every call fit one message each, and the inputs of all programs, which the
+/// warm-up brings, fit one too.
+fn check_message_sizes(plan: &ArrayPlan) -> Result<(), Diagnostics> {
+    let find = |what: String, ports: &mut dyn Iterator<Item = &ArrayPort>| {
+        let (count, bytes) = ports.fold((0, 0u64), |(n, bytes), p| (n + 1, bytes.saturating_add(p.bytes())));
+        let is_large = count > MAX_TENSORS || bytes > u64::from(MAX_TENSOR_BYTES);
+        is_large.then(|| {
+            Diagnostic::error(&T0090, format!("{what} exceed the limit of a message between processes"))
+                .with_label("the plan", format!("{count} arrays, {bytes} bytes"))
+                .with_label("limit", format!("{MAX_TENSORS} arrays, {MAX_TENSOR_BYTES} bytes"))
+                .with_hint("pass constant arrays as weights, split the programs over several plans, or run on threads")
+        })
+    };
+    let programs = &plan.programs.by_name;
+    let mut found: Diagnostics = Vec::new();
+    found.extend(find(
+        "the inputs of all programs".to_string(),
+        &mut programs.values().flat_map(|p| &p.inputs),
+    ));
+    found.extend(
+        programs
+            .iter()
+            .filter_map(|(name, p)| find(format!("the outputs of `{name}`"), &mut p.outputs.iter())),
+    );
+    if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+/// Writes the run directory with its plan and the first line of its record, atomically.
+fn write_run_dir(plan: &ArrayPlan, options: &ArrayProcessOptions) -> Result<(), Diagnostic> {
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let sealed = &plan.sealed;
+    let roles = sealed.roles().iter();
+    let start = RunStart {
+        schema: SCHEMA,
+        tessera: env!("CARGO_PKG_VERSION").into(),
+        host: Some(Box::new(RunHost { build: build_id(), machine_shape: describe_machine(options.device) })),
+        plan: sealed.digest_hex(),
+        model: PLAN_NAME.into(),
+        generates: RunKind::Arrays,
+        mesh: sealed.mesh().to_string(),
+        strategy: plan.mapping.strategy_label(),
+        numerics: plan.mapping.numerics.name().into(),
+        weights: String::new(),
+        dtype: plan.mapping.dtype.name().into(),
+        cache: "none".into(),
+        topology: plan.mapping.topology.name().into(),
+        seed: 0,
+        prompts: Vec::new(),
+        chunks: None,
+        fps: 0.0,
+        width: 0,
+        height: 0,
+        steps: 0,
+        command: options.command.clone(),
+        started_at: format_utc(started),
+        status: RunStatus::Running,
+        ranks: roles
+            .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
+            .collect(),
+        device: options.device,
+        machine: None,
+        outputs: Vec::<RunOutput>::new(),
+    };
+    let mut folder = StagedFolder::create_over(&options.out)?;
+    folder.write(RECORD_FILE, RecordLine::Start(Box::new(start)).to_json().as_bytes())?;
+    plan.write_into(&mut folder, "plan/")?;
+    folder.commit()
+}
+
+/// Removes the file of the weights. A file that is gone already is no error.
+pub(super) fn remove_weights_file(out: &Path) {
+    let _ = std::fs::remove_file(out.join(WEIGHTS_FILE));
+}

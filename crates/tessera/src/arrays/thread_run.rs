@@ -1,0 +1,112 @@
+//! Calls of array programs on ranks that are threads of this process.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_report::record::RunDevice;
+use tessera_runtime::array_director::{ArrayDirector, ArrayRequest};
+use tessera_runtime::engine::{AbortHandle, ReadyCall};
+use tessera_runtime::wire::{CallMeta, Tensors};
+
+use super::array_plan::ArrayPlan;
+use super::array_weights::{ArrayWeightsPlace, HostWeights};
+use super::host_array::HostArray;
+use super::run_end::{ArrayInterrupt, CallError, find_code, interrupted};
+use crate::host_memory::check_host_memory;
+use crate::in_process_ranks::{InProcessRanks, cause_of};
+use crate::rank::RankContext;
+use crate::rank_launch::prepare_device;
+use crate::synthetic_delays::SyntheticDelays;
+
+/// The loaded ranks of a plan.
+pub(super) struct ThreadRun {
+    context: RankContext<ArrayPlan>,
+    ranks: InProcessRanks,
+    director: ArrayDirector,
+    next_call: u64,
+    interrupted: Arc<AtomicBool>,
+}
+
+impl ThreadRun {
+    /// Loads the programs and weights on every rank, with `threads` threads each.
+    ///
+    /// # Errors
+    /// T0801 for an op that a CPU does not run, T0804 if the memory of this host does not suffice, or the error of a
+    /// rank.
+    pub(super) fn start(
+        plan: &Arc<ArrayPlan>,
+        weights: BTreeMap<String, HostArray>,
+        threads: usize,
+    ) -> Result<ThreadRun, Diagnostics> {
+        let one = |d: Diagnostic| vec![d];
+        prepare_device(&plan.sealed, RunDevice::Cpu, plan.sealed.mesh().world_size())?;
+        check_host_memory(&plan.sealed, 0).map_err(one)?;
+        let place = ArrayWeightsPlace::Memory(Arc::new(HostWeights::new(weights)));
+        let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
+        let ranks = InProcessRanks::start(&context, &place, threads).map_err(|d| one(with_cause(d)))?;
+        Ok(ThreadRun {
+            context,
+            ranks,
+            director: ArrayDirector::default(),
+            next_call: 1,
+            interrupted: Arc::default(),
+        })
+    }
+
+    /// Returns a handle that ends the calls of this run.
+    pub(super) fn interrupt_handle(&self) -> ArrayInterrupt {
+        let (flag, aborts): (_, Vec<AbortHandle>) =
+            (Arc::clone(&self.interrupted), self.ranks.abort_handles());
+        ArrayInterrupt::new(move || {
+            flag.store(true, Ordering::Release);
+            aborts.iter().for_each(|abort| abort());
+        })
+    }
+
+    /// Plans a call as the leader of a run of processes does, and runs it on every rank.
+    pub(super) fn call(
+        &mut self,
+        program: &super::ArrayProgram,
+        request: ArrayRequest,
+    ) -> Result<BTreeMap<String, HostArray>, CallError> {
+        let planned = self.director.plan_arrays(&request.program, &self.context.program_index);
+        let call = planned.map_err(CallError::Refused)?;
+        let Some(meta) = call.meta else { return Err(CallError::Refused(Vec::new())) };
+        let ready = ReadyCall {
+            call_id: self.next_call,
+            action: call.action,
+            chunk: call.chunk,
+            cache_epoch: call.cache_epoch,
+            meta: Some(meta.clone()),
+            reload: None,
+            inputs: request.inputs,
+        };
+        self.next_call += 1;
+        let returned = self.run_call(&ready, &meta);
+        // An interrupt ends the collectives of every rank, and the run: what they return then is not the cause.
+        if self.interrupted.load(Ordering::Acquire) {
+            return Err(CallError::Ended(interrupted()));
+        }
+        let groups = &self.context.plan.programs.output_groups;
+        let outputs = returned.and_then(|outputs| program.assemble_outputs(&outputs, groups));
+        outputs.map_err(|d| CallError::Ended(with_cause(d)))
+    }
+
+    fn run_call(&mut self, ready: &ReadyCall, meta: &CallMeta) -> Result<Tensors, Diagnostic> {
+        if self.interrupted.load(Ordering::Acquire) {
+            return Err(interrupted());
+        }
+        self.ranks.begin_call(ready)?;
+        self.ranks.finish_call(meta)
+    }
+}
+
+/// Replaces the code of a failed rank by that of the check that ended it.
+fn with_cause(d: Diagnostic) -> Diagnostic {
+    match cause_of(&d).and_then(find_code) {
+        Some(code) => Diagnostic { code, ..d },
+        None => d,
+    }
+}

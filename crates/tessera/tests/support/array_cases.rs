@@ -1,0 +1,202 @@
+//! Plans of array programs, their arrays, and what they compute by definition.
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tessera::Mapping;
+use tessera::arrays::{ArrayPlan, HostArray};
+use tessera_base::Diagnostics;
+use tessera_ir::{Bundle, Phase, Program, RoleRanks, parse_all};
+use tessera_mesh::{Mesh, RankMap, split_units};
+use tessera_plan::assign_slots;
+
+pub type Arrays = BTreeMap<String, HostArray>;
+
+/// Parses the programs of all roles into a bundle with one call for each program.
+pub fn bundle(text: &str) -> Bundle {
+    let programs = parse_all(text, "test").unwrap_or_else(|ds| panic!("{ds:#?}"));
+    let mesh = programs[0].mesh;
+    let mut names: Vec<String> = Vec::new();
+    for p in &programs {
+        if !names.contains(&p.name) {
+            names.push(p.name.clone());
+        }
+    }
+    let roles: Vec<&str> = programs.iter().filter(|p| p.name == names[0]).map(|p| p.role.as_str()).collect();
+    let phase = |name: &String| {
+        let programs: Vec<Program> = programs.iter().filter(|p| p.name == *name).cloned().collect();
+        Phase { name: name.clone(), slots: programs.iter().map(assign_slots).collect(), programs }
+    };
+    Bundle {
+        mesh,
+        rank_map: RankMap::from_device_kind(&mesh, "cpu"),
+        roles: RoleRanks::assign_by_name(&mesh, &roles),
+        phases: names.iter().map(phase).collect(),
+        calls: names.iter().map(|name| (name.clone(), vec![name.clone()])).collect(),
+        mapping: String::new(),
+    }
+}
+
+pub fn mapping(mesh: &Mesh) -> Mapping {
+    Mapping { mesh: *mesh, ..Mapping::default() }
+}
+
+/// Seals the programs of a text.
+pub fn seal_text(text: &str) -> Result<Arc<ArrayPlan>, Diagnostics> {
+    let bundle = bundle(text);
+    let mapping = mapping(&bundle.mesh);
+    ArrayPlan::new(bundle, &mapping).map(Arc::new)
+}
+
+/// The extents of the cases: rows, columns and results of a linear layer, and elements of a vector.
+#[derive(Debug, Clone, Copy)]
+pub struct Extents {
+    pub mesh: [u64; 2],
+    pub rows: u64,
+    pub columns: u64,
+    pub results: u64,
+    pub elements: u64,
+}
+
+/// Even shards over tp alone, and uneven ones over both axes.
+pub const CASES: [Extents; 2] = [
+    Extents { mesh: [2, 1], rows: 3, columns: 6, results: 4, elements: 10 },
+    Extents { mesh: [2, 3], rows: 7, columns: 5, results: 3, elements: 9 },
+];
+
+impl Extents {
+    /// Returns the programs of all roles. `linear` shards its columns over tp and its rows over ep, so that its output is
+    /// sharded over ep alone; `gather` returns a shard over tp, and the whole.
+    pub fn to_text(self) -> String {
+        let [tp, ep] = self.mesh;
+        let mesh = if ep == 1 { format!("tp={tp}") } else { format!("tp={tp},ep={ep}") };
+        let part = |extent: u64, parts: u64, at: u64| split_units(extent, parts as u32, at as u32).1;
+        let layout = |axis: &str, dim: u64, extent: u64, parts: u64| match (parts, extent % parts) {
+            (1, _) => String::new(),
+            (_, 0) => format!("{axis}: shard({dim})"),
+            _ => format!("{axis}: shard({dim}, extent={extent}, unit=1)"),
+        };
+        let braces = |layouts: [String; 2]| {
+            let layouts: Vec<String> = layouts.into_iter().filter(|l| !l.is_empty()).collect();
+            if layouts.is_empty() { String::new() } else { format!(" {{{}}}", layouts.join(", ")) }
+        };
+        let mut text = String::new();
+        for name in ["linear", "gather"] {
+            for (t, e) in (0..tp).flat_map(|t| (0..ep).map(move |e| (t, e))) {
+                let role = if ep == 1 { format!("r@tp{t}") } else { format!("r@tp{t}@ep{e}") };
+                text += &format!("program @{name} role({role}) mesh({mesh}) {{\n");
+                let (m, k, n) = (part(self.rows, ep, e), part(self.columns, tp, t), self.results);
+                let rows = || layout("ep", 0, self.rows, ep);
+                let columns = || layout("tp", 1, self.columns, tp);
+                let len = part(self.elements, tp, t);
+                let of_vector = braces([layout("tp", 0, self.elements, tp), String::new()]);
+                text += &match name {
+                    "linear" => format!(
+                        "  %x = input : f32[{m}, {k}]{}\n  %w = weight \"w\" : f32[{n}, {k}]{}\n  %b = weight \"b\" : f32[{n}]\n  \
+%p = ttile.matmul %x, %w : f32[{m}, {n}]{}\n  %s = ttile.collective.all_reduce %p {{axis = \"tp\", reduction = \"sum\"}}\n  \
+%y = ttile.bias_act %s, %b {{act = \"silu\"}}\n  output \"y\", %y\n}}\n",
+                        braces([columns(), rows()]),
+                        braces([columns(), String::new()]),
+                        braces(["tp: partial(sum)".to_string(), rows()]),
+                    ),
+                    _ => format!(
+                        "  %x = input : f32[{len}, 1]{of_vector}\n  %y = ttile.silu %x\n  output \"shards\", %y\n{}  \
+output \"whole\", %g\n}}\n",
+                        self.gather_text(),
+                    ),
+                };
+            }
+        }
+        text
+    }
+
+    /// Gathers `%y`; uneven shards are padded first.
+    fn gather_text(self) -> String {
+        let tp = self.mesh[0];
+        if self.elements % tp == 0 {
+            return "  %g = ttile.collective.all_gather %y {axis = \"tp\", dim = 0}\n".to_string();
+        }
+        let (extent, rows) = (self.elements, self.elements.div_ceil(tp));
+        format!(
+            "  %q = ttile.pad %y {{axis = \"tp\", dim = 0, rows = {rows}}}\n  \
+%h = ttile.collective.all_gather %q {{axis = \"tp\", dim = 0}}\n  \
+%g = ttile.compact %h {{extent = {extent}, parts = {tp}, unit = 1}}\n"
+        )
+    }
+
+    pub fn weights(self) -> Arrays {
+        let array = |seed, shape: &[u64]| numbers(seed, shape);
+        BTreeMap::from([
+            ("w".to_string(), array(1, &[self.results, self.columns])),
+            ("b".to_string(), array(2, &[self.results])),
+        ])
+    }
+
+    /// Returns the inputs of a program; each seed has others.
+    pub fn inputs(self, program: &str, seed: u64) -> Arrays {
+        let shape = match program {
+            "linear" => vec![self.rows, self.columns],
+            _ => vec![self.elements, 1],
+        };
+        BTreeMap::from([("x".to_string(), numbers(10 + seed, &shape))])
+    }
+
+    /// Computes the outputs of a program in f64.
+    pub fn expected(self, program: &str, inputs: &Arrays) -> BTreeMap<String, Vec<f64>> {
+        let silu = |v: f64| v / (1.0 + (-v).exp());
+        let values = |array: &HostArray| array.values().iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
+        let x = values(&inputs["x"]);
+        if program == "gather" {
+            let y: Vec<f64> = x.into_iter().map(silu).collect();
+            return BTreeMap::from([("shards".to_string(), y.clone()), ("whole".to_string(), y)]);
+        }
+        let weights = self.weights();
+        let (w, b) = (values(&weights["w"]), values(&weights["b"]));
+        let k = self.columns as usize;
+        let y = x.chunks(k).flat_map(|row| {
+            w.chunks(k)
+                .zip(&b)
+                .map(move |(w, b)| silu(row.iter().zip(w).map(|(x, w)| x * w).sum::<f64>() + b))
+        });
+        BTreeMap::from([("y".to_string(), y.collect())])
+    }
+}
+
+/// Returns numbers between −1 and 1 that depend on a seed.
+pub fn numbers(seed: u64, shape: &[u64]) -> HostArray {
+    let count = shape.iter().product::<u64>();
+    let value = |i: u64| ((i + 1) * (2 * seed + 13) * 7919 % 2003) as f32 / 1001.5 - 1.0;
+    HostArray::from_vec(shape.to_vec(), (0..count).map(value).collect())
+}
+
+pub fn assert_close(outputs: &Arrays, expected: &BTreeMap<String, Vec<f64>>) {
+    assert!(outputs.keys().eq(expected.keys()), "{outputs:?}");
+    for (name, array) in outputs {
+        let expected = &expected[name];
+        assert_eq!(array.values().len(), expected.len(), "{name}");
+        for (i, (a, b)) in array.values().iter().zip(expected).enumerate() {
+            assert!((f64::from(*a) - b).abs() < 2e-6, "{name}[{i}]: {a}, expected {b}");
+        }
+    }
+}
+
+/// A program that multiplies its input by a weight, so that large inputs give infinite outputs.
+pub const MATMUL_TEXT: &str = r#"
+program @matmul role(r) mesh(tp=2) {
+  %x = input : f32[2, 3]
+  %w = weight "w" : f32[2, 3] {tp: shard(0)}
+  %y = ttile.matmul %x, %w
+  output "y", %y
+}
+"#;
+
+/// Returns the weight and the input of [`MATMUL_TEXT`], of which each is one number.
+pub fn matmul_arrays(weight: f32, input: f32) -> [Arrays; 2] {
+    let array = |name: &str, shape: [u64; 2], value: f32| {
+        let count = shape.iter().product::<u64>() as usize;
+        BTreeMap::from([(name.to_string(), HostArray::from_vec(shape.to_vec(), vec![value; count]))])
+    };
+    [array("w", [4, 3], weight), array("x", [2, 3], input)]
+}
