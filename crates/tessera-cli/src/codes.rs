@@ -1,4 +1,5 @@
-//! The diagnostic codes of this binary, in order of id.
+//! The diagnostic codes of arguments: of the command line, and of the Python package, whose codes begin with T15. In order
+//! of id.
 
 tessera_base::codes! {
     T0030: "invalid argument value",
@@ -27,4 +28,42 @@ the subcommand again with another --out.";
     "`tessera drill --list` prints the drills of this build, with the code, rank and place that each failure must \
 report. Give one id or several; without an id, all drills run. A self-test disables the check that a drill tests, so it takes \
 no measurement, such as depth-sweep.";
+
+    T1501: "axes and shape of a mesh disagree",
+    "`dist.Mesh` takes the axes tp, ep, pp and dp, each at most once and in this order, and a size for each of them. The order is \
+fixed because it numbers the ranks: the first axis varies fastest, so with `tp=12, ep=6` ranks 0 to 11 are one tp group and rank \
+12 is the first of the next. `mesh.coord(rank)` and `mesh.rank(tp=…, ep=…)` convert between the two.";
+
+    T1502: "array cannot be distributed",
+    "Programs of arrays take float32. Other dtypes are not converted silently, because a conversion costs time and may lose digits: \
+write `array.astype(numpy.float32)`. Every dim has a name, by which a ShardSpec finds it: those of a weight are `col` and `row` by \
+default, and `experts`, `col`, `row` for a bank of experts. Name others with `dims=`, and with `units=` how many elements \
+of a dim stay together.";
+
+    T1503: "layer cannot be made",
+    "A layer was given an argument that no backend computes: an unknown gate, activation or regularizer, more experts per token than \
+there are, or three dots in the place of arguments. The message names the argument, and the hint what is possible.";
+
+    T1504: "values do not belong to this program",
+    "`graph.trace` calls a function once with symbolic values, and the ops that it calls become the program. The function may use \
+arrays from outside, which become weights, but no values of another trace, and no arrays of another mesh. It returns values that \
+ops returned: numbers and numpy arrays are known before the program runs and do not depend on its inputs.";
+
+    T1505: "precision policy does not exist",
+    "`op.numeric` has the dtypes f32, bf16 and fp8_e4m3. Sums are in f32 under each of them. Values of fp8_e4m3 have one scale per row \
+of a matrix, which `scale=\"per_channel\"` may state. Rounding is to the nearest value, ties to even.";
+
+    T1506: "streams cannot be numbered like this",
+    "`set_stream_map` numbers each of the streams compute, tp_collective, a2a and io once; pp may be left out. The numbers identify \
+streams in traces, so two streams cannot share one. `enable_overlap` takes pairs of these names: a pair that is not listed is \
+serialised, in the plan and in every run of it.";
+
+    T1507: "cost of a router failed",
+    "A router calls `meta.apply(cost)`, which calls the function for every expert and every group of tokens while the program is \
+traced. The function raised an exception, or returned no number. The message names the expert and the first token of the group; the \
+exception itself is the cause of this one.";
+
+    T1508: "search cannot be asked like this",
+    "`graph.search` plans a model of the zoo, or of a config.json, on a machine of the catalog. Its objective is throughput, latency or \
+memory. Pins are the knobs of `tessera plan --pin`, written as keywords: `search(\"deepseek-v3\", tp=8)`.";
 }

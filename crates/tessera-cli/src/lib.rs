@@ -10,7 +10,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
-mod codes;
+pub mod codes;
 mod commands;
 mod flags;
 mod output;

@@ -86,6 +86,12 @@ impl Builder {
         self.program.type_of(v)
     }
 
+    /// Returns what the rules have reported so far, in program order.
+    #[must_use]
+    pub fn errors(&self) -> &[RuleError] {
+        &self.errors
+    }
+
     /// Sets an attribute of the next op; a second value for the same name replaces the first.
     pub fn set_attr(&mut self, name: &str, value: impl Into<Attr>) -> &mut Builder {
         self.pending.attrs.insert(name.to_string(), value.into());

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Diagnostic, Diagnostics, closest_name, format_choices};
 use tessera_ir::rules::RuleError;
-use tessera_ir::{Bundle, Dialect, Opcode, Phase, Program};
+use tessera_ir::{Bundle, Dialect, Opcode, Phase, Program, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, RankMap, Shard};
 
 use crate::codes::{T0614, T0615};
@@ -31,6 +31,9 @@ pub struct LaidOutProgram {
     pub program: Program,
     /// Layouts by name of an input or a weight; a source without an entry is replicated.
     pub sources: BTreeMap<String, Layout>,
+    /// Layouts that ops read of a value: it is converted to it before its first reader, and ops that do not accept it
+    /// convert it again.
+    pub values: BTreeMap<ValueId, Layout>,
     /// Layouts by name of an output; an output without an entry leaves in the layout that it has,
     /// and a partial sum is reduced first.
     pub outputs: BTreeMap<String, Layout>,
@@ -134,6 +137,18 @@ fn check_program(laid_out: &LaidOutProgram, mesh: &Mesh) -> Diagnostics {
                 }));
             }
         }
+    }
+    for (v, layout) in &laid_out.values {
+        let Some(value) = p.values.get(v.0 as usize) else {
+            ds.push(program_diagnostic(p, "a layout is stated for a value of another program"));
+            continue;
+        };
+        let bad = check_layout(mesh, &value.ty.shape, &on_active_axes(mesh, *layout));
+        ds.extend(bad.map(|why| {
+            Diagnostic::error(&T0614, format!("value %{} of shape {:?}: {why}", value.name, value.ty.shape))
+                .with_label(format!("@{}", p.name), "this program")
+                .with_label("mesh", mesh.to_string())
+        }));
     }
     let mut seen = BTreeSet::new();
     let repeated = outputs.iter().filter(|(name, _)| !seen.insert(name));

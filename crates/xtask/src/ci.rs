@@ -5,19 +5,22 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::tidy;
 use crate::tree::Tree;
+use crate::{python, tidy};
 
 /// Runs everything that must pass.
 ///
-/// The cheap checks run first and the tests last, so that the test summary ends the log. The tests
+/// The cheap checks run first and the tests last, so that the test summaries end the log. The tests
 /// compile the CUDA kernels too, so they get the compiler's folder.
 pub(crate) fn run_all(root: &Path) -> Result<()> {
     run_cargo(root, &["fmt", "--all", "--", "--check"], &[]).context("run `cargo fmt --all`")?;
     run_tidy(root)?;
     run_cargo(root, &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
     let folders = find_or_install_nvrtc(root)?;
-    run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &kernel_variables(folders.as_deref()))
+    let tested =
+        run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &kernel_variables(folders.as_deref()));
+    // A developer sees the failures of both.
+    python::check_package(root).and(tested)
 }
 
 /// The wheel with the kernel compiler of CUDA 13.0, to which the bindings are pinned.

@@ -44,6 +44,7 @@ const CODE_AREAS: &[(&str, &str)] = &[
     ("T12", "mapping search"),
     ("T13", "GPUs and their libraries"),
     ("T14", "PyTorch runs"),
+    ("T15", "programs of arrays in Python"),
 ];
 
 /// Explain a diagnostic code, a symptom, a rule, a drill, a page, a topic or a source

@@ -20,6 +20,10 @@ use crate::codes::T0615;
 /// operands than that allows replicates those that cannot stay as they are.
 const MAX_COMBINATIONS: usize = 4096;
 
+/// How much more a byte of a weight counts than a byte of another value. A program states the layouts of weights so that
+/// they stay there: activations move to them, also where moving the weight would take fewer bytes.
+const WEIGHT_RELUCTANCE: u64 = 1 << 20;
+
 /// A value of an array program, and the layouts that it has at a place in the program.
 #[derive(Debug, Clone)]
 pub(super) struct PlannedValue {
@@ -27,14 +31,21 @@ pub(super) struct PlannedValue {
     pub(super) dtype: DType,
     /// Global shape.
     pub(super) shape: Vec<u64>,
+    /// Whether the value is a weight: it lies where the program states, and is moved in no call if that can be helped.
+    pub(super) is_weight: bool,
+    /// The layout that ops read, if the program states one.
+    pub(super) stated: Option<Layout>,
     /// The layout in which the value is produced, followed by those to which it was converted.
     pub(super) layouts: Vec<Layout>,
 }
 
 impl PlannedValue {
-    /// Returns the layout in which an op reads the value if nothing moves: one without terms of a
+    /// Returns the layout in which an op reads the value if nothing moves: the stated one, or one without terms of a
     /// sum, if the sum was already computed for another op.
     fn settled_layout(&self) -> Layout {
+        if let Some(stated) = self.stated {
+            return stated;
+        }
         let whole = self.layouts.iter().find(|l| l.partial_axis().is_none());
         whole.or(self.layouts.first()).copied().unwrap_or(Layout::REPLICATED)
     }
@@ -212,6 +223,7 @@ impl RuleTrials {
             }
             let to = self.with_later_axes(so_far.with_axis(axis, on), own, axis);
             if let Some((_, bytes)) = value.cheapest_source(&self.mesh, to) {
+                let bytes = if value.is_weight { bytes.saturating_mul(WEIGHT_RELUCTANCE) } else { bytes };
                 out.push(Candidate { on, bytes, is_changed: on != own.on_axis(axis) });
             }
         }

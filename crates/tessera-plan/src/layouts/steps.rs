@@ -50,14 +50,16 @@ impl LayoutPlan {
 /// T0615, or the broken rule, for each op that no layouts suit.
 pub(super) fn plan_steps(laid_out: &LaidOutProgram, mesh: &Mesh) -> Result<LayoutPlan, Diagnostics> {
     let p = &laid_out.program;
-    let value = |v: &tessera_ir::Value| PlannedValue {
+    let value = |(v, id): (&tessera_ir::Value, u32)| PlannedValue {
         name: v.name.clone(),
         dtype: v.ty.dtype,
         shape: v.ty.shape.clone(),
+        is_weight: false,
+        stated: laid_out.values.get(&ValueId(id)).map(|layout| on_active_axes(mesh, *layout)),
         layouts: Vec::new(),
     };
-    let plan =
-        LayoutPlan { name: p.name.clone(), values: p.values.iter().map(value).collect(), steps: vec![] };
+    let values = p.values.iter().zip(0..).map(value).collect();
+    let plan = LayoutPlan { name: p.name.clone(), values, steps: vec![] };
     let mut planner = StepPlanner { laid_out, mesh, trials: RuleTrials::new(mesh), plan };
     let mut ds = Vec::new();
     for op in &p.ops {
@@ -97,6 +99,7 @@ impl StepPlanner<'_> {
         let layout = stated.and_then(|n| self.laid_out.sources.get(n)).copied().unwrap_or_default();
         let layout = on_active_axes(self.mesh, layout);
         let Some(result) = op.results.first() else { return Ok(()) };
+        self.plan.values[result.0 as usize].is_weight = op.opcode == Opcode::Weight;
         self.trials.check_source(op, &self.plan.values[result.0 as usize], layout)?;
         self.push_step(op.clone(), &[], &[layout])
     }
@@ -146,6 +149,8 @@ impl StepPlanner<'_> {
         }
         let mut value = self.plan.values[result.0 as usize].clone();
         value.name += ".sum";
+        value.stated = None;
+        value.is_weight = false;
         let id = ValueId(self.plan.values.len() as u32);
         self.plan.values.push(value);
         sum.results = vec![id];

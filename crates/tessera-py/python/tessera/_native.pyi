@@ -1,0 +1,443 @@
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+Float32Array: TypeAlias = NDArray[np.float32]
+Spec: TypeAlias = ReplicateSpec | ShardSpec
+Operand: TypeAlias = Value | DTensor
+ArrayLike: TypeAlias = Float32Array | DTensor
+Router: TypeAlias = Callable[[Any, RouterMeta], Any]
+
+def run_command_line(arguments: Sequence[str], program: str) -> int: ...
+def run_rank() -> int: ...
+def explain_code(code: str) -> str | None: ...
+def do_nothing() -> None: ...
+
+class Mesh:
+    """A mesh of devices with named axes.
+
+    The axes are ``tp``, ``ep``, ``pp`` and ``dp``, in this order; the first varies fastest from rank to rank. ``shape`` gives
+    each a size, and ``devices`` lists one name per rank, in rank order.
+    """
+
+    def __new__(
+        cls, axes: Sequence[str], shape: Mapping[str, int], devices: Sequence[str] | None = None
+    ) -> Mesh: ...
+    @property
+    def axes(self) -> list[str]:
+        """Names of the axes; the first varies fastest from rank to rank."""
+    @property
+    def shape(self) -> dict[str, int]:
+        """Number of devices along each axis."""
+    @property
+    def devices(self) -> list[str]:
+        """Names of the devices, in rank order."""
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+    def __len__(self) -> int: ...
+    def coord(self, rank: int) -> dict[str, int]:
+        """Returns the position of a rank on each axis."""
+    def rank(self, **position: int) -> int:
+        """Returns the rank at a position; an axis that is not given has position 0."""
+
+class ReplicateSpec:
+    """A layout that is replicated over mesh axes."""
+
+    def __new__(cls, mesh_axes: Sequence[str] = ()) -> ReplicateSpec: ...
+    @property
+    def mesh_axes(self) -> list[str]: ...
+
+class ShardSpec:
+    """A layout that shards named dims over mesh axes, one axis per dim, and is replicated over the others.
+
+    Names of dims are ``col``, ``row``, ``experts``, ``head``, ``batch``, ``token``, ``vocab``, ``hidden`` and ``depth``. The dims
+    of a weight [out, in] are ``col`` and ``row``: ``col`` shards its output features, ``row`` its input features.
+    """
+
+    def __new__(cls, partition: Sequence[str], mesh_axes: Sequence[str]) -> ShardSpec: ...
+    @property
+    def partition(self) -> list[str]: ...
+    @property
+    def mesh_axes(self) -> list[str]: ...
+
+class DTensor:
+    """An array with a layout over a mesh."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the whole tensor."""
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Names of the dims."""
+    @property
+    def sharding(self) -> dict[str, str]:
+        """The axis that shards each sharded dim."""
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all devices of the mesh hold together."""
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the extents of a rank's shard."""
+    def local(self, rank: int) -> Float32Array:
+        """Returns a rank's shard, as a read-only view of the memory of this tensor."""
+    def gather(self) -> Float32Array:
+        """Returns the whole tensor, as a read-only array over the memory of this tensor."""
+    def redistribute(self, spec: Spec) -> DTensor:
+        """Returns this tensor in another layout. The ranks exchange shards by a planned and verified program."""
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]: ...
+    def __dlpack__(self, **options: Any) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    @overload
+    def __add__(self, other: DTensor) -> DTensor: ...
+    @overload
+    def __add__(self, other: Value) -> Value: ...
+    @overload
+    def __mul__(self, other: DTensor) -> DTensor: ...
+    @overload
+    def __mul__(self, other: Value) -> Value: ...
+
+def distribute(
+    array: Any,
+    mesh: Mesh,
+    spec: Spec,
+    *,
+    dims: Sequence[str] | None = None,
+    units: Mapping[str, int] | None = None,
+) -> DTensor:
+    """Distributes an array of float32 over a mesh.
+
+    An array in row-major order is shared and becomes read-only: nobody may change it behind the ranks' backs. A view of an
+    array that can still be written, and an array in another order, is copied. ``dims`` names the dims; without it they are
+    those of a weight. ``units`` gives the number of elements of a dim that stay together, such as the columns of a head.
+    """
+
+class Numeric:
+    """The precision in which a layer computes."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def accum(self) -> str: ...
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def scale(self) -> str | None: ...
+
+def numeric(
+    dtype: str = "f32",
+    accum: str = "f32",
+    *,
+    deterministic: bool = True,
+    scale: str | None = None,
+    stochastic_round: bool = False,
+) -> Numeric:
+    """Creates a precision policy: ``f32``, ``bf16`` or ``fp8_e4m3``, with sums in f32."""
+
+class Layer:
+    """A layer: an op with its attributes, without its weights."""
+
+    @overload
+    def __call__(self, *operands: DTensor) -> DTensor: ...
+    @overload
+    def __call__(self, *operands: Operand) -> Value: ...
+    @property
+    def policy(self) -> Numeric | None: ...
+
+def linear(*, activation: str | None = None, policy: Numeric | None = None) -> Layer:
+    """Creates act(x · wᵀ + bias), called as ``layer(x, w)`` or ``layer(x, w, bias)``: x [tokens, in], w [out, in], bias [out].
+
+    ``activation`` is ``"gelu_tanh"`` or ``"silu"``.
+    """
+
+def layer_norm(eps: float = 1e-5) -> Layer:
+    """Creates a layer norm of rows, called as ``layer(x, weight, bias)``."""
+
+def rms_norm(eps: float = 1e-6) -> Layer:
+    """Creates an RMS norm of rows, called as ``layer(x, weight)``."""
+
+def softmax(dim: int | None = None) -> Layer:
+    """Creates a softmax along one dim, by default the last."""
+
+def silu() -> Layer:
+    """Creates x · sigmoid(x), element by element."""
+
+def relu() -> Layer:
+    """Creates the larger of x and 0, element by element."""
+
+def embedding() -> Layer:
+    """Creates a lookup, called as ``layer(ids, table)``: rows of table [rows, hidden] by ids [tokens], whole numbers in float32."""
+
+def flash_attention(
+    num_heads: int,
+    head_dim: int,
+    causal: bool = False,
+    policy: Numeric | None = None,
+    *,
+    q_layout: Spec | None = None,
+    k_layout: Spec | None = None,
+    v_layout: Spec | None = None,
+    sequences: int = 1,
+) -> Layer:
+    """Creates attention, called as ``layer(q, k, v)`` for q, k and v [tokens, heads · head_dim].
+
+    With ``sequences``, the rows are those of so many sequences of equal length, one behind the other.
+    """
+
+class RouterMeta:
+    """What a router may know besides the logits: the ranks of tokens and of experts."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def expert_to_group(self) -> list[int]:
+        """The rank of ``ep`` that holds each expert."""
+    def group_of_token(self, token: int) -> int:
+        """Returns the rank of ``ep`` on which a token is at home: each rank has as many consecutive tokens."""
+    def apply(self, cost: Callable[[int, int], float]) -> Float32Array:
+        """Returns cost(expert, group of the token) for each token and expert, as an array [tokens, experts]."""
+
+class Moe:
+    """A mixture of experts. An expert is gate, up, SiLU and down."""
+
+    @overload
+    def __call__(self, x: DTensor, router: DTensor, gate: DTensor, up: DTensor, down: DTensor) -> DTensor: ...
+    @overload
+    def __call__(self, x: Operand, router: Operand, gate: Operand, up: Operand, down: Operand) -> Value: ...
+    @overload
+    def route(self, x: DTensor, router: DTensor) -> DTensor: ...
+    @overload
+    def route(self, x: Operand, router: Operand) -> Value: ...
+    @overload
+    def regularizer_loss(self, x: DTensor, router: DTensor) -> DTensor: ...
+    @overload
+    def regularizer_loss(self, x: Operand, router: Operand) -> Value: ...
+    def capacity(self, tokens: int) -> int:
+        """Returns the largest number of tokens that each expert takes of so many."""
+    @property
+    def policy(self) -> Numeric | None: ...
+
+def moe(
+    num_experts: int,
+    top_k: int | None = None,
+    capacity_factor: float = 1.25,
+    gate: str = "topk_softmax",
+    experts_layout: Spec | None = None,
+    policy: Numeric | None = None,
+) -> Moe:
+    """Creates a mixture of experts, called as ``layer(x, router, gate, up, down)``.
+
+    x is [tokens, d], router [experts, d], gate and up [experts, inner, d], down [experts, d, inner]. Gates are
+    ``"topk_softmax"``, ``"topk_sigmoid"`` and ``"topk_softmax_locality_penalized"``, which subtracts 0.05 from the logits of
+    experts on another rank of ``ep`` than the token. Weights of the chosen experts are divided by their sum, and equal scores
+    go to the lower expert.
+    """
+
+def set_router(layer: Moe, router: Router) -> None:
+    """Replaces the logits of a mixture of experts by what a function makes of them.
+
+    The function is traced once into the program, so it is the same on every rank.
+    """
+
+def set_router_regularizer(layer: Moe, kind: str, weight: float) -> None:
+    """Sets the term that a training loss adds for tokens whose experts are far away; a weight of 0 removes it."""
+
+class ArraySpec:
+    """The shape and layout of an input, whose values come with each call."""
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        mesh: Mesh | None = None,
+        spec: Spec | None = None,
+        *,
+        dims: Sequence[str] | None = None,
+        units: Mapping[str, int] | None = None,
+    ) -> ArraySpec: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+class Value:
+    """A value of a function that is being traced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __add__(self, other: Operand | Float32Array | float) -> Value: ...
+    def __radd__(self, other: Float32Array | float) -> Value: ...
+    def __sub__(self, other: Value | Float32Array | float) -> Value: ...
+    def __mul__(self, other: Operand | Float32Array | float) -> Value: ...
+    def __rmul__(self, other: Float32Array | float) -> Value: ...
+
+class Graph:
+    """A program: ops without ranks, the layouts of its inputs, and the arrays that its function captured."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> list[str]: ...
+    @property
+    def outputs(self) -> list[str]: ...
+    @property
+    def weights(self) -> list[str]: ...
+    def text(self) -> str:
+        """Returns the program in the text form that the command line reads."""
+    def compile(self, mesh: Mesh | None = None) -> Plan:
+        """Shards the program over a mesh, and proves that its ranks can neither hang nor drift."""
+
+def trace(function: Callable[..., Any], *arguments: DTensor | ArraySpec, name: str | None = None) -> Graph:
+    """Traces a function into a program.
+
+    Each argument gives the shape and layout of a parameter. Arrays that the function uses besides its parameters become
+    weights. It returns a value, a tuple of values or a dict of values.
+    """
+
+class Plan:
+    """A sealed plan: a verified program for each rank of a mesh."""
+
+    @property
+    def digest(self) -> str:
+        """The digest that every rank compares before a call."""
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def graph(self) -> Graph: ...
+    def text(self, rank: int = 0) -> str:
+        """Returns the program of a rank: every value with its layout, every collective and every wait."""
+    def collectives(self, rank: int = 0) -> list[tuple[str, str, int]]:
+        """Returns the collectives of a rank in order: op, axis, and bytes of the operand."""
+    def memory(self) -> list[list[int]]:
+        """Returns the bytes of weights, inputs and temporaries of each rank."""
+    def explain(self) -> str:
+        """Says in words what each rank does."""
+    def estimate(self, cluster: str = "laptop") -> tuple[float, float, float, float]:
+        """Estimates a call on a machine of the catalog.
+
+        Returns nanoseconds in total, nanoseconds of collectives that no compute hides, bytes that all ranks send, and
+        floating-point operations of all ranks.
+        """
+    def report(self, cluster: str = "laptop") -> str:
+        """Says in words what each rank does, and how long a call takes on a machine of the catalog."""
+    def verify(self) -> str:
+        """Plans and proves the program again, and returns the digest."""
+    def save(self, folder: str) -> None:
+        """Writes the plan to a new folder, which ``tessera check`` reads."""
+
+class Search:
+    """A question about the mappings of a model on a machine."""
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of a recipe, with a device for every rank; ``None`` for a question without one."""
+    def report(self) -> str:
+        """Searches the mappings and returns the report, as text."""
+    def html(self) -> str:
+        """Searches the mappings and returns the report, as a page for a browser."""
+    def json(self) -> str:
+        """Searches the mappings and returns the report as the text of a JSON object."""
+    def why(self, **pins: int | str) -> str:
+        """Says how good one mapping is, or why it is refused: ``why(tp=12, ep=6)``."""
+
+def recipe(name: str, *, cluster: str | None = None) -> Search:
+    """Returns a recipe of the mapping guide, such as ``"A"``: its model, its work and its mesh on a rack."""
+
+def search(
+    model: str,
+    *,
+    cluster: str = "gb200-nvl72",
+    objective: str = "throughput",
+    devices: int | None = None,
+    **pins: int | str,
+) -> Search:
+    """Returns the question how to map a model of the zoo, or of a config.json, onto a machine of the catalog."""
+
+class Topology:
+    """A machine of the catalog: how many devices it has, and how they are linked."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def devices(self) -> int: ...
+    @property
+    def domain_size(self) -> int:
+        """Number of devices that one switch fabric connects at full bandwidth."""
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of memory of a device."""
+    @property
+    def memory_bytes_per_second(self) -> float: ...
+    @property
+    def link_bytes_per_second(self) -> list[float]:
+        """Of a device's links in one direction: within a domain, within a rack and between racks."""
+
+def topology(name: str) -> Topology:
+    """Returns a machine of the catalog, or of a cluster.toml; ``"nvl72"`` is the rack of the mapping guide."""
+
+def plan_memory(
+    P: float,
+    A: float,
+    K: float,
+    E: int,
+    H: float,
+    *,
+    tokens: float,
+    cached_tokens: float | None = None,
+    layers: int = 1,
+    bytes_per_parameter: float = 2.0,
+    expert_parameters: float = 0.0,
+    tp: int = 1,
+    ep: int = 1,
+) -> list[tuple[str, str, int, float]]:
+    """Returns the memory of one rank as rows of name, formula with units, bytes, and share of the device's memory.
+
+    P is the number of parameters of a layer without routed experts, A the bytes of activations and K those of keys and values of
+    a token in a layer, E the experts of a layer, and H the bytes of a device.
+    """
+
+class Session:
+    """The loaded ranks of a plan, which run its program once per call."""
+
+    def __call__(self, *arguments: ArrayLike, **named: ArrayLike) -> Any:
+        """Runs the program. Inputs are arrays or DTensors, in the order of the program's inputs or by name."""
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the ranks, in rank order; empty if they are threads."""
+    def close(self) -> None:
+        """Ends the ranks and waits for them."""
+    def __enter__(self) -> Session: ...
+    def __exit__(self, *exception: object) -> bool: ...
+
+def open_session(
+    plan: Plan,
+    *,
+    ranks: str = "threads",
+    threads_per_rank: int = 1,
+    out: str | None = None,
+    oversubscribe: bool = False,
+) -> Session:
+    """Loads a plan on ranks that are ``"threads"`` of this process or ``"processes"`` of this host.
+
+    Processes write the record of the run to the folder ``out``, by default a temporary one.
+    """
+
+def set_stream_map(streams: Mapping[str, int]) -> None:
+    """Numbers the streams of the plans that are made from now on."""
+
+def enable_overlap(pairs: Sequence[tuple[str, str]]) -> None:
+    """States which pairs of streams may run at the same time, in the plans that are made from now on.
+
+    All others are serialised.
+    """
+
+def stream_settings() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Returns the numbers of the streams and the pairs that may overlap."""

@@ -1,0 +1,88 @@
+//! The Python package `tessera`: arrays, programs, plans and runs for people who lay out models in Python, and the command
+//! line of the same build.
+//!
+//! It converts arguments and results. Planning, verification and running are those of the Rust crates: no function here
+//! computes a number of a model. The classes are private in `tessera._native`; `tessera.dist`, `tessera.op`,
+//! `tessera.graph` and `tessera.runtime` name them for users.
+
+#![warn(clippy::print_stderr, clippy::print_stdout)]
+
+mod array_memory;
+mod dtensor;
+mod errors;
+mod layers;
+mod mesh;
+mod moe;
+mod numeric;
+mod plan;
+mod planning;
+mod program;
+mod session;
+mod settings;
+mod trace;
+
+use std::ffi::OsString;
+
+use pyo3::prelude::*;
+
+/// Runs the command line of `tessera` and returns its exit status. `program` is an executable that runs the same
+/// function with its own arguments.
+#[pyfunction]
+fn run_command_line(py: Python<'_>, arguments: Vec<OsString>, program: String) -> u8 {
+    py.detach(|| tessera_cli::run(arguments, Ok(program)))
+}
+
+/// Runs one rank of a run and returns its exit status. A launcher starts the process that calls it.
+#[pyfunction]
+fn run_rank(py: Python<'_>) -> i32 {
+    py.detach(|| tessera::rank_main(|| ()))
+}
+
+/// Returns the documentation of a diagnostic code, or `None` for an unknown one.
+#[pyfunction]
+fn explain_code(code: &str) -> Option<&'static str> {
+    tessera_cli::explain_code(code)
+}
+
+/// Does nothing: the cost of a call from Python.
+#[pyfunction]
+fn do_nothing() {}
+
+#[pymodule(gil_used = true)]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<mesh::Mesh>()?;
+    module.add_class::<mesh::ReplicateSpec>()?;
+    module.add_class::<mesh::ShardSpec>()?;
+    module.add_class::<dtensor::DTensor>()?;
+    module.add_class::<numeric::Numeric>()?;
+    module.add_class::<layers::Layer>()?;
+    module.add_class::<moe::Moe>()?;
+    module.add_class::<moe::RouterMeta>()?;
+    module.add_class::<trace::Value>()?;
+    module.add_class::<trace::ArraySpec>()?;
+    module.add_class::<program::Graph>()?;
+    module.add_class::<plan::Plan>()?;
+    module.add_class::<planning::Search>()?;
+    module.add_class::<planning::Topology>()?;
+    module.add_class::<session::Session>()?;
+    for function in [
+        wrap_pyfunction!(run_command_line, module)?,
+        wrap_pyfunction!(run_rank, module)?,
+        wrap_pyfunction!(explain_code, module)?,
+        wrap_pyfunction!(do_nothing, module)?,
+        wrap_pyfunction!(dtensor::distribute, module)?,
+        wrap_pyfunction!(program::trace, module)?,
+        wrap_pyfunction!(planning::recipe, module)?,
+        wrap_pyfunction!(planning::search, module)?,
+        wrap_pyfunction!(planning::topology, module)?,
+        wrap_pyfunction!(planning::plan_memory, module)?,
+        wrap_pyfunction!(session::open_session, module)?,
+        wrap_pyfunction!(settings::set_stream_map, module)?,
+        wrap_pyfunction!(settings::enable_overlap, module)?,
+        wrap_pyfunction!(settings::stream_settings, module)?,
+    ] {
+        module.add_function(function)?;
+    }
+    layers::add_constructors(module)
+}

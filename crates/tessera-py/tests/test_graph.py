@@ -1,0 +1,132 @@
+"""Traced functions: their plans, and their results on ranks beside numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import REPLICATED, attend, draw, make_mesh, mix_experts, relative_error, shard, silu
+from tessera import TesseraError, dist, graph, op
+from tessera import runtime as rt
+
+TOKENS = ("token", "hidden")
+
+
+def test_a_column_and_a_row_parallel_layer_need_one_reduction(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=4)
+    x, up, down = draw(rng, 6, 8), draw(rng, 20, 8), draw(rng, 8, 20)
+    wide = dist.distribute(up, mesh, shard(col="tp"))
+    narrow = dist.distribute(down, mesh, shard(row="tp"))
+    open_layer, close = op.linear(activation="silu"), op.linear()
+
+    def feed_forward(x: graph.Value) -> graph.Value:
+        return close(open_layer(x, wide), narrow)
+
+    plan = graph.trace(feed_forward, graph.ArraySpec((6, 8), mesh, dims=TOKENS)).compile()
+    assert [(name, axis) for name, axis, _ in plan.collectives()] == [("all_reduce", "tp")]
+    expected = silu(x.astype(np.float64) @ up.T) @ down.T
+    with rt.open_session(plan) as run:
+        for scale in (1, 2):
+            found = run(x=np.float32(scale) * x).gather()
+            wanted = silu(scale * x.astype(np.float64) @ up.T) @ down.T
+            assert relative_error(found, wanted) < 1e-6
+        assert relative_error(run(x).gather(), expected) < 1e-6
+    assert plan.digest in plan.explain() and plan.verify() == plan.digest
+    assert "shard" in plan.text(rank=3)
+
+
+def test_ops_run_at_once_on_arrays(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2, ep=3)
+    x, w, bias, norm = draw(rng, 7, 10), draw(rng, 9, 10), draw(rng, 9), draw(rng, 9)
+    x_tensor = dist.distribute(x, mesh, shard(token="ep"), dims=TOKENS)
+    spread = [dist.distribute(a, mesh, shard(col="tp")) for a in (w, bias)]
+    y = op.linear()(x_tensor, *spread)
+    expected = x.astype(np.float64) @ w.T + bias
+    assert relative_error(y.gather(), expected) < 1e-6
+    assert y.sharding == {"token": "ep", "col": "tp"}
+    z = op.rms_norm(eps=1e-6)(y + y, dist.distribute(norm, mesh, REPLICATED))
+    doubled = 2 * expected
+    root = np.sqrt((doubled**2).mean(axis=1, keepdims=True) + 1e-6)
+    assert relative_error(z.gather(), doubled / root * norm) < 1e-6
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [4, 5])
+def test_attention_with_sharded_heads(rng: np.random.Generator, causal: bool, heads: int) -> None:
+    mesh = make_mesh(tp=2)
+    q, k, v = (draw(rng, 9, heads * 8) for _ in range(3))
+    keys = dist.ShardSpec(partition=("col",), mesh_axes=("tp",))
+    layer = op.flash_attention(
+        num_heads=heads, head_dim=8, causal=causal, q_layout=REPLICATED, k_layout=keys, v_layout=keys
+    )
+    names = {"dims": ("token", "head"), "units": {"head": 8}}
+    queries = dist.distribute(q, mesh, REPLICATED, **names)  # type: ignore[arg-type]
+    spread = [dist.distribute(a, mesh, shard(head="tp"), **names) for a in (k, v)]  # type: ignore[arg-type]
+    y = layer(queries, *spread)
+    assert relative_error(y.gather(), attend(q, k, v, heads, causal)) < 2e-6
+    assert y.sharding == {"head": "tp"}
+
+
+@pytest.mark.parametrize(("sizes", "experts", "top_k"), [({"ep": 2}, 5, 2), ({"tp": 2, "ep": 2}, 8, 1)])
+def test_experts_equal_a_dense_reference(
+    rng: np.random.Generator, sizes: dict[str, int], experts: int, top_k: int
+) -> None:
+    mesh = make_mesh(**sizes)
+    x, router = draw(rng, 12, 6), draw(rng, experts, 6)
+    banks = [draw(rng, experts, *shape) for shape in ((10, 6), (10, 6), (6, 10))]
+    layer = op.moe(num_experts=experts, top_k=top_k, capacity_factor=float(experts))
+    spread = [dist.distribute(bank, mesh, shard(experts="ep")) for bank in banks]
+    tokens = dist.distribute(x, mesh, REPLICATED, dims=TOKENS)
+    y = layer(tokens, dist.distribute(router, mesh, REPLICATED), *spread)
+    logits = x.astype(np.float64) @ router.T
+    assert relative_error(y.gather(), mix_experts(x, logits, banks, top_k)) < 2e-6
+    chosen = layer.route(tokens, dist.distribute(router, mesh, REPLICATED)).gather()
+    assert np.array_equal(chosen, np.argsort(-logits, axis=1, kind="stable")[:, :top_k])
+
+
+def test_processes_return_the_bits_of_threads(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    w = dist.distribute(draw(rng, 6, 5), mesh, shard(row="tp"))
+    linear = op.linear()
+
+    def project(x: graph.Value) -> graph.Value:
+        return linear(x, w)
+
+    plan = graph.trace(project, graph.ArraySpec((4, 5), mesh, dims=TOKENS)).compile()
+    x = draw(rng, 4, 5)
+    with rt.open_session(plan) as threads, rt.open_session(plan, ranks="processes", oversubscribe=True) as run:
+        assert len(run.process_ids) == 2
+        assert np.array_equal(threads(x).gather(), run(x).gather())
+
+
+def test_a_program_says_what_it_refuses(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    w = dist.distribute(draw(rng, 6, 5), mesh, REPLICATED)
+    other = dist.distribute(draw(rng, 6, 5), make_mesh(ep=2), REPLICATED)
+    linear = op.linear()
+    spec = graph.ArraySpec((4, 7), mesh, dims=TOKENS)
+    with pytest.raises(TesseraError) as refused:
+        graph.trace(lambda x: linear(x, w), spec)
+    assert refused.value.code == "T0210" and "7" in str(refused.value) and "5" in str(refused.value)
+    with pytest.raises(TesseraError, match="two meshes"):
+        graph.trace(lambda x: linear(x, other), spec)
+    with pytest.raises(TesseraError, match="returned a int"):
+        graph.trace(lambda x: 3, spec)
+    with pytest.raises(TypeError, match="truth value"):
+        graph.trace(lambda x: x if x else x, spec)
+    with pytest.raises(TypeError, match="takes 2 or 3 operands"):
+        linear(w)
+
+
+def test_inputs_of_a_call_are_checked(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    silu_layer = op.silu()
+    plan = graph.trace(lambda x: silu_layer(x), graph.ArraySpec((4, 6), mesh, dims=TOKENS)).compile()
+    with rt.open_session(plan) as run:
+        for wrong in ({}, {"y": draw(rng, 4, 6)}, {"x": draw(rng, 4, 5)}):
+            with pytest.raises(TesseraError) as refused:
+                run(**wrong)
+            assert refused.value.code == "T0091"
+        x = draw(rng, 4, 6)
+        assert relative_error(run(x).gather(), silu(x.astype(np.float64))) < 1e-6
+    with pytest.raises(RuntimeError, match="closed"):
+        run(x)
