@@ -136,8 +136,8 @@ impl FlashAttention {
         }
         let rows = t.shape_of(operands[0]).first().map_or(1, |rows| (rows / self.sequences).max(1));
         let pages = (0..self.sequences).map(|sequence| sequence as f32).collect();
-        let pages = t.add_constant(&[self.sequences, 1], pages);
-        let start = t.add_constant(&[self.sequences], vec![0.0; self.sequences as usize]);
+        let pages = t.add_call_constant(&[self.sequences, 1], pages);
+        let start = t.add_call_constant(&[self.sequences], vec![0.0; self.sequences as usize]);
         t.builder.set_attr("head_dim", self.head_dim).set_attr("page_rows", rows);
         t.builder.add_keyed("pages", pages).add_keyed("start", start);
         t.builder.add_op(Opcode::PagedAttention, operands)

@@ -54,7 +54,8 @@ impl Plan {
         let plan = py.detach(|| {
             let bundle =
                 lower_by_layouts(std::slice::from_ref(&laid_out), &mesh.mesh, rank_map, &settings.overlap)?;
-            ArrayPlan::new(bundle, &Mapping { mesh: mesh.mesh, dtype, ..Mapping::default() })
+            let mapping = Mapping { mesh: mesh.mesh, dtype, ..Mapping::default() };
+            ArrayPlan::with_constants(bundle, &mapping, graph.constants.clone())
         });
         Ok(Plan { graph: graph.clone(), mesh, plan: Arc::new(plan.or_raise(py)?) })
     }

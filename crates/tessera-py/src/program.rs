@@ -33,6 +33,8 @@ pub(crate) struct Graph {
     /// Names of the outputs, with the names and units of their dims.
     pub(crate) outputs: Vec<(String, Vec<DimName>, Vec<u64>)>,
     pub(crate) weights: BTreeMap<String, HostArray>,
+    /// The call scalars, which are equal in every call.
+    pub(crate) constants: BTreeMap<String, Vec<f32>>,
     /// Layouts that layers state for their operands.
     pub(crate) stated: BTreeMap<ValueId, Layout>,
     /// The precision in which matmuls read their operands.
@@ -148,7 +150,7 @@ pub(crate) fn finish(
     });
     let named = named.collect();
     let policy = trace.policy();
-    let TraceState { mut builder, mesh, layouts, inputs, weights, stated, .. } = trace;
+    let TraceState { mut builder, mesh, layouts, inputs, weights, constants, stated, .. } = trace;
     for (name, id) in &outputs {
         builder.add_output(name, *id);
     }
@@ -163,6 +165,7 @@ pub(crate) fn finish(
         inputs,
         outputs: named,
         weights,
+        constants,
         stated,
         policy,
         output_layouts: BTreeMap::new(),

@@ -87,6 +87,8 @@ pub(crate) struct TraceState {
     pub(crate) layouts: BTreeMap<String, Layout>,
     pub(crate) inputs: Vec<(String, Vec<u64>)>,
     pub(crate) weights: BTreeMap<String, HostArray>,
+    /// The call scalars, which are equal in every call.
+    pub(crate) constants: BTreeMap<String, Vec<f32>>,
     /// Names and units of the dims of each value.
     dims: BTreeMap<ValueId, (Vec<DimName>, Vec<u64>)>,
     /// The layouts in which ops read values, where a layer states one.
@@ -105,6 +107,7 @@ impl TraceState {
             layouts: BTreeMap::new(),
             inputs: Vec::new(),
             weights: BTreeMap::new(),
+            constants: BTreeMap::new(),
             dims: BTreeMap::new(),
             stated: BTreeMap::new(),
             policy: None,
@@ -163,6 +166,14 @@ impl TraceState {
         let id = self.builder.add_weight(&name, Type::new(DType::F32, array.shape().to_vec()));
         self.layouts.insert(name.clone(), layout);
         self.weights.insert(name, array.clone());
+        id
+    }
+
+    /// Adds a scalar that has these numbers in every call.
+    pub(crate) fn add_call_constant(&mut self, shape: &[u64], values: Vec<f32>) -> ValueId {
+        let name = format!("s{}", self.constants.len());
+        let id = self.builder.add_call_scalar(&name, Type::new(DType::F32, shape.to_vec()));
+        self.constants.insert(name, values);
         id
     }
 

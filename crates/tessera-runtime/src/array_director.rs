@@ -10,8 +10,8 @@ use crate::wire::{CallAction, CallWork, PhaseCall, Tensors};
 /// A requested call of an array program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArrayRequest {
-    /// Name of the program in the sealed plan.
-    pub program: String,
+    /// The program in the sealed plan, with the scalars that are equal in every call.
+    pub phase: PhaseCall,
     /// The tensors that the program reads, in the order of its inputs.
     pub inputs: Tensors,
 }
@@ -27,8 +27,12 @@ impl ArrayDirector {
     ///
     /// # Errors
     /// A diagnostic for every problem of the request.
-    pub fn plan_arrays(&mut self, program: &str, programs: &ProgramIndex) -> Result<CallPlan, Diagnostics> {
-        let phases = vec![PhaseCall::new(program, Vec::new())];
+    pub fn plan_arrays(
+        &mut self,
+        phase: &PhaseCall,
+        programs: &ProgramIndex,
+    ) -> Result<CallPlan, Diagnostics> {
+        let phases = vec![phase.clone()];
         let found: Diagnostics = phases.iter().flat_map(|p| programs.check_args(p)).collect();
         if !found.is_empty() {
             return Err(found);

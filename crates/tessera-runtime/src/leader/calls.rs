@@ -136,7 +136,7 @@ impl Leader {
     }
 
     fn prepare_arrays(&mut self, ordinal: u64, request: ArrayRequest) {
-        match self.planner.plan_arrays(&request.program, &self.config.programs) {
+        match self.planner.plan_arrays(&request.phase, &self.config.programs) {
             Ok(plan) => self.send_call(plan, Some(ordinal), None, request.inputs),
             Err(found) => self.preflight_failed(found),
         }

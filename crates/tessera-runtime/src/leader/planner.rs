@@ -9,7 +9,7 @@ use crate::director::{CallPlan, ChunkRequest, Director, warmup_meta};
 use crate::paged_cache::PagedCacheState;
 use crate::program_index::ProgramIndex;
 use crate::token_director::{TokenDirector, TokenRequest};
-use crate::wire::CallAction;
+use crate::wire::{CallAction, PhaseCall};
 
 /// The director of the session's kind of work.
 #[derive(Debug, Clone)]
@@ -60,11 +60,11 @@ impl CallPlanner {
 
     pub(super) fn plan_arrays(
         &mut self,
-        program: &str,
+        phase: &PhaseCall,
         programs: &ProgramIndex,
     ) -> Result<CallPlan, Diagnostics> {
         match self {
-            CallPlanner::Arrays(director) => director.plan_arrays(program, programs),
+            CallPlanner::Arrays(director) => director.plan_arrays(phase, programs),
             CallPlanner::Video(_) | CallPlanner::Text(_) => {
                 Err(vec![Diagnostic::error(&T0721, "an array program was requested, but a model runs")])
             }

@@ -10,7 +10,7 @@ use tessera_runtime::array_director::ArrayRequest;
 use tessera_runtime::driver::{CallRequest, LeaderParts};
 use tessera_runtime::engine::{Delivery, MediaPipeline};
 use tessera_runtime::leader::RecordEntry;
-use tessera_runtime::wire::{ArrayCall, ArrayOutputs, CallAction, Message, Tensor, Tensors};
+use tessera_runtime::wire::{ArrayCall, ArrayOutputs, CallAction, Message, PhaseCall, Tensor, Tensors};
 
 use super::array_config::ArrayConfig;
 use super::array_link::ArrayLink;
@@ -58,7 +58,7 @@ fn build_parts(
     };
     let mut requests = ArrayLink::of_leader(socket);
     let outputs = Arc::new(Mutex::new(requests.try_clone().map_err(one)?));
-    let (requested, delivered) = (Arc::clone(calls), Arc::clone(calls));
+    let (requested, delivered, called) = (Arc::clone(calls), Arc::clone(calls), Arc::clone(&plan));
     let (writer, recorder, warm) = (Arc::clone(record), Arc::clone(record), Arc::clone(&outputs));
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
@@ -69,7 +69,7 @@ fn build_parts(
                 Box::new(ArrayPipeline { plan, calls: delivered, link: outputs, record: writer });
             Ok(pipeline)
         }),
-        requests: Box::new(std::iter::from_fn(move || requested.receive_call(&mut requests))),
+        requests: Box::new(std::iter::from_fn(move || requested.receive_call(&mut requests, &called))),
         record: Box::new(move |entry: &RecordEntry| {
             let mut record = lock_record(&recorder);
             // An error here also makes the delivery fail, and the pipeline reports it there.
@@ -115,13 +115,14 @@ impl OpenCalls {
     }
 
     /// Waits for the next call; `None` ends the run.
-    fn receive_call(&self, link: &mut ArrayLink) -> Option<CallRequest> {
+    fn receive_call(&self, link: &mut ArrayLink, plan: &ArrayPlan) -> Option<CallRequest> {
         let received = link.receive();
         let mut queue = self.lock();
         match received {
             Ok(Some(Message::ArrayCall(ArrayCall { number, program, inputs }))) => {
                 queue.due.push_back((number, program.clone()));
-                Some(CallRequest::Arrays(Box::new(ArrayRequest { program, inputs })))
+                let phase = PhaseCall::new(program.clone(), plan.programs.constants_of(&program));
+                Some(CallRequest::Arrays(Box::new(ArrayRequest { phase, inputs })))
             }
             Ok(Some(message)) => {
                 let what = format!("a {:?} message arrived in place of a call", message.kind());

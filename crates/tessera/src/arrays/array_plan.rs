@@ -1,5 +1,6 @@
 //! Sealed plans of array programs.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use tessera_base::{Diagnostic, Diagnostics};
@@ -8,9 +9,9 @@ use tessera_plan::Mapping;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
 use super::array_program::{ArrayProgram, ArrayPrograms, PHASE_PREFIX};
-use crate::codes::T0090;
-use crate::files::StagedFolder;
-use crate::plan_folder::{CONFIG_FILE, ModelNames, SEAL_FILE, read_sealed, write_sealed};
+use crate::codes::{T0011, T0090};
+use crate::files::{StagedFolder, read_text};
+use crate::plan_folder::{CONFIG_FILE, ModelNames, SEAL_FILE, from_json, read_sealed, to_json, write_sealed};
 
 /// Name that a plan of array programs has in its folder, in place of a model's.
 pub(super) const PLAN_NAME: &str = "arrays";
@@ -23,6 +24,8 @@ pub struct ArrayPlan {
     /// The verified programs of all roles. The phase of a program `f` is named `array.f`.
     pub sealed: SealedPlan,
     pub(super) programs: ArrayPrograms,
+    /// The call scalars of the programs, which are equal in every call, by name.
+    constants: BTreeMap<String, Vec<f32>>,
 }
 
 impl ArrayPlan {
@@ -30,7 +33,20 @@ impl ArrayPlan {
     ///
     /// # Errors
     /// T0090 for a bundle whose calls are not of this kind, and what the verifier rejects.
-    pub fn new(mut bundle: Bundle, mapping: &Mapping) -> Result<ArrayPlan, Diagnostics> {
+    pub fn new(bundle: Bundle, mapping: &Mapping) -> Result<ArrayPlan, Diagnostics> {
+        ArrayPlan::with_constants(bundle, mapping, BTreeMap::new())
+    }
+
+    /// As [`ArrayPlan::new`], for programs with call scalars. They have the same numbers in every call, and the seal covers
+    /// them.
+    ///
+    /// # Errors
+    /// As [`ArrayPlan::new`], and T0090 for a scalar without numbers.
+    pub fn with_constants(
+        mut bundle: Bundle,
+        mapping: &Mapping,
+        constants: BTreeMap<String, Vec<f32>>,
+    ) -> Result<ArrayPlan, Diagnostics> {
         let mesh = mapping.world_mesh().map_err(|d| vec![*d])?;
         if mesh != bundle.mesh {
             return Err(vec![
@@ -41,9 +57,9 @@ impl ArrayPlan {
         }
         check_calls(&bundle)?;
         add_phase_prefix(&mut bundle);
-        bundle.mapping = mapping.to_toml();
+        bundle.mapping = sealed_text(mapping, &constants);
         let sealed = seal(bundle, &DeviceLimits::default())?;
-        ArrayPlan::from_sealed(mapping.clone(), sealed)
+        ArrayPlan::from_sealed(mapping.clone(), sealed, constants)
     }
 
     /// Returns the names of the programs, in order.
@@ -77,8 +93,16 @@ impl ArrayPlan {
     /// # Errors
     /// T0011, T0012, T0090, or what the verifier rejects.
     pub fn read(dir: &Path) -> Result<ArrayPlan, Diagnostics> {
-        let read = read_sealed(dir, &DeviceLimits::default(), &Mapping::to_toml)?;
-        ArrayPlan::from_sealed(read.mapping, read.sealed)
+        let path = dir.join(CONSTANTS_FILE);
+        let constants = match path.exists() {
+            false => BTreeMap::new(),
+            true => {
+                let text = read_text(&path, &T0011).map_err(|d| vec![d])?;
+                from_json(&path.display().to_string(), &text)?
+            }
+        };
+        let read = read_sealed(dir, &DeviceLimits::default(), &|mapping| sealed_text(mapping, &constants))?;
+        ArrayPlan::from_sealed(read.mapping, read.sealed, constants)
     }
 
     /// Returns whether a folder holds a plan of array programs: it has no config of a model.
@@ -89,11 +113,30 @@ impl ArrayPlan {
     /// Writes the plan's files under `prefix` into a staged folder.
     pub(super) fn write_into(&self, folder: &mut StagedFolder, prefix: &str) -> Result<(), Diagnostic> {
         let names = ModelNames { model: PLAN_NAME.to_string(), model_dir: String::new() };
-        write_sealed(folder, prefix, (&self.sealed, &self.mapping), &names)
+        write_sealed(folder, prefix, (&self.sealed, &self.mapping), &names)?;
+        match self.constants.is_empty() {
+            true => Ok(()),
+            false => folder.write(&format!("{prefix}{CONSTANTS_FILE}"), to_json(&self.constants).as_bytes()),
+        }
     }
 
-    fn from_sealed(mapping: Mapping, sealed: SealedPlan) -> Result<ArrayPlan, Diagnostics> {
-        Ok(ArrayPlan { programs: ArrayPrograms::read(&sealed)?, mapping, sealed })
+    fn from_sealed(
+        mapping: Mapping,
+        sealed: SealedPlan,
+        constants: BTreeMap<String, Vec<f32>>,
+    ) -> Result<ArrayPlan, Diagnostics> {
+        Ok(ArrayPlan { programs: ArrayPrograms::read(&sealed, &constants)?, mapping, sealed, constants })
+    }
+}
+
+/// File of a plan folder with the numbers of call scalars.
+const CONSTANTS_FILE: &str = "constants.json";
+
+/// Returns the canonical text that the seal covers besides the programs.
+fn sealed_text(mapping: &Mapping, constants: &BTreeMap<String, Vec<f32>>) -> String {
+    match constants.is_empty() {
+        true => mapping.to_toml(),
+        false => format!("{}\n{}", mapping.to_toml(), to_json(constants)),
     }
 }
 

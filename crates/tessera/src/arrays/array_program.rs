@@ -6,7 +6,7 @@ use tessera_base::{Diagnostic, Diagnostics, closest_name};
 use tessera_ir::{Opcode, Program, Type};
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Rank};
 use tessera_runtime::array_director::ArrayRequest;
-use tessera_runtime::wire::{Tensor, Tensors};
+use tessera_runtime::wire::{PhaseCall, ScalarArg, Tensor, Tensors};
 use tessera_verify::SealedPlan;
 
 use super::host_array::HostArray;
@@ -42,6 +42,8 @@ pub struct ArrayProgram {
     pub outputs: Vec<ArrayPort>,
     /// Name of the phase in the sealed plan.
     phase: String,
+    /// The scalars of the program, which are equal in every call.
+    constants: Vec<(String, ScalarArg)>,
     /// The shard of each output on each rank of the mesh, in the order of `outputs`.
     shards: Vec<BTreeMap<u32, ArrayShard>>,
 }
@@ -62,7 +64,10 @@ impl ArrayPrograms {
     ///
     /// # Errors
     /// T0090 for every property that a call of arrays does not have.
-    pub(super) fn read(sealed: &SealedPlan) -> Result<ArrayPrograms, Diagnostics> {
+    pub(super) fn read(
+        sealed: &SealedPlan,
+        constants: &BTreeMap<String, Vec<f32>>,
+    ) -> Result<ArrayPrograms, Diagnostics> {
         let mesh = sealed.mesh();
         let ranks: Vec<Rank> = mesh.iter().filter(|rank| mesh.contains(*rank)).collect();
         let mut found = Vec::new();
@@ -71,10 +76,12 @@ impl ArrayPrograms {
         for phase in sealed.phase_names() {
             let name = phase.strip_prefix(PHASE_PREFIX).unwrap_or(phase);
             let (mut inputs, mut outputs) = (Arrays::default(), Arrays::default());
+            let mut scalars: BTreeMap<String, ScalarArg> = BTreeMap::new();
             let mut shards: BTreeMap<String, BTreeMap<u32, ArrayShard>> = BTreeMap::new();
             for rank in &ranks {
                 let Some(program) = sealed.rank_program(phase, *rank) else { continue };
                 found.extend(find_refused_op(name, program));
+                found.extend(read_scalars(name, program, constants, &mut scalars));
                 inputs.add(name, program, *rank, Opcode::Input, &mut found);
                 weights.add(name, program, *rank, Opcode::Weight, &mut found);
                 outputs.add(name, program, *rank, Opcode::Output, &mut found);
@@ -91,6 +98,7 @@ impl ArrayPrograms {
                 inputs: inputs.into_ports(),
                 outputs: outputs.into_ports(),
                 phase: phase.clone(),
+                constants: scalars.into_iter().collect(),
                 shards: shards.into_values().collect(),
             };
             by_name.insert(name.to_string(), program);
@@ -116,6 +124,13 @@ impl ArrayPrograms {
                 None => d.with_label("the plan", format!("has {}", list_names(self.by_name.keys()))),
             }
         })
+    }
+
+    /// Returns the scalars of the program that runs in a phase; none for a phase that the plan does not have, which the
+    /// leader refuses.
+    pub(super) fn constants_of(&self, phase: &str) -> Vec<(String, ScalarArg)> {
+        let program = phase.strip_prefix(PHASE_PREFIX).and_then(|name| self.by_name.get(name));
+        program.map_or_else(Vec::new, |program| program.constants.clone())
     }
 
     /// Checks that arrays are the weights of the plan, each with its shape.
@@ -166,7 +181,7 @@ impl ArrayProgram {
             Some(Tensor::from_f32(&tensor_name, &port.shape, inputs.get(&port.name)?.values()))
         });
         let inputs = Tensors(tensors.collect::<Result<_, _>>().map_err(|d| vec![d])?);
-        Ok(ArrayRequest { program: self.phase.clone(), inputs })
+        Ok(ArrayRequest { phase: PhaseCall::new(self.phase.clone(), self.constants.clone()), inputs })
     }
 
     /// Assembles whole outputs from those of a call: of each group of ranks in turn, the outputs of its first rank.
@@ -275,6 +290,37 @@ fn list_arrays(program: &Program, kind: Opcode) -> impl Iterator<Item = (String,
 }
 
 /// Returns why a program is no program of arrays.
+/// Reads the scalars of a program of a rank from the constants of the plan, and reports those that it lacks.
+fn read_scalars(
+    name: &str,
+    program: &Program,
+    constants: &BTreeMap<String, Vec<f32>>,
+    scalars: &mut BTreeMap<String, ScalarArg>,
+) -> Diagnostics {
+    let mut found = Vec::new();
+    for op in program.ops.iter().filter(|op| op.opcode == Opcode::Call) {
+        let (Some(scalar), Some(result)) = (&op.name, op.results.first()) else { continue };
+        let ty = program.type_of(*result);
+        match constants.get(scalar) {
+            Some(values) if values.len() as u64 == ty.element_count() => {
+                let arg = match values[..] {
+                    [value] if ty.shape.is_empty() => ScalarArg::from_f32(value),
+                    _ => ScalarArg::from_f32s(values),
+                };
+                scalars.insert(scalar.clone(), arg);
+            }
+            stated => {
+                let what = format!("`{name}` reads the scalar `{scalar}` {:?}", ty.shape);
+                let has = stated.map_or("no number".into(), |values| format!("{} numbers", values.len()));
+                found.push(
+                    Diagnostic::error(&T0090, what).with_label("the plan", format!("states {has} for it")),
+                );
+            }
+        }
+    }
+    found
+}
+
 fn find_refused_op(name: &str, program: &Program) -> Option<Diagnostic> {
     let refuse = |what: String, why: &str| Some(Diagnostic::error(&T0090, what).with_note(why.to_string()));
     if let Some(buffer) = program.buffers.first() {
@@ -283,9 +329,6 @@ fn find_refused_op(name: &str, program: &Program) -> Option<Diagnostic> {
     }
     for op in &program.ops {
         let array = op.name.as_deref().unwrap_or_default();
-        if op.opcode == Opcode::Call {
-            return refuse(format!("`{name}` reads the scalar `{array}`"), "a call brings arrays only");
-        }
         if let Some(load) = op.weight_load() {
             let what =
                 format!("`{name}` reads the weight `{array}` with the transformation `{}`", load.name());

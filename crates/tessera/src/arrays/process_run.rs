@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_runtime::array_director::ArrayRequest;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
-use tessera_runtime::wire::{ArrayCall, ArrayOutputs, Message, Tensors};
+use tessera_runtime::wire::{ArrayCall, ArrayOutputs, Message, PhaseCall, Tensors};
 use tessera_runtime::{Failure, FailureClass};
 
 use super::array_link::ArrayLink;
@@ -71,7 +71,7 @@ impl ProcessRun {
         program: &ArrayProgram,
         request: ArrayRequest,
     ) -> Result<BTreeMap<String, HostArray>, CallError> {
-        let ArrayRequest { program: phase, inputs } = request;
+        let ArrayRequest { phase: PhaseCall { program: phase, .. }, inputs } = request;
         let number = self.last_call + 1;
         let call = Message::ArrayCall(ArrayCall { number, program: phase, inputs });
         let frame = self.link.encode(&call).map_err(|d| CallError::Refused(vec![d]))?;

@@ -71,7 +71,7 @@ impl ThreadRun {
         program: &super::ArrayProgram,
         request: ArrayRequest,
     ) -> Result<BTreeMap<String, HostArray>, CallError> {
-        let planned = self.director.plan_arrays(&request.program, &self.context.program_index);
+        let planned = self.director.plan_arrays(&request.phase, &self.context.program_index);
         let call = planned.map_err(CallError::Refused)?;
         let Some(meta) = call.meta else { return Err(CallError::Refused(Vec::new())) };
         let ready = ReadyCall {
