@@ -146,7 +146,7 @@ fn check_warmup(m: &CallMeta, tensors: &Tensors, local: &LocalState<'_>, found: 
     if m.work != CallWork::Warmup {
         found.push(Diagnostic::error(&T0732, "a WARMUP envelope carries the work of a call"));
     }
-    found.extend(check_tensors(&local.programs.call_inputs(&want.phases), tensors));
+    found.extend(check_tensors(&local.programs.warmup_inputs(&want.phases), tensors));
 }
 
 /// Checks that the expected totals of a call match its phases.

@@ -293,6 +293,15 @@ impl ProgramIndex {
         Digest::hash_value("warm-up", &self.warmup_phases())
     }
 
+    /// Returns the tensors that a warm-up with these phases carries: those that the phases read, without those of array
+    /// programs. Ranks make zeros for these, because the inputs of all programs together may exceed a message.
+    #[must_use]
+    pub fn warmup_inputs(&self, phases: &[PhaseCall]) -> Vec<&InputSpec> {
+        let is_array = |phase: &&PhaseCall| PhaseKind::from_program(&phase.program) == Some(PhaseKind::Array);
+        let phases: Vec<PhaseCall> = phases.iter().filter(|phase| !is_array(phase)).cloned().collect();
+        self.call_inputs(&phases)
+    }
+
     /// Returns the tensors that the phases of a call read, each once, in order of first use.
     #[must_use]
     pub fn call_inputs(&self, phases: &[PhaseCall]) -> Vec<&InputSpec> {

@@ -27,3 +27,4 @@ pub use array_run::ArrayRun;
 pub use host_array::HostArray;
 pub use launch::ArrayProcessOptions;
 pub use run_end::ArrayInterrupt;
+pub use tessera_report::record::RunDevice;

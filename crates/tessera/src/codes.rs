@@ -231,8 +231,8 @@ in a file of your own.";
     T0090: "plan of array programs cannot run",
     "A call of an array program runs one program with whole arrays as inputs, and returns whole arrays. Each rank copies its \
 shards out of the inputs and the weights, and the shards of the outputs are assembled. So a program has no buffers and no scalars, reads its weights as \
-they are, and returns at least one array, in one layout on all ranks. No dim is sharded over two mesh axes. Each call of \
-the bundle runs the program of its own name.\n\n\
+they are, and returns at least one array, in one layout on all ranks. Each call of the bundle \
+runs the program of its own name.\n\n\
 Between processes, the arrays of a call are one message, which has a limit. Arrays that do not change from call to call are weights, \
 which have none.\n\n\
 The message names the program and the array, or the limit.";

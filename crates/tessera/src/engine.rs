@@ -22,7 +22,9 @@ use tessera_runtime::engine::{
 use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::program_index::{ArgKind, InputSpec, PhaseKind, ProgramIndex, ProgramInfo};
 use tessera_runtime::tripwire::{T0751, T0773, T0785};
-use tessera_runtime::wire::{Dtype, PhaseCall, RankMemory, ScalarArg, ShardFingerprint, Tensor, Tensors};
+use tessera_runtime::wire::{
+    CallAction, Dtype, PhaseCall, RankMemory, ScalarArg, ShardFingerprint, Tensor, Tensors,
+};
 use tessera_runtime::{Digest, Failure, FailureClass, T0770, T0771};
 use tessera_verify::SealedPlan;
 
@@ -143,6 +145,8 @@ pub struct MeshEngine {
     /// Names of the programs that have run.
     executed: BTreeSet<String>,
     warmed_up: bool,
+    /// Whether the current call is the warm-up.
+    in_warmup: bool,
     /// Number of objects that the backend had compiled, captured or allocated when the warm-up ended.
     made_at_warmup: u64,
     weight_fingerprints: WeightFingerprints,
@@ -267,6 +271,7 @@ impl MeshEngine {
             program_count: count,
             executed: BTreeSet::new(),
             warmed_up: false,
+            in_warmup: false,
             made_at_warmup: 0,
             weight_fingerprints: shards,
             phases_ns: 0,
@@ -387,6 +392,7 @@ fn to_scalar(arg: &ScalarArg) -> Scalar {
 impl Engine for MeshEngine {
     fn begin_call(&mut self, call: &ReadyCall) {
         self.weight_fingerprints.begin_call(call.action);
+        self.in_warmup = call.action == CallAction::Warmup;
         self.outputs.clear();
         self.position = CallPosition::from_call(call);
     }
@@ -405,7 +411,9 @@ impl Engine for MeshEngine {
         for (name, arg) in call.args.iter().filter(|(n, _)| phase.scalars.contains(n)) {
             data.scalars.insert(name, to_scalar(arg));
         }
-        let tensors = phase.inputs.iter().map(|input| input.read(inputs)).collect::<Result<Vec<_>, _>>()?;
+        let is_warmup = self.in_warmup;
+        let tensors = phase.inputs.iter().map(|input| input.read(inputs, is_warmup));
+        let tensors = tensors.collect::<Result<Vec<_>, _>>()?;
         for (input, values) in phase.inputs.iter().zip(&tensors) {
             data.inputs.insert(&input.name, values);
         }

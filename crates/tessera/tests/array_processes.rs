@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use array_cases::{CASES, Extents, MATMUL_TEXT, assert_close, matmul_arrays, seal_text};
 use rustix::process::{Pid, Signal, kill_process};
-use tessera::arrays::{ArrayPlan, ArrayProcessOptions, ArrayRun};
+use tessera::arrays::{ArrayPlan, ArrayProcessOptions, ArrayRun, RunDevice};
 use tessera_base::Diagnostics;
 
 fn main() -> ExitCode {
@@ -39,6 +39,7 @@ fn main() -> ExitCode {
         the_failure_of_a_rank_has_its_code
         weights_that_are_not_finite_are_refused_by_the_ranks
         what_is_wrong_before_the_start_starts_nothing
+        gpus_that_are_missing_are_named
     ];
     if args.iter().any(|a| a == "--list") {
         tests.iter().for_each(|(name, _)| println!("{name}: test"));
@@ -219,4 +220,19 @@ fn what_is_wrong_before_the_start_starts_nothing() {
     let ds = ArrayRun::start_processes(&wide, large, options(elsewhere.path())).unwrap_err();
     assert_eq!(ids(&ds), ["T0090"], "{ds:?}");
     assert!(!elsewhere.path().join("run").exists());
+}
+
+fn gpus_that_are_missing_are_named() {
+    let found = tessera::gpus::GpuDiscovery::discover();
+    if found.devices.is_ok_and(|devices| !devices.gpus.is_empty()) {
+        println!("not run: this host has GPUs");
+        return;
+    }
+    let plan = seal_text(MATMUL_TEXT).unwrap();
+    let [weights, _] = matmul_arrays(1.0, 1.0);
+    let dir = tempfile::tempdir().unwrap();
+    let options = ArrayProcessOptions { device: RunDevice::Cuda, ..options(dir.path()) };
+    let ds = ArrayRun::start_processes(&plan, weights, options).unwrap_err();
+    assert!(ds[0].code.id.starts_with("T13"), "{ds:?}");
+    assert!(!dir.path().join("run").exists());
 }

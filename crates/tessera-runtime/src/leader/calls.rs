@@ -474,11 +474,11 @@ fn find_deviations(
     found
 }
 
-/// Creates a tensor of zeros for each input of a warm-up.
+/// Creates a tensor of zeros for each input that a warm-up carries.
 fn zero_inputs(programs: &ProgramIndex, plan: &CallPlan) -> Result<Tensors, Diagnostics> {
     let phases = plan.meta.as_ref().map_or(&[][..], |m| &m.phases);
     let mut tensors = Vec::new();
-    for input in programs.call_inputs(phases) {
+    for input in programs.warmup_inputs(phases) {
         let bytes = input.shape.iter().try_fold(input.dtype.element_bytes(), |n, d| n.checked_mul(*d));
         let within = bytes.filter(|n| *n <= u64::from(wire::MAX_TENSOR_BYTES)).unwrap_or(0);
         let tensor = Tensor::new(&input.name, input.dtype, &input.shape, vec![0; within as usize]);

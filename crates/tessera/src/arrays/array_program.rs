@@ -243,10 +243,6 @@ impl Arrays {
     fn add(&mut self, name: &str, program: &Program, rank: Rank, kind: Opcode, found: &mut Diagnostics) {
         for (array, ty) in list_arrays(program, kind) {
             let shape = ty.layout.global_shape(&ty.shape, &program.mesh);
-            if let Some(why) = describe_refused_layout(&ty.layout) {
-                let what = format!("{} `{array}` of `{name}` is {why}", describe_kind(kind));
-                found.push(Diagnostic::error(&T0090, what));
-            }
             let Some(known) = self.0.get(&array) else {
                 let first = (rank, name.to_string());
                 self.0.insert(array, NamedArray { shape, layout: ty.layout, first });
@@ -336,17 +332,6 @@ fn find_refused_op(name: &str, program: &Program) -> Option<Diagnostic> {
         }
     }
     None
-}
-
-/// Returns why arrays cannot be cut or assembled by a layout. No partial sum enters or leaves a verified program.
-fn describe_refused_layout(layout: &Layout) -> Option<String> {
-    let sharded = |axis: Axis| match layout.on_axis(axis) {
-        AxisLayout::Shard(shard) => Some(shard.dim),
-        _ => None,
-    };
-    let dims: Vec<usize> = Axis::ALL.into_iter().filter_map(sharded).collect();
-    let twice = dims.iter().enumerate().find(|(i, dim)| dims[..*i].contains(dim));
-    twice.map(|(_, dim)| format!("sharded over two axes in dim {dim}"))
 }
 
 fn describe_array(shape: &[u64], layout: &Layout) -> String {

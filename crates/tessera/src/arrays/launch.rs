@@ -128,30 +128,28 @@ pub(super) fn prepare_launch(
     })
 }
 
-/// Checks that the inputs and the outputs of every call fit one message each, and the inputs of all programs, which the
-/// warm-up brings, fit one too.
+/// Checks that the inputs and the outputs of every call fit one message each.
 fn check_message_sizes(plan: &ArrayPlan) -> Result<(), Diagnostics> {
-    let find = |what: String, ports: &mut dyn Iterator<Item = &ArrayPort>| {
-        let (count, bytes) = ports.fold((0, 0u64), |(n, bytes), p| (n + 1, bytes.saturating_add(p.bytes())));
+    let find = |what: String, ports: &[ArrayPort]| {
+        let bytes = ports.iter().map(ArrayPort::bytes).fold(0, u64::saturating_add);
+        let count = ports.len();
         let is_large = count > MAX_TENSORS || bytes > u64::from(MAX_TENSOR_BYTES);
         is_large.then(|| {
             Diagnostic::error(&T0090, format!("{what} exceed the limit of a message between processes"))
                 .with_label("the plan", format!("{count} arrays, {bytes} bytes"))
                 .with_label("limit", format!("{MAX_TENSORS} arrays, {MAX_TENSOR_BYTES} bytes"))
-                .with_hint("pass constant arrays as weights, split the programs over several plans, or run on threads")
+                .with_hint(
+                    "pass arrays that do not change as weights, split the program, or run it on threads",
+                )
         })
     };
-    let programs = &plan.programs.by_name;
-    let mut found: Diagnostics = Vec::new();
-    found.extend(find(
-        "the inputs of all programs".to_string(),
-        &mut programs.values().flat_map(|p| &p.inputs),
-    ));
-    found.extend(
-        programs
-            .iter()
-            .filter_map(|(name, p)| find(format!("the outputs of `{name}`"), &mut p.outputs.iter())),
-    );
+    let programs = plan.programs.by_name.iter();
+    let found: Diagnostics = programs
+        .flat_map(|(name, program)| {
+            let inputs = find(format!("the inputs of `{name}`"), &program.inputs);
+            inputs.into_iter().chain(find(format!("the outputs of `{name}`"), &program.outputs))
+        })
+        .collect();
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 

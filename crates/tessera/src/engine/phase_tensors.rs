@@ -55,6 +55,8 @@ pub(super) struct PhaseInput {
     pub(super) name: String,
     /// Name among the tensors of a call.
     tensor: String,
+    /// Number of values that this rank reads.
+    count: u64,
     /// The part of the tensor that this rank reads; `None` for the whole.
     shard: Option<ArrayShard>,
 }
@@ -69,18 +71,27 @@ impl PhaseInput {
                 whole: ty.layout.global_shape(&ty.shape, &seat.mesh),
                 ranges: ty.layout.global_ranges(&ty.shape, &seat.mesh, seat.coord()),
             });
-            Some(PhaseInput { tensor: call_tensor_name(phase, &name), name, shard })
+            Some(PhaseInput {
+                tensor: call_tensor_name(phase, &name),
+                name,
+                count: ty.element_count(),
+                shard,
+            })
         });
         inputs.collect()
     }
 
-    /// Copies the values that this rank reads out of the tensors of a call.
+    /// Copies the values that this rank reads out of the tensors of a call. A warm-up carries no arrays of array
+    /// programs, whose values are zeros then.
     ///
     /// # Errors
     /// A failure of this rank if the tensor is missing, or has another shape than the one whose shards ranks read.
-    pub(super) fn read(&self, inputs: &Tensors) -> Result<Vec<f32>, EngineFault> {
+    pub(super) fn read(&self, inputs: &Tensors, is_warmup: bool) -> Result<Vec<f32>, EngineFault> {
         let fail = |text: String| Err(EngineFault::local_failure(text));
         let Some(tensor) = inputs.get(&self.tensor) else {
+            if is_warmup && self.tensor != self.name {
+                return Ok(vec![0.0; self.count as usize]);
+            }
             return fail(format!("the call carries no tensor `{}`", self.tensor));
         };
         let Some(shard) = &self.shard else {

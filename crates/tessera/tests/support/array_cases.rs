@@ -70,6 +70,11 @@ impl Extents {
     /// Returns the programs of all roles. `linear` shards its columns over tp and its rows over ep, so that its output is
     /// sharded over ep alone; `gather` returns a shard over tp, and the whole.
     pub fn to_text(self) -> String {
+        self.text_of(&["linear", "gather"])
+    }
+
+    /// Returns some of the programs of all roles.
+    pub fn text_of(self, names: &[&str]) -> String {
         let [tp, ep] = self.mesh;
         let mesh = if ep == 1 { format!("tp={tp}") } else { format!("tp={tp},ep={ep}") };
         let part = |extent: u64, parts: u64, at: u64| split_units(extent, parts as u32, at as u32).1;
@@ -83,7 +88,7 @@ impl Extents {
             if layouts.is_empty() { String::new() } else { format!(" {{{}}}", layouts.join(", ")) }
         };
         let mut text = String::new();
-        for name in ["linear", "gather"] {
+        for name in names {
             for (t, e) in (0..tp).flat_map(|t| (0..ep).map(move |e| (t, e))) {
                 let role = if ep == 1 { format!("r@tp{t}") } else { format!("r@tp{t}@ep{e}") };
                 text += &format!("program @{name} role({role}) mesh({mesh}) {{\n");
@@ -92,7 +97,7 @@ impl Extents {
                 let columns = || layout("tp", 1, self.columns, tp);
                 let len = part(self.elements, tp, t);
                 let of_vector = braces([layout("tp", 0, self.elements, tp), String::new()]);
-                text += &match name {
+                text += &match *name {
                     "linear" => format!(
                         "  %x = input : f32[{m}, {k}]{}\n  %w = weight \"w\" : f32[{n}, {k}]{}\n  %b = weight \"b\" : f32[{n}]\n  \
 %p = ttile.matmul %x, %w : f32[{m}, {n}]{}\n  %s = ttile.collective.all_reduce %p {{axis = \"tp\", reduction = \"sum\"}}\n  \
