@@ -105,7 +105,7 @@ impl Mesh {
         let size = |axis: Axis| shape.get(axis.name()).copied().unwrap_or(1);
         let mesh = tessera_mesh::Mesh::new(Axis::ALL.map(size)).or_raise(py)?;
         let devices = match devices {
-            None => RankMap::from_device_kind(&mesh, "cpu"),
+            None => RankMap::from_device_kind(&mesh, "rank"),
             Some(devices) => RankMap::new(&mesh, devices).or_raise(py)?,
         };
         Ok(Mesh { mesh, axes: named.into(), devices: devices.devices().into() })

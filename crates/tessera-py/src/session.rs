@@ -10,7 +10,7 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyTuple};
-use tessera::arrays::{ArrayProcessOptions, ArrayRun, HostArray};
+use tessera::arrays::{ArrayProcessOptions, ArrayRun, HostArray, RunDevice};
 use tessera_base::Diagnostics;
 use tessera_mesh::Layout;
 
@@ -36,23 +36,37 @@ pub(crate) struct Session {
 
 /// Loads a plan on ranks.
 #[pyfunction]
-#[pyo3(signature = (plan, *, ranks="threads", threads_per_rank=1, out=None, oversubscribe=false))]
+#[pyo3(signature = (plan, *, ranks="threads", device="cpu", threads_per_rank=1, out=None, oversubscribe=false))]
 pub(crate) fn open_session(
     py: Python<'_>,
     plan: Plan,
     ranks: &str,
+    device: &str,
     threads_per_rank: usize,
     out: Option<PathBuf>,
     oversubscribe: bool,
 ) -> PyResult<Session> {
     let weights = plan.graph.weights.clone();
     let loaded = match ranks {
+        "threads" if device != "cpu" => {
+            let message = "ranks on GPUs are processes: state ranks=\"processes\"";
+            return Err(PyValueError::new_err(message));
+        }
         "threads" => {
             let plan = Arc::clone(&plan.plan);
             wait_for(py, || ArrayRun::start_threads(&plan, weights, threads_per_rank), || ())?
         }
         "processes" => {
-            let options = process_options(py, out, threads_per_rank, oversubscribe)?;
+            let device = match device {
+                "cpu" => RunDevice::Cpu,
+                "gpu" => RunDevice::Cuda,
+                _ => {
+                    let message = format!("device = {device:?}: it is \"cpu\" or \"gpu\"");
+                    return Err(PyValueError::new_err(message));
+                }
+            };
+            let options =
+                ArrayProcessOptions { device, ..process_options(py, out, threads_per_rank, oversubscribe)? };
             let plan = Arc::clone(&plan.plan);
             wait_for(py, || ArrayRun::start_processes(&plan, weights, options), || ())?
         }
@@ -285,7 +299,7 @@ fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, HostArray>) ->
     };
     let session = match known {
         Some(session) => session,
-        None => Arc::new(open_session(py, plan.clone(), "threads", 1, None, true)?),
+        None => Arc::new(open_session(py, plan.clone(), "threads", "cpu", 1, None, true)?),
     };
     let outputs = session.call(py, &inputs)?;
     if is_reusable {

@@ -35,13 +35,15 @@ def relative_error(found: Array, expected: NDArray[np.float64]) -> float:
 
 def softmax(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """The softmax of the last dim."""
-    exponents = np.exp(x - x.max(axis=-1, keepdims=True))
-    return exponents / exponents.sum(axis=-1, keepdims=True)
+    exponents: NDArray[np.float64] = np.exp(x - x.max(axis=-1, keepdims=True))
+    y: NDArray[np.float64] = exponents / exponents.sum(axis=-1, keepdims=True)
+    return y
 
 
 def silu(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """x times its sigmoid."""
-    return x / (1 + np.exp(-x))
+    y: NDArray[np.float64] = x / (1 + np.exp(-x))
+    return y
 
 
 def attend(q: Array, k: Array, v: Array, heads: int, causal: bool) -> NDArray[np.float64]:
@@ -49,7 +51,7 @@ def attend(q: Array, k: Array, v: Array, heads: int, causal: bool) -> NDArray[np
     split = [x.astype(np.float64).reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (q, k, v)]
     scores = split[0] @ split[1].transpose(0, 2, 1) / np.sqrt(split[0].shape[-1])
     if causal:
-        scores = np.where(np.tri(*scores.shape[1:], dtype=bool), scores, -np.inf)
+        scores = np.where(np.tri(*scores.shape[1:]) > 0, scores, -np.inf)
     return (softmax(scores) @ split[2]).transpose(1, 0, 2).reshape(len(q), -1)
 
 

@@ -78,12 +78,12 @@ def test_names_of_dims_are_checked(rng: np.random.Generator) -> None:
 def test_dlpack_shares_memory(rng: np.random.Generator) -> None:
     tensor = dist.distribute(draw(rng, 3, 4), make_mesh(tp=2), REPLICATED)
     assert tensor.__dlpack_device__() == (1, 0)
-    array = np.from_dlpack(tensor)  # type: ignore[arg-type]
+    array = np.from_dlpack(tensor)
     assert array.__array_interface__["data"] == tensor.gather().__array_interface__["data"]
     assert np.array_equal(np.asarray(tensor), array)
 
 
-LAYOUTS = [
+LAYOUTS: list[dist.ReplicateSpec | dist.ShardSpec] = [
     REPLICATED,
     shard(row="tp"),
     shard(col="tp"),

@@ -1,3 +1,6 @@
+# An op of arrays alone runs at once and returns an array; with a traced value among them it returns a traced value. Type
+# checkers see the first case as a part of the second.
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
@@ -21,7 +24,8 @@ class Mesh:
     """A mesh of devices with named axes.
 
     The axes are ``tp``, ``ep``, ``pp`` and ``dp``, in this order; the first varies fastest from rank to rank. ``shape`` gives
-    each a size, and ``devices`` lists one name per rank, in rank order.
+    each a size, and ``devices`` lists one name per rank, in rank order: a GPU by its UUID, PCI bus id or
+    number, such as ``GPU3``. Without it, the ranks of a host get its GPUs in order.
     """
 
     def __new__(
@@ -145,7 +149,7 @@ class Layer:
     """A layer: an op with its attributes, without its weights."""
 
     @overload
-    def __call__(self, *operands: DTensor) -> DTensor: ...
+    def __call__(self, *operands: DTensor) -> DTensor: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def __call__(self, *operands: Operand) -> Value: ...
     @property
@@ -210,15 +214,15 @@ class Moe:
     """A mixture of experts. An expert is gate, up, SiLU and down."""
 
     @overload
-    def __call__(self, x: DTensor, router: DTensor, gate: DTensor, up: DTensor, down: DTensor) -> DTensor: ...
+    def __call__(self, x: DTensor, router: DTensor, gate: DTensor, up: DTensor, down: DTensor) -> DTensor: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def __call__(self, x: Operand, router: Operand, gate: Operand, up: Operand, down: Operand) -> Value: ...
     @overload
-    def route(self, x: DTensor, router: DTensor) -> DTensor: ...
+    def route(self, x: DTensor, router: DTensor) -> DTensor: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def route(self, x: Operand, router: Operand) -> Value: ...
     @overload
-    def regularizer_loss(self, x: DTensor, router: DTensor) -> DTensor: ...
+    def regularizer_loss(self, x: DTensor, router: DTensor) -> DTensor: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def regularizer_loss(self, x: Operand, router: Operand) -> Value: ...
     def capacity(self, tokens: int) -> int:
@@ -421,11 +425,14 @@ def open_session(
     plan: Plan,
     *,
     ranks: str = "threads",
+    device: str = "cpu",
     threads_per_rank: int = 1,
     out: str | None = None,
     oversubscribe: bool = False,
 ) -> Session:
     """Loads a plan on ranks that are ``"threads"`` of this process or ``"processes"`` of this host.
+
+    ``device`` is ``"cpu"`` or ``"gpu"``; a rank on a GPU is a process.
 
     Processes write the record of the run to the folder ``out``, by default a temporary one.
     """
