@@ -13,7 +13,6 @@ use tessera_mesh::{Axis, AxisLayout, DimName, Layout, Shard};
 use crate::array_memory::{share_array, take_array};
 use crate::errors::{OrRaise, raise_one};
 use crate::mesh::{Mesh, Spec};
-use crate::session::redistribute;
 
 /// An array that is sharded or replicated over the devices of a mesh.
 #[pyclass(frozen, from_py_object, module = "tessera.dist")]
@@ -167,12 +166,6 @@ impl DTensor {
         share_array(py, &self.array)
     }
 
-    /// Returns this tensor in another layout. The ranks exchange shards by a planned and verified program.
-    fn redistribute(&self, py: Python<'_>, spec: Spec) -> PyResult<DTensor> {
-        let layout = to_layout(py, &spec, (self.array.shape(), &self.dims, &self.units), &self.mesh)?;
-        redistribute(py, self, layout)
-    }
-
     #[pyo3(signature = (dtype=None, copy=None))]
     fn __array__<'py>(
         &self,
@@ -199,14 +192,6 @@ impl DTensor {
 
     fn __dlpack_device__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         share_array(py, &self.array)?.call_method0("__dlpack_device__")
-    }
-
-    fn __add__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        crate::layers::apply_binary(py, tessera_ir::Opcode::Add, self.clone().into(), other)
-    }
-
-    fn __mul__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        crate::layers::apply_binary(py, tessera_ir::Opcode::Mul, self.clone().into(), other)
     }
 
     fn __bool__(&self) -> PyResult<bool> {

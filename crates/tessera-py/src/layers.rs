@@ -316,9 +316,6 @@ pub(crate) fn add_constructors(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(relu, module)?,
         wrap_pyfunction!(embedding, module)?,
         wrap_pyfunction!(flash_attention, module)?,
-        wrap_pyfunction!(crate::moe::moe, module)?,
-        wrap_pyfunction!(crate::moe::set_router, module)?,
-        wrap_pyfunction!(crate::moe::set_router_regularizer, module)?,
     ] {
         module.add_function(function)?;
     }

@@ -9,6 +9,7 @@
 
 mod array_memory;
 mod dtensor;
+mod dtensor_ops;
 mod errors;
 mod layers;
 mod mesh;
@@ -73,6 +74,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(do_nothing, module)?,
         wrap_pyfunction!(dtensor::distribute, module)?,
         wrap_pyfunction!(program::trace, module)?,
+        wrap_pyfunction!(plan::compile, module)?,
+        wrap_pyfunction!(moe::moe, module)?,
+        wrap_pyfunction!(moe::set_router, module)?,
+        wrap_pyfunction!(moe::set_router_regularizer, module)?,
         wrap_pyfunction!(planning::recipe, module)?,
         wrap_pyfunction!(planning::search, module)?,
         wrap_pyfunction!(planning::topology, module)?,

@@ -1,5 +1,6 @@
 //! `tessera.graph.Plan`: a sealed plan of a program.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -8,11 +9,11 @@ use pyo3::prelude::*;
 use tessera::arrays::{ArrayPlan, HostArray};
 use tessera::sim::to_bundle;
 use tessera_estimate::load_machine;
-use tessera_ir::{CollectiveOp, CommAxis, OpByKind, Program, print};
+use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, Program, print};
 use tessera_mesh::{Axis, AxisLayout, Layout, Rank};
-use tessera_plan::Mapping;
 use tessera_plan::layouts::lower_by_layouts;
 use tessera_plan::video::estimate_call;
+use tessera_plan::{DtypePolicy, Mapping};
 
 use crate::dtensor::DTensor;
 use crate::errors::OrRaise;
@@ -21,69 +22,120 @@ use crate::planning::name_in_catalog;
 use crate::program::Graph;
 use crate::settings::StreamSettings;
 
-/// A sealed plan: a verified program for each rank of a mesh.
+/// A sealed plan: verified programs for each rank of a mesh.
 #[pyclass(frozen, from_py_object, module = "tessera.graph")]
 #[derive(Clone)]
 pub(crate) struct Plan {
-    pub(crate) graph: Graph,
+    /// The programs before they were sharded; at least one.
+    pub(crate) graphs: Arc<[Graph]>,
     pub(crate) mesh: Mesh,
     pub(crate) plan: Arc<ArrayPlan>,
 }
 
+/// Plans several programs for one run, whose ranks load all of them.
+#[pyfunction]
+#[pyo3(signature = (*graphs, mesh=None))]
+pub(crate) fn compile(py: Python<'_>, graphs: Vec<Graph>, mesh: Option<Mesh>) -> PyResult<Plan> {
+    Plan::from_graphs(py, graphs, mesh)
+}
+
 impl Plan {
-    /// Plans a program and seals the result.
-    pub(crate) fn from_graph(py: Python<'_>, graph: &Graph, mesh: Option<Mesh>) -> PyResult<Plan> {
-        let mesh = match (mesh, &graph.mesh) {
-            (Some(mesh), Some(ours)) if mesh != *ours => {
-                let message = format!(
-                    "the arrays of the program lie on mesh {}, not {}; distribute them over the mesh of the plan",
-                    ours.mesh, mesh.mesh
-                );
-                return Err(PyValueError::new_err(message));
-            }
-            (Some(mesh), _) => mesh,
-            (None, Some(mesh)) => mesh.clone(),
-            (None, None) => {
-                return Err(PyValueError::new_err("no array of the program has a mesh: state mesh="));
-            }
-        };
+    /// Plans programs and seals the result.
+    pub(crate) fn from_graphs(py: Python<'_>, graphs: Vec<Graph>, mesh: Option<Mesh>) -> PyResult<Plan> {
+        let mesh = choose_mesh(&graphs, mesh)?;
         let settings = StreamSettings::current();
         let rank_map = mesh.rank_map(py)?;
-        let laid_out = graph.laid_out(py)?;
-        let dtype = graph.policy;
+        let laid_out = graphs.iter().map(|graph| graph.laid_out(py)).collect::<PyResult<Vec<_>>>()?;
+        let mut dtypes = graphs.iter().map(|graph| graph.policy);
+        let dtype = dtypes.next().unwrap_or(DtypePolicy::F32);
+        if dtypes.any(|other| other != dtype) {
+            return Err(PyValueError::new_err("the programs of a plan state one precision"));
+        }
+        let constants = graphs.iter().flat_map(|graph| graph.constants.clone()).collect();
         let plan = py.detach(|| {
-            let bundle =
-                lower_by_layouts(std::slice::from_ref(&laid_out), &mesh.mesh, rank_map, &settings.overlap)?;
+            let bundle = lower_by_layouts(&laid_out, &mesh.mesh, rank_map, &settings.overlap)?;
             let mapping = Mapping { mesh: mesh.mesh, dtype, ..Mapping::default() };
-            ArrayPlan::with_constants(bundle, &mapping, graph.constants.clone())
+            ArrayPlan::with_constants(bundle, &mapping, constants)
         });
-        Ok(Plan { graph: graph.clone(), mesh, plan: Arc::new(plan.or_raise(py)?) })
+        Ok(Plan { graphs: graphs.into(), mesh, plan: Arc::new(plan.or_raise(py)?) })
     }
 
-    /// Returns the program of a rank.
-    fn program_of(&self, rank: u32) -> Option<&Program> {
-        let sealed = &self.plan.sealed;
-        let phase = sealed.phase_names().first()?;
-        sealed.rank_program(phase, Rank(rank)).map(|program| &**program)
+    /// Returns a program by its name; without one, the only program.
+    pub(crate) fn find_graph(&self, name: Option<&str>) -> PyResult<&Graph> {
+        let names = || self.graphs.iter().map(|g| g.program.name.as_str()).collect::<Vec<_>>().join(", ");
+        match (name, &self.graphs[..]) {
+            (None, [only]) => Ok(only),
+            (None, _) => {
+                Err(PyValueError::new_err(format!("the plan has the programs {}: name one", names())))
+            }
+            (Some(name), graphs) => graphs.iter().find(|g| g.program.name == name).ok_or_else(|| {
+                PyValueError::new_err(format!("the plan has no program {name:?}; it has {}", names()))
+            }),
+        }
+    }
+
+    /// Returns a program of a rank.
+    fn program_of(&self, graph: &Graph, rank: u32) -> Option<&Program> {
+        let phase = format!("array.{}", graph.program.name);
+        self.plan.sealed.rank_program(&phase, Rank(rank)).map(|program| &**program)
     }
 
     /// Returns the layout in which an output leaves.
-    pub(crate) fn output_layout(&self, name: &str) -> Layout {
-        let layout = self.program_of(0).and_then(|program| {
-            let output = program
-                .ops
-                .iter()
-                .find(|op| op.opcode == tessera_ir::Opcode::Output && op.name.as_deref() == Some(name))?;
+    fn output_layout(&self, graph: &Graph, name: &str) -> Layout {
+        let layout = self.program_of(graph, 0).and_then(|program| {
+            let is_named =
+                |op: &&Op| op.opcode == tessera_ir::Opcode::Output && op.name.as_deref() == Some(name);
+            let output = program.ops.iter().find(is_named)?;
             Some(program.type_of(*output.operands.first()?).layout)
         });
         layout.unwrap_or_default()
     }
 
+    /// Returns every weight of the plan.
+    pub(crate) fn weights(&self) -> BTreeMap<String, HostArray> {
+        self.graphs.iter().flat_map(|graph| graph.weights.clone()).collect()
+    }
+
     /// Wraps an output of a call.
-    pub(crate) fn to_dtensor(&self, name: &str, array: HostArray) -> DTensor {
-        let named = self.graph.outputs.iter().find(|(output, ..)| output == name);
+    pub(crate) fn to_dtensor(&self, graph: &Graph, name: &str, array: HostArray) -> DTensor {
+        let named = graph.outputs.iter().find(|(output, ..)| output == name);
         let (dims, units) = named.map(|(_, dims, units)| (dims.clone(), units.clone())).unwrap_or_default();
-        DTensor { array, mesh: self.mesh.clone(), layout: self.output_layout(name), dims, units }
+        DTensor { array, mesh: self.mesh.clone(), layout: self.output_layout(graph, name), dims, units }
+    }
+
+    fn explain_program(&self, graph: &Graph) -> String {
+        let mut text = format!("  program `{}`\n", graph.program.name);
+        for (name, layout) in &graph.layouts {
+            text += &format!("    source {name}: {}\n", describe_layout(layout));
+        }
+        for (name, ..) in &graph.outputs {
+            text += &format!("    output {name}: {}\n", describe_layout(&self.output_layout(graph, name)));
+        }
+        let collectives: Vec<_> = self.program_of(graph, 0).into_iter().flat_map(list_collectives).collect();
+        let count = collectives.len();
+        text += &format!("    rank 0 issues {count} collective{}\n", if count == 1 { "" } else { "s" });
+        for (op, axis, bytes) in collectives {
+            text += &format!("      {op} over {axis}, {bytes} bytes\n");
+        }
+        text
+    }
+}
+
+/// Returns the mesh of a plan: the one that is stated, or that of the arrays.
+fn choose_mesh(graphs: &[Graph], stated: Option<Mesh>) -> PyResult<Mesh> {
+    if graphs.is_empty() {
+        return Err(PyValueError::new_err("a plan needs a program"));
+    }
+    let mut meshes = graphs.iter().filter_map(|graph| graph.mesh.clone());
+    let Some(mesh) = stated.or_else(|| meshes.next()) else {
+        return Err(PyValueError::new_err("no array of the program has a mesh: state mesh="));
+    };
+    match graphs.iter().filter_map(|graph| graph.mesh.as_ref()).find(|ours| **ours != mesh) {
+        None => Ok(mesh),
+        Some(ours) => Err(PyValueError::new_err(format!(
+            "the arrays of the program lie on mesh {}, not {}; distribute them over the mesh of the plan",
+            ours.mesh, mesh.mesh
+        ))),
     }
 }
 
@@ -101,24 +153,25 @@ impl Plan {
         self.mesh.clone()
     }
 
-    /// The program before it was sharded.
+    /// The programs before they were sharded.
     #[getter]
-    fn graph(&self) -> Graph {
-        self.graph.clone()
+    fn graphs(&self) -> Vec<Graph> {
+        self.graphs.to_vec()
     }
 
-    /// Returns the program of a rank in text form: every value with its layout, every collective and every wait.
-    #[pyo3(signature = (rank=0))]
-    fn text(&self, rank: u32) -> PyResult<String> {
+    /// Returns a program of a rank in text form: every value with its layout, every collective and every wait. Without a
+    /// name it is the only program.
+    #[pyo3(signature = (rank=0, program=None))]
+    fn text(&self, rank: u32, program: Option<&str>) -> PyResult<String> {
         let message = || PyValueError::new_err(format!("the plan has no rank {rank}"));
-        self.program_of(rank).map(print).ok_or_else(message)
+        self.program_of(self.find_graph(program)?, rank).map(print).ok_or_else(message)
     }
 
     /// Returns the collectives of a rank in order: op, axis, and bytes of the operand.
-    #[pyo3(signature = (rank=0))]
-    fn collectives(&self, rank: u32) -> Vec<(String, String, u64)> {
-        let program = self.program_of(rank);
-        program.into_iter().flat_map(list_collectives).collect()
+    #[pyo3(signature = (rank=0, program=None))]
+    fn collectives(&self, rank: u32, program: Option<&str>) -> PyResult<Vec<(String, String, u64)>> {
+        let program = self.program_of(self.find_graph(program)?, rank);
+        Ok(program.into_iter().flat_map(list_collectives).collect())
     }
 
     /// Returns the bytes of weights, inputs and temporaries of each rank.
@@ -131,19 +184,9 @@ impl Plan {
     /// Says in words what each rank does.
     fn explain(&self) -> String {
         let mesh = self.plan.sealed.mesh();
-        let mut text = format!("plan {} of `{}`\n", self.digest(), self.graph.program.name);
-        text += &format!("  mesh {mesh}: {} ranks, proved free of deadlocks and drift\n", mesh.mesh_size());
-        for (name, layout) in &self.graph.layouts {
-            text += &format!("  source {name}: {}\n", describe_layout(layout));
-        }
-        for (name, ..) in &self.graph.outputs {
-            text += &format!("  output {name}: {}\n", describe_layout(&self.output_layout(name)));
-        }
-        let collectives = self.collectives(0);
-        text += &format!("  rank 0 issues {} collectives\n", collectives.len());
-        for (op, axis, bytes) in collectives {
-            text += &format!("    {op} over {axis}, {bytes} bytes\n");
-        }
+        let mut text = format!("plan {}\n  mesh {mesh}: {} ranks", self.digest(), mesh.mesh_size());
+        text += ", proved free of deadlocks and drift\n";
+        self.graphs.iter().for_each(|graph| text += &self.explain_program(graph));
         if let Some([weights, inputs, temporaries]) = self.memory().into_iter().max() {
             text += &format!(
                 "  the fullest rank holds {weights} bytes of weights, {inputs} of inputs and {temporaries} of temporaries\n"
@@ -152,7 +195,7 @@ impl Plan {
         text
     }
 
-    /// Estimates a call on a machine of the catalog: nanoseconds in total, nanoseconds of collectives that no compute
+    /// Estimates a call of every program on a machine of the catalog: nanoseconds in total, nanoseconds of collectives that no compute
     /// hides, bytes that all ranks send, and floating-point operations of all ranks.
     #[pyo3(signature = (cluster="laptop"))]
     fn estimate(&self, py: Python<'_>, cluster: &str) -> PyResult<(f64, f64, f64, f64)> {
@@ -160,8 +203,8 @@ impl Plan {
         let machine =
             load_machine(name_in_catalog(cluster), None, Some(sealed.mesh().mesh_size())).or_raise(py)?;
         let phases = sealed.phase_names().to_vec();
-        let call = phases.first().cloned().unwrap_or_default();
-        let estimate = py.detach(|| estimate_call(&to_bundle(sealed), &call, &phases, &machine, false));
+        let call = "every program";
+        let estimate = py.detach(|| estimate_call(&to_bundle(sealed), call, &phases, &machine, false));
         let estimate = estimate.or_raise(py)?;
         Ok((estimate.ns, estimate.exposed_ns(), estimate.sent_bytes.iter().sum(), estimate.flops))
     }
@@ -182,8 +225,7 @@ impl Plan {
 
     /// Proves the plan again from its programs alone, and returns its digest.
     fn verify(&self, py: Python<'_>) -> PyResult<String> {
-        let graph = &self.graph;
-        let again = Plan::from_graph(py, graph, Some(self.mesh.clone()))?;
+        let again = Plan::from_graphs(py, self.graphs.to_vec(), Some(self.mesh.clone()))?;
         Ok(again.digest())
     }
 
@@ -193,7 +235,17 @@ impl Plan {
     }
 
     fn __repr__(&self) -> String {
-        format!("Plan({}, mesh {}, digest {})", self.graph.program.name, self.mesh.mesh, &self.digest()[..12])
+        let names: Vec<&str> = self.graphs.iter().map(|graph| graph.program.name.as_str()).collect();
+        format!("Plan({}, mesh {}, digest {})", names.join(", "), self.mesh.mesh, &self.digest()[..12])
+    }
+}
+
+#[pymethods]
+impl Graph {
+    /// Shards the program over a mesh, and proves that its ranks can neither hang nor drift.
+    #[pyo3(signature = (mesh=None))]
+    fn compile(&self, py: Python<'_>, mesh: Option<Mesh>) -> PyResult<Plan> {
+        Plan::from_graphs(py, vec![self.clone()], mesh)
     }
 }
 

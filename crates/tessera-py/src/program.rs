@@ -18,11 +18,10 @@ use tessera_plan::{DecoderPrecision, DtypePolicy, Strategy};
 use crate::dtensor::DTensor;
 use crate::errors::{OrRaise, raise_one};
 use crate::mesh::Mesh;
-use crate::plan::Plan;
 use crate::trace::{ArraySpec, TraceState, Value, lock};
 
 /// A logical program, the layouts of its sources, and the arrays that its weights hold.
-#[pyclass(frozen, module = "tessera.graph")]
+#[pyclass(frozen, from_py_object, module = "tessera.graph")]
 #[derive(Clone)]
 pub(crate) struct Graph {
     pub(crate) program: Arc<Program>,
@@ -202,12 +201,6 @@ impl Graph {
     /// Returns the program in the text form that the command line reads.
     fn text(&self) -> String {
         print(&self.program)
-    }
-
-    /// Shards the program over a mesh, and proves that its ranks can neither hang nor drift.
-    #[pyo3(signature = (mesh=None))]
-    fn compile(&self, py: Python<'_>, mesh: Option<Mesh>) -> PyResult<Plan> {
-        Plan::from_graph(py, self, mesh)
     }
 
     fn __str__(&self) -> String {

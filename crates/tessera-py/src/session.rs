@@ -18,7 +18,7 @@ use crate::array_memory::take_array;
 use crate::dtensor::DTensor;
 use crate::errors::OrRaise;
 use crate::plan::Plan;
-use crate::program::finish;
+use crate::program::{Graph, finish};
 use crate::trace::{ArraySpec, Operand, TraceState, Value, lock};
 
 /// How often a waiting call looks for Ctrl-C.
@@ -46,7 +46,7 @@ pub(crate) fn open_session(
     out: Option<PathBuf>,
     oversubscribe: bool,
 ) -> PyResult<Session> {
-    let weights = plan.graph.weights.clone();
+    let weights = plan.weights();
     let loaded = match ranks {
         "threads" if device != "cpu" => {
             let message = "ranks on GPUs are processes: state ranks=\"processes\"";
@@ -96,7 +96,8 @@ fn process_options(
 
 #[pymethods]
 impl Session {
-    /// Runs the program once. Inputs are arrays or DTensors, in the order of the program's inputs or by name.
+    /// Runs the only program of the plan once. Inputs are arrays or DTensors, in the order of the program's inputs or by
+    /// name.
     #[pyo3(signature = (*arguments, **named))]
     fn __call__(
         &self,
@@ -104,9 +105,19 @@ impl Session {
         arguments: &Bound<'_, PyTuple>,
         named: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Py<PyAny>> {
-        let inputs = self.read_inputs(arguments, named)?;
-        let outputs = self.call(py, &inputs)?;
-        self.wrap_outputs(py, outputs)
+        self.run_graph(py, self.plan.find_graph(None)?, arguments, named)
+    }
+
+    /// Runs one program of the plan once.
+    #[pyo3(signature = (program, *arguments, **named))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        program: &str,
+        arguments: &Bound<'_, PyTuple>,
+        named: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Py<PyAny>> {
+        self.run_graph(py, self.plan.find_graph(Some(program))?, arguments, named)
     }
 
     /// The plan that the ranks run.
@@ -146,53 +157,45 @@ impl Session {
         self.run.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn read_inputs(
+    fn run_graph(
         &self,
+        py: Python<'_>,
+        graph: &Graph,
         arguments: &Bound<'_, PyTuple>,
         named: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<BTreeMap<String, HostArray>> {
-        let names = &self.plan.graph.inputs;
-        if arguments.len() > names.len() {
-            let message = format!("the program has {} inputs, not {}", names.len(), arguments.len());
-            return Err(PyTypeError::new_err(message));
-        }
-        let mut inputs = BTreeMap::new();
-        for ((name, _), value) in names.iter().zip(arguments) {
-            inputs.insert(name.clone(), to_host_array(&value)?);
-        }
-        for (name, value) in named.into_iter().flatten() {
-            let name: String = name.extract()?;
-            if inputs.contains_key(&name) {
-                return Err(PyTypeError::new_err(format!("input `{name}` is given twice")));
-            }
-            inputs.insert(name, to_host_array(&value)?);
-        }
-        Ok(inputs)
+    ) -> PyResult<Py<PyAny>> {
+        let inputs = read_inputs(graph, arguments, named)?;
+        let outputs = self.call(py, graph, &inputs)?;
+        self.wrap_outputs(py, graph, outputs)
     }
 
     fn call(
         &self,
         py: Python<'_>,
+        graph: &Graph,
         inputs: &BTreeMap<String, HostArray>,
     ) -> PyResult<BTreeMap<String, HostArray>> {
-        let name = self.plan.graph.program.name.clone();
         let mut guard = self.lock(py);
         let Some(run) = guard.as_mut() else {
             return Err(PyRuntimeError::new_err("the session is closed"));
         };
         let interrupt = run.interrupt_handle();
-        wait_for(py, || run.call(&name, inputs), || interrupt.interrupt())?.or_raise(py)
+        wait_for(py, || run.call(&graph.program.name, inputs), || interrupt.interrupt())?.or_raise(py)
     }
 
-    fn wrap_outputs(&self, py: Python<'_>, outputs: BTreeMap<String, HostArray>) -> PyResult<Py<PyAny>> {
-        let mut outputs = outputs;
+    fn wrap_outputs(
+        &self,
+        py: Python<'_>,
+        graph: &Graph,
+        mut outputs: BTreeMap<String, HostArray>,
+    ) -> PyResult<Py<PyAny>> {
         let mut wrapped = Vec::new();
-        for (name, ..) in &self.plan.graph.outputs {
+        for (name, ..) in &graph.outputs {
             if let Some(array) = outputs.remove(name) {
-                wrapped.push(self.plan.to_dtensor(name, array));
+                wrapped.push(self.plan.to_dtensor(graph, name, array));
             }
         }
-        match (self.plan.graph.returns_one, wrapped.pop()) {
+        match (graph.returns_one, wrapped.pop()) {
             (true, Some(only)) => Ok(only.into_pyobject(py)?.into_any().unbind()),
             (_, last) => {
                 wrapped.extend(last);
@@ -200,6 +203,31 @@ impl Session {
             }
         }
     }
+}
+
+/// Returns the inputs of a program by name.
+fn read_inputs(
+    graph: &Graph,
+    arguments: &Bound<'_, PyTuple>,
+    named: Option<&Bound<'_, PyDict>>,
+) -> PyResult<BTreeMap<String, HostArray>> {
+    let names = &graph.inputs;
+    if arguments.len() > names.len() {
+        let message = format!("the program has {} inputs, not {}", names.len(), arguments.len());
+        return Err(PyTypeError::new_err(message));
+    }
+    let mut inputs = BTreeMap::new();
+    for ((name, _), value) in names.iter().zip(arguments) {
+        inputs.insert(name.clone(), to_host_array(&value)?);
+    }
+    for (name, value) in named.into_iter().flatten() {
+        let name: String = name.extract()?;
+        if inputs.contains_key(&name) {
+            return Err(PyTypeError::new_err(format!("input `{name}` is given twice")));
+        }
+        inputs.insert(name, to_host_array(&value)?);
+    }
+    Ok(inputs)
 }
 
 fn to_host_array(value: &Bound<'_, PyAny>) -> PyResult<HostArray> {
@@ -271,7 +299,7 @@ pub(crate) fn apply_eagerly(
     }
     let result = add_ops(py, &values)?.id();
     let graph = finish(py, state, vec![("y".to_string(), result)], true)?;
-    run_once(py, &Plan::from_graph(py, &graph, None)?, inputs)
+    run_once(py, &Plan::from_graphs(py, vec![graph], None)?, inputs)
 }
 
 /// Returns an array in another layout.
@@ -282,7 +310,7 @@ pub(crate) fn redistribute(py: Python<'_>, array: &DTensor, layout: Layout) -> P
     graph.output_layouts.insert("y".to_string(), layout);
     run_once(
         py,
-        &Plan::from_graph(py, &graph, None)?,
+        &Plan::from_graphs(py, vec![graph], None)?,
         BTreeMap::from([("x".to_string(), array.array.clone())]),
     )
 }
@@ -290,7 +318,8 @@ pub(crate) fn redistribute(py: Python<'_>, array: &DTensor, layout: Layout) -> P
 /// Runs a plan of one output whose ranks may still be loaded.
 fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, HostArray>) -> PyResult<DTensor> {
     let digest = plan.plan.sealed.digest_hex();
-    let is_reusable = plan.graph.weights.is_empty();
+    let graph = plan.find_graph(None)?;
+    let is_reusable = graph.weights.is_empty();
     let loaded = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let known = {
         let mut sessions = loaded();
@@ -301,7 +330,7 @@ fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, HostArray>) ->
         Some(session) => session,
         None => Arc::new(open_session(py, plan.clone(), "threads", "cpu", 1, None, true)?),
     };
-    let outputs = session.call(py, &inputs)?;
+    let outputs = session.call(py, graph, &inputs)?;
     if is_reusable {
         let mut sessions = loaded();
         sessions.push((digest, session));
@@ -311,7 +340,7 @@ fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, HostArray>) ->
         py.detach(|| drop(evicted));
     }
     let (name, array) = outputs.into_iter().next().ok_or_else(|| PyRuntimeError::new_err("no output"))?;
-    Ok(plan.to_dtensor(&name, array))
+    Ok(plan.to_dtensor(graph, &name, array))
 }
 
 impl From<&DTensor> for ArraySpec {

@@ -162,7 +162,8 @@ impl TraceState {
     }
 
     fn push_weight(&mut self, prefix: &str, array: &HostArray, layout: Layout) -> ValueId {
-        let name = format!("{prefix}{}", self.weights.len());
+        // The programs of a plan share their weights by name.
+        let name = format!("{}.{prefix}{}", self.builder.program().name, self.weights.len());
         let id = self.builder.add_weight(&name, Type::new(DType::F32, array.shape().to_vec()));
         self.layouts.insert(name.clone(), layout);
         self.weights.insert(name, array.clone());
@@ -171,7 +172,7 @@ impl TraceState {
 
     /// Adds a scalar that has these numbers in every call.
     pub(crate) fn add_call_constant(&mut self, shape: &[u64], values: Vec<f32>) -> ValueId {
-        let name = format!("s{}", self.constants.len());
+        let name = format!("{}.s{}", self.builder.program().name, self.constants.len());
         let id = self.builder.add_call_scalar(&name, Type::new(DType::F32, shape.to_vec()));
         self.constants.insert(name, values);
         id

@@ -1,7 +1,5 @@
 """Distributed arrays: shapes, memory, and exchanges between layouts."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 from helpers import REPLICATED, draw, make_mesh, shard
@@ -98,7 +96,7 @@ LAYOUTS: list[dist.ReplicateSpec | dist.ShardSpec] = [
 def test_every_layout_becomes_every_other_and_back(rng: np.random.Generator, shape: tuple[int, int]) -> None:
     mesh = make_mesh(tp=2, ep=3)
     array = draw(rng, *shape)
-    for first, second in product(LAYOUTS, LAYOUTS):
+    for first, second in ((a, b) for a in LAYOUTS for b in LAYOUTS):
         tensor = dist.distribute(array, mesh, first)
         there = tensor.redistribute(second)
         back = there.redistribute(first)

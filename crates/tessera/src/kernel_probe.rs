@@ -126,7 +126,8 @@ pub(crate) fn run_probes(
 }
 
 /// Returns the op with the types of its operands and its attributes, such as
-/// `silu(f32[24, 96])` or `matmul(f32[24, 96], f32[96, 96]) {act = gelu}`.
+/// `silu(f32[24, 96])` or `matmul(f32[24, 96], f32[96, 96]) {act = gelu}`. An operand that repeats another one is named
+/// after it, as in `mul(f32[24, 96], operand 0)`: its probe draws numbers for one of them only.
 fn name_kernel<'a>(p: &'a Program, op: &Op, maker: &dyn Fn(ValueId) -> Option<&'a Op>) -> String {
     let text = |v: ValueId| {
         let ty = p.type_of(v);
@@ -134,8 +135,13 @@ fn name_kernel<'a>(p: &'a Program, op: &Op, maker: &dyn Fn(ValueId) -> Option<&'
         let shown = Type::new(ty.dtype, ty.shape.clone()).display_on(&Mesh::default());
         if is_weight { format!("weight {shown}") } else { shown }
     };
-    let keyed = op.keyed.iter().map(|(name, v)| format!("{name}={}", text(*v)));
-    let operands: Vec<String> = op.operands.iter().map(|v| text(*v)).chain(keyed).collect();
+    let text_or_first = |i: usize, v: ValueId| match op.operands.iter().position(|other| *other == v) {
+        Some(first) if first < i => format!("operand {first}"),
+        _ => text(v),
+    };
+    let keyed = op.keyed.iter().map(|(name, v)| format!("{name}={}", text_or_first(op.operands.len(), *v)));
+    let positional = op.operands.iter().enumerate().map(|(i, v)| text_or_first(i, *v));
+    let operands: Vec<String> = positional.chain(keyed).collect();
     let attrs: Vec<String> = stated_attrs(op).map(|(name, a)| format!("{name} = {}", attr_text(a))).collect();
     let attrs = if attrs.is_empty() { String::new() } else { format!(" {{{}}}", attrs.join(", ")) };
     format!("{}({}){attrs}", op.opcode.name(), operands.join(", "))
@@ -572,6 +578,26 @@ mod tests {
             }
         }
         assert!(compared > 20, "{compared}");
+    }
+
+    #[test]
+    fn a_kernel_that_reads_a_value_twice_is_another_one() {
+        let names = |order: [bool; 2]| -> Vec<(String, usize)> {
+            let mut b = Builder::new_role("p", "r", Mesh::default(), &["compute"]);
+            let [x, y] = ["x", "y"].map(|name| b.add_input(name, Type::new(DType::F32, [4, 6])));
+            for twice in order {
+                let sum = b.add_op(Opcode::Add, &[x, if twice { x } else { y }]);
+                b.add_output(&format!("out{twice}"), sum);
+            }
+            let program = b.finish().unwrap();
+            let inputs = |p: &Program| p.ops.iter().filter(|op| op.opcode == Opcode::Input).count();
+            let probes = plan_probes([(&program, single_ops(&program))]);
+            probes.into_iter().map(|(name, probe)| (name, inputs(&probe.unwrap()))).collect()
+        };
+        // Two ranks may run both kernels in another order; each has one name and one probe.
+        assert_eq!(names([true, false]), names([false, true]));
+        let expected = [("add(f32[4, 6], f32[4, 6])", 2), ("add(f32[4, 6], operand 0)", 1)];
+        assert_eq!(names([true, false]), expected.map(|(name, inputs)| (name.to_string(), inputs)));
     }
 
     #[test]

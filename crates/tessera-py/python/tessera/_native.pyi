@@ -304,8 +304,11 @@ def trace(function: Callable[..., Any], *arguments: DTensor | ArraySpec, name: s
     weights. It returns a value, a tuple of values or a dict of values.
     """
 
+def compile(*graphs: Graph, mesh: Mesh | None = None) -> Plan:
+    """Plans several programs for one run, whose ranks load all of them."""
+
 class Plan:
-    """A sealed plan: a verified program for each rank of a mesh."""
+    """A sealed plan: verified programs for each rank of a mesh."""
 
     @property
     def digest(self) -> str:
@@ -313,17 +316,21 @@ class Plan:
     @property
     def mesh(self) -> Mesh: ...
     @property
-    def graph(self) -> Graph: ...
-    def text(self, rank: int = 0) -> str:
-        """Returns the program of a rank: every value with its layout, every collective and every wait."""
-    def collectives(self, rank: int = 0) -> list[tuple[str, str, int]]:
+    def graphs(self) -> list[Graph]:
+        """The programs before they were sharded."""
+    def text(self, rank: int = 0, program: str | None = None) -> str:
+        """Returns a program of a rank: every value with its layout, every collective and every wait.
+
+        Without a name it is the only program.
+        """
+    def collectives(self, rank: int = 0, program: str | None = None) -> list[tuple[str, str, int]]:
         """Returns the collectives of a rank in order: op, axis, and bytes of the operand."""
     def memory(self) -> list[list[int]]:
         """Returns the bytes of weights, inputs and temporaries of each rank."""
     def explain(self) -> str:
         """Says in words what each rank does."""
     def estimate(self, cluster: str = "laptop") -> tuple[float, float, float, float]:
-        """Estimates a call on a machine of the catalog.
+        """Estimates a call of every program on a machine of the catalog.
 
         Returns nanoseconds in total, nanoseconds of collectives that no compute hides, bytes that all ranks send, and
         floating-point operations of all ranks.
@@ -407,10 +414,15 @@ def plan_memory(
     """
 
 class Session:
-    """The loaded ranks of a plan, which run its program once per call."""
+    """The loaded ranks of a plan, which run one program per call."""
 
     def __call__(self, *arguments: ArrayLike, **named: ArrayLike) -> Any:
-        """Runs the program. Inputs are arrays or DTensors, in the order of the program's inputs or by name."""
+        """Runs the only program of the plan.
+
+        Inputs are arrays or DTensors, in the order of the program's inputs or by name.
+        """
+    def run(self, program: str, *arguments: ArrayLike, **named: ArrayLike) -> Any:
+        """Runs one program of the plan."""
     @property
     def plan(self) -> Plan: ...
     @property
