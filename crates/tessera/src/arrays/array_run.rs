@@ -23,7 +23,7 @@ pub struct ArrayRun {
 }
 
 enum Ranks {
-    Threads(ThreadRun),
+    Threads(Box<ThreadRun>),
     Processes(ProcessRun),
     /// The run has ended.
     Gone,
@@ -40,7 +40,7 @@ impl ArrayRun {
         threads_per_rank: usize,
     ) -> Result<ArrayRun, Diagnostics> {
         plan.programs.check_weights(&weights)?;
-        let ranks = Ranks::Threads(ThreadRun::start(plan, weights, threads_per_rank)?);
+        let ranks = Ranks::Threads(Box::new(ThreadRun::start(plan, weights, threads_per_rank)?));
         Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
     }
 

@@ -120,7 +120,7 @@ output \"whole\", %g\n}}\n",
     /// Gathers `%y`; uneven shards are padded first.
     fn gather_text(self) -> String {
         let tp = self.mesh[0];
-        if self.elements % tp == 0 {
+        if self.elements.is_multiple_of(tp) {
             return "  %g = ttile.collective.all_gather %y {axis = \"tp\", dim = 0}\n".to_string();
         }
         let (extent, rows) = (self.elements, self.elements.div_ceil(tp));
