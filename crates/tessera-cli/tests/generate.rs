@@ -361,6 +361,7 @@ fn a_language_model_is_planned_with_its_estimate_and_its_memory() {
     assert_eq!(planned["ids_per_second"].as_f64(), Some(1e9 / ns(1)));
     assert_eq!(planned["ranks"].as_array().unwrap().len(), 2);
     assert!(planned["ranks"][1]["caches_bytes"].as_u64().unwrap() > 0);
+    assert!(success_stdout(&run_tessera(&["check", folder])).contains("verified"));
     let text = success_stdout(&run_tessera(&args));
     assert!(text.contains("decoding") && text.contains("ids/s") && text.contains("KV caches"), "{text}");
     let doctor = run_tessera(&["doctor", folder]);

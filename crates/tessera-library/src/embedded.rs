@@ -229,6 +229,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/reference/envelope.md", include_str!("../../../docs/reference/envelope.md")),
     ("docs/reference/environment.md", include_str!("../../../docs/reference/environment.md")),
     ("docs/reference/parity.md", include_str!("../../../docs/reference/parity.md")),
+    ("docs/reference/python.md", include_str!("../../../docs/reference/python.md")),
     ("docs/reference/tripwires.md", include_str!("../../../docs/reference/tripwires.md")),
 ];
 

@@ -33,21 +33,11 @@ fn run_command_line(py: Python<'_>, arguments: Vec<OsString>, program: String) -
     py.detach(|| tessera_cli::run(arguments, Ok(program)))
 }
 
-/// Runs one rank of a run and returns its exit status. A launcher starts the process that calls it.
-#[pyfunction]
-fn run_rank(py: Python<'_>) -> i32 {
-    py.detach(|| tessera::rank_main(|| ()))
-}
-
 /// Returns the documentation of a diagnostic code, or `None` for an unknown one.
 #[pyfunction]
 fn explain_code(code: &str) -> Option<&'static str> {
     tessera_cli::explain_code(code)
 }
-
-/// Does nothing: the cost of a call from Python.
-#[pyfunction]
-fn do_nothing() {}
 
 #[pymodule(gil_used = true)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -69,9 +59,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<session::Session>()?;
     for function in [
         wrap_pyfunction!(run_command_line, module)?,
-        wrap_pyfunction!(run_rank, module)?,
         wrap_pyfunction!(explain_code, module)?,
-        wrap_pyfunction!(do_nothing, module)?,
         wrap_pyfunction!(dtensor::distribute, module)?,
         wrap_pyfunction!(program::trace, module)?,
         wrap_pyfunction!(plan::compile, module)?,

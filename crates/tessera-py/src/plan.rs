@@ -229,7 +229,7 @@ impl Plan {
         Ok(again.digest())
     }
 
-    /// Writes the plan to a new folder, which `tessera check` and `Plan.load` read.
+    /// Writes the plan to a new folder, which `tessera check` proves again. Weights are not part of a plan.
     fn save(&self, py: Python<'_>, folder: PathBuf) -> PyResult<()> {
         self.plan.write(&folder).or_raise(py)
     }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers import REPLICATED, attend, draw, make_mesh, mix_experts, relative_error, shard, silu
@@ -96,6 +100,27 @@ def test_processes_return_the_bits_of_threads(rng: np.random.Generator) -> None:
     with rt.open_session(plan) as threads, rt.open_session(plan, ranks="processes", oversubscribe=True) as run:
         assert len(run.process_ids) == 2
         assert np.array_equal(threads(x).gather(), run(x).gather())
+
+
+def test_a_saved_plan_is_proved_again(rng: np.random.Generator, tmp_path: Path) -> None:
+    mesh = make_mesh(tp=2)
+    w = dist.distribute(draw(rng, 8, 8), mesh, shard(row="tp"))
+    linear, attention = op.linear(), op.flash_attention(2, 4, causal=True)
+    spec = graph.ArraySpec((6, 8), mesh, dims=TOKENS)
+    plan = graph.trace(lambda x: linear(attention(x, x, x), w), spec).compile()
+    plan.save(str(tmp_path / "plan"))
+
+    def check() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tessera", "check", str(tmp_path / "plan")]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert plan.digest[:12] in check().stdout
+    program = next((tmp_path / "plan" / "programs").iterdir())
+    program.write_text(program.read_text().replace("all_reduce", "all_gather").replace("reduction", "dim"))
+    assert check().returncode == 1
+    with pytest.raises(TesseraError) as exists:
+        plan.save(str(tmp_path / "plan"))
+    assert exists.value.code == "T0013"
 
 
 def test_a_program_says_what_it_refuses(rng: np.random.Generator) -> None:

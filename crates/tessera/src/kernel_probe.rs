@@ -17,9 +17,7 @@ use std::sync::Arc;
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_device::{Backend, CallData, FingerprintHasher, MeshRank, Observer, Scalar, WeightSource};
-use tessera_ir::{
-    Builder, DType, Op, OpKind, OpView, Opcode, Program, Slots, Type, ValueId, op_workload,
-};
+use tessera_ir::{Builder, DType, Op, OpKind, OpView, Opcode, Program, Slots, Type, ValueId, op_workload};
 use tessera_mesh::{Mesh, Rank};
 use tessera_runtime::parity::KERNEL_KEY;
 use tessera_runtime::tripwire::T0775;

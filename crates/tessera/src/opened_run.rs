@@ -7,7 +7,7 @@ use tessera_plan::Mapping;
 pub use tessera_report::call_comparison::EstimateComparison;
 use tessera_report::flight::FlightLog;
 use tessera_report::record::RunRecord;
-use tessera_verify::SealedPlan;
+use tessera_verify::{DeviceLimits, SealedPlan};
 
 use crate::arrays::ArrayPlan;
 use crate::generate::LanguagePlan;
@@ -32,13 +32,21 @@ impl RunPlan {
     /// # Errors
     /// T0011, T0012, or what the verifier rejects.
     pub fn read(dir: &Path) -> Result<RunPlan, Diagnostics> {
+        RunPlan::read_with_limits(dir, &DeviceLimits::default())
+    }
+
+    /// Like [`RunPlan::read`], with the limits of the machine that will run the plan.
+    ///
+    /// # Errors
+    /// T0011, T0012, or what the verifier rejects.
+    pub fn read_with_limits(dir: &Path, limits: &DeviceLimits) -> Result<RunPlan, Diagnostics> {
         if LanguagePlan::is_in(dir) {
-            return LanguagePlan::read(dir).map(|plan| RunPlan::Text(Box::new(plan)));
+            return LanguagePlan::read_with_limits(dir, limits).map(|plan| RunPlan::Text(Box::new(plan)));
         }
         if ArrayPlan::is_in(dir) {
-            return ArrayPlan::read(dir).map(|plan| RunPlan::Arrays(Box::new(plan)));
+            return ArrayPlan::read_with_limits(dir, limits).map(|plan| RunPlan::Arrays(Box::new(plan)));
         }
-        Plan::read(dir).map(|plan| RunPlan::Video(Box::new(plan)))
+        Plan::read_with_limits(dir, limits).map(|plan| RunPlan::Video(Box::new(plan)))
     }
 
     /// Returns the sealed programs.

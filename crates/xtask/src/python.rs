@@ -23,8 +23,21 @@ pub(crate) fn check_package(root: &Path) -> Result<()> {
     let package = root.join(PACKAGE);
     let run = |arguments: &[&str]| run_command(Command::new(&python).args(arguments).current_dir(&package));
     run(&["-m", "pytest", "-q", "tests"])?;
+    for example in list_examples(root)? {
+        run_command(Command::new(&python).arg(&example).current_dir(root))?;
+    }
     run(&["-m", "mypy", "--strict", "tests"])?;
-    run(&["-m", "pyright", "--project", "pyproject.toml", "tests"])
+    run(&["-m", "pyright", "--project", "pyproject.toml", "tests", "python"])
+}
+
+/// Returns the example programs, in order of name.
+fn list_examples(root: &Path) -> Result<Vec<PathBuf>> {
+    let folder = root.join("examples");
+    let entries = std::fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    found.retain(|path| path.extension().is_some_and(|extension| extension == "py"));
+    found.sort();
+    Ok(found)
 }
 
 /// Builds the wheel and returns its path.

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use tessera::Plan;
 use tessera::check::{DeviceLimits, check_file};
 use tessera::codes::T0026;
 use tessera::files::read_text_file;
+use tessera::opened_run::RunPlan;
 use tessera::terminal::print_stderr_line;
 use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics};
 use tessera_tools::charts::{check_chart, is_chart};
@@ -187,9 +187,9 @@ fn check_input(input: &CheckInput, limits: &DeviceLimits, ranks: Option<u32>) ->
         }
         CheckInput::Plan(folder) => {
             let source = Box::new(|at: &str| read_text_file(Path::new(at)).ok());
-            match Plan::read_with_limits(folder, limits) {
+            match RunPlan::read_with_limits(folder, limits) {
                 Ok(plan) => {
-                    let verified = Some(VerifiedSummary::Digest(plan.sealed.digest_hex()));
+                    let verified = Some(VerifiedSummary::Digest(plan.sealed().digest_hex()));
                     CheckOutcome { diagnostics: Vec::new(), source, summary: verified }
                 }
                 Err(diagnostics) => CheckOutcome { diagnostics, source, summary: None },

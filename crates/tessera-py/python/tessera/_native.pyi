@@ -16,9 +16,7 @@ ArrayLike: TypeAlias = Float32Array | DTensor
 Router: TypeAlias = Callable[[Any, RouterMeta], Any]
 
 def run_command_line(arguments: Sequence[str], program: str) -> int: ...
-def run_rank() -> int: ...
 def explain_code(code: str) -> str | None: ...
-def do_nothing() -> None: ...
 
 class Mesh:
     """A mesh of devices with named axes.
@@ -143,7 +141,10 @@ def numeric(
     scale: str | None = None,
     stochastic_round: bool = False,
 ) -> Numeric:
-    """Creates a precision policy: ``f32``, ``bf16`` or ``fp8_e4m3``, with sums in f32."""
+    """Creates a precision policy: ``f32``, ``bf16`` or ``fp8_e4m3``, with sums in f32.
+
+    Ranks add partial sums in the order of their numbers, whatever ``deterministic`` states; ``False`` would permit another order.
+    """
 
 class Layer:
     """A layer: an op with its attributes, without its weights."""
@@ -340,7 +341,7 @@ class Plan:
     def verify(self) -> str:
         """Plans and proves the program again, and returns the digest."""
     def save(self, folder: str) -> None:
-        """Writes the plan to a new folder, which ``tessera check`` reads."""
+        """Writes the plan to a new folder, which ``tessera check`` proves again. Weights are not part of a plan."""
 
 class Search:
     """A question about the mappings of a model on a machine."""

@@ -93,6 +93,14 @@ impl ArrayPlan {
     /// # Errors
     /// T0011, T0012, T0090, or what the verifier rejects.
     pub fn read(dir: &Path) -> Result<ArrayPlan, Diagnostics> {
+        ArrayPlan::read_with_limits(dir, &DeviceLimits::default())
+    }
+
+    /// Like [`ArrayPlan::read`], with the limits of the machine that will run the plan.
+    ///
+    /// # Errors
+    /// T0011, T0012, T0090, or what the verifier rejects.
+    pub fn read_with_limits(dir: &Path, limits: &DeviceLimits) -> Result<ArrayPlan, Diagnostics> {
         let path = dir.join(CONSTANTS_FILE);
         let constants = match path.exists() {
             false => BTreeMap::new(),
@@ -101,7 +109,7 @@ impl ArrayPlan {
                 from_json(&path.display().to_string(), &text)?
             }
         };
-        let read = read_sealed(dir, &DeviceLimits::default(), &|mapping| sealed_text(mapping, &constants))?;
+        let read = read_sealed(dir, limits, &|mapping| sealed_text(mapping, &constants))?;
         ArrayPlan::from_sealed(read.mapping, read.sealed, constants)
     }
 

@@ -150,6 +150,14 @@ impl LanguagePlan {
     /// # Errors
     /// T0011, T0012, or what the verifier rejects.
     pub fn read(dir: &Path) -> Result<LanguagePlan, Diagnostics> {
+        LanguagePlan::read_with_limits(dir, &DeviceLimits::default())
+    }
+
+    /// Like [`LanguagePlan::read`], with the limits of the machine that will run the plan.
+    ///
+    /// # Errors
+    /// T0011, T0012, or what the verifier rejects.
+    pub fn read_with_limits(dir: &Path, limits: &DeviceLimits) -> Result<LanguagePlan, Diagnostics> {
         let text = |name: &str| {
             let path = dir.join(name);
             read_text(&path, &T0011).map(|text| (path.display().to_string(), text)).map_err(|d| vec![d])
@@ -158,8 +166,7 @@ impl LanguagePlan {
         let model = DecoderModel::parse(&file, &config)?;
         let (file, settings) = text(SETTINGS_FILE)?;
         let settings: LanguageSettings = from_json(&file, &settings)?;
-        let read =
-            read_sealed(dir, &DeviceLimits::default(), &|mapping| sealed_text(mapping, &model, settings))?;
+        let read = read_sealed(dir, limits, &|mapping| sealed_text(mapping, &model, settings))?;
         Ok(LanguagePlan::from_sealed(model, read.mapping, read.sealed, settings))
     }
 }
