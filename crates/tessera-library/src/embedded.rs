@@ -45,6 +45,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/design/0025-attention-sinks.md", include_str!("../../../docs/design/0025-attention-sinks.md")),
     ("docs/design/0026-guidance.md", include_str!("../../../docs/design/0026-guidance.md")),
     ("docs/design/0027-language-models.md", include_str!("../../../docs/design/0027-language-models.md")),
+    ("docs/design/0028-array-programs.md", include_str!("../../../docs/design/0028-array-programs.md")),
     ("docs/glossary.md", include_str!("../../../docs/glossary.md")),
     ("docs/guides/add-a-backend.md", include_str!("../../../docs/guides/add-a-backend.md")),
     ("docs/guides/add-a-drill.md", include_str!("../../../docs/guides/add-a-drill.md")),

@@ -77,7 +77,7 @@ fn a_bias_of_a_row_parallel_matmul_is_added_after_the_sum() {
     let mesh = mesh("tp=3");
     let row = laid_out(&mesh, body, &[("x", &["row"], &["tp"]), ("w", &["row"], &["tp"])]);
     let p = lower_first(&mesh, row, &StreamOverlap::none());
-    assert_eq!(op_names(&p), ["matmul", "event.record", "issue", "wait", "bias_act", "output"]);
+    assert_eq!(op_names(&p), ["matmul", "event.record", "issue", "wait", "take_shard", "bias_act", "output"]);
     // A column-parallel one needs no sum, and stays fused.
     let col = laid_out(&mesh, body, &[("w", &["col"], &["tp"]), ("b", &["col"], &["tp"])]);
     let col = lower(&mesh, col, &StreamOverlap::none()).unwrap();
