@@ -68,6 +68,13 @@ pub fn as_matrix(shape: &[u64], dim: usize) -> (usize, usize) {
     (rows.iter().product::<u64>() as usize, columns.iter().product::<u64>() as usize)
 }
 
+/// Returns the shape of the tensor of which a group exchanges shards: each dim is whole in the
+/// operand x or in the result y. Axes that have no part in the exchange may shard it further.
+#[must_use]
+pub fn exchanged_shape(x: &Type, y: &Type) -> Vec<u64> {
+    x.shape.iter().zip(&y.shape).map(|(before, after)| *before.max(after)).collect()
+}
+
 /// Returns the dim over which a type is sharded on an axis, and the range of every member's shard
 /// along that dim in the matrix of [`as_matrix`]. Returns no ranges if the type is not sharded on
 /// the axis.
@@ -189,5 +196,16 @@ mod tests {
         assert_eq!(ranks(to, 0), None);
         assert_eq!(ranks(CommRoute { group: over, peer: Some(TransferPeer::To(2)) }, 1), None);
         assert_eq!([to, from].map(|r| r.to_string()), ["tp/2 to position 1", "tp/2 from position 1"]);
+    }
+
+    #[test]
+    fn a_group_exchanges_shards_of_the_part_that_another_axis_leaves_it() {
+        let shard = |dim| AxisLayout::Shard(tessera_mesh::Shard { dim, uneven: None, subgroup_size: None });
+        let ty = |shape: [u64; 3], dim| {
+            Type::new(tessera_ir::DType::F32, shape)
+                .with_axis_layout(Axis::Ep, shard(dim))
+                .with_axis_layout(Axis::Tp, shard(2))
+        };
+        assert_eq!(exchanged_shape(&ty([2, 6, 5], 0), &ty([4, 3, 5], 1)), [4, 6, 5]);
     }
 }

@@ -21,7 +21,7 @@ pub use cache_checks::CacheChecks;
 pub use call_data::{CallData, Scalar, check_input};
 pub use codes::{CODES, T0801, T0802, T0803, T0804, T0805};
 pub use communicator::{
-    CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, shard_ranges,
+    CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, exchanged_shape, shard_ranges,
 };
 pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice, first_nonfinite};
 pub use memory_use::MemoryUse;

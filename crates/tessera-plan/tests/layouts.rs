@@ -27,7 +27,7 @@ fn laid_out(mesh: &Mesh, body: &str, specs: &[(&str, &[&str], &[&str])]) -> Laid
         (name.to_string(), spec.to_layout(shape, &names, mesh).unwrap())
     };
     let sources = specs.iter().map(layout).collect();
-    LaidOutProgram { program, sources, outputs: BTreeMap::new() }
+    LaidOutProgram { program, sources, values: BTreeMap::new(), outputs: BTreeMap::new() }
 }
 
 fn lower(mesh: &Mesh, p: LaidOutProgram, overlap: &StreamOverlap) -> Result<Bundle, Diagnostics> {
@@ -77,7 +77,7 @@ fn a_bias_of_a_row_parallel_matmul_is_added_after_the_sum() {
     let mesh = mesh("tp=3");
     let row = laid_out(&mesh, body, &[("x", &["row"], &["tp"]), ("w", &["row"], &["tp"])]);
     let p = lower_first(&mesh, row, &StreamOverlap::none());
-    assert_eq!(op_names(&p), ["matmul", "event.record", "issue", "wait", "bias_act", "output"]);
+    assert_eq!(op_names(&p), ["matmul", "event.record", "issue", "wait", "take_shard", "bias_act", "output"]);
     // A column-parallel one needs no sum, and stays fused.
     let col = laid_out(&mesh, body, &[("w", &["col"], &["tp"]), ("b", &["col"], &["tp"])]);
     let col = lower(&mesh, col, &StreamOverlap::none()).unwrap();
@@ -194,7 +194,7 @@ fn softmax_and_bmm_run_on_shards_of_their_batches() {
     let dims = [DimName::Head, DimName::Token, DimName::Hidden];
     let layout = spec.to_layout(&[6, 5, 4], &dims, &mesh).unwrap();
     let sources = ["q", "k", "v"].map(|name| (name.to_string(), layout)).into();
-    let p = LaidOutProgram { program: logical(body), sources, outputs: BTreeMap::new() };
+    let p = LaidOutProgram { program: logical(body), sources, values: BTreeMap::new(), outputs: BTreeMap::new() };
     let bundle = lower(&mesh, p, &StreamOverlap::none()).unwrap();
     let ranks: Vec<_> = bundle.roles.iter().map(|r| (r.role.as_str(), r.ranks.len())).collect();
     assert_eq!(ranks, [("ranks@tp0", 2), ("ranks@tp2", 2)]);
@@ -247,7 +247,7 @@ fn layouts_that_do_not_fit_are_refused_together() {
     ];
     let sources = bad_sources.map(|(name, layout)| (name.to_string(), layout)).into();
     let outputs = BTreeMap::from([("z".to_string(), Layout::REPLICATED)]);
-    let p = LaidOutProgram { program: logical(TWO_LAYERS), sources, outputs };
+    let p = LaidOutProgram { program: logical(TWO_LAYERS), sources, values: BTreeMap::new(), outputs };
     let found = lower(&mesh, p, &StreamOverlap::all()).unwrap_err();
     assert_eq!(found.iter().map(|d| d.code.id).collect::<Vec<_>>(), ["T0614"; 6], "{found:#?}");
     for word in ["w3", "no dim 2", "9 elements", "partial(sum)", "both tp and ep", "output \"z\""] {
@@ -258,7 +258,7 @@ fn layouts_that_do_not_fit_are_refused_together() {
 #[test]
 fn programs_that_ranks_cannot_run_are_refused() {
     let codes = |p: Program, mesh_text: &str| {
-        let laid_out = LaidOutProgram { program: p, sources: BTreeMap::new(), outputs: BTreeMap::new() };
+        let laid_out = LaidOutProgram { program: p, sources: BTreeMap::new(), values: BTreeMap::new(), outputs: BTreeMap::new() };
         let found = lower(&mesh(mesh_text), laid_out, &StreamOverlap::all()).unwrap_err();
         found.iter().map(|d| d.code.id).collect::<Vec<_>>()
     };

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use tessera_device::{
-    CallData, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
+    CallData, CommRoute, Fault, Observer, as_matrix, collective_signature, exchanged_shape, shard_ranges,
 };
 use tessera_ir::{CollectiveOp, Op, OpByKind, OpView, Opcode, Program, Type, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout};
@@ -75,7 +75,7 @@ impl CpuBackend {
     ) -> Result<(), Fault> {
         let (p, op) = (&*prepared.program, &prepared.program.ops[issue]);
         let deadline = Instant::now() + self.collective_timeout;
-        let (seat, mut none) = (self.placement, Vec::new());
+        let mut none = Vec::new();
         let result = result_op.results.first();
         let memory = match result.map(|r| &prepared.locations[r.0 as usize]) {
             Some(ValueLocation::Slot(place)) => &mut self.memory.temporaries[place.to_range()],
@@ -86,7 +86,7 @@ impl CpuBackend {
         let mut report = CollectiveReport::default();
         let collected = end.transport.collect(ticket, deadline, &mut |views| {
             if let (Some(r), OpByKind::Collective(collective)) = (result, prepared.views[issue].by_kind()) {
-                let cx = ResultContext { program: p, op, out_ty: p.type_of(*r), placement: &seat, me };
+                let cx = ResultContext { program: p, op, out_ty: p.type_of(*r), me };
                 report = cx.write_result(collective, memory, views);
             }
         });
@@ -202,7 +202,6 @@ struct ResultContext<'a> {
     program: &'a Program,
     op: &'a Op,
     out_ty: &'a Type,
-    placement: &'a MeshRank,
     /// Position of this rank in the group.
     me: usize,
 }
@@ -270,7 +269,7 @@ impl ResultContext<'_> {
         let (x, words_ty) = (with_words(self.program.type_of(v.x)), with_words(self.out_ty));
         let (dim, concat) = shard_ranges(&x, axis, parts);
         let (_, split) = shard_ranges(&words_ty, axis, parts);
-        let whole = as_matrix(&x.layout.global_shape(&x.shape, &self.placement.mesh), 1);
+        let whole = as_matrix(&exchanged_shape(&x, &words_ty), 1);
         let mut decoded = Vec::new();
         let words = match v.wire {
             Some(_) => {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tessera_device::{
     AbortFn, CommRoute, Fault, JoinedCommunicator, MeshRank, Observer, as_matrix, collective_signature,
-    shard_ranges,
+    exchanged_shape, shard_ranges,
 };
 use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, OpView, Program, Type, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout};
@@ -387,7 +387,7 @@ fn build_collective(
             let (dim, reduction) = (dim.min(1), v.reduction);
             CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
         }
-        CollectiveOp::AllToAll(v) => build_all_to_all(placement, me, v, both()?, &shards)?,
+        CollectiveOp::AllToAll(v) => build_all_to_all(me, v, both()?, &shards)?,
         CollectiveOp::HaloExchange(v) => {
             let (x, _) = both()?;
             build_halo_exchange(me, x, shards(x, v.axis)?)?
@@ -415,7 +415,6 @@ type ShardParts = (usize, Vec<Range<usize>>);
 
 /// Builds the copies of an exchange of x that returns y.
 fn build_all_to_all(
-    placement: &MeshRank,
     me: usize,
     v: &views::AllToAll,
     (x, y): (&Type, &Type),
@@ -425,7 +424,7 @@ fn build_all_to_all(
     let on_wire = |ty: &Type| if v.wire.is_some() { type_on_wire(ty) } else { ty.clone() };
     let (x, y) = (on_wire(x), on_wire(y));
     let ((dim, concat), (_, split)) = (shards(&x, v.axis)?, shards(&y, v.axis)?);
-    let whole = as_matrix(&x.layout.global_shape(&x.shape, &placement.mesh), 1);
+    let whole = as_matrix(&exchanged_shape(&x, &y), 1);
     let element = x.dtype.element_bytes() as usize;
     Ok(CollectiveKind::all_to_all(me, whole, dim, &concat, &split, element))
 }

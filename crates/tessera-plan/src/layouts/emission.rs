@@ -193,8 +193,7 @@ impl Emitter<'_> {
     /// Continues a conversion: to its end, or up to the next collective that is in flight. Returns
     /// the value so far.
     fn advance(&mut self, place: Place, to_end: bool) -> ValueId {
-        loop {
-            let Some(LocalValue::Moving(conversion)) = self.local.get_mut(&place) else { break };
+        while let Some(LocalValue::Moving(conversion)) = self.local.get_mut(&place) {
             if conversion.is_in_flight {
                 if !to_end {
                     return conversion.at;

@@ -15,6 +15,10 @@ pub fn emit_redistribution(b: &mut Builder, x: ValueId, to: &Layout) -> Option<V
     Some(ops.fold(x, |x, op| op.set_attrs(b).add_op(op.opcode, &[x])))
 }
 
+/// The last dim whose shards an all-to-all exchanges. No backend exchanges those of later dims, so
+/// these are gathered, and a shard of another dim is taken.
+const LAST_EXCHANGED_DIM: usize = 1;
+
 /// A change of a tensor's layout on one axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AxisMove {
@@ -129,7 +133,10 @@ fn next_move(mesh: &Mesh, at: Layout, to: Layout) -> Option<AxisMove> {
     let exchange = || {
         open().find_map(|axis| match (at.on_axis(axis), to.on_axis(axis)) {
             (AxisLayout::Shard(from), AxisLayout::Shard(to))
-                if from.dim != to.dim && from.subgroup_size == to.subgroup_size && is_free(axis, to.dim) =>
+                if from.dim != to.dim
+                    && from.dim.max(to.dim) <= LAST_EXCHANGED_DIM
+                    && from.subgroup_size == to.subgroup_size
+                    && is_free(axis, to.dim) =>
             {
                 Some(AxisMove::AllToAll { axis, from, to })
             }
@@ -243,5 +250,74 @@ impl MoveOp {
             b.set_attr(name, value.clone());
         }
         b
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moves(shape: &[u64], from: &[(Axis, AxisLayout)], to: &[(Axis, AxisLayout)]) -> Vec<&'static str> {
+        let mesh: Mesh = "tp=2, ep=3".parse().unwrap();
+        let layout = |of: &[(Axis, AxisLayout)]| {
+            of.iter().fold(Layout::REPLICATED, |l, (axis, on)| l.with_axis(*axis, *on))
+        };
+        let moves = plan_moves(&mesh, shape, layout(from), layout(to)).unwrap();
+        moves.iter().flat_map(|m| m.to_ops(&mesh, shape)).map(|op| op.opcode.name()).collect()
+    }
+
+    fn shard(shape: &[u64], dim: usize, parts: u32) -> AxisLayout {
+        AxisLayout::Shard(Shard::new(dim, shape[dim], 1, parts).unwrap())
+    }
+
+    #[test]
+    fn moves_that_make_a_value_smaller_come_first() {
+        let shape = [6, 12, 7];
+        let [rows, columns] = [0, 1].map(|dim| shard(&shape, dim, 2));
+        let sum = AxisLayout::new_partial(Reduction::Sum);
+        assert_eq!(moves(&shape, &[(Axis::Tp, sum)], &[(Axis::Tp, rows)]), ["reduce_scatter"]);
+        let uneven = shard(&shape, 2, 2);
+        assert_eq!(moves(&shape, &[(Axis::Tp, sum)], &[(Axis::Tp, uneven)]), ["all_reduce", "take_shard"]);
+        let (from, to) = ([(Axis::Tp, sum)], [(Axis::Ep, shard(&shape, 0, 3))]);
+        assert_eq!(moves(&shape, &from, &to), ["take_shard", "all_reduce"]);
+        assert_eq!(moves(&shape, &[(Axis::Tp, rows)], &[(Axis::Tp, columns)]), ["all_to_all"]);
+        // No backend exchanges shards of the last dim of three.
+        let gathered = ["pad", "all_gather", "compact", "take_shard"];
+        assert_eq!(moves(&shape, &[(Axis::Tp, uneven)], &[(Axis::Tp, columns)]), gathered);
+    }
+
+    #[test]
+    fn axes_that_wait_for_each_other_are_gathered_one_at_a_time() {
+        let shape = [6, 12];
+        let swap = |a: usize, b: usize| [(Axis::Tp, shard(&shape, a, 2)), (Axis::Ep, shard(&shape, b, 3))];
+        assert_eq!(moves(&shape, &swap(0, 1), &swap(1, 0)), ["all_gather", "all_to_all", "take_shard"]);
+        assert_eq!(moves(&shape, &swap(0, 1), &swap(0, 1)), Vec::<&str>::new());
+    }
+
+    #[test]
+    fn a_value_does_not_become_partial_and_no_dim_is_sharded_twice() {
+        let mesh: Mesh = "tp=2, ep=2".parse().unwrap();
+        let sum = Layout::REPLICATED.with_axis(Axis::Tp, AxisLayout::new_partial(Reduction::Sum));
+        assert_eq!(plan_moves(&mesh, &[4], Layout::REPLICATED, sum), None);
+        let half = shard(&[4], 0, 2);
+        let twice = Layout::REPLICATED.with_axis(Axis::Tp, half).with_axis(Axis::Ep, half);
+        assert_eq!(plan_moves(&mesh, &[4], Layout::REPLICATED, twice), None);
+        assert_eq!(plan_moves(&mesh, &[], Layout::REPLICATED, twice), None);
+    }
+
+    #[test]
+    fn bytes_are_those_that_the_other_ranks_hold() {
+        let mesh: Mesh = "tp=4".parse().unwrap();
+        let shape = [8, 12];
+        let on = |l| Layout::REPLICATED.with_axis(Axis::Tp, l);
+        let sum = on(AxisLayout::new_partial(Reduction::Sum));
+        let [rows, columns] = [0, 1].map(|dim| on(shard(&shape, dim, 4)));
+        let bytes =
+            |from, to| moved_bytes(&mesh, &shape, from, &plan_moves(&mesh, &shape, from, to).unwrap(), 4);
+        assert_eq!(bytes(rows, Layout::REPLICATED), 4 * 72);
+        assert_eq!(bytes(rows, columns), 4 * 18);
+        assert_eq!(bytes(sum, rows), 4 * 72);
+        assert_eq!(bytes(sum, Layout::REPLICATED), 4 * 144);
+        assert_eq!(bytes(Layout::REPLICATED, rows), 0);
     }
 }
