@@ -227,4 +227,10 @@ Look at the share of positions with the same likeliest id, and at the GEMMs that
 and pass in bf16 has weights or activations with outliers: run it with `--dtype bf16`. A model that fails in bf16 too may have been \
 trained in a range that bf16 does not represent well, or a checkpoint may be damaged. A higher limit is a decision for one use: set it \
 in a file of your own.";
+
+    T0090: "file of prompts cannot be used",
+    "`tessera generate --prompts FILE` reads JSON lines: an object per line, with `prompt` (a text) or `prompt_ids` (a list of ids), \
+and if you like `kind`, a label of your own such as code, chat or French. The file is missing or has no such line, or the named line is \
+no JSON object, has another key, or has both or neither of the first two. With `--chat` every line needs `prompt`, because a template \
+takes texts. Empty lines are skipped. Every wrong line is listed, and nothing was run.";
 }
