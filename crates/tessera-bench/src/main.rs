@@ -1,4 +1,4 @@
-//! Benchmarks: the model alone on one rank; the verifier; the latency of lockstep agreement; runs
+//! Benchmarks: the model alone on one rank; experts under imbalanced routing; the verifier; the latency of lockstep agreement; runs
 //! with killed processes, cut links and busy cores; campaigns of drawn faults; long streams; the search over mappings of one
 //! rack and of many.
 //!
@@ -9,6 +9,7 @@
 
 mod dit;
 mod endings;
+mod experts;
 mod failover;
 mod false_positives;
 mod faults;
@@ -50,6 +51,7 @@ struct Cli {
 enum Benchmark {
     FalsePositives(false_positives::Args),
     Dit(dit::Args),
+    Experts(experts::Args),
     Verifier(verifier::Args),
     Failover(failover::Args),
     Faults(faults::Args),
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
     let outcome = match &cli.benchmark {
         Benchmark::FalsePositives(args) => false_positives::run(args),
         Benchmark::Dit(args) => dit::run(args),
+        Benchmark::Experts(args) => experts::run(args),
         Benchmark::Verifier(args) => verifier::run(args),
         Benchmark::Failover(args) => failover::run(args),
         Benchmark::Faults(args) => faults::run(args),

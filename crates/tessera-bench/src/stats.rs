@@ -68,7 +68,7 @@ impl Rounds {
 }
 
 /// Returns the CPU time of this thread in seconds.
-fn thread_seconds() -> f64 {
+pub fn thread_seconds() -> f64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
 }

@@ -80,6 +80,60 @@ fn generate_continues_texts_on_every_mesh_and_names_what_does_not_fit() {
 }
 
 #[test]
+fn a_file_of_prompts_with_kinds_gives_the_texts_of_the_command_line_in_their_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, out) = (dir.path().join("prompts.jsonl"), dir.path().join("out"));
+    let prompts = ["The red circle", "One day", "The green square wants to", "The blue circle"];
+    let kinds = [Some("tale"), Some("start"), None, Some("tale")];
+    let line = |(prompt, kind): (&str, Option<&str>)| match kind {
+        Some(kind) => serde_json::json!({"prompt": prompt, "kind": kind}).to_string() + "\n",
+        None => serde_json::json!({"prompt": prompt}).to_string() + "\n",
+    };
+    fs::write(&file, prompts.into_iter().zip(kinds).map(line).collect::<String>()).unwrap();
+    let more = ["--max-tokens", "12", "--format", "json"];
+    let listed = prompts.iter().flat_map(|prompt| ["--prompt", prompt]);
+    let args: Vec<&str> = ["generate", "models/tales"].into_iter().chain(listed).chain(more).collect();
+    let alone = printed_json(&args);
+    let from_file = ["generate", "models/tales", "--prompts", file.to_str().unwrap()];
+    let found = printed_json(&[&from_file[..], &more, &["--out", out.to_str().unwrap()]].concat());
+    let of_texts = |printed: &serde_json::Value, key: &str| -> Vec<serde_json::Value> {
+        printed["texts"].as_array().unwrap().iter().map(|text| text[key].clone()).collect()
+    };
+    assert_eq!(of_texts(&found, "ids"), of_texts(&alone, "ids"));
+    let expected = kinds.map(|kind| kind.map_or(serde_json::Value::Null, serde_json::Value::from));
+    assert_eq!(of_texts(&found, "kind"), expected);
+    // One call reads the four prompts without kinds, and one the prompts of each kind or of none.
+    assert_eq!((&alone["prompts"]["calls"], &found["prompts"]["calls"]), (&1.into(), &3.into()));
+    let lines = |name: &str| -> Vec<serde_json::Value> {
+        let text = fs::read_to_string(out.join(name)).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let (texts, start) = (lines("text.jsonl"), lines("record.jsonl").remove(0));
+    for (i, (prompt, kind)) in prompts.into_iter().zip(kinds).enumerate() {
+        assert_eq!((texts[i]["prompt"].as_str(), texts[i]["kind"].as_str()), (Some(prompt), kind));
+        let recorded = &start["prompts"][i];
+        assert_eq!((recorded["text"].as_str(), recorded["kind"].as_str()), (Some(prompt), kind));
+    }
+}
+
+#[test]
+fn a_file_of_prompts_that_cannot_be_used_is_refused_with_the_lines_that_are_wrong() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("prompts.jsonl");
+    let args = ["generate", "models/tales", "--prompts", file.to_str().unwrap()];
+    assert_ends_with(&args, 1, &["T0093", "prompts.jsonl cannot be read"]);
+    fs::write(&file, "{\"prompt\": \"x\"}\n{\"prompt\": 7}\n{\"text\": \"x\"}\n").unwrap();
+    assert_ends_with(&args, 1, &["T0093", "line 2 of", "line 3 of", "unknown field `text`"]);
+    fs::write(&file, "{\"prompt_ids\": [17, 4]}\n").unwrap();
+    assert_ends_with(&[&args[..], &["--chat"]].concat(), 1, &["T0093", "--chat"]);
+    for more in [["--prompt", "x"], ["--prompt-ids", "1"]] {
+        assert_ends_with(&[&args[..], &more].concat(), 2, &["--prompts", "cannot be used with"]);
+    }
+    fs::write(&file, "{\"prompt_ids\": [17, 99999]}\n").unwrap();
+    assert_ends_with(&args, 1, &["T0086", "id 99999"]);
+}
+
+#[test]
 fn generate_names_a_missing_shard_and_a_tokenizer_of_another_model() {
     let dir = tempfile::tempdir().unwrap();
     let shards = dir.path().join("llama");

@@ -3,13 +3,15 @@
 //! A file begins with comment lines `// key: value`; `filetests/README.md` lists the keys. Failures
 //! are returned as sentences. [`run_conformance`] runs the evaluations on a backend. This crate
 //! reads neither files nor the environment and names no backend; its test binaries do, and they
-//! write the text that [`bless`] returns. [`language`] draws language models with their plans and runs them.
+//! write the text that [`bless`] returns. [`language`] draws language models with their plans and runs them,
+//! and [`experts`] single layers of experts.
 
 #![forbid(unsafe_code)]
 
 mod conformance;
 mod eval;
 mod expected;
+pub mod experts;
 mod fragment;
 mod header;
 pub mod hostile;

@@ -194,7 +194,8 @@ fn softmax_and_bmm_run_on_shards_of_their_batches() {
     let dims = [DimName::Head, DimName::Token, DimName::Hidden];
     let layout = spec.to_layout(&[6, 5, 4], &dims, &mesh).unwrap();
     let sources = ["q", "k", "v"].map(|name| (name.to_string(), layout)).into();
-    let p = LaidOutProgram { program: logical(body), sources, values: BTreeMap::new(), outputs: BTreeMap::new() };
+    let p =
+        LaidOutProgram { program: logical(body), sources, values: BTreeMap::new(), outputs: BTreeMap::new() };
     let bundle = lower(&mesh, p, &StreamOverlap::none()).unwrap();
     let ranks: Vec<_> = bundle.roles.iter().map(|r| (r.role.as_str(), r.ranks.len())).collect();
     assert_eq!(ranks, [("ranks@tp0", 2), ("ranks@tp2", 2)]);
@@ -258,7 +259,12 @@ fn layouts_that_do_not_fit_are_refused_together() {
 #[test]
 fn programs_that_ranks_cannot_run_are_refused() {
     let codes = |p: Program, mesh_text: &str| {
-        let laid_out = LaidOutProgram { program: p, sources: BTreeMap::new(), values: BTreeMap::new(), outputs: BTreeMap::new() };
+        let laid_out = LaidOutProgram {
+            program: p,
+            sources: BTreeMap::new(),
+            values: BTreeMap::new(),
+            outputs: BTreeMap::new(),
+        };
         let found = lower(&mesh(mesh_text), laid_out, &StreamOverlap::all()).unwrap_err();
         found.iter().map(|d| d.code.id).collect::<Vec<_>>()
     };

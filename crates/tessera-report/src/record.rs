@@ -140,6 +140,9 @@ pub struct ScheduledPrompt {
     pub chunk: u32,
     /// The prompt itself, in force until the first chunk of the next entry.
     pub text: String,
+    /// Kind of a text that a language model continues, as the user names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
 }
 
 /// A rank and the role whose programs the rank runs.

@@ -251,7 +251,11 @@ pub(crate) mod tests {
                 cache: "resident".into(),
                 topology: "pp0".into(),
                 seed: u64::MAX,
-                prompts: vec![ScheduledPrompt { chunk: 0, text: "a <b>red</b> kite & \"wind\"".into() }],
+                prompts: vec![ScheduledPrompt {
+                    chunk: 0,
+                    text: "a <b>red</b> kite & \"wind\"".into(),
+                    kind: None,
+                }],
                 chunks: Some(chunks),
                 fps: 16.0,
                 width: 128,

@@ -230,7 +230,7 @@ in a file of your own.";
 
     T0090: "plan of array programs cannot run",
     "A call of an array program runs one program with whole arrays as inputs, and returns whole arrays. Each rank copies its \
-shards out of the inputs and the weights, and the shards of the outputs are assembled. So a program has no buffers and no scalars, reads its weights as \
+shards out of the inputs and the weights, and the shards of the outputs are assembled. So a program has no buffers and no scalars but those whose numbers the plan states, reads its weights as \
 they are, and returns at least one array, in one layout on all ranks. Each call of the bundle \
 runs the program of its own name.\n\n\
 Between processes, the arrays of a call are one message, which has a limit. Arrays that do not change from call to call are weights, \
@@ -248,4 +248,10 @@ Nothing was started, and a run that refused a call takes the next one.";
 that found it, and the call that waited then returned it; later calls repeat it in a note. This code also stands for the end of the socket \
 between the launching process and the leader.\n\n\
 A program keeps no state between calls, so nothing is lost: load the plan again, and repeat the call.";
+
+    T0093: "file of prompts cannot be used",
+    "`tessera generate --prompts FILE` reads JSON lines: an object per line, with `prompt` (a text) or `prompt_ids` (a list of ids), \
+and if you like `kind`, a label of your own such as code, chat or French. The file is missing or has no such line, or the named line is \
+no JSON object, has another key, or has both or neither of the first two. With `--chat` every line needs `prompt`, because a template \
+takes texts. Empty lines are skipped. Every wrong line is listed, and nothing was run.";
 }

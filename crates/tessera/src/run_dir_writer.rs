@@ -113,7 +113,7 @@ pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptio
         prompts: orders
             .prompts
             .iter()
-            .map(|(chunk, text)| ScheduledPrompt { chunk: *chunk, text: text.clone() })
+            .map(|(chunk, text)| ScheduledPrompt { chunk: *chunk, text: text.clone(), kind: None })
             .collect(),
         chunks: Some(options.chunks),
         fps: stream.fps,

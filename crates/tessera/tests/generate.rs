@@ -101,6 +101,7 @@ fn greedy_texts_are_those_of_transformers_alone_and_in_a_batch() {
             prompt: reference.prompts[i].clone(),
             max_ids: 64,
             sampling: Sampling::default(),
+            kind: None,
         };
         for mesh in &meshes(family) {
             let mut run = load(family, mesh, 16, TokenOutput::Next);
@@ -128,6 +129,7 @@ fn sampled_texts_depend_on_the_seed_and_neither_on_the_mesh_nor_on_the_batch() {
         prompt: reference.prompts[i].clone(),
         max_ids: 24,
         sampling: Sampling { temperature: 0.8, top_k: 40, top_p: 0.95, seed },
+        kind: None,
     };
     let sample = |mesh: &str, requests: &[TextRequest]| {
         let texts = load("llama", mesh, 16, TokenOutput::Next).generate(requests, |_| {}).unwrap();
@@ -148,6 +150,7 @@ fn a_call_of_several_ids_decodes_the_text_of_calls_of_one() {
         prompt: reference.prompts[i].clone(),
         max_ids,
         sampling: Sampling { temperature, top_k: 30, top_p: 0.95, seed: 5 },
+        kind: None,
     };
     let generate = |mesh: &str, ids_per_call: u64, end: Option<u32>| {
         let settings = LanguageSettings {
@@ -188,27 +191,36 @@ fn a_call_of_several_ids_decodes_the_text_of_calls_of_one() {
 fn prompts_that_a_call_reads_together_give_the_texts_of_prompts_read_alone() {
     for (family, mesh) in [("qwen3", "tp=2"), ("qwen3-moe", "ep=2"), ("deepseek-v3", "pp=2")] {
         let [short, long] = Reference::read(family).prompts;
-        let generate = |prompts_per_call: u64| {
+        let generate = |prompts_per_call: u64, kinds: [Option<&str>; 5]| {
             let settings = LanguageSettings {
                 sequences: 5,
                 prompts_per_call,
                 ..LanguageSettings::new(64, 6, TokenOutput::Next)
             };
             let prompts = [&long[..], &short[..], &long[..13], &short[..2], &long[3..]];
-            let requests = prompts.map(|prompt| TextRequest {
+            let request = |(prompt, kind): (&[u32], Option<&str>)| TextRequest {
                 prompt: prompt.to_vec(),
                 max_ids: 9,
                 sampling: Sampling { temperature: 0.7, seed: 3, ..Sampling::default() },
-            });
+                kind: kind.map(str::to_string),
+            };
+            let requests: Vec<TextRequest> = prompts.into_iter().zip(kinds).map(request).collect();
             let mut run = load_with(family, mesh, settings, &[]);
             (run.generate(&requests, |_| {}).unwrap(), run.prefill)
         };
-        let (alone, calls) = generate(1);
+        let (alone, calls) = generate(1, [None; 5]);
         // 29, 7, 13, 2 and 26 ids in parts of 6.
         assert_eq!((calls.calls, calls.rows), (5 + 2 + 3 + 1 + 5, 29 + 7 + 13 + 2 + 26));
         for (prompts_per_call, expected) in [(2, 5 + 3 + 1), (3, 5 + 2), (5, 5)] {
-            let (texts, calls) = generate(prompts_per_call);
+            let (texts, calls) = generate(prompts_per_call, [None; 5]);
             assert_eq!(texts, alone, "{family} {mesh}, {prompts_per_call} prompts per call");
+            assert_eq!((calls.calls, calls.rows), (expected, 77), "{family} {mesh}");
+        }
+        // The prompts of 29 and 13 ids are chat, those of 7 and 26 code, and the one of 2 ids has no kind.
+        let kinds = [Some("chat"), Some("code"), Some("chat"), None, Some("code")];
+        for (prompts_per_call, expected) in [(1, 16), (2, 5 + 5 + 1), (5, 5 + 5 + 1)] {
+            let (texts, calls) = generate(prompts_per_call, kinds);
+            assert_eq!(texts, alone, "{family} {mesh}, {prompts_per_call} prompts of one kind per call");
             assert_eq!((calls.calls, calls.rows), (expected, 77), "{family} {mesh}");
         }
     }
@@ -279,7 +291,8 @@ fn the_demo_model_writes_the_text_that_pytorch_computes_in_f64() {
         let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
         let settings = LanguageSettings::new(128, 64, TokenOutput::Next);
         let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings).unwrap());
-        let request = TextRequest { prompt: prompt.clone(), max_ids: 120, sampling: Sampling::default() };
+        let request =
+            TextRequest { prompt: prompt.clone(), max_ids: 120, sampling: Sampling::default(), kind: None };
         let texts = TokenRun::load(&plan, &dir, 1).unwrap().generate(&[request], |_| {}).unwrap();
         assert_eq!(texts[0].ids, list("continuation"), "{mesh}");
         assert_eq!(texts[0].finish, FinishReason::EndId);

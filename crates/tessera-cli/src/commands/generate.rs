@@ -1,17 +1,18 @@
 //! `tessera generate`: continues texts with a language model.
 
+mod prompts;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use serde_json::json;
-use tessera::codes::T0086;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::generate::{
-    CallTimes, ChatTemplate, ExpertLoadRow, GenerateEvent, GenerateOptions, GenerateReport, GeneratedText,
-    LanguagePlace, LanguagePlan, LanguageSettings, Sampling, ShownText, TextModel, TextRequest, TokenOutput,
-    chat_messages, describe_expert_load, finish_name, read_expert_load, write_run_outputs,
+    CallTimes, ExpertLoadRow, GenerateEvent, GenerateOptions, GenerateReport, GeneratedText, LanguagePlace,
+    LanguagePlan, LanguageSettings, ShownText, TextModel, TextRequest, TokenOutput, describe_expert_load,
+    finish_name, read_expert_load, write_run_outputs,
 };
 use tessera::gpus::GpuDiscovery;
 use tessera::opened_run::EstimateComparison;
@@ -22,12 +23,14 @@ use tessera_base::Diagnostic;
 use tessera_estimate::{CPU_HOST, load_machine};
 use tessera_tools::bench::machine_for;
 
-use crate::codes::T0030;
 use crate::flags::mapping::{DTYPES, read_mapping_or_mesh, require_axes};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics, print_failure, write_stdout};
 use crate::parse::{invalid_argument, parse_weights_base};
 use crate::progress::stop_on_signals;
+
+pub(super) use prompts::{encode_prompt, parse_ids};
+use prompts::{read_prompts, show_ids};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -35,6 +38,7 @@ Examples:
   tessera generate Qwen3-8B --mesh tp=2 --prompt 'The sea is' --max-tokens 200 --temperature 0.7 --seed 1
   tessera generate Qwen3-8B --chat --system 'Be brief.' --prompt 'Why is the sky blue?'
   tessera generate Qwen3-8B --prompt 'One.' --prompt 'Two.'                     several texts at once
+  tessera generate Qwen3-8B --prompts prompts.jsonl                             a JSON object per line, with its kind of text
   tessera generate fixtures/lm/llama --prompt-ids 17,4,99 --max-tokens 8        ids in place of text
 
 The folder is one of Hugging Face: config.json, safetensors, tokenizer.json. Models of Llama, Mistral, Mixtral, Qwen2,
@@ -66,8 +70,13 @@ pub struct Args {
     model: PathBuf,
 
     /// Text to continue; may be repeated
-    #[arg(long, value_name = "TEXT", required_unless_present = "prompt_ids")]
+    #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_ids", "prompts"])]
     prompt: Vec<String>,
+
+    /// JSON lines with the texts to continue, each {"prompt": TEXT} or {"prompt_ids": [ID, ...]}, and if wanted "kind":
+    /// a label of your own such as code or chat. Calls read prompts of one kind only
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_ids"])]
+    prompts: Option<PathBuf>,
 
     /// Write each prompt as the message of a user, with the model's chat template
     #[arg(long, conflicts_with = "prompt_ids")]
@@ -155,8 +164,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=4096))]
     prompt_rows: u16,
 
-    /// Most prompts that calls read together, a part of each; prompts of like length share calls [default: as many as
-    /// fill 64 rows]
+    /// Most prompts that calls read together, a part of each; prompts of one kind and of like length share calls
+    /// [default: as many as fill 64 rows]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=4096))]
     prompts_per_call: Option<u64>,
 
@@ -186,7 +195,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         Some(text) => parse_weights_base(text).map_err(CliError::usage)?,
     };
     let mapping = read_run_mapping(args)?;
-    let settings = choose_settings(args, &prompts);
+    let settings = choose_settings(args, &prompts.requests);
     let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings)?);
     print_stderr_line(&format!(
         "plan {}: mesh {}, positions: {} in pages of {}",
@@ -195,8 +204,6 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         settings.positions,
         plan.cache.page_rows,
     ));
-    let sampling =
-        Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     // A run whose folder is removed shows no estimate, but a mistake in the options of one ends any run at its start.
     let names_machine = args.cluster.is_some() || args.profile.is_some();
     let estimate = (args.out.is_some() || names_machine).then(|| estimate_calls(args, &plan)).transpose()?;
@@ -204,11 +211,8 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     let options = GenerateOptions {
         weights: LanguagePlace { dir: args.model.clone(), base },
         device: args.device,
-        requests: prompts
-            .into_iter()
-            .map(|prompt| TextRequest { prompt, max_ids: args.max_tokens as usize, sampling })
-            .collect(),
-        prompts: args.prompt.clone(),
+        requests: prompts.requests,
+        prompts: prompts.shown,
         out: run_folder.path.clone(),
         threads: args.threads.map(usize::from),
         oversubscribe: args.oversubscribe,
@@ -243,10 +247,10 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
 }
 
 /// Returns the extents of a run of these prompts.
-fn choose_settings(args: &Args, prompts: &[Vec<u32>]) -> LanguageSettings {
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+fn choose_settings(args: &Args, requests: &[TextRequest]) -> LanguageSettings {
+    let longest = requests.iter().map(|r| r.prompt.len()).max().unwrap_or(0);
     let (sequences, prompt_rows) =
-        (prompts.len() as u64, u64::from(args.prompt_rows).min(longest.max(1) as u64));
+        (requests.len() as u64, u64::from(args.prompt_rows).min(longest.max(1) as u64));
     LanguageSettings {
         sequences,
         positions: longest as u64 + u64::from(args.max_tokens),
@@ -338,18 +342,20 @@ fn run_ranks(
     if streams {
         write_stdout("\n")?;
     }
-    let mut texts = Vec::new();
-    for (i, (generated, request)) in report.texts.iter().zip(&options.requests).enumerate() {
-        let prompt = match options.prompts.get(i) {
-            Some(prompt) => prompt.clone(),
-            None => show_ids(model, &request.prompt)?,
-        };
-        let text = show_ids(model, &generated.ids)?;
-        let prompt_ids = request.prompt.len() as u64;
-        let are_ids = model.tokenizer.is_none();
-        texts.push(ShownText { prompt, prompt_ids, text, are_ids, generated: generated.clone() });
-    }
-    Ok((report, texts))
+    let shown = options.prompts.iter().zip(&options.requests).zip(&report.texts);
+    let texts: Result<Vec<ShownText>, Diagnostic> = shown
+        .map(|((prompt, request), generated)| {
+            Ok(ShownText {
+                prompt: prompt.clone(),
+                kind: request.kind.clone(),
+                prompt_ids: request.prompt.len() as u64,
+                text: show_ids(model, &generated.ids)?,
+                are_ids: model.tokenizer.is_none(),
+                generated: generated.clone(),
+            })
+        })
+        .collect();
+    Ok((report, texts?))
 }
 
 /// Prints the texts that were not printed while they were generated.
@@ -408,53 +414,6 @@ fn check_sampling(args: &Args) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Returns the ids of every prompt.
-fn read_prompts(args: &Args, model: &TextModel) -> Result<Vec<Vec<u32>>, CliError> {
-    if !args.prompt_ids.is_empty() {
-        return args.prompt_ids.iter().map(|list| parse_ids(list)).collect();
-    }
-    let template = args.chat.then(|| model.read_chat_template()).transpose()?;
-    encode_prompts(model, &args.prompt, template.as_ref().map(|t| (t, args.system.as_deref())))
-}
-
-/// Returns the ids of texts, each as the message of a user if there is a chat template. The template comes with the
-/// message of the system.
-pub(super) fn encode_prompts(
-    model: &TextModel,
-    texts: &[String],
-    chat: Option<(&ChatTemplate, Option<&str>)>,
-) -> Result<Vec<Vec<u32>>, CliError> {
-    let Some(tokenizer) = &model.tokenizer else {
-        return Err(CliError::usage(
-            Diagnostic::error(&T0030, format!("{} has no tokenizer.json", model.dir.display()))
-                .with_hint("give the prompt as --prompt-ids, or fetch tokenizer.json from the publisher"),
-        ));
-    };
-    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let encode_prompt = |text: &str| match chat {
-        Some((template, system)) => {
-            let messages = chat_messages(system, text);
-            tokenizer.encode_chat(&template.render(&messages, i64::try_from(now_s).unwrap_or(0))?)
-        }
-        None => tokenizer.encode(text),
-    };
-    let encode = |text: &String| match encode_prompt(text) {
-        Ok(ids) if ids.is_empty() => {
-            Err(CliError::from(Diagnostic::error(&T0086, format!("the prompt {text:?} has no ids"))))
-        }
-        Ok(ids) => Ok(ids),
-        Err(d) => Err(d.into()),
-    };
-    texts.iter().map(encode).collect()
-}
-
-pub(super) fn parse_ids(list: &str) -> Result<Vec<u32>, CliError> {
-    let ids: Option<Vec<u32>> = list.split(',').map(|id| id.trim().parse().ok()).collect();
-    ids.ok_or_else(|| {
-        CliError::usage(invalid_argument("--prompt-ids", list, "it is not a list of ids", "17,4,99"))
-    })
-}
-
 /// Returns a function that takes the ids of a text one by one, and returns what each adds to the text.
 fn show_one_by_one(model: &TextModel) -> Box<dyn FnMut(u32) -> Result<String, Diagnostic> + '_> {
     match &model.tokenizer {
@@ -466,14 +425,6 @@ fn show_one_by_one(model: &TextModel) -> Box<dyn FnMut(u32) -> Result<String, Di
     }
 }
 
-/// Returns the text of ids, or the ids themselves for a folder without a tokenizer.
-fn show_ids(model: &TextModel, ids: &[u32]) -> Result<String, Diagnostic> {
-    match &model.tokenizer {
-        Some(tokenizer) => tokenizer.decode(ids),
-        None => Ok(ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")),
-    }
-}
-
 fn describe_texts(
     (plan, report): (&LanguagePlan, &GenerateReport),
     texts: &[ShownText],
@@ -481,7 +432,7 @@ fn describe_texts(
 ) -> serde_json::Value {
     let describe = |text: &ShownText| {
         let GeneratedText { ids, finish } = &text.generated;
-        json!({"text": text.text, "ids": ids, "finish": finish_name(*finish)})
+        json!({"text": text.text, "kind": text.kind, "ids": ids, "finish": finish_name(*finish)})
     };
     let speed = |t: CallTimes| json!({"calls": t.calls, "ids": t.rows, "seconds": t.time.as_secs_f64()});
     json!({

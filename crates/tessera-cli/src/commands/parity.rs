@@ -15,7 +15,7 @@ use tessera::generate::{
 use tessera_base::Diagnostic;
 use tessera_estimate::load_thresholds;
 
-use super::generate::{encode_prompts, parse_ids};
+use super::generate::{encode_prompt, parse_ids};
 use crate::flags::mapping::{read_mapping_or_mesh, require_axes};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, write_stdout};
@@ -154,14 +154,8 @@ fn read_prompts(args: &Args, model: &TextModel) -> Result<Vec<Vec<u32>>, CliErro
     if let Some(file) = &args.prompts {
         texts.extend(read_lines(file)?);
     }
-    let mut prompts = Vec::new();
-    if !texts.is_empty() {
-        prompts = encode_prompts(model, &texts, None)?;
-    }
-    for list in &args.prompt_ids {
-        prompts.push(parse_ids(list)?);
-    }
-    Ok(prompts)
+    let texts = texts.iter().map(|text| encode_prompt(model, text, None));
+    texts.chain(args.prompt_ids.iter().map(|list| parse_ids(list))).collect()
 }
 
 fn read_lines(file: &Path) -> Result<Vec<String>, Diagnostic> {

@@ -14,7 +14,8 @@ mod workloads;
 
 use oracle::{RoutingRule, layer_output, route};
 use proptest::prelude::*;
-use run::{Layer, bits, normals, relative_difference};
+use run::{RunLayer, bits, relative_difference};
+use tessera_filetests::experts::{Layer, normals};
 use workloads::Workload;
 
 /// Returns a layer with random logits.

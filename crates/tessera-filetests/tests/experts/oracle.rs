@@ -1,6 +1,6 @@
 //! Routing with capacities as plain loops over whole tokens, which knows no op, plan or rank.
 
-use crate::run::Layer;
+use tessera_filetests::experts::Layer;
 
 /// How an oracle routes: the numbers that a mapping states.
 #[derive(Debug, Clone, Copy)]

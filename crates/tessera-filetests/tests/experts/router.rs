@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 
+use tessera_filetests::experts::{INNER, Layer, logical_layer, normals, plan_layer};
 use tessera_ir::parse_all;
 use tessera_plan::{ExpertMap, Mapping, ROUTER_BIAS, Strategy, lower};
 use tessera_reference::Tensor;
 
-use crate::run::{Layer, bits, logical_model, normals, plan, relative_difference, run};
+use crate::run::{RunLayer, bits, relative_difference, run};
 use crate::{mapping, random_layer};
 
 const GATE: &str = "tokens = \"sharded\"\nlocality_ranks = 1\ngate = \"topk_softmax_locality_penalized\"";
@@ -187,7 +188,7 @@ fn a_hundred_thousand_tokens_have_one_and_a_half_experts_each_alike_on_ranks_of_
              {{keep = 0.5, layer = 3, seeds = [11, {seed}]}} output \"k\", %k }}"
         );
         let program = parse_all(&text, "draw").unwrap_or_else(|ds| panic!("{ds:#?}")).remove(0);
-        let bundle = plan(program, (2, tokens), &mapping(mesh, ""));
+        let bundle = plan_layer(program, [2, tokens, INNER], &mapping(mesh, ""));
         let choices = Tensor::from_fn(&[tokens, 2], |i| (i % 2) as f64);
         run(&bundle, &BTreeMap::new(), &BTreeMap::from([("c".to_string(), choices)]))
     };
@@ -213,7 +214,7 @@ fn keys_that_do_not_fit_the_model_are_refused() {
     ] {
         let mut m = Mapping::parse("m", &mapping("ep = 2", keys)).unwrap();
         m.strategy = Strategy::Megatron;
-        let ds = lower(&logical_model(layer.program(), (4, 6)), &mut m).unwrap_err();
+        let ds = lower(&logical_layer(layer.program(), [4, 6, INNER]), &mut m).unwrap_err();
         assert!(ds.iter().any(|d| d.code.id == "T0612" && d.message.contains(says)), "{keys}: {ds:#?}");
     }
 }

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use tessera_filetests::experts::{INNER, logical_layer, normals, plan_layer};
 use tessera_ir::{Opcode, Program, parse_all};
 use tessera_plan::{Mapping, Strategy, lower};
 use tessera_reference::Tensor;
 
-use crate::run::{bits, evaluate_programs, logical_model, normals, plan, relative_difference, run};
+use crate::run::{bits, evaluate_programs, relative_difference, run};
 
 const TOKENS: usize = 11;
 const EXPERTS: usize = 5;
@@ -57,7 +58,7 @@ fn a_route_gives_on_every_mesh_what_the_op_means_with_and_without_fused_packing(
             }
             let mapping = format!("[mesh]\n{mesh}\n[experts]\ntokens = \"{tokens}\"\n");
             let result = |fused| {
-                let bundle = plan(op(fused), (EXPERTS, TOKENS), &mapping);
+                let bundle = plan_layer(op(fused), [EXPERTS, TOKENS, INNER], &mapping);
                 let opcodes: Vec<Opcode> =
                     bundle.phases[0].programs[0].ops.iter().map(|o| o.opcode).collect();
                 assert_eq!(opcodes.contains(&Opcode::ExpertPackFused), fused);
@@ -77,7 +78,7 @@ fn a_route_that_the_mapping_does_not_allow_is_refused() {
     let refuse = |attrs: &str, mapping: &str| {
         let mut mapping = Mapping::parse("m", mapping).unwrap();
         mapping.strategy = Strategy::Megatron;
-        let ds = lower(&logical_model(route(attrs), (EXPERTS, TOKENS)), &mut mapping).unwrap_err();
+        let ds = lower(&logical_layer(route(attrs), [EXPERTS, TOKENS, INNER]), &mut mapping).unwrap_err();
         ds.iter().map(|d| d.code.id).collect::<Vec<_>>()
     };
     let quantized = "a2a_axis = \"ep\", capacity_factor = 1.0, policy = \"fp8_e4m3\", quantize_fp8 = true";

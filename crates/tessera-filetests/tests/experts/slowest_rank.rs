@@ -1,38 +1,12 @@
 //! The estimate of the slowest rank beside what ranks count, for the workloads W0 to W7 of the cost model.
 
-use tessera_base::random::Rng;
 use tessera_cost::moe::{CountedLoad, CountedPlace, Routing, expert_load, expert_popularity};
+use tessera_filetests::experts::{Layer, draw_layer};
 
-use crate::run::{Layer, bits};
+use crate::run::{RunLayer, bits};
 
 /// Experts, experts per token, ranks and tokens: of the experts, two are hot.
 const SHAPE: (usize, usize, usize, usize) = (64, 2, 4, 256);
-
-/// Returns a layer whose tokens choose each expert with its share of popularity: systematic sampling along an order of
-/// experts that changes every few tokens.
-fn draw_layer(popularity: &[f64], seed: u32) -> Layer {
-    let (experts, top_k, _, tokens) = SHAPE;
-    let mut d = Rng::new(11, [seed, 0]);
-    let mut order: Vec<usize> = (0..experts).collect();
-    let logits = (0..tokens).map(|token| {
-        if token % 4 == 0 {
-            for i in (1..experts).rev() {
-                order.swap(i, d.next_below(i + 1));
-            }
-        }
-        let (mut next, mut passed) = (d.next_below(1 << 20) as f64 / f64::from(1 << 20), 0.0);
-        let mut logits = vec![0.0_f32; experts];
-        for expert in &order {
-            passed += popularity[*expert];
-            if passed > next {
-                next += 1.0;
-                logits[*expert] = 20.0;
-            }
-        }
-        logits
-    });
-    Layer::new(experts, top_k, logits.collect())
-}
 
 /// Runs a layer on CPU ranks, and returns the rows that each place of an expert computes, and the dropped choices.
 fn count_rows(layer: &Layer, keys: &str) -> (Vec<f64>, f64) {
@@ -59,7 +33,7 @@ fn the_estimate_of_the_slowest_rank_is_near_what_ranks_count_under_every_workloa
             for step in 0..steps {
                 let popularity =
                     expert_popularity(experts as u64, top_k as u64, ep as u32, tokens as f64, routing, step);
-                let (rows, lost) = count_rows(&draw_layer(&popularity, step as u32), keys);
+                let (rows, lost) = count_rows(&draw_layer(&popularity, (top_k, tokens), step as u32), keys);
                 assert_eq!(
                     rows.iter().sum::<f64>() + lost,
                     (tokens * top_k) as f64,
@@ -110,10 +84,10 @@ fn copies_placed_by_counts_even_out_the_ranks_under_every_workload() {
             expert_popularity(experts as u64, top_k as u64, ep as u32, tokens as f64, routing, step)
         };
         // The choices of one step place the experts of another one, which other tokens choose.
-        let (counted, _) = count_rows(&draw_layer(&popularity(0), 0), "");
+        let (counted, _) = count_rows(&draw_layer(&popularity(0), (top_k, tokens), 0), "");
         let choices =
             format!("replicas = {REPLICAS}\n[[experts.choices]]\nlayer = 0\nexperts = {counted:?}\n");
-        let next = draw_layer(&popularity(0), 1);
+        let next = draw_layer(&popularity(0), (top_k, tokens), 1);
         let [in_order, placed] =
             ["", choices.as_str()].map(|keys| rows_of_slowest_rank(&count_rows(&next, keys).0));
         println!(

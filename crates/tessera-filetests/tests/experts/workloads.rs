@@ -1,6 +1,6 @@
 //! Imbalanced workloads of experts: W0 to W7.
 
-use crate::run::{Layer, normals};
+use tessera_filetests::experts::{Layer, normals};
 
 /// A workload by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -196,6 +196,7 @@ impl DrillRunner {
                 prompt: PROMPT_IDS.to_vec(),
                 max_ids: TEXT_IDS,
                 sampling: Sampling::default(),
+                kind: None,
             }],
             prompts: Vec::new(),
             out: out.clone(),

@@ -19,7 +19,7 @@ use tessera_runtime::{Failure, FailureClass};
 use super::LanguagePlan;
 use super::generate_config::GenerateConfig;
 use super::language_weights::{LanguagePlace, LanguageWeights};
-use super::prompt_calls::{TextRows, group_prompts};
+use super::prompt_calls::{PromptShape, TextRows, group_prompts};
 use super::run_outputs::TEXTS_FILE;
 use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
 use crate::clock::format_utc;
@@ -50,7 +50,7 @@ pub struct GenerateOptions {
     pub device: RunDevice,
     /// The texts to continue.
     pub requests: Vec<TextRequest>,
-    /// The prompts in words, for the record.
+    /// The prompt of each request in words, or its ids, for the record; none leaves them out.
     pub prompts: Vec<String>,
     /// Folder for the plan, the record and the flight records; it must not exist, or be empty.
     pub out: PathBuf,
@@ -198,7 +198,12 @@ fn write_run_dir(
         prompts: options
             .prompts
             .iter()
-            .map(|text| ScheduledPrompt { chunk: 0, text: text.clone() })
+            .zip(&options.requests)
+            .map(|(text, request)| ScheduledPrompt {
+                chunk: 0,
+                text: text.clone(),
+                kind: request.kind.clone(),
+            })
             .collect(),
         chunks: None,
         fps: 0.0,
@@ -233,12 +238,12 @@ struct TextTally {
 impl TextTally {
     fn new(prefill: TokenBucket, requests: &[TextRequest]) -> TextTally {
         let empty = GeneratedText { ids: Vec::new(), finish: FinishReason::Length };
-        let lengths: Vec<usize> = requests.iter().map(|r| r.prompt.len()).collect();
+        let shapes: Vec<PromptShape> = requests.iter().map(TextRequest::shape).collect();
         let count_rows =
             |call: &Vec<Option<TextRows>>| call.iter().flatten().map(|rows| rows.count as u64).sum();
         TextTally {
             texts: vec![empty; requests.len()],
-            unread: group_prompts(&lengths, prefill).iter().map(count_rows).collect(),
+            unread: group_prompts(&shapes, prefill).iter().map(count_rows).collect(),
             prefill: CallTimes::default(),
             decode: CallTimes::default(),
         }

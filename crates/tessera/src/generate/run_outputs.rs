@@ -26,6 +26,8 @@ pub const COMPARISON_FILE: &str = "comparison.json";
 pub struct ShownText {
     /// The prompt, or its ids.
     pub prompt: String,
+    /// Kind of the text, as the user names it.
+    pub kind: Option<String>,
     /// Number of ids of the prompt.
     pub prompt_ids: u64,
     /// The generated text, or its ids.
@@ -64,8 +66,13 @@ pub fn write_run_outputs(
 impl ShownText {
     fn to_json(&self, index: usize) -> String {
         let GeneratedText { ids, finish } = &self.generated;
-        json!({"index": index, "prompt": self.prompt, "text": self.text, "ids": ids, "finish": finish_name(*finish)})
-            .to_string()
+        let mut line = json!({
+            "index": index, "prompt": self.prompt, "text": self.text, "ids": ids, "finish": finish_name(*finish)
+        });
+        if let Some(kind) = &self.kind {
+            line["kind"] = json!(kind);
+        }
+        line.to_string()
     }
 
     fn to_sample(&self) -> TextSample {
@@ -101,8 +108,14 @@ mod tests {
     fn ids_are_apart_from_those_of_the_prompt_and_words_are_not() {
         let shown = |prompt: &str, text: &str, are_ids: bool| {
             let generated = GeneratedText { ids: vec![7], finish: FinishReason::Length };
-            let shown =
-                ShownText { prompt: prompt.into(), prompt_ids: 1, text: text.into(), are_ids, generated };
+            let shown = ShownText {
+                prompt: prompt.into(),
+                kind: None,
+                prompt_ids: 1,
+                text: text.into(),
+                are_ids,
+                generated,
+            };
             let sample = shown.to_sample();
             sample.prompt + &sample.text
         };

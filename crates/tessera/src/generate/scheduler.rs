@@ -16,7 +16,7 @@ use tessera_runtime::wire::{
 
 use super::LanguagePlan;
 use super::pages::PagePool;
-use super::prompt_calls::{TextRows, group_prompts};
+use super::prompt_calls::{PromptShape, TextRows, group_prompts};
 use crate::codes::{T0086, T0087};
 
 /// How ids are chosen.
@@ -48,6 +48,14 @@ pub struct TextRequest {
     pub max_ids: usize,
     /// How ids are chosen.
     pub sampling: Sampling,
+    /// Kind of the text, as the user names it. Prompts of two kinds share no call.
+    pub kind: Option<String>,
+}
+
+impl TextRequest {
+    pub(super) fn shape(&self) -> PromptShape<'_> {
+        PromptShape { length: self.prompt.len(), kind: self.kind.as_deref() }
+    }
 }
 
 /// A generated text.
@@ -169,8 +177,8 @@ impl TokenScheduler {
             });
             self.next_number += 1;
         }
-        let lengths: Vec<usize> = requests.iter().map(|r| r.prompt.len()).collect();
-        self.prompt_calls = group_prompts(&lengths, self.plan.prefill).into();
+        let shapes: Vec<PromptShape> = requests.iter().map(TextRequest::shape).collect();
+        self.prompt_calls = group_prompts(&shapes, self.plan.prefill).into();
         Ok(())
     }
 

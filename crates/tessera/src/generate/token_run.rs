@@ -75,7 +75,8 @@ impl TokenRun {
     /// # Errors
     /// T0086 for a text that the plan cannot hold, or T0087 for a failed rank or a plan that returns ids.
     pub fn compute_logits(&mut self, ids: &[u32]) -> Result<Vec<f32>, Diagnostic> {
-        let request = TextRequest { prompt: ids.to_vec(), max_ids: 1, sampling: Sampling::default() };
+        let request =
+            TextRequest { prompt: ids.to_vec(), max_ids: 1, sampling: Sampling::default(), kind: None };
         self.scheduler.open(&[request])?;
         let mut logits = Vec::new();
         while !self.scheduler.has_read_prompts()
