@@ -31,7 +31,7 @@ enum LayerKind {
     Silu,
     Relu,
     Embedding,
-    FlashAttention(FlashAttention),
+    FlashAttention(Box<FlashAttention>),
 }
 
 /// Attention of whole sequences.
@@ -301,7 +301,7 @@ fn flash_attention(
     }
     let layouts = [q_layout, k_layout, v_layout];
     let attention = FlashAttention { heads: num_heads, head_dim, sequences, causal, layouts };
-    Ok(Layer { kind: LayerKind::FlashAttention(attention), policy })
+    Ok(Layer { kind: LayerKind::FlashAttention(Box::new(attention)), policy })
 }
 
 /// Adds the constructors of layers to the module.

@@ -69,6 +69,7 @@ pub(crate) struct Value {
 
 /// An operand of an op: a value of a program, or an array.
 #[derive(FromPyObject, Clone)]
+#[allow(clippy::large_enum_variant, reason = "an op has a few operands, and a box would need a conversion of its own")]
 pub(crate) enum Operand {
     Value(Value),
     Array(DTensor),
