@@ -1,6 +1,8 @@
 //! Array programs: which collectives the layouts of sources lead to, when they are issued and
 //! waited for, and which programs and layouts are refused.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 use std::collections::BTreeMap;
 
 use tessera_base::Diagnostics;
