@@ -50,7 +50,7 @@ arrays from outside, which become weights, but no values of another trace, and n
 ops returned: numbers and numpy arrays are known before the program runs and do not depend on its inputs.";
 
     T1505: "precision policy does not exist",
-    "`op.numeric` has the dtypes f32, bf16 and fp8_e4m3. Sums are in f32 under each of them. Values of fp8_e4m3 have one scale per row \
+    "`op.numeric` has the dtypes f32, bf16 and fp8_e4m3. Matmuls add in f32 under each of them, and a program has one of them. Values of fp8_e4m3 have one scale per row \
 of a matrix, which `scale=\"per_channel\"` may state. Rounding is to the nearest value, ties to even.";
 
     T1506: "streams cannot be numbered like this",

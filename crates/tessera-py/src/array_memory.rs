@@ -14,7 +14,10 @@ use tessera_cli::codes::T1502;
 
 use crate::errors::raise_one;
 
-/// The values of a numpy array that nothing can write any more.
+/// The values of a numpy array that is read-only from now on.
+///
+/// numpy cannot forbid every later write: an older view, or `setflags(write=True)`, still reaches the memory. The
+/// documentation of `distribute` asks the caller not to, as `torch.from_numpy` and every other owner of shared memory does.
 struct FrozenArray {
     address: *const f32,
     len: usize,
@@ -33,17 +36,18 @@ unsafe impl Sync for FrozenArray {}
 impl AsRef<[f32]> for FrozenArray {
     #[allow(unsafe_code, reason = "the memory belongs to numpy")]
     fn as_ref(&self) -> &[f32] {
-        // SAFETY: `freeze` checked that the array is contiguous and aligned, holds `len` numbers, and that neither it nor
-        // the owner of its memory is writeable; `_owner` keeps the memory alive.
+        // SAFETY: `freeze` checked that the array is contiguous and aligned and holds `len` numbers, made it read-only, and
+        // refused memory whose owner offers to be written; `_owner` keeps the memory alive. The contract of `distribute`
+        // excludes writes by other ways.
         unsafe { std::slice::from_raw_parts(self.address, self.len) }
     }
 }
 
-/// Takes an array of f32. An array in row-major order is shared and becomes read-only; any other is copied.
+/// Takes an array of f32. Where it may be shared, an array in row-major order becomes read-only; any other is copied.
 ///
 /// # Errors
 /// T1502 for another dtype.
-pub(crate) fn take_array(array: &Bound<'_, PyAny>) -> PyResult<HostArray> {
+pub(crate) fn take_array(array: &Bound<'_, PyAny>, share: Sharing) -> PyResult<HostArray> {
     let py = array.py();
     let untyped = match array.cast::<PyUntypedArray>() {
         Ok(untyped) => untyped.clone(),
@@ -59,13 +63,33 @@ pub(crate) fn take_array(array: &Bound<'_, PyAny>) -> PyResult<HostArray> {
     }
     let shape: Vec<u64> = untyped.shape().iter().map(|n| *n as u64).collect();
     let array = untyped.cast::<PyArrayDyn<f32>>()?;
-    match freeze(array)? {
-        Some(frozen) => Ok(HostArray::new(shape, Arc::new(frozen))),
-        None => {
-            let copy: Vec<f32> = array.readonly().as_array().iter().copied().collect();
-            Ok(HostArray::from_vec(shape, copy))
+    match share {
+        Sharing::IfPossible if let Some(frozen) = freeze(array)? => {
+            Ok(HostArray::new(shape, Arc::new(frozen)))
         }
+        Sharing::IfPossible | Sharing::Never => Ok(HostArray::from_vec(shape, copy_values(array)?)),
     }
+}
+
+/// Whether an array that is taken may share its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// It is shared and becomes read-only, if nothing else can write it.
+    IfPossible,
+    /// It is copied, and stays as it is.
+    Never,
+}
+
+/// Copies the values of an array, in row-major order.
+fn copy_values(array: &Bound<'_, PyArrayDyn<f32>>) -> PyResult<Vec<f32>> {
+    let is_aligned = (array.data() as usize).is_multiple_of(align_of::<f32>());
+    let readable = match is_aligned {
+        true => array.clone(),
+        // The numbers of an unaligned array cannot be read in place.
+        false => array.call_method1("copy", ("C",))?.cast_into::<PyArrayDyn<f32>>()?,
+    };
+    let values = readable.try_readonly()?.as_array().iter().copied().collect();
+    Ok(values)
 }
 
 /// Makes an array read-only and returns its memory; `None` if it is not in row-major order, or if another array that
@@ -89,8 +113,13 @@ fn owner_is_writeable(array: &Bound<'_, PyArrayDyn<f32>>) -> PyResult<bool> {
     let mut owner = array.getattr("base")?;
     while !owner.is_none() {
         let Ok(base) = owner.cast::<PyUntypedArray>() else {
-            // A buffer of another library: read-only if the array itself is.
-            return array.getattr("flags")?.getattr("writeable")?.extract();
+            // Memory of another library is shared only if its buffer offers no writes; one without a buffer may have other
+            // owners.
+            let buffer = array.py().import("builtins")?.call_method1("memoryview", (&owner,));
+            return match buffer {
+                Ok(buffer) => Ok(!buffer.getattr("readonly")?.extract::<bool>()?),
+                Err(_) => Ok(true),
+            };
         };
         if base.getattr("flags")?.getattr("writeable")?.extract()? {
             return Ok(true);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use pyo3::basic::CompareOp;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySlice, PyTuple};
@@ -10,7 +11,7 @@ use tessera_base::Diagnostic;
 use tessera_cli::codes::T1502;
 use tessera_mesh::{Axis, AxisLayout, DimName, Layout, Shard};
 
-use crate::array_memory::{share_array, take_array};
+use crate::array_memory::{Sharing, share_array, take_array};
 use crate::errors::{OrRaise, raise_one};
 use crate::mesh::{Mesh, Spec};
 
@@ -36,7 +37,7 @@ pub(crate) fn distribute(
     units: Option<BTreeMap<String, u64>>,
 ) -> PyResult<DTensor> {
     let py = array.py();
-    let array = take_array(array)?;
+    let array = take_array(array, Sharing::IfPossible)?;
     let (dims, units) = name_dims(py, array.shape().len(), dims, units.unwrap_or_default())?;
     let layout = to_layout(py, &spec, (array.shape(), &dims, &units), &mesh)?;
     Ok(DTensor { array, mesh, layout, dims, units })
@@ -68,6 +69,10 @@ pub(crate) fn name_dims(
     if let Some(unknown) = units.keys().find(|name| !known(name)) {
         let names: Vec<&str> = dims.iter().map(|dim| dim.name()).collect();
         let message = format!("a unit of dim {unknown:?}, but the dims are {names:?}");
+        return Err(raise_one(py, Diagnostic::error(&T1502, message)));
+    }
+    if let Some((name, _)) = units.iter().find(|(_, unit)| **unit == 0) {
+        let message = format!("a unit of 0 elements for dim {name:?}");
         return Err(raise_one(py, Diagnostic::error(&T1502, message)));
     }
     let units = dims.iter().map(|dim| units.get(dim.name()).copied().unwrap_or(1)).collect();
@@ -173,12 +178,11 @@ impl DTensor {
         dtype: Option<Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let whole = share_array(py, &self.array)?;
-        match (dtype, copy) {
-            (Some(dtype), _) => whole.call_method1("astype", (dtype,)),
-            (None, Some(true)) => whole.call_method0("copy"),
-            (None, _) => Ok(whole),
-        }
+        // numpy decides whether another dtype needs a copy, and refuses one where the caller excludes it.
+        let options = PyDict::new(py);
+        options.set_item("dtype", dtype)?;
+        options.set_item("copy", copy)?;
+        py.import("numpy")?.call_method("array", (share_array(py, &self.array)?,), Some(&options))
     }
 
     #[pyo3(signature = (**options))]
@@ -192,6 +196,10 @@ impl DTensor {
 
     fn __dlpack_device__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         share_array(py, &self.array)?.call_method0("__dlpack_device__")
+    }
+
+    fn __richcmp__(&self, _other: &Bound<'_, PyAny>, _op: CompareOp) -> PyResult<bool> {
+        self.__bool__()
     }
 
     fn __bool__(&self) -> PyResult<bool> {
@@ -212,6 +220,13 @@ impl DTensor {
 }
 
 impl DTensor {
+    /// Returns whether two arrays are the same memory in the same shape, layout and names.
+    pub(crate) fn is_same(&self, other: &DTensor) -> bool {
+        std::ptr::eq(self.array.values(), other.array.values())
+            && self.array.shape() == other.array.shape()
+            && (self.layout, &self.dims, &self.units) == (other.layout, &other.dims, &other.units)
+    }
+
     /// Returns the start and length of every dim of a rank's shard.
     fn ranges_of(&self, rank: u32) -> PyResult<Vec<(u64, u64)>> {
         let coord = self.mesh.coord_of(rank)?;

@@ -4,9 +4,9 @@ use pyo3::prelude::*;
 use tessera_ir::Opcode;
 
 use crate::dtensor::{DTensor, to_layout};
+use crate::eager::redistribute;
 use crate::layers::apply_binary;
 use crate::mesh::Spec;
-use crate::session::redistribute;
 
 #[pymethods]
 impl DTensor {

@@ -8,10 +8,10 @@ use tessera_ir::{Opcode, ValueId};
 use tessera_mesh::DimName;
 
 use crate::dtensor::to_layout;
+use crate::eager::apply_eagerly;
 use crate::errors::raise_one;
 use crate::mesh::Spec;
 use crate::numeric::{Numeric, numeric};
-use crate::session::apply_eagerly;
 use crate::trace::{Operand, TraceState, Value, emit, lock};
 
 /// A layer: an op with its attributes, without its weights.
@@ -61,8 +61,11 @@ impl LayerKind {
     }
 
     /// Adds the ops of the layer.
-    fn add_ops(&self, t: &mut TraceState, operands: &[ValueId]) -> ValueId {
-        match self {
+    ///
+    /// # Errors
+    /// T1503 for operands that the layer does not take; the rules of the IR find others.
+    fn add_ops(&self, t: &mut TraceState, operands: &[ValueId]) -> Result<ValueId, Diagnostic> {
+        Ok(match self {
             LayerKind::Linear { activation } => add_linear(t, operands, activation.as_deref()),
             LayerKind::LayerNorm { eps } => {
                 t.builder.set_attr("eps", *eps).add_op(Opcode::LayerNorm, operands)
@@ -77,14 +80,15 @@ impl LayerKind {
             LayerKind::Silu => t.builder.add_op(Opcode::Silu, operands),
             LayerKind::Relu => t.builder.add_op(Opcode::Relu, operands),
             LayerKind::Embedding => {
-                let table = t.dims_of(operands[1]);
                 let y = t.builder.add_op(Opcode::Embed, operands);
-                let ids = t.dims_of(operands[0]);
-                t.set_dims(y, ([&ids.0[..1], &table.0[1..]].concat(), [&ids.1[..1], &table.1[1..]].concat()));
+                let (ids, table) = (t.dims_of(operands[0]), t.dims_of(operands[1]));
+                if let ([tokens, ..], [_, width, ..]) = (&ids.0[..], &table.0[..]) {
+                    t.set_dims(y, (vec![*tokens, *width], vec![ids.1[0], table.1[1]]));
+                }
                 y
             }
-            LayerKind::FlashAttention(attention) => attention.add_ops(t, operands),
-        }
+            LayerKind::FlashAttention(attention) => attention.add_ops(t, operands)?,
+        })
     }
 }
 
@@ -107,32 +111,63 @@ fn add_linear(t: &mut TraceState, operands: &[ValueId], activation: Option<&str>
 }
 
 impl FlashAttention {
-    /// States the layouts of the operands, where the layer has some.
-    fn state_layouts(&self, py: Python<'_>, values: &[Value]) -> PyResult<()> {
-        for ((value, spec), name) in values.iter().zip(&self.layouts).zip(["q", "k", "v"]) {
+    /// Returns the layouts that the layer states for its operands of these shapes.
+    fn find_layouts(
+        &self,
+        py: Python<'_>,
+        values: &[Value],
+    ) -> PyResult<Vec<(ValueId, tessera_mesh::Layout)>> {
+        let mut found = Vec::new();
+        for (value, spec) in values.iter().zip(&self.layouts) {
             let Some(spec) = spec else { continue };
-            let mut trace = lock(value.state());
-            let Some(mesh) = trace.mesh.clone() else { continue };
-            let shape = trace.shape_of(value.id()).to_vec();
-            let width = self.heads * self.head_dim;
-            if shape.len() != 2 || shape[1] != width {
-                let message =
-                    format!("{name} has the shape {shape:?}, and {} heads have {width} columns", self.heads);
-                return Err(raise_one(py, Diagnostic::error(&T1503, message)));
-            }
+            let (mesh, shape) = {
+                let trace = lock(value.state());
+                (trace.mesh.clone(), trace.shape_of(value.id()).to_vec())
+            };
+            let Some(mesh) = mesh else { continue };
             // The columns of an operand are those of its heads, whatever its dims are called.
-            let names = [[DimName::Row, DimName::Col], [DimName::Token, DimName::Head]];
-            let layouts = names.map(|dims| to_layout(py, spec, (&shape, &dims, &[1, self.head_dim]), &mesh));
-            let [first, second] = layouts;
-            trace.stated.insert(value.id(), first.or(second)?);
+            let dims = match spec.names_heads() {
+                true => [DimName::Token, DimName::Head],
+                false => [DimName::Row, DimName::Col],
+            };
+            found.push((value.id(), to_layout(py, spec, (&shape, &dims, &[1, self.head_dim]), &mesh)?));
+        }
+        Ok(found)
+    }
+
+    /// Checks the shapes of q, k and v.
+    fn check_shapes(&self, t: &TraceState, operands: &[ValueId]) -> Result<(), Diagnostic> {
+        let width = self.heads.checked_mul(self.head_dim);
+        for (name, id) in ["q", "k", "v"].iter().zip(operands) {
+            let shape = t.shape_of(*id);
+            let [rows, columns] = *shape else {
+                let message =
+                    format!("{name} has the shape {shape:?}, and attention takes [tokens, heads · head_dim]");
+                return Err(Diagnostic::error(&T1503, message));
+            };
+            if Some(columns) != width {
+                let (heads, head_dim) = (self.heads, self.head_dim);
+                let message = format!(
+                    "{name} has {columns} columns, and {heads} heads of {head_dim} have another number"
+                );
+                return Err(Diagnostic::error(&T1503, message));
+            }
+            if !rows.is_multiple_of(self.sequences) {
+                let message = format!(
+                    "{name} has {rows} rows, which are no {} sequences of one length",
+                    self.sequences
+                );
+                return Err(Diagnostic::error(&T1503, message));
+            }
         }
         Ok(())
     }
 
     /// Adds attention. Causal attention is that over pages: a sequence is one page of its own rows.
-    fn add_ops(&self, t: &mut TraceState, operands: &[ValueId]) -> ValueId {
+    fn add_ops(&self, t: &mut TraceState, operands: &[ValueId]) -> Result<ValueId, Diagnostic> {
+        self.check_shapes(t, operands)?;
         if !self.causal {
-            return t.builder.set_attr("head_dim", self.head_dim).add_op(Opcode::Attention, operands);
+            return Ok(t.builder.set_attr("head_dim", self.head_dim).add_op(Opcode::Attention, operands));
         }
         let rows = t.shape_of(operands[0]).first().map_or(1, |rows| (rows / self.sequences).max(1));
         let pages = (0..self.sequences).map(|sequence| sequence as f32).collect();
@@ -140,7 +175,7 @@ impl FlashAttention {
         let start = t.add_call_constant(&[self.sequences], vec![0.0; self.sequences as usize]);
         t.builder.set_attr("head_dim", self.head_dim).set_attr("page_rows", rows);
         t.builder.add_keyed("pages", pages).add_keyed("start", start);
-        t.builder.add_op(Opcode::PagedAttention, operands)
+        Ok(t.builder.add_op(Opcode::PagedAttention, operands))
     }
 }
 
@@ -158,14 +193,16 @@ impl Layer {
         }
         apply(py, &operands, |py, values| {
             let state = values[0].state();
-            if let Some(policy) = &self.policy {
-                lock(state).state_policy(py, policy)?;
-            }
-            if let LayerKind::FlashAttention(attention) = &self.kind {
-                attention.state_layouts(py, values)?;
-            }
+            let layouts = match &self.kind {
+                LayerKind::FlashAttention(attention) => attention.find_layouts(py, values)?,
+                _ => Vec::new(),
+            };
             let values: Vec<Operand> = values.iter().cloned().map(Operand::Value).collect();
-            emit(py, state, &values, |t, ids| self.kind.add_ops(t, ids))
+            emit(py, state, &values, |t, ids| {
+                self.policy.iter().try_for_each(|policy| t.state_policy(policy))?;
+                layouts.iter().try_for_each(|(id, layout)| t.state_layout(*id, *layout))?;
+                self.kind.add_ops(t, ids)
+            })
         })
     }
 
@@ -197,7 +234,7 @@ pub(crate) fn apply(
     for operand in operands {
         values.push(match operand {
             Operand::Value(value) => value.clone(),
-            Operand::Array(_) => emit(py, &state, std::slice::from_ref(operand), |_, ids| ids[0])?,
+            Operand::Array(_) => emit(py, &state, std::slice::from_ref(operand), |_, ids| Ok(ids[0]))?,
         });
     }
     Ok(add_ops(py, &values)?.into_pyobject(py)?.into_any().unbind())
@@ -213,7 +250,7 @@ pub(crate) fn apply_binary(
     let second: Operand = second.extract()?;
     apply(py, &[first, second], |py, values| {
         let operands = [values[0].clone().into(), values[1].clone().into()];
-        emit(py, values[0].state(), &operands, |t, ids| t.builder.add_op(opcode, ids))
+        emit(py, values[0].state(), &operands, |t, ids| Ok(t.builder.add_op(opcode, ids)))
     })
 }
 

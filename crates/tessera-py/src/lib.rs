@@ -10,6 +10,7 @@
 mod array_memory;
 mod dtensor;
 mod dtensor_ops;
+mod eager;
 mod errors;
 mod layers;
 mod mesh;
@@ -21,6 +22,7 @@ mod program;
 mod session;
 mod settings;
 mod trace;
+mod waiting;
 
 use std::ffi::OsString;
 

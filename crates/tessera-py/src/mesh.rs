@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tessera_base::Diagnostic;
-use tessera_mesh::{Axis, Coord, Rank, RankMap};
+use tessera_mesh::{Axis, Coord, DimName, Rank, RankMap};
 
 use crate::errors::OrRaise;
 use tessera_cli::codes::T1501;
@@ -122,6 +122,19 @@ impl Mesh {
         }
     }
 
+    /// Returns whether two meshes have the same ranks on the same devices, whichever axes of one rank were named.
+    pub(crate) fn is_same(&self, other: &Mesh) -> bool {
+        self.mesh == other.mesh && self.devices == other.devices
+    }
+
+    /// Returns the sizes and the first and last device, for messages.
+    pub(crate) fn describe(&self) -> String {
+        match (self.devices.first(), self.devices.last()) {
+            (Some(first), Some(last)) => format!("{}, devices {first} to {last}", self.mesh),
+            _ => self.mesh.to_string(),
+        }
+    }
+
     /// Returns the devices of the ranks, in rank order.
     pub(crate) fn rank_map(&self, py: Python<'_>) -> PyResult<RankMap> {
         RankMap::new(&self.mesh, self.devices.to_vec()).or_raise(py)
@@ -194,6 +207,11 @@ pub(crate) enum Spec {
 }
 
 impl Spec {
+    /// Returns whether the spec calls the columns of an operand `head`.
+    pub(crate) fn names_heads(&self) -> bool {
+        self.shards().pairs().iter().any(|(dim, _)| matches!(dim, DimName::Head | DimName::Token))
+    }
+
     /// Returns the spec that shards what this one shards.
     pub(crate) fn shards(&self) -> tessera_mesh::ShardSpec {
         match self {

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use pyo3::exceptions::{PyRuntimeWarning, PyTypeError};
+use pyo3::exceptions::{PyException, PyRuntimeWarning, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyEllipsis;
 use tessera_base::Diagnostic;
@@ -11,7 +11,7 @@ use tessera_ir::{Attr, Opcode, ValueId};
 use tessera_mesh::Axis;
 use tessera_plan::ExpertMap;
 
-use crate::errors::raise_one;
+use crate::errors::{OrRaise, raise_one};
 use crate::layers::apply;
 use crate::mesh::Spec;
 use crate::numeric::Numeric;
@@ -144,13 +144,10 @@ impl Moe {
         down: Operand,
     ) -> PyResult<Py<PyAny>> {
         apply(py, &[x, router, gate, up, down], |py, values| {
-            if let Some(policy) = &self.policy {
-                lock(values[0].state()).state_policy(py, policy)?;
-            }
             let logits = self.add_logits(py, &values[..2])?;
             let operands: Vec<Operand> =
                 [&values[0], &logits].into_iter().chain(&values[2..]).cloned().map(Operand::Value).collect();
-            emit(py, values[0].state(), &operands, |t, ids| self.add_experts(t, ids))
+            emit(py, values[0].state(), &operands, |t, ids| Ok(self.add_experts(t, ids)))
         })
     }
 
@@ -159,8 +156,8 @@ impl Moe {
         apply(py, &[x, router], |py, values| {
             let logits = self.add_logits(py, values)?;
             emit(py, values[0].state(), &[logits.into()], |t, ids| {
-                t.builder.set_attr("top_k", self.top_k);
-                t.builder.set_attr("score", self.gate.score).add_op(Opcode::TopKExperts, &ids[..1])
+                t.builder.set_attr("top_k", self.top_k).set_attr("score", self.gate.score);
+                Ok(t.builder.add_op(Opcode::TopKExperts, &ids[..1]))
             })
         })
     }
@@ -177,22 +174,22 @@ impl Moe {
         apply(py, &[x, router], |py, values| {
             let operands: Vec<Operand> = values.iter().cloned().map(Operand::Value).collect();
             emit(py, values[0].state(), &operands, |t, ids| {
-                let logits = t.builder.add_op(Opcode::Matmul, ids);
-                let ranks = expert_ranks(t);
+                let logits = self.add_plain_logits(t, ids)?;
+                let ranks = expert_ranks(t)?;
                 let homes = ExpertMap::ranks_of_experts(ranks, self.experts);
                 let distances = (0..ranks).flat_map(|a| (0..ranks).map(move |b| i64::from(a != b)));
                 t.builder.set_attr("distances", distances.collect::<Vec<i64>>());
                 t.builder.set_attr("expert_homes", to_integers(&homes)).set_attr("weight", weight);
                 let loss = t.builder.add_op(Opcode::ExpertDistance, &[logits]);
                 t.set_dims(loss, (tessera_mesh::DimName::of_weight(1).unwrap_or_default(), vec![1]));
-                loss
+                Ok(loss)
             })
         })
     }
 
     /// The largest number of tokens that each expert takes of so many.
     fn capacity(&self, tokens: u64) -> u64 {
-        let even = self.capacity_factor * (tokens * self.top_k) as f64 / self.experts as f64;
+        let even = self.capacity_factor * tokens as f64 * self.top_k as f64 / self.experts as f64;
         (even.ceil() as u64).clamp(1, tokens.max(1))
     }
 
@@ -213,22 +210,30 @@ impl Moe {
         let state = values[0].state();
         let operands: Vec<Operand> = values.iter().cloned().map(Operand::Value).collect();
         let logits = emit(py, state, &operands, |t, ids| {
-            let logits = t.builder.add_op(Opcode::Matmul, ids);
-            let ranks = expert_ranks(t);
-            if !self.gate.penalizes_distance || ranks == 1 {
-                return logits;
+            let logits = self.add_plain_logits(t, ids)?;
+            if !self.gate.penalizes_distance {
+                return Ok(logits);
+            }
+            let ranks = expert_ranks(t)?;
+            if ranks == 1 {
+                return Ok(logits);
             }
             let groups = ExpertMap::ranks_of_experts(ranks, self.experts);
             t.builder.set_attr("expert_groups", to_integers(&groups));
             t.builder.set_attr("home_groups", (0..i64::from(ranks)).collect::<Vec<i64>>());
-            t.builder.set_attr("weight", LOCALITY_PENALTY).add_op(Opcode::ExpertLocality, &[logits])
+            t.builder.set_attr("weight", LOCALITY_PENALTY);
+            Ok(t.builder.add_op(Opcode::ExpertLocality, &[logits]))
         })?;
-        let router = self.router.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(router) = router.as_ref().map(|router| router.bind(py)) else { return Ok(logits) };
+        // The function runs without the lock: it may set another router.
+        let router =
+            self.router.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|r| r.clone_ref(py));
+        let Some(router) = router else { return Ok(logits) };
+        let router = router.bind(py);
         let (tokens, ranks) = {
             let t = lock(state);
             (t.shape_of(logits.id()).first().copied().unwrap_or(0), expert_ranks(&t))
         };
+        let ranks = ranks.or_raise(py)?;
         let meta = RouterMeta { tokens, experts: self.experts, ranks };
         if self.gate.penalizes_distance {
             self.warn_of_two_penalties(router, &meta)?;
@@ -252,7 +257,9 @@ impl Moe {
         let least = added.and_then(|added| numpy.call_method1("min", (added,))?.extract::<f64>());
         let together = match least {
             Ok(least) => format!("; together they subtract up to {:.4}", LOCALITY_PENALTY - least),
-            Err(_) => String::new(),
+            // A router may take traced values only.
+            Err(e) if e.is_instance_of::<PyException>(py) => String::new(),
+            Err(e) => return Err(e),
         };
         let message = format!(
             "gate {:?} subtracts {LOCALITY_PENALTY} from the logits of experts on other ranks, and set_router changes them \
@@ -261,6 +268,18 @@ impl Moe {
         );
         let message = std::ffi::CString::new(message).unwrap_or_default();
         PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &message, 2)
+    }
+
+    /// Adds the logits of x [tokens, d] and the router [experts, d].
+    fn add_plain_logits(&self, t: &mut TraceState, ids: &[ValueId]) -> Result<ValueId, Diagnostic> {
+        self.policy.iter().try_for_each(|policy| t.state_policy(policy))?;
+        let router = t.shape_of(ids[1]);
+        if router.first() != Some(&self.experts) {
+            let message =
+                format!("the router has the shape {router:?}, and there are {} experts", self.experts);
+            return Err(Diagnostic::error(&T1503, message).with_hint("give the router a row for each expert"));
+        }
+        Ok(t.builder.add_op(Opcode::Matmul, ids))
     }
 
     /// Adds the choice of experts, their matmuls and the weighted sum.
@@ -277,7 +296,7 @@ impl Moe {
         let counts = b.set_attr("groups", experts).add_op(Opcode::ExpertCounts, &[chosen, slots]);
         b.set_attr("capacity", capacity).set_attr("groups", experts);
         let packed = b.add_op(Opcode::ExpertPack, &[*x, chosen, slots]);
-        let rows = (tokens * self.top_k).min(experts * capacity);
+        let rows = tokens.saturating_mul(self.top_k).min(experts.saturating_mul(capacity));
         let mut multiply = |x: ValueId, w: ValueId, act: Option<&str>| {
             if let Some(act) = act {
                 b.set_attr("act", act);
@@ -293,8 +312,14 @@ impl Moe {
 }
 
 /// Returns the number of ranks that share the experts.
-fn expert_ranks(t: &TraceState) -> u32 {
-    t.mesh.as_ref().map_or(1, |mesh| mesh.mesh.axis_size(Axis::Ep))
+///
+/// # Errors
+/// T1503 if no operand of the program has a mesh yet.
+fn expert_ranks(t: &TraceState) -> Result<u32, Diagnostic> {
+    t.mesh.as_ref().map(|mesh| mesh.mesh.axis_size(Axis::Ep)).ok_or_else(|| {
+        Diagnostic::error(&T1503, "the distance to experts depends on the mesh, and no operand has one yet")
+            .with_hint("state the mesh in the ArraySpec of an input")
+    })
 }
 
 fn to_integers(values: &[u64]) -> Vec<i64> {
@@ -330,9 +355,13 @@ impl RouterMeta {
         ExpertMap::ranks_of_experts(self.ranks, self.experts)
     }
 
-    /// Returns the rank of `ep` on which a token is at home: each rank has as many consecutive tokens.
-    fn group_of_token(&self, token: u64) -> u64 {
-        token / self.tokens.div_ceil(u64::from(self.ranks)).max(1)
+    /// Returns the rank of `ep` on which a token is at home. Each rank is the home of ⌈tokens / ranks⌉ consecutive tokens;
+    /// the last ranks may have fewer.
+    fn group_of_token(&self, token: u64) -> PyResult<u64> {
+        match token < self.tokens {
+            true => Ok(self.home_of(token)),
+            false => Err(PyValueError::new_err(format!("token {token} of {} tokens", self.tokens))),
+        }
     }
 
     /// Returns cost(expert, group of the token) for each token and expert, as an array [tokens, experts].
@@ -354,7 +383,13 @@ impl RouterMeta {
             }
             rows.push(row);
         }
-        let groups: Vec<u64> = (0..self.tokens).map(|token| self.group_of_token(token)).collect();
+        let groups: Vec<u64> = (0..self.tokens).map(|token| self.home_of(token)).collect();
         numpy.call_method1("asarray", (rows, "float32"))?.get_item(groups)
+    }
+}
+
+impl RouterMeta {
+    fn home_of(&self, token: u64) -> u64 {
+        token / self.tokens.div_ceil(u64::from(self.ranks)).max(1)
     }
 }

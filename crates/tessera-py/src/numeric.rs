@@ -11,7 +11,7 @@ use crate::errors::raise_one;
 const DTYPES: [(&str, DtypePolicy); 3] =
     [("f32", DtypePolicy::F32), ("bf16", DtypePolicy::Bf16), ("fp8_e4m3", DtypePolicy::Fp8)];
 
-/// The precision in which layers compute.
+/// The precision of a program, as its layers state it.
 #[pyclass(frozen, from_py_object, module = "tessera.op", eq)]
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Numeric {
@@ -38,7 +38,7 @@ pub(crate) fn numeric(
         return refuse(format!("dtype {dtype:?} is no dtype of a policy"), "use f32, bf16 or fp8_e4m3");
     };
     if accum != "f32" {
-        return refuse(format!("accum = {accum:?}, but every op adds in f32"), "state accum=\"f32\"");
+        return refuse(format!("accum = {accum:?}, but matmuls add in f32"), "state accum=\"f32\"");
     }
     if scale.as_deref().is_some_and(|scale| scale != "per_channel") {
         return refuse(
@@ -72,7 +72,7 @@ impl Numeric {
         "f32"
     }
 
-    /// Whether sums over ranks are added in one order on every mesh.
+    /// Whether ranks must add partial sums in the order of their numbers, which they do in any case.
     #[getter]
     fn deterministic(&self) -> bool {
         self.deterministic

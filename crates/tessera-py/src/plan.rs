@@ -30,6 +30,8 @@ pub(crate) struct Plan {
     pub(crate) graphs: Arc<[Graph]>,
     pub(crate) mesh: Mesh,
     pub(crate) plan: Arc<ArrayPlan>,
+    /// The settings of streams with which the plan was made.
+    settings: StreamSettings,
 }
 
 /// Plans several programs for one run, whose ranks load all of them.
@@ -42,8 +44,16 @@ pub(crate) fn compile(py: Python<'_>, graphs: Vec<Graph>, mesh: Option<Mesh>) ->
 impl Plan {
     /// Plans programs and seals the result.
     pub(crate) fn from_graphs(py: Python<'_>, graphs: Vec<Graph>, mesh: Option<Mesh>) -> PyResult<Plan> {
+        Plan::with_settings(py, graphs, mesh, StreamSettings::current())
+    }
+
+    fn with_settings(
+        py: Python<'_>,
+        graphs: Vec<Graph>,
+        mesh: Option<Mesh>,
+        settings: StreamSettings,
+    ) -> PyResult<Plan> {
         let mesh = choose_mesh(&graphs, mesh)?;
-        let settings = StreamSettings::current();
         let rank_map = mesh.rank_map(py)?;
         let laid_out = graphs.iter().map(|graph| graph.laid_out(py)).collect::<PyResult<Vec<_>>>()?;
         let mut dtypes = graphs.iter().map(|graph| graph.policy);
@@ -57,7 +67,7 @@ impl Plan {
             let mapping = Mapping { mesh: mesh.mesh, dtype, ..Mapping::default() };
             ArrayPlan::with_constants(bundle, &mapping, constants)
         });
-        Ok(Plan { graphs: graphs.into(), mesh, plan: Arc::new(plan.or_raise(py)?) })
+        Ok(Plan { graphs: graphs.into(), mesh, plan: Arc::new(plan.or_raise(py)?), settings })
     }
 
     /// Returns a program by its name; without one, the only program.
@@ -130,11 +140,12 @@ fn choose_mesh(graphs: &[Graph], stated: Option<Mesh>) -> PyResult<Mesh> {
     let Some(mesh) = stated.or_else(|| meshes.next()) else {
         return Err(PyValueError::new_err("no array of the program has a mesh: state mesh="));
     };
-    match graphs.iter().filter_map(|graph| graph.mesh.as_ref()).find(|ours| **ours != mesh) {
+    match graphs.iter().filter_map(|graph| graph.mesh.as_ref()).find(|ours| !ours.is_same(&mesh)) {
         None => Ok(mesh),
         Some(ours) => Err(PyValueError::new_err(format!(
             "the arrays of the program lie on mesh {}, not {}; distribute them over the mesh of the plan",
-            ours.mesh, mesh.mesh
+            ours.describe(),
+            mesh.describe()
         ))),
     }
 }
@@ -151,6 +162,12 @@ impl Plan {
     #[getter]
     fn mesh(&self) -> Mesh {
         self.mesh.clone()
+    }
+
+    /// The numbers of the streams when the plan was made, by name.
+    #[getter]
+    fn stream_ids(&self) -> BTreeMap<String, u32> {
+        self.settings.ids.clone()
     }
 
     /// The programs before they were sharded.
@@ -170,8 +187,9 @@ impl Plan {
     /// Returns the collectives of a rank in order: op, axis, and bytes of the operand.
     #[pyo3(signature = (rank=0, program=None))]
     fn collectives(&self, rank: u32, program: Option<&str>) -> PyResult<Vec<(String, String, u64)>> {
-        let program = self.program_of(self.find_graph(program)?, rank);
-        Ok(program.into_iter().flat_map(list_collectives).collect())
+        let message = || PyValueError::new_err(format!("the plan has no rank {rank}"));
+        let program = self.program_of(self.find_graph(program)?, rank).ok_or_else(message)?;
+        Ok(list_collectives(program))
     }
 
     /// Returns the bytes of weights, inputs and temporaries of each rank.
@@ -223,10 +241,10 @@ impl Plan {
         ))
     }
 
-    /// Proves the plan again from its programs alone, and returns its digest.
+    /// Plans and proves the programs again, under the settings with which the plan was made, and returns the digest.
     fn verify(&self, py: Python<'_>) -> PyResult<String> {
-        let again = Plan::from_graphs(py, self.graphs.to_vec(), Some(self.mesh.clone()))?;
-        Ok(again.digest())
+        let (graphs, settings) = (self.graphs.to_vec(), self.settings.clone());
+        Ok(Plan::with_settings(py, graphs, Some(self.mesh.clone()), settings)?.digest())
     }
 
     /// Writes the plan to a new folder, which `tessera check` proves again. Weights are not part of a plan.

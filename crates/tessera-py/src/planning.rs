@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tessera_base::Diagnostic;
@@ -225,7 +226,12 @@ pub(crate) fn plan_memory(
     expert_parameters: f64,
     tp: u32,
     ep: u32,
-) -> Vec<MemoryRow> {
+) -> PyResult<Vec<MemoryRow>> {
+    let numbers =
+        [P, A, K, H, tokens, cached_tokens.unwrap_or(tokens), bytes_per_parameter, expert_parameters];
+    if tp == 0 || ep == 0 || numbers.iter().any(|n| !n.is_finite() || *n < 0.0) {
+        return Err(PyValueError::new_err("sizes are numbers of at least 0, and tp and ep of at least 1"));
+    }
     let rows = compute_table(&MemoryPlanInputs {
         parameters: P,
         bytes_per_parameter,
@@ -240,5 +246,5 @@ pub(crate) fn plan_memory(
         tp,
         ep,
     });
-    rows.into_iter().map(|row| (row.term.to_string(), row.formula, row.bytes.0, row.share)).collect()
+    Ok(rows.into_iter().map(|row| (row.term.to_string(), row.formula, row.bytes.0, row.share)).collect())
 }

@@ -58,7 +58,9 @@ pub(crate) fn trace(
         None => {
             let name = function.getattr("__name__").and_then(|n| n.extract::<String>());
             // A lambda has a name that no text of a program can hold.
-            let is_word = |name: &String| name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+            let is_word = |name: &String| {
+                !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+            };
             name.ok().filter(is_word).unwrap_or_else(|| "program".into())
         }
     };
@@ -67,7 +69,8 @@ pub(crate) fn trace(
     let mut values = Vec::new();
     for (parameter, argument) in parameters.iter().zip(arguments) {
         let spec = to_spec(&argument, parameter)?;
-        let id = lock(&state).add_input(py, parameter, &spec)?;
+        let id = lock(&state).add_input(parameter, &spec);
+        let id = id.or_raise(py)?;
         values.push(Value::new(Arc::clone(&state), id));
     }
     let returned = function.call1(PyTuple::new(py, values)?)?;
@@ -141,8 +144,7 @@ pub(crate) fn finish(
         let message = "a traced function returned no value";
         return Err(raise_one(py, Diagnostic::error(&T1504, message).with_hint("return what ops returned")));
     }
-    // Values of the program that Python still holds keep the lock, and find an empty program in it.
-    let trace = std::mem::replace(&mut *lock(&state), TraceState::new("ended"));
+    let trace = lock(&state).end();
     let named = outputs.iter().map(|(name, id)| {
         let (dims, units) = trace.dims_of(*id);
         (name.clone(), dims, units)

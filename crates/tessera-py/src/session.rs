@@ -2,36 +2,34 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ThreadId;
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyTuple};
-use tessera::arrays::{ArrayProcessOptions, ArrayRun, HostArray, RunDevice};
-use tessera_base::Diagnostics;
-use tessera_mesh::Layout;
+use tessera::arrays::{ArrayInterrupt, ArrayProcessOptions, ArrayRun, HostArray, RunDevice};
 
-use crate::array_memory::take_array;
+use crate::array_memory::{Sharing, take_array};
 use crate::dtensor::DTensor;
 use crate::errors::OrRaise;
 use crate::plan::Plan;
-use crate::program::{Graph, finish};
-use crate::trace::{ArraySpec, Operand, TraceState, Value, lock};
-
-/// How often a waiting call looks for Ctrl-C.
-const SIGNAL_PERIOD: Duration = Duration::from_millis(20);
-
-/// Plans of single ops whose ranks stay loaded: the next call with the same shapes and layouts starts none.
-const LOADED_OPS: usize = 8;
+use crate::program::Graph;
+use crate::waiting::{lock_patiently, wait_for};
 
 /// The loaded ranks of a plan.
 #[pyclass(frozen, module = "tessera.runtime")]
 pub(crate) struct Session {
     plan: Plan,
     run: Mutex<Option<ArrayRun>>,
+    process_ids: Vec<u32>,
+    interrupt: ArrayInterrupt,
+    /// The thread that calls the ranks now. A signal handler runs on that thread, and may not wait for its call.
+    caller: Mutex<Option<ThreadId>>,
+    /// The folder of the run, if it is removed with the session.
+    temporary: Option<PathBuf>,
+    /// The process that loaded the ranks. A fork of it has no threads of theirs.
+    process: u32,
 }
 
 /// Loads a plan on ranks.
@@ -46,52 +44,61 @@ pub(crate) fn open_session(
     out: Option<PathBuf>,
     oversubscribe: bool,
 ) -> PyResult<Session> {
+    let refuse = |message: String| Err(PyValueError::new_err(message));
+    let device = match device {
+        "cpu" => RunDevice::Cpu,
+        "gpu" => RunDevice::Cuda,
+        _ => return refuse(format!("device = {device:?}: it is \"cpu\" or \"gpu\"")),
+    };
+    if threads_per_rank == 0 {
+        return refuse("threads_per_rank = 0: a rank has at least one thread".into());
+    }
     let weights = plan.weights();
-    let loaded = match ranks {
-        "threads" if device != "cpu" => {
-            let message = "ranks on GPUs are processes: state ranks=\"processes\"";
-            return Err(PyValueError::new_err(message));
+    let shared = Arc::clone(&plan.plan);
+    match ranks {
+        "threads" if device != RunDevice::Cpu => {
+            refuse("ranks on GPUs are processes: state ranks=\"processes\"".into())
         }
         "threads" => {
-            let plan = Arc::clone(&plan.plan);
-            wait_for(py, || ArrayRun::start_threads(&plan, weights, threads_per_rank), || ())?
+            // Loading only copies weights, so an interrupt waits for its end.
+            let run = wait_for(py, || ArrayRun::start_threads(&shared, weights, threads_per_rank), || ())?;
+            Ok(Session::new(plan, run.or_raise(py)?, None))
         }
         "processes" => {
-            let device = match device {
-                "cpu" => RunDevice::Cpu,
-                "gpu" => RunDevice::Cuda,
-                _ => {
-                    let message = format!("device = {device:?}: it is \"cpu\" or \"gpu\"");
-                    return Err(PyValueError::new_err(message));
-                }
+            let temporary = match &out {
+                None => Some(make_folder(py)?),
+                Some(_) => None,
             };
-            let options =
-                ArrayProcessOptions { device, ..process_options(py, out, threads_per_rank, oversubscribe)? };
-            let plan = Arc::clone(&plan.plan);
-            wait_for(py, || ArrayRun::start_processes(&plan, weights, options), || ())?
+            let Some(folder) = out.or_else(|| temporary.clone()) else {
+                return refuse("the run has no folder".into());
+            };
+            let python: String = py.import("sys")?.getattr("executable")?.extract()?;
+            let argv = [&python, "-m", "tessera", "rank"].map(str::to_string).to_vec();
+            let options = ArrayProcessOptions {
+                device,
+                threads: Some(threads_per_rank),
+                oversubscribe,
+                ..ArrayProcessOptions::new(argv, folder)
+            };
+            let stop = options.stop.clone();
+            let run = wait_for(
+                py,
+                || ArrayRun::start_processes(&shared, weights, options),
+                || {
+                    // The second request ends a start at once.
+                    stop.request_stop();
+                    stop.request_stop();
+                },
+            );
+            Ok(Session::new(plan, run?.or_raise(py)?, temporary))
         }
-        _ => {
-            let message = format!("ranks = {ranks:?}: they are \"threads\" or \"processes\"");
-            return Err(PyValueError::new_err(message));
-        }
-    };
-    Ok(Session { plan, run: Mutex::new(Some(loaded.or_raise(py)?)) })
+        _ => refuse(format!("ranks = {ranks:?}: they are \"threads\" or \"processes\"")),
+    }
 }
 
-/// Returns the options of a run whose ranks are processes of this interpreter's program.
-fn process_options(
-    py: Python<'_>,
-    out: Option<PathBuf>,
-    threads: usize,
-    oversubscribe: bool,
-) -> PyResult<ArrayProcessOptions> {
-    let python: String = py.import("sys")?.getattr("executable")?.extract()?;
-    let out = match out {
-        Some(out) => out,
-        None => py.import("tempfile")?.call_method1("mkdtemp", ("", "tessera-"))?.extract()?,
-    };
-    let argv = [&python, "-m", "tessera", "rank"].map(str::to_string).to_vec();
-    Ok(ArrayProcessOptions { threads: Some(threads), oversubscribe, ..ArrayProcessOptions::new(argv, out) })
+/// Makes a folder for a run whose outputs nobody asked for.
+fn make_folder(py: Python<'_>) -> PyResult<PathBuf> {
+    py.import("tempfile")?.call_method1("mkdtemp", ("", "tessera-"))?.extract()
 }
 
 #[pymethods]
@@ -128,16 +135,21 @@ impl Session {
 
     /// Process ids of the ranks, in rank order; empty if they are threads.
     #[getter]
-    fn process_ids(&self, py: Python<'_>) -> Vec<u32> {
-        self.lock(py).as_ref().map_or_else(Vec::new, |run| run.process_ids().to_vec())
+    fn process_ids(&self) -> Vec<u32> {
+        self.process_ids.clone()
     }
 
-    /// Ends the ranks and waits for them.
+    /// Ends the ranks and waits for them. A signal handler that interrupts a call ends that call.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        match self.lock(py).take() {
-            None => Ok(()),
-            Some(run) => py.detach(|| run.close()).or_raise(py),
+        if self.is_called_here() {
+            self.interrupt.interrupt();
+            return Ok(());
         }
+        let run = lock_patiently(py, &self.run)?.take();
+        let Some(run) = run else { return Ok(()) };
+        wait_for(py, || run.close(), || self.interrupt.interrupt())?.or_raise(py)?;
+        self.remove_folder();
+        Ok(())
     }
 
     fn __enter__(this: Py<Session>) -> Py<Session> {
@@ -145,16 +157,39 @@ impl Session {
     }
 
     #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<bool> {
-        self.close(py)?;
-        Ok(false)
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
     }
 }
 
 impl Session {
-    /// Locks the run. Another thread may hold the lock during a call, so the wait leaves the interpreter free.
-    fn lock(&self, py: Python<'_>) -> MutexGuard<'_, Option<ArrayRun>> {
-        self.run.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+    fn new(plan: Plan, run: ArrayRun, temporary: Option<PathBuf>) -> Session {
+        Session {
+            plan,
+            process_ids: run.process_ids().to_vec(),
+            interrupt: run.interrupt_handle(),
+            run: Mutex::new(Some(run)),
+            caller: Mutex::new(None),
+            temporary,
+            process: std::process::id(),
+        }
+    }
+
+    /// Returns whether this process loaded the ranks, and no process of which it is a fork.
+    pub(crate) fn is_of_this_process(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    fn is_called_here(&self) -> bool {
+        let caller = self.caller.lock().unwrap_or_else(PoisonError::into_inner);
+        *caller == Some(std::thread::current().id())
+    }
+
+    /// Removes a folder that nobody asked for. What is left of it in the system's folder for such files harms nobody.
+    fn remove_folder(&self) {
+        if let Some(folder) = &self.temporary {
+            let _ = std::fs::remove_dir_all(folder);
+        }
     }
 
     fn run_graph(
@@ -169,18 +204,33 @@ impl Session {
         self.wrap_outputs(py, graph, outputs)
     }
 
-    fn call(
+    /// Runs a program on the ranks.
+    pub(crate) fn call(
         &self,
         py: Python<'_>,
         graph: &Graph,
         inputs: &BTreeMap<String, HostArray>,
     ) -> PyResult<BTreeMap<String, HostArray>> {
-        let mut guard = self.lock(py);
+        if !self.is_of_this_process() {
+            let message =
+                "the session belongs to the process of which this one is a fork: open another one here";
+            return Err(PyRuntimeError::new_err(message));
+        }
+        if self.is_called_here() {
+            let message = "a call of this session waits on this thread: a signal handler may close it only";
+            return Err(PyRuntimeError::new_err(message));
+        }
+        let mut guard = lock_patiently(py, &self.run)?;
         let Some(run) = guard.as_mut() else {
             return Err(PyRuntimeError::new_err("the session is closed"));
         };
-        let interrupt = run.interrupt_handle();
-        wait_for(py, || run.call(&graph.program.name, inputs), || interrupt.interrupt())?.or_raise(py)
+        let set_caller = |caller| *self.caller.lock().unwrap_or_else(PoisonError::into_inner) = caller;
+        set_caller(Some(std::thread::current().id()));
+        let name = &graph.program.name;
+        let outputs = wait_for(py, || run.call(name, inputs), || self.interrupt.interrupt());
+        set_caller(None);
+        drop(guard);
+        outputs?.or_raise(py)
     }
 
     fn wrap_outputs(
@@ -233,124 +283,20 @@ fn read_inputs(
 fn to_host_array(value: &Bound<'_, PyAny>) -> PyResult<HostArray> {
     match value.extract::<DTensor>() {
         Ok(array) => Ok(array.array),
-        Err(_) => take_array(value),
+        // A call copies its inputs, so they stay as they are.
+        Err(_) => take_array(value, Sharing::Never),
     }
 }
 
-/// Runs work without the interpreter's lock, and `interrupt` as soon as Python has a signal to handle.
-fn wait_for<T: Send>(
-    py: Python<'_>,
-    work: impl FnOnce() -> Result<T, Diagnostics> + Send,
-    interrupt: impl Fn(),
-) -> PyResult<Result<T, Diagnostics>> {
-    std::thread::scope(|scope| {
-        let (sender, receiver) = channel();
-        scope.spawn(move || {
-            // The receiver waits for the result even after an interrupt.
-            let _ = sender.send(work());
-        });
-        let receiver = Mutex::new(receiver);
-        let mut raised = None;
-        loop {
-            let outcome = py.detach(|| {
-                receiver.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_PERIOD)
-            });
-            match outcome {
-                Ok(_) if raised.is_some() => break,
-                Ok(result) => return Ok(result),
-                Err(RecvTimeoutError::Timeout) => {
-                    if let Err(e) = py.check_signals()
-                        && raised.is_none()
-                    {
-                        interrupt();
-                        raised = Some(e);
-                    }
-                }
-                Err(RecvTimeoutError::Disconnected) => {
-                    raised.get_or_insert_with(|| PyRuntimeError::new_err("the thread of a call panicked"));
-                    break;
-                }
-            }
+impl Drop for Session {
+    fn drop(&mut self) {
+        if !self.is_of_this_process() {
+            // The threads that a drop would wait for exist in the other process only.
+            let run = self.run.lock().unwrap_or_else(PoisonError::into_inner).take();
+            std::mem::forget(run);
+            return;
         }
-        Err(raised.unwrap_or_else(|| PyRuntimeError::new_err("the call has no result")))
-    })
-}
-
-/// The ranks of single ops, the least recently used first.
-static LOADED: Mutex<Vec<(String, Arc<Session>)>> = Mutex::new(Vec::new());
-
-/// Runs ops on arrays at once: as a program of its own, with the arrays as inputs.
-pub(crate) fn apply_eagerly(
-    py: Python<'_>,
-    operands: &[Operand],
-    add_ops: impl FnOnce(Python<'_>, &[Value]) -> PyResult<Value>,
-) -> PyResult<DTensor> {
-    let state = Arc::new(Mutex::new(TraceState::new("op")));
-    let mut values = Vec::new();
-    let mut inputs = BTreeMap::new();
-    for operand in operands {
-        let Operand::Array(array) = operand else {
-            return Err(PyTypeError::new_err("a traced value outside of its trace"));
-        };
-        let name = format!("x{}", inputs.len());
-        let id = lock(&state).add_input(py, &name, &ArraySpec::from(array))?;
-        values.push(Value::new(Arc::clone(&state), id));
-        inputs.insert(name, array.array.clone());
-    }
-    let result = add_ops(py, &values)?.id();
-    let graph = finish(py, state, vec![("y".to_string(), result)], true)?;
-    run_once(py, &Plan::from_graphs(py, vec![graph], None)?, inputs)
-}
-
-/// Returns an array in another layout.
-pub(crate) fn redistribute(py: Python<'_>, array: &DTensor, layout: Layout) -> PyResult<DTensor> {
-    let state = Arc::new(Mutex::new(TraceState::new("redistribute")));
-    let id = lock(&state).add_input(py, "x", &ArraySpec::from(array))?;
-    let mut graph = finish(py, state, vec![("y".to_string(), id)], true)?;
-    graph.output_layouts.insert("y".to_string(), layout);
-    run_once(
-        py,
-        &Plan::from_graphs(py, vec![graph], None)?,
-        BTreeMap::from([("x".to_string(), array.array.clone())]),
-    )
-}
-
-/// Runs a plan of one output whose ranks may still be loaded.
-fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, HostArray>) -> PyResult<DTensor> {
-    let digest = plan.plan.sealed.digest_hex();
-    let graph = plan.find_graph(None)?;
-    let is_reusable = graph.weights.is_empty();
-    let loaded = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = {
-        let mut sessions = loaded();
-        let found = sessions.iter().position(|(known, _)| is_reusable && *known == digest);
-        found.map(|at| sessions.remove(at).1)
-    };
-    let session = match known {
-        Some(session) => session,
-        None => Arc::new(open_session(py, plan.clone(), "threads", "cpu", 1, None, true)?),
-    };
-    let outputs = session.call(py, graph, &inputs)?;
-    if is_reusable {
-        let mut sessions = loaded();
-        sessions.push((digest, session));
-        let surplus = sessions.len().saturating_sub(LOADED_OPS);
-        let evicted: Vec<_> = sessions.drain(..surplus).collect();
-        drop(sessions);
-        py.detach(|| drop(evicted));
-    }
-    let (name, array) = outputs.into_iter().next().ok_or_else(|| PyRuntimeError::new_err("no output"))?;
-    Ok(plan.to_dtensor(graph, &name, array))
-}
-
-impl From<&DTensor> for ArraySpec {
-    fn from(array: &DTensor) -> ArraySpec {
-        ArraySpec {
-            shape: array.array.shape().to_vec(),
-            mesh: Some(array.mesh.clone()),
-            layout: array.layout,
-            dims: array.dims.clone(),
-            units: array.units.clone(),
-        }
+        drop(self.run.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.remove_folder();
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use pyo3::basic::CompareOp;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -13,9 +14,9 @@ use tessera_ir::{Builder, DType, Opcode, Type, ValueId};
 use tessera_mesh::{DimName, Layout};
 use tessera_plan::DtypePolicy;
 
-use crate::array_memory::take_array;
+use crate::array_memory::{Sharing, take_array};
 use crate::dtensor::{DTensor, name_dims, to_layout};
-use crate::errors::raise_one;
+use crate::errors::OrRaise;
 use crate::mesh::{Mesh, ReplicateSpec, Spec};
 use crate::numeric::Numeric;
 
@@ -59,6 +60,18 @@ impl ArraySpec {
     }
 }
 
+impl From<&DTensor> for ArraySpec {
+    fn from(array: &DTensor) -> ArraySpec {
+        ArraySpec {
+            shape: array.array.shape().to_vec(),
+            mesh: Some(array.mesh.clone()),
+            layout: array.layout,
+            dims: array.dims.clone(),
+            units: array.units.clone(),
+        }
+    }
+}
+
 /// A value of a program that is being traced.
 #[pyclass(frozen, from_py_object, module = "tessera.graph")]
 #[derive(Clone)]
@@ -69,7 +82,10 @@ pub(crate) struct Value {
 
 /// An operand of an op: a value of a program, or an array.
 #[derive(FromPyObject, Clone)]
-#[allow(clippy::large_enum_variant, reason = "an op has a few operands, and a box would need a conversion of its own")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "an op has a few operands, and a box would need a conversion of its own"
+)]
 pub(crate) enum Operand {
     Value(Value),
     Array(DTensor),
@@ -96,8 +112,10 @@ pub(crate) struct TraceState {
     pub(crate) stated: BTreeMap<ValueId, Layout>,
     /// The precision that layers state.
     policy: Option<Numeric>,
-    /// The arrays that became weights, by address and layout.
-    captured: Vec<(usize, Layout, ValueId)>,
+    /// The arrays that became weights.
+    captured: Vec<(DTensor, ValueId)>,
+    /// Why no further op can be added.
+    closed: Option<String>,
 }
 
 impl TraceState {
@@ -113,7 +131,14 @@ impl TraceState {
             stated: BTreeMap::new(),
             policy: None,
             captured: Vec::new(),
+            closed: None,
         }
+    }
+
+    /// Ends the trace and returns what it wrote. Values that Python still holds find a closed trace.
+    pub(crate) fn end(&mut self) -> TraceState {
+        let closed = "its trace has ended".to_string();
+        std::mem::replace(self, TraceState { closed: Some(closed), ..TraceState::new("ended") })
     }
 
     /// Returns the precision of the program.
@@ -122,14 +147,16 @@ impl TraceState {
     }
 
     /// Notes the precision that a layer states; a program has one.
-    pub(crate) fn state_policy(&mut self, py: Python<'_>, policy: &Numeric) -> PyResult<()> {
+    ///
+    /// # Errors
+    /// T1505 if another layer states another one.
+    pub(crate) fn state_policy(&mut self, policy: &Numeric) -> Result<(), Diagnostic> {
         match &self.policy {
             Some(known) if known.policy() != policy.policy() => {
-                let diagnostic = Diagnostic::error(&T1505, "layers of one program state two precisions")
+                Err(Diagnostic::error(&T1505, "layers of one program state two precisions")
                     .with_label("first", known.name())
                     .with_label("second", policy.name())
-                    .with_hint("state one policy, or trace two programs");
-                Err(raise_one(py, diagnostic))
+                    .with_hint("state one policy, or trace two programs"))
             }
             _ => {
                 self.policy = Some(policy.clone());
@@ -138,9 +165,26 @@ impl TraceState {
         }
     }
 
+    /// States the layout in which ops read a value; a value has one.
+    ///
+    /// # Errors
+    /// T1504 if another layer, or another operand, states another one.
+    pub(crate) fn state_layout(&mut self, id: ValueId, layout: Layout) -> Result<(), Diagnostic> {
+        match self.stated.insert(id, layout) {
+            Some(known) if known != layout => {
+                Err(Diagnostic::error(&T1504, "a value is stated in two layouts")
+                    .with_hint("state one layout for the operands that are the same value"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Adds an input.
-    pub(crate) fn add_input(&mut self, py: Python<'_>, name: &str, spec: &ArraySpec) -> PyResult<ValueId> {
-        self.join_mesh(py, spec.mesh.as_ref())?;
+    ///
+    /// # Errors
+    /// T1504 for another mesh than that of the program.
+    pub(crate) fn add_input(&mut self, name: &str, spec: &ArraySpec) -> Result<ValueId, Diagnostic> {
+        self.join_mesh(spec.mesh.as_ref())?;
         let id = self.builder.add_input(name, Type::new(DType::F32, spec.shape.clone()));
         self.layouts.insert(name.to_string(), spec.layout);
         self.inputs.push((name.to_string(), spec.shape.clone()));
@@ -149,15 +193,14 @@ impl TraceState {
     }
 
     /// Adds an array as a weight, unless it is one already.
-    fn add_weight(&mut self, py: Python<'_>, array: &DTensor) -> PyResult<ValueId> {
-        let address = array.array.values().as_ptr() as usize;
-        let known = self.captured.iter().find(|(a, layout, _)| (*a, *layout) == (address, array.layout));
-        if let Some((_, _, id)) = known {
+    fn add_weight(&mut self, array: &DTensor) -> Result<ValueId, Diagnostic> {
+        self.join_mesh(Some(&array.mesh))?;
+        let known = self.captured.iter().find(|(captured, _)| captured.is_same(array));
+        if let Some((_, id)) = known {
             return Ok(*id);
         }
-        self.join_mesh(py, Some(&array.mesh))?;
         let id = self.push_weight("w", &array.array, array.layout);
-        self.captured.push((address, array.layout, id));
+        self.captured.push((array.clone(), id));
         self.dims.insert(id, (array.dims.clone(), array.units.clone()));
         Ok(id)
     }
@@ -184,8 +227,9 @@ impl TraceState {
         self.push_weight("c", &HostArray::from_vec(shape.to_vec(), values), Layout::REPLICATED)
     }
 
+    /// Returns the extents of a value; none for a value of a trace that has ended, which takes no op.
     pub(crate) fn shape_of(&self, id: ValueId) -> &[u64] {
-        &self.builder.type_of(id).shape
+        self.builder.program().values.get(id.0 as usize).map_or(&[], |value| &value.ty.shape)
     }
 
     pub(crate) fn dims_of(&self, id: ValueId) -> (Vec<DimName>, Vec<u64>) {
@@ -199,29 +243,66 @@ impl TraceState {
         self.dims.insert(id, dims);
     }
 
-    fn join_mesh(&mut self, py: Python<'_>, mesh: Option<&Mesh>) -> PyResult<()> {
-        match (&self.mesh, mesh) {
-            (_, None) => {}
-            (None, Some(mesh)) => self.mesh = Some(mesh.clone()),
-            (Some(ours), Some(theirs)) if ours == theirs => {}
-            (Some(ours), Some(theirs)) => {
-                let diagnostic = Diagnostic::error(&T1504, "operands of two meshes in one program")
-                    .with_label("first", ours.mesh.to_string())
-                    .with_label("second", theirs.mesh.to_string())
-                    .with_hint("distribute all arrays over one mesh");
-                return Err(raise_one(py, diagnostic));
-            }
+    fn join_mesh(&mut self, mesh: Option<&Mesh>) -> Result<(), Diagnostic> {
+        let Some(theirs) = mesh else { return Ok(()) };
+        let ours = self.mesh.get_or_insert_with(|| theirs.clone());
+        match ours.is_same(theirs) {
+            true => Ok(()),
+            false => Err(Diagnostic::error(&T1504, "operands of two meshes in one program")
+                .with_label("first", ours.describe())
+                .with_label("second", theirs.describe())
+                .with_hint("distribute all arrays over one mesh")),
         }
-        Ok(())
     }
 
-    /// Raises what a rule reported about the last op.
-    fn check(&self, py: Python<'_>) -> PyResult<()> {
-        match self.builder.errors().first() {
+    /// Returns what a rule reported about the last op. The ops of the function are wrong from then on.
+    fn take_error(&mut self) -> Result<(), Diagnostic> {
+        let Some(e) = self.builder.errors().first() else { return Ok(()) };
+        let diagnostic = Diagnostic::error(e.code, e.message.clone());
+        self.closed = Some(format!("it failed: {}", diagnostic.message));
+        Err(diagnostic)
+    }
+
+    /// Returns an error if no further op can be added.
+    fn check_open(&self) -> Result<(), Diagnostic> {
+        match &self.closed {
             None => Ok(()),
-            Some(e) => Err(raise_one(py, Diagnostic::error(e.code, e.message.clone()))),
+            Some(why) => Err(Diagnostic::error(&T1504, format!("the program takes no further op: {why}"))
+                .with_hint(
+                    "use values only in the function that is traced, and trace it again after an error",
+                )),
         }
     }
+
+    /// Adds ops to the program. Arrays among the operands become weights of it.
+    fn add_ops(
+        &mut self,
+        operands: &[TracedOperand],
+        add_ops: impl FnOnce(&mut TraceState, &[ValueId]) -> Result<ValueId, Diagnostic>,
+    ) -> Result<ValueId, Diagnostic> {
+        self.check_open()?;
+        let ids = operands.iter().map(|operand| match operand {
+            TracedOperand::Value(id) => Ok(*id),
+            TracedOperand::Array(array) => self.add_weight(array),
+        });
+        let ids = ids.collect::<Result<Vec<_>, _>>()?;
+        let result = add_ops(self, &ids)?;
+        self.take_error()?;
+        if let Some(first) = ids.first()
+            && !self.dims.contains_key(&result)
+            && self.shape_of(*first).len() == self.shape_of(result).len()
+        {
+            let dims = self.dims_of(*first);
+            self.set_dims(result, dims);
+        }
+        Ok(result)
+    }
+}
+
+/// An operand of an op, within the program that the op is added to.
+enum TracedOperand {
+    Value(ValueId),
+    Array(Box<DTensor>),
 }
 
 impl Value {
@@ -243,41 +324,32 @@ impl Value {
         self.id
     }
 
-    fn combine(
-        &self,
-        py: Python<'_>,
-        opcode: Opcode,
-        other: &Bound<'_, PyAny>,
-        sign: f32,
-    ) -> PyResult<Value> {
-        if let Ok(Operand::Value(other)) = other.extract::<Operand>()
-            && sign == 1.0
-        {
-            return emit(py, &self.state, &[Operand::Value(self.clone()), other.into()], |t, operands| {
-                t.builder.add_op(opcode, operands)
-            });
+    /// Adds an op of this value and another operand, or of this value and numbers that are broadcast to its shape.
+    fn combine(&self, py: Python<'_>, opcode: Opcode, other: &Bound<'_, PyAny>) -> PyResult<Value> {
+        if let Ok(other) = other.extract::<Operand>() {
+            let operands = [Operand::Value(self.clone()), other];
+            return emit(py, &self.state, &operands, |t, ids| Ok(t.builder.add_op(opcode, ids)));
         }
-        if let Ok(Operand::Value(other)) = other.extract::<Operand>() {
-            let negated = other.combine(py, Opcode::Mul, (-1.0f32).into_pyobject(py)?.as_any(), 1.0)?;
-            return self.combine(py, opcode, negated.into_pyobject(py)?.as_any(), 1.0);
-        }
-        if let Ok(Operand::Array(array)) = other.extract::<Operand>()
-            && sign == 1.0
-        {
-            let operands = [Operand::Value(self.clone()), Operand::Array(array)];
-            return emit(py, &self.state, &operands, |t, operands| t.builder.add_op(opcode, operands));
-        }
-        let shape = lock(&self.state).shape_of(self.id).to_vec();
+        let shape = self.shape_now().or_raise(py)?;
         let numpy = py.import("numpy")?;
-        let float32 = numpy.getattr("float32")?;
-        let numbers = numpy.call_method1("asarray", (other, float32))?;
-        let whole = numpy.call_method1("broadcast_to", (numbers, PyTuple::new(py, &shape)?));
-        let whole = numpy.call_method1("ascontiguousarray", (whole?,))?.call_method0("copy")?;
-        let constant: Vec<f32> = take_array(&whole)?.values().iter().map(|x| sign * x).collect();
-        emit(py, &self.state, &[Operand::Value(self.clone())], |t, operands| {
+        let numbers = numpy.call_method1("asarray", (other, numpy.getattr("float32")?))?;
+        let whole = numpy.call_method1("broadcast_to", (numbers, PyTuple::new(py, &shape)?))?;
+        let constant = take_array(&whole, Sharing::Never)?.values().to_vec();
+        emit(py, &self.state, &[Operand::Value(self.clone())], |t, ids| {
             let constant = t.add_constant(&shape, constant);
-            t.builder.add_op(opcode, &[operands[0], constant])
+            Ok(t.builder.add_op(opcode, &[ids[0], constant]))
         })
+    }
+
+    /// Returns the extents of the value, unless its trace has ended.
+    fn shape_now(&self) -> Result<Vec<u64>, Diagnostic> {
+        let trace = lock(&self.state);
+        trace.check_open()?;
+        Ok(trace.shape_of(self.id).to_vec())
+    }
+
+    fn negate(&self, py: Python<'_>) -> PyResult<Value> {
+        self.combine(py, Opcode::Mul, (-1.0f32).into_pyobject(py)?.as_any())
     }
 }
 
@@ -299,27 +371,49 @@ impl Value {
     /// Extents of the value.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, lock(&self.state).shape_of(self.id))
+        PyTuple::new(py, self.shape_now().or_raise(py)?)
     }
 
     fn __add__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Value> {
-        self.combine(py, Opcode::Add, &other, 1.0)
+        self.combine(py, Opcode::Add, &other)
     }
 
     fn __radd__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Value> {
-        self.combine(py, Opcode::Add, &other, 1.0)
+        self.combine(py, Opcode::Add, &other)
     }
 
     fn __sub__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Value> {
-        self.combine(py, Opcode::Add, &other, -1.0)
+        match other.extract::<Operand>() {
+            Ok(Operand::Value(other)) => {
+                self.combine(py, Opcode::Add, other.negate(py)?.into_pyobject(py)?.as_any())
+            }
+            Ok(Operand::Array(array)) => {
+                let operand = [Operand::Array(array)];
+                let other = emit(py, &self.state, &operand, |_, ids| Ok(ids[0]))?.negate(py)?;
+                self.combine(py, Opcode::Add, other.into_pyobject(py)?.as_any())
+            }
+            Err(_) => self.combine(py, Opcode::Add, &other.neg()?),
+        }
+    }
+
+    fn __rsub__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Value> {
+        self.negate(py)?.combine(py, Opcode::Add, &other)
+    }
+
+    fn __neg__(&self, py: Python<'_>) -> PyResult<Value> {
+        self.negate(py)
     }
 
     fn __mul__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Value> {
-        self.combine(py, Opcode::Mul, &other, 1.0)
+        self.combine(py, Opcode::Mul, &other)
     }
 
     fn __rmul__(&self, py: Python<'_>, other: Bound<'_, PyAny>) -> PyResult<Value> {
-        self.combine(py, Opcode::Mul, &other, 1.0)
+        self.combine(py, Opcode::Mul, &other)
+    }
+
+    fn __richcmp__(&self, _other: &Bound<'_, PyAny>, _op: CompareOp) -> PyResult<bool> {
+        self.__bool__()
     }
 
     fn __bool__(&self) -> PyResult<bool> {
@@ -330,7 +424,12 @@ impl Value {
 
     fn __repr__(&self) -> String {
         let state = lock(&self.state);
-        format!("Value(float32{:?} of {})", state.shape_of(self.id), state.builder.program().name)
+        match state.check_open() {
+            Ok(()) => {
+                format!("Value(float32{:?} of {})", state.shape_of(self.id), state.builder.program().name)
+            }
+            Err(_) => "Value(of a trace that has ended)".to_string(),
+        }
     }
 }
 
@@ -340,33 +439,22 @@ pub(crate) fn lock(state: &Mutex<TraceState>) -> MutexGuard<'_, TraceState> {
 }
 
 /// Adds ops to a program. Arrays among the operands become weights of it.
+///
+/// Exceptions are made after the trace is unlocked, because making one runs Python.
 pub(crate) fn emit(
     py: Python<'_>,
     state: &Arc<Mutex<TraceState>>,
     operands: &[Operand],
-    add_ops: impl FnOnce(&mut TraceState, &[ValueId]) -> ValueId,
+    add_ops: impl FnOnce(&mut TraceState, &[ValueId]) -> Result<ValueId, Diagnostic>,
 ) -> PyResult<Value> {
-    let mut trace = lock(state);
-    let mut ids = Vec::new();
-    for operand in operands {
-        ids.push(match operand {
-            Operand::Array(array) => trace.add_weight(py, array)?,
-            Operand::Value(value) => value.id_in(state).ok_or_else(|| {
-                let diagnostic = Diagnostic::error(&T1504, "a value of another program")
-                    .with_hint("return values from the traced function, and pass arrays into another one");
-                raise_one(py, diagnostic)
-            })?,
-        });
-    }
-    let result = add_ops(&mut trace, &ids);
-    trace.check(py)?;
-    if let Some(first) = ids.first()
-        && !trace.dims.contains_key(&result)
-        && trace.shape_of(*first).len() == trace.shape_of(result).len()
-    {
-        let dims = trace.dims_of(*first);
-        trace.set_dims(result, dims);
-    }
-    drop(trace);
-    Ok(Value::new(Arc::clone(state), result))
+    let traced = operands.iter().map(|operand| match operand {
+        Operand::Array(array) => Ok(TracedOperand::Array(Box::new(array.clone()))),
+        Operand::Value(value) => value.id_in(state).map(TracedOperand::Value).ok_or_else(|| {
+            Diagnostic::error(&T1504, "a value of another program")
+                .with_hint("return values from the traced function, and pass arrays into another one")
+        }),
+    });
+    let traced = traced.collect::<Result<Vec<_>, _>>().or_raise(py)?;
+    let result = lock(state).add_ops(&traced, add_ops);
+    Ok(Value::new(Arc::clone(state), result.or_raise(py)?))
 }

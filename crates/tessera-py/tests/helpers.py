@@ -56,7 +56,7 @@ def attend(q: Array, k: Array, v: Array, heads: int, causal: bool) -> NDArray[np
 
 
 def mix_experts(
-    x: Array, logits: NDArray[np.float64], banks: Sequence[Array], top_k: int
+    x: Array, logits: NDArray[np.float64], banks: Sequence[NDArray[np.floating]], top_k: int
 ) -> NDArray[np.float64]:
     """A mixture of experts without a capacity, token by token, in float64."""
     gate, up, down = (bank.astype(np.float64) for bank in banks)

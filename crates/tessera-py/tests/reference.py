@@ -58,7 +58,7 @@ def exported_names(tree: ast.Module) -> list[str]:
     """Returns the names of ``__all__``."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
-            return [element.value for element in node.value.elts if isinstance(element, ast.Constant)]
+            return [str(element.value) for element in node.value.elts if isinstance(element, ast.Constant)]
     raise ValueError("the module has no __all__")
 
 

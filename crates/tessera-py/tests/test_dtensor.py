@@ -1,5 +1,7 @@
 """Distributed arrays: shapes, memory, and exchanges between layouts."""
 
+import os
+
 import numpy as np
 import pytest
 from helpers import REPLICATED, draw, make_mesh, shard
@@ -49,12 +51,43 @@ def test_memory_that_can_still_change_is_copied(rng: np.random.Generator) -> Non
     assert np.array_equal(across.gather(), before.T)
 
 
+def test_memory_that_offers_writes_is_copied() -> None:
+    buffer = bytearray(64)
+    array = np.frombuffer(buffer, np.float32)
+    array.flags.writeable = False
+    tensor = dist.distribute(array.reshape(4, 4), make_mesh(tp=2), REPLICATED)
+    buffer[:4] = b"\x00\x00\x80\x3f"
+    assert tensor.gather()[0, 0] == 0
+    fixed = np.frombuffer(bytes(64), np.float32).reshape(4, 4)
+    shared = dist.distribute(fixed, make_mesh(tp=2), REPLICATED)
+    assert shared.gather().__array_interface__["data"][0] == fixed.__array_interface__["data"][0]
+    unaligned = np.frombuffer(b"\0" * 65, np.uint8)[1:].view(np.float32).reshape(4, 4)
+    assert np.array_equal(dist.distribute(unaligned, make_mesh(tp=2), REPLICATED).gather(), np.zeros((4, 4)))
+
+
 def test_results_outlive_their_tensor(rng: np.random.Generator) -> None:
     array = draw(rng, 6, 4)
     expected = array.copy()
     local = dist.distribute(array, make_mesh(tp=2), shard(col="tp")).redistribute(shard(row="tp")).local(1)
     del array
     assert np.array_equal(local, expected[:, 2:])
+
+
+def test_a_forked_process_runs_ops_of_its_own() -> None:
+    array = dist.distribute(np.ones((4, 4), np.float32), make_mesh(tp=2), REPLICATED)
+    assert (array + array).gather()[0, 0] == 2
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if (array + array).gather()[0, 0] == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_comparisons_are_refused() -> None:
+    array = dist.distribute(np.ones((4, 4), np.float32), make_mesh(tp=2), REPLICATED)
+    with pytest.raises(TypeError, match="truth value"):
+        assert array == array
+    with pytest.raises(ValueError, match="copy"):
+        np.array(array, dtype=np.float64, copy=False)
 
 
 def test_other_dtypes_are_refused() -> None:

@@ -142,6 +142,89 @@ def test_a_program_says_what_it_refuses(rng: np.random.Generator) -> None:
         linear(w)
 
 
+def test_views_of_one_array_are_weights_of_their_own(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    whole = draw(rng, 8, 4)
+    w = dist.distribute(whole, mesh, REPLICATED)
+    half = dist.distribute(whole[:4], mesh, REPLICATED)
+    linear = op.linear()
+    spec = graph.ArraySpec((2, 4), mesh, dims=TOKENS)
+    plan = graph.trace(lambda x: (linear(x, w), linear(x, half), linear(x, w)), spec).compile()
+    assert len(plan.graphs[0].weights) == 2
+    x = draw(rng, 2, 4)
+    with rt.open_session(plan) as run:
+        assert [y.shape for y in run(x)] == [(2, 8), (2, 4), (2, 8)]
+        x += 1  # inputs of a call stay writeable
+        assert relative_error(run(x)[1].gather(), x.astype(np.float64) @ whole[:4].T) < 1e-6
+
+
+def test_a_trace_that_has_ended_takes_no_op(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    w = dist.distribute(draw(rng, 6, 5), mesh, REPLICATED)
+    linear, silu_layer = op.linear(), op.silu()
+    kept: list[graph.Value] = []
+    spec = graph.ArraySpec((4, 5), mesh, dims=TOKENS)
+    graph.trace(lambda x: kept.append(x) or silu_layer(x), spec)  # type: ignore[func-returns-value]
+    assert "ended" in repr(kept[0])
+    for use in (lambda: linear(kept[0], w), lambda: kept[0] + 1.0, lambda: kept[0].shape):
+        with pytest.raises(TesseraError, match="has ended") as refused:
+            use()
+        assert refused.value.code == "T1504"
+
+    def go_on(x: graph.Value) -> graph.Value:
+        try:
+            return linear(x, dist.distribute(draw(rng, 6, 4), mesh, REPLICATED))
+        except TesseraError:
+            return linear(x, w)
+
+    with pytest.raises(TesseraError, match="failed"):
+        graph.trace(go_on, spec)
+
+
+def test_wrong_attention_is_refused(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    x = dist.distribute(draw(rng, 6, 8), mesh, REPLICATED, dims=TOKENS)
+    for layer, words in (
+        (op.flash_attention(3, 4), "3 heads of 4"),
+        (op.flash_attention(2**40, 2**40), "columns"),
+        (op.flash_attention(2, 4, causal=True, sequences=4), "sequences"),
+    ):
+        with pytest.raises(TesseraError, match=words):
+            layer(x, x, x)
+    stated = op.flash_attention(2, 4, q_layout=shard(col="tp"), k_layout=REPLICATED)
+    with pytest.raises(TesseraError, match="two layouts"):
+        graph.trace(lambda x: stated(x, x, x), graph.ArraySpec((6, 8), mesh, dims=TOKENS))
+    mixture = op.moe(num_experts=4, top_k=1)
+    with pytest.raises(TesseraError, match="4 experts"):
+        mixture.route(x, dist.distribute(draw(rng, 6, 8), mesh, REPLICATED))
+    with pytest.raises(TesseraError, match="no operand has one"):
+        penalized = op.moe(4, 1, gate="topk_softmax_locality_penalized")
+        graph.trace(lambda x, r: penalized.route(x, r), graph.ArraySpec((6, 8)), graph.ArraySpec((4, 8)))
+
+
+def test_numbers_combine_with_values_from_both_sides(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    x, y = draw(rng, 3, 4), draw(rng, 3, 4)
+    other = dist.distribute(y.copy(), mesh, shard(token="tp"), dims=TOKENS)
+    spec = graph.ArraySpec((3, 4), mesh, shard(token="tp"), dims=TOKENS)
+    plan = graph.trace(lambda x: (1.0 - x, x - other, -x * 2.0), spec).compile()
+    with rt.open_session(plan) as run:
+        found = [value.gather() for value in run(x)]
+    for one, exact in zip(found, (1 - x, x - y, -2 * x), strict=True):
+        assert np.allclose(one, exact, atol=1e-6)
+    assert plan.collectives() == []
+
+
+def test_verify_uses_the_settings_of_the_plan(rng: np.random.Generator) -> None:
+    mesh = make_mesh(tp=2)
+    w = dist.distribute(draw(rng, 8, 8), mesh, shard(row="tp"))
+    linear = op.linear()
+    plan = graph.trace(lambda x: linear(x, w) + x, graph.ArraySpec((6, 8), mesh, dims=TOKENS)).compile()
+    rt.enable_overlap([("tp_collective", "compute")])
+    assert plan.verify() == plan.digest
+    rt.enable_overlap([])
+
+
 def test_inputs_of_a_call_are_checked(rng: np.random.Generator) -> None:
     mesh = make_mesh(tp=2)
     silu_layer = op.silu()

@@ -179,6 +179,20 @@ def test_router_as_printed(rng: np.random.Generator) -> None:
     assert relative_error(y.gather(), mix_experts(x, logits, banks, 2)) < 2e-6
 
 
+def test_a_router_may_be_set_while_it_runs(rng: np.random.Generator) -> None:
+    mesh = make_mesh(ep=2)
+    mixture = op.moe(num_experts=4, top_k=1)
+    arrays = [dist.distribute(draw(rng, n, 5), mesh, REPLICATED) for n in (6, 4)]
+
+    def once(logits: graph.Value, meta: op.RouterMeta) -> graph.Value:
+        op.set_router(mixture, lambda logits, meta: logits)
+        return logits + 1.0
+
+    op.set_router(mixture, once)
+    first, second = (mixture.route(*arrays).gather() for _ in range(2))
+    assert np.array_equal(first, second)
+
+
 def test_a_router_that_fails_names_token_and_expert(rng: np.random.Generator) -> None:
     mesh = make_mesh(ep=2)
     mixture = op.moe(num_experts=4, top_k=1)

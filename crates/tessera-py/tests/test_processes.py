@@ -94,6 +94,18 @@ def test_a_killed_rank_ends_the_call_with_its_code(rng: np.random.Generator) -> 
     wait_until_gone(pids)
 
 
+def test_a_signal_handler_may_close_the_session() -> None:
+    program = PROGRAM.replace("    while True:", "    import signal\n    signal.signal(signal.SIGTERM, lambda *_: run.close())\n    while True:")
+    running = subprocess.Popen([sys.executable, "-c", program, "processes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    pids = [int(word) for word in running.stdout.readline().split()]
+    time.sleep(0.5)
+    running.terminate()
+    _, errors = running.communicate(timeout=30)
+    assert "T0092" in errors
+    wait_until_gone(pids)
+
+
 def test_other_threads_run_during_a_call() -> None:
     """A call leaves the interpreter free: a thread counts while it waits."""
     import threading

@@ -116,13 +116,14 @@ def distribute(
 ) -> DTensor:
     """Distributes an array of float32 over a mesh.
 
-    An array in row-major order is shared and becomes read-only: nobody may change it behind the ranks' backs. A view of an
-    array that can still be written, and an array in another order, is copied. ``dims`` names the dims; without it they are
+    An array in row-major order is shared and becomes read-only, because ranks may read it at any time. numpy cannot forbid every
+    write: do not write to the memory through an older view, a memoryview or ``setflags``, and do not resize the array. A view of
+    an array that can still be written, memory of another library that offers writes, and an array in another order are copied. ``dims`` names the dims; without it they are
     those of a weight. ``units`` gives the number of elements of a dim that stay together, such as the columns of a head.
     """
 
 class Numeric:
-    """The precision in which a layer computes."""
+    """The precision of a program, as its layers state it."""
 
     @property
     def dtype(self) -> str: ...
@@ -141,7 +142,10 @@ def numeric(
     scale: str | None = None,
     stochastic_round: bool = False,
 ) -> Numeric:
-    """Creates a precision policy: ``f32``, ``bf16`` or ``fp8_e4m3``, with sums in f32.
+    """Creates a precision policy: ``f32``, ``bf16`` or ``fp8_e4m3``, in which matmuls add in f32.
+
+    A program has one precision: layers that state one agree, and the others follow. In bf16 and fp8 the partial sums of ranks are
+    rounded to bf16 before they are added, so results differ between meshes in the last digits.
 
     Ranks add partial sums in the order of their numbers, whatever ``deterministic`` states; ``False`` would permit another order.
     """
@@ -207,7 +211,10 @@ class RouterMeta:
     def expert_to_group(self) -> list[int]:
         """The rank of ``ep`` that holds each expert."""
     def group_of_token(self, token: int) -> int:
-        """Returns the rank of ``ep`` on which a token is at home: each rank has as many consecutive tokens."""
+        """Returns the rank of ``ep`` on which a token is at home.
+
+        Each rank is the home of ⌈tokens / ranks⌉ consecutive tokens; the last ranks may have fewer.
+        """
     def apply(self, cost: Callable[[int, int], float]) -> Float32Array:
         """Returns cost(expert, group of the token) for each token and expert, as an array [tokens, experts]."""
 
@@ -278,7 +285,9 @@ class Value:
     def shape(self) -> tuple[int, ...]: ...
     def __add__(self, other: Operand | Float32Array | float) -> Value: ...
     def __radd__(self, other: Float32Array | float) -> Value: ...
-    def __sub__(self, other: Value | Float32Array | float) -> Value: ...
+    def __sub__(self, other: Operand | Float32Array | float) -> Value: ...
+    def __rsub__(self, other: Float32Array | float) -> Value: ...
+    def __neg__(self) -> Value: ...
     def __mul__(self, other: Operand | Float32Array | float) -> Value: ...
     def __rmul__(self, other: Float32Array | float) -> Value: ...
 
@@ -317,6 +326,9 @@ class Plan:
     @property
     def mesh(self) -> Mesh: ...
     @property
+    def stream_ids(self) -> dict[str, int]:
+        """The numbers of the streams when the plan was made, by name."""
+    @property
     def graphs(self) -> list[Graph]:
         """The programs before they were sharded."""
     def text(self, rank: int = 0, program: str | None = None) -> str:
@@ -339,7 +351,7 @@ class Plan:
     def report(self, cluster: str = "laptop") -> str:
         """Says in words what each rank does, and how long a call takes on a machine of the catalog."""
     def verify(self) -> str:
-        """Plans and proves the program again, and returns the digest."""
+        """Plans and proves the programs again, under the settings with which the plan was made, and returns the digest."""
     def save(self, folder: str) -> None:
         """Writes the plan to a new folder, which ``tessera check`` proves again. Weights are not part of a plan."""
 
@@ -432,7 +444,7 @@ class Session:
     def close(self) -> None:
         """Ends the ranks and waits for them."""
     def __enter__(self) -> Session: ...
-    def __exit__(self, *exception: object) -> bool: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 def open_session(
     plan: Plan,
@@ -447,11 +459,15 @@ def open_session(
 
     ``device`` is ``"cpu"`` or ``"gpu"``; a rank on a GPU is a process.
 
-    Processes write the record of the run to the folder ``out``, by default a temporary one.
+    Processes write the record of the run to the folder ``out``, by default a temporary one that is removed with the session.
+    An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.
     """
 
 def set_stream_map(streams: Mapping[str, int]) -> None:
-    """Numbers the streams of the plans that are made from now on."""
+    """Numbers the streams of the plans that are made from now on, as ``Plan.stream_ids`` shows them.
+
+    Runs of array programs write no traces yet.
+    """
 
 def enable_overlap(pairs: Sequence[tuple[str, str]]) -> None:
     """States which pairs of streams may run at the same time, in the plans that are made from now on.

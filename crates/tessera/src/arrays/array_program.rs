@@ -285,7 +285,6 @@ fn list_arrays(program: &Program, kind: Opcode) -> impl Iterator<Item = (String,
     })
 }
 
-/// Returns why a program is no program of arrays.
 /// Reads the scalars of a program of a rank from the constants of the plan, and reports those that it lacks.
 fn read_scalars(
     name: &str,
@@ -317,6 +316,7 @@ fn read_scalars(
     found
 }
 
+/// Returns why a program is no program of arrays.
 fn find_refused_op(name: &str, program: &Program) -> Option<Diagnostic> {
     let refuse = |what: String, why: &str| Some(Diagnostic::error(&T0090, what).with_note(why.to_string()));
     if let Some(buffer) = program.buffers.first() {
