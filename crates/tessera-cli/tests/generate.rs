@@ -121,11 +121,11 @@ fn a_file_of_prompts_that_cannot_be_used_is_refused_with_the_lines_that_are_wron
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("prompts.jsonl");
     let args = ["generate", "models/tales", "--prompts", file.to_str().unwrap()];
-    assert_ends_with(&args, 1, &["T0093", "prompts.jsonl cannot be read"]);
+    assert_ends_with(&args, 1, &["T0095", "prompts.jsonl cannot be read"]);
     fs::write(&file, "{\"prompt\": \"x\"}\n{\"prompt\": 7}\n{\"text\": \"x\"}\n").unwrap();
-    assert_ends_with(&args, 1, &["T0093", "line 2 of", "line 3 of", "unknown field `text`"]);
+    assert_ends_with(&args, 1, &["T0095", "line 2 of", "line 3 of", "unknown field `text`"]);
     fs::write(&file, "{\"prompt_ids\": [17, 4]}\n").unwrap();
-    assert_ends_with(&[&args[..], &["--chat"]].concat(), 1, &["T0093", "--chat"]);
+    assert_ends_with(&[&args[..], &["--chat"]].concat(), 1, &["T0095", "--chat"]);
     for more in [["--prompt", "x"], ["--prompt-ids", "1"]] {
         assert_ends_with(&[&args[..], &more].concat(), 2, &["--prompts", "cannot be used with"]);
     }

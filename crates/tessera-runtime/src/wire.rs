@@ -18,15 +18,15 @@ pub use envelope_fields::{ENVELOPE_FIELDS, EnvelopeField, envelope_reference};
 pub(crate) use frame::with_unlisted_bytes;
 pub use frame::{FrameHeader, decode, decode_body, decode_header, encode};
 pub use message::{
-    ArrayCall, ArrayOutputs, CallContext, CallObservation, Commit, Done, DuplicatePolicy, FaultReport,
-    FinishReason, Heartbeat, HelloAck, Init, Message, MessageKind, OpClassWork, Progress, RankMemory, Ready,
-    Refused, SenderRole, ShardFingerprint, TokenEvent, Welcome,
+    ArrayCall, ArrayOutputs, CallContext, CallObservation, ChangeEffect, ChangedSetting, Commit, Done,
+    DuplicatePolicy, FaultReport, FinishReason, Heartbeat, HelloAck, Init, Message, MessageKind, OpClassWork,
+    Progress, RankMemory, Ready, Refused, SenderRole, ShardFingerprint, StreamChange, TokenEvent, Welcome,
 };
 pub use tensor::{Dtype, Tensor, TensorSpec, Tensors};
 
 /// Version of everything in this module. Any change of a field, an order or a meaning must increase
 /// it.
-pub const WIRE_VERSION: u16 = 6;
+pub const WIRE_VERSION: u16 = 7;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"TSRA";
 /// Origin of frames from the launching process; every other origin is a rank.

@@ -9,11 +9,11 @@ use support::{plan_digest, prompt_tensor, test_programs, test_stream};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
-    ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS,
-    Envelope, EnvelopeHeader, F32Bits, FaultReport, FinishReason, HEADER_BYTES, Heartbeat, HelloAck, Init,
-    MAX_META_BYTES, MAX_TENSORS, Message, MessageKind, OpClassWork, PhaseCall, Progress, RankMemory, Ready,
-    Refused, Reload, ScalarArg, SenderRole, ShardFingerprint, Tensor, Tensors, TokenEvent, WIRE_VERSION,
-    Welcome, decode, decode_header, encode, envelope_reference,
+    ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, ChangeEffect, ChangedSetting, Commit,
+    Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, FaultReport, FinishReason, HEADER_BYTES,
+    Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message, MessageKind, OpClassWork, PhaseCall,
+    Progress, RankMemory, Ready, Refused, Reload, ScalarArg, SenderRole, ShardFingerprint, StreamChange,
+    Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header, encode, envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 
@@ -131,6 +131,11 @@ fn every_message() -> Vec<Message> {
             inputs: Tensors(vec![prompt_tensor(1)]),
         }),
         Message::ArrayOutputs(ArrayOutputs { number: 1, outputs: Tensors(vec![prompt_tensor(2)]) }),
+        Message::StreamChange(StreamChange {
+            number: 1,
+            setting: ChangedSetting::Prompt("a red kite".into()),
+        }),
+        Message::ChangeEffect(ChangeEffect { number: 1, chunk: 4 }),
         Message::Failed(failure()),
     ]
 }
@@ -159,13 +164,13 @@ fn every_message_round_trips_and_has_a_sender() {
 #[test]
 fn an_unknown_version_is_refused_from_the_header_alone_with_both_versions() {
     let mut frame = encode(0, &Message::Stop).expect("within limits");
-    frame[4..6].copy_from_slice(&7u16.to_le_bytes());
+    frame[4..6].copy_from_slice(&8u16.to_le_bytes());
     // Lengths that no host could allocate.
     frame[8..20].fill(0xff);
     let head: [u8; HEADER_BYTES] = frame[..HEADER_BYTES].try_into().expect("long enough");
     let d = decode_header(&head).expect_err("refused");
     assert_eq!(d.code.id, "T0701");
-    assert_eq!(d.message, format!("the peer uses wire version 7, this process uses {WIRE_VERSION}"));
+    assert_eq!(d.message, format!("the peer uses wire version 8, this process uses {WIRE_VERSION}"));
 }
 
 #[test]

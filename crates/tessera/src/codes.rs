@@ -249,7 +249,18 @@ that found it, and the call that waited then returned it; later calls repeat it 
 between the launching process and the leader.\n\n\
 A program keeps no state between calls, so nothing is lost: load the plan again, and repeat the call.";
 
-    T0093: "file of prompts cannot be used",
+    T0093: "change of a running stream was refused",
+    "A stream that runs takes a new prompt, a new seed or a cut from the process that started it. The leader takes the changes that \
+have arrived when it requests the next chunk. A prompt may have 4096 bytes, and 16 changes may wait for the next request: more would \
+replace one another before any of them has an effect. After the last chunk is requested, and after the run has ended, no change can \
+have an effect.\n\n\
+The stream continues as it was. This code also stands for bytes on the socket that are no change, and these end the run.";
+
+    T0094: "live run has ended",
+    "The process that started a run takes its chunks or its pieces of text while the ranks compute the next ones. The run has failed. Its \
+message says which rank ended it and why, and the folder of the run holds the record and the flight records, which `tessera autopsy` reads.";
+
+    T0095: "file of prompts cannot be used",
     "`tessera generate --prompts FILE` reads JSON lines: an object per line, with `prompt` (a text) or `prompt_ids` (a list of ids), \
 and if you like `kind`, a label of your own such as code, chat or French. The file is missing or has no such line, or the named line is \
 no JSON object, has another key, or has both or neither of the first two. With `--chat` every line needs `prompt`, because a template \

@@ -114,6 +114,47 @@ impl ReservedFolder {
     }
 }
 
+/// The folder of a run: one that a user named, or one that is removed at the end of the run unless it fails.
+#[derive(Debug)]
+pub struct RunFolder {
+    path: PathBuf,
+    temporary: Option<ReservedFolder>,
+}
+
+impl RunFolder {
+    /// Takes the folder that the user named, or reserves one with `name` in the system's folder for temporary files.
+    ///
+    /// # Errors
+    /// T0014.
+    pub fn new(named: Option<&Path>, name: &str) -> Result<RunFolder, Diagnostic> {
+        if let Some(path) = named {
+            return Ok(RunFolder { path: path.to_path_buf(), temporary: None });
+        }
+        let reserved = ReservedFolder::create(&std::env::temp_dir(), name)?;
+        Ok(RunFolder { path: reserved.path().to_path_buf(), temporary: Some(reserved) })
+    }
+
+    /// Returns the path of the folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns whether the user named no folder.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        self.temporary.is_some()
+    }
+
+    /// Removes a temporary folder unless the run failed.
+    pub fn close(self, has_failed: bool) {
+        if self.temporary.is_some() && !has_failed {
+            // Nobody misses a folder that stays in the system's temporary folder.
+            let _ = std::fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
 impl Drop for ReservedFolder {
     fn drop(&mut self) {
         // This fails if the folder is in use, as it should.

@@ -1,5 +1,6 @@
 //! The rank of a run: what it derives from its plan, the engine that it builds, and its part as leader or worker.
 
+mod chunk_requests;
 mod context;
 mod leader_main;
 mod rank_plan;

@@ -58,6 +58,8 @@ pub(crate) struct RankConfig {
     pub(crate) video: Option<VideoInput>,
     /// Outputs beside those that every run writes.
     pub(crate) outputs: OutputOptions,
+    /// Whether the launching process passes a socket on which changes arrive; only the leader reads it.
+    pub(crate) is_steered: bool,
     /// Whether each rank writes the messages that it sends to a file.
     pub(crate) wire_dump: bool,
     /// Whether each rank poisons temporaries that hold no value.
@@ -132,6 +134,7 @@ impl RankConfig {
                 .map(|v| Ok(VideoInput { path: absolute(&v.path)?, ..v.clone() }))
                 .transpose()?,
             outputs: options.outputs.clone(),
+            is_steered: false,
             wire_dump: options.wire_dump,
             poison: options.poison,
             leader: LeaderPlaces::on_cpu(options),
@@ -193,6 +196,11 @@ impl RankConfig {
             reload: self.reload_at(chunk),
             ..StreamRequest::default()
         }
+    }
+
+    /// Returns the seed that was scheduled for exactly this chunk.
+    pub(crate) fn seed_at(&self, chunk: u32) -> Option<u64> {
+        self.seeds.iter().rev().find(|(c, _)| *c == chunk).map(|(_, seed)| *seed)
     }
 
     pub(crate) fn cut_at(&self, chunk: u32) -> SceneCut {

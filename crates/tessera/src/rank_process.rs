@@ -73,7 +73,8 @@ fn run_stream_rank(
         Ok(plan) => plan,
         Err(ds) => return report_refusal(&mut joined, ds).map(Some),
     };
-    let pipes = if rank.0 == 0 { orders.outputs.pipes.len() } else { 0 };
+    let of_leader = orders.outputs.pipes.len() + usize::from(orders.is_steered);
+    let pipes = if rank.0 == 0 { of_leader } else { 0 };
     let setup = set_up(joined, pipes, RankContext::new(plan, orders.delays));
     match rank.0 {
         0 => run_as_leader(|| Ok(setup), orders),
@@ -117,7 +118,7 @@ fn run_array_rank(
 }
 
 /// Builds the setup of a launched rank. The launcher attached the descriptors of the communicators, and behind
-/// them this number of pipes for frames, or the socket for calls of array programs.
+/// them this number of pipes for frames and of sockets to the launching process.
 fn set_up<P: RankPlan>(mut joined: JoinedRank, pipes: usize, context: RankContext<P>) -> RankSetup<P> {
     let mut fds = std::mem::take(&mut joined.extra_fds);
     let frame_pipes = fds.split_off(fds.len().saturating_sub(pipes));

@@ -1,5 +1,8 @@
 //! Runs a sealed plan as processes on this host and writes the run directory.
 
+mod live_stream;
+
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -29,9 +32,12 @@ use crate::rank_orders::RankOrders;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
+use crate::stream_control::ControlSocket;
 use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions, StreamReport};
 use crate::video_file::VideoFile;
 use crate::weights_origin::{WeightChange, WeightsBase};
+
+pub use live_stream::{LiveChunk, LiveStream};
 
 /// Runs a plan and blocks until no process is left. `argv` is the command line of a rank's process,
 /// which must call [`crate::rank_main`].
@@ -44,6 +50,23 @@ pub fn run(
     options: &StreamOptions,
     argv: Vec<String>,
     interrupt: &StopHandle,
+    on_event: &mut dyn FnMut(StreamEvent),
+) -> Result<StreamReport, Diagnostics> {
+    run_steered(plan, model, options, argv, interrupt, None, on_event)
+}
+
+/// Like [`run`], with the leader's end of a socket on which changes arrive while the stream runs:
+/// [`StreamControl::new`](crate::stream_control::StreamControl::new) creates it.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_steered(
+    plan: &Plan,
+    model: &Model,
+    options: &StreamOptions,
+    argv: Vec<String>,
+    interrupt: &StopHandle,
+    control: Option<ControlSocket>,
     on_event: &mut dyn FnMut(StreamEvent),
 ) -> Result<StreamReport, Diagnostics> {
     let ranks = plan.sealed.mesh().world_size();
@@ -67,20 +90,13 @@ pub fn run(
         .transpose()
         .map_err(|d| vec![d])?;
     let on_gpus = on_gpus.map(|communicator_ids| GpuRankConfig { communicator_ids, first_rank_of_host: 0 });
-    // GPU ranks communicate on the GPUs and need no CPU communicators.
-    let specs = if on_gpus.is_some() { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
-    let mut extra_fds = communicators::create_arenas_of_ranks(&specs, ranks).map_err(|d| vec![d])?;
-    let frame_pipes = options.outputs.open_pipes().map_err(|d| vec![d])?;
-    if !frame_pipes.is_empty() {
-        extra_fds.resize(ranks as usize, Vec::new());
-        // The leader takes them from the end of its list.
-        extra_fds[0].extend(frame_pipes.into_iter().map(Arc::new));
-    }
+    let is_steered = control.is_some();
+    let extra_fds = gather_descriptors(plan, options, on_gpus.is_some(), control).map_err(|d| vec![d])?;
     let threads = (cores / computing as usize).max(1);
     let orders = RankConfig::from_options(plan, model, options, threads).map_err(|d| vec![d])?;
     let (leader, notes) = place_leader_programs(plan, model, options, gpus.as_ref().map(|g| (g, 0)))?;
     notes.into_iter().for_each(|d| on_event(StreamEvent::Note(d)));
-    let orders = RankConfig { gpus: on_gpus, leader, ..orders };
+    let orders = RankConfig { gpus: on_gpus, leader, is_steered, ..orders };
     let payload = serde_json::to_vec(&RankOrders::Stream(Box::new(orders.clone()))).map_err(|e| {
         vec![Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}"))]
     })?;
@@ -105,6 +121,27 @@ pub fn run(
     on_event(StreamEvent::Exited);
     let (failure, interrupted) = settle_launch(launched, &options.out);
     Ok(close_run(plan, options, failure, interrupted))
+}
+
+/// Returns the descriptors of each rank: those of its communicators, and on the leader those of frames and changes.
+fn gather_descriptors(
+    plan: &Plan,
+    options: &StreamOptions,
+    uses_gpus: bool,
+    control: Option<ControlSocket>,
+) -> Result<Vec<Vec<Arc<OwnedFd>>>, Diagnostic> {
+    let ranks = plan.sealed.mesh().world_size();
+    // GPU ranks communicate on the GPUs and need no CPU communicators.
+    let specs = if uses_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
+    let mut fds = communicators::create_arenas_of_ranks(&specs, ranks)?;
+    let mut of_leader = options.outputs.open_pipes()?;
+    of_leader.extend(control.map(ControlSocket::into_fd));
+    if !of_leader.is_empty() {
+        fds.resize(ranks as usize, Vec::new());
+        // The leader takes them from the end of its list.
+        fds[0].extend(of_leader.into_iter().map(Arc::new));
+    }
+    Ok(fds)
 }
 
 pub(crate) struct ProgressTally {

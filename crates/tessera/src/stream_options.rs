@@ -17,6 +17,9 @@ use crate::synthetic_delays::SyntheticDelays;
 use crate::video_input::VideoInput;
 use crate::weights_origin::WeightChange;
 
+/// The prompt of a stream for which its user gives none: one that the demo model knows.
+pub const DEFAULT_PROMPT: &str = "a red circle moves right";
+
 /// What a stream generates and how it runs. A change at a chunk takes effect when that chunk
 /// begins.
 #[derive(Debug, Clone, Default)]

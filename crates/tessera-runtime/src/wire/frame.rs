@@ -155,6 +155,7 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
         MessageKind::Welcome => Message::Welcome(read_meta(kind, meta)?),
         MessageKind::Stop => read_meta::<()>(kind, meta).map(|()| Message::Stop)?,
         MessageKind::ArrayCall => Message::ArrayCall(read_meta(kind, meta)?),
+        MessageKind::StreamChange => Message::StreamChange(read_meta(kind, meta)?),
         MessageKind::Init => Message::Init(read_meta(kind, meta)?),
         MessageKind::Envelope => Message::Envelope(read_meta(kind, meta)?),
         MessageKind::Context => Message::Context(read_meta(kind, meta)?),
@@ -170,6 +171,7 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
         MessageKind::Finished => read_meta::<()>(kind, meta).map(|()| Message::Finished)?,
         MessageKind::Failed => Message::Failed(read_meta(kind, meta)?),
         MessageKind::ArrayOutputs => Message::ArrayOutputs(read_meta(kind, meta)?),
+        MessageKind::ChangeEffect => Message::ChangeEffect(read_meta(kind, meta)?),
     };
     if let Some(tensors) = message.tensors_mut() {
         tensors.attach_payload(payload)?;

@@ -50,6 +50,8 @@ messages! {
     Stop = 2,
     /// Launcher to leader, on a socket of their own: the next call of an array program.
     ArrayCall(ArrayCall) = 3,
+    /// Launcher to leader, on a socket of their own: a change of a stream that runs.
+    StreamChange(StreamChange) = 4,
     /// Leader to workers: the values that must be equal on every rank before any call.
     Init(Init) = 16,
     /// Leader to workers: one fully decided call.
@@ -81,6 +83,8 @@ messages! {
     Failed(Failure) = 51,
     /// Leader to launcher, on the socket of [`Message::ArrayCall`]: the outputs of a call of an array program.
     ArrayOutputs(ArrayOutputs) = 52,
+    /// Leader to launcher, on the socket of [`Message::StreamChange`]: the chunk with which a change takes effect.
+    ChangeEffect(ChangeEffect) = 53,
 }
 
 /// The process that originates a message. A worker originates no control message: it only replies
@@ -144,6 +148,8 @@ impl MessageKind {
             | MessageKind::Init
             | MessageKind::ArrayCall
             | MessageKind::ArrayOutputs
+            | MessageKind::StreamChange
+            | MessageKind::ChangeEffect
             | MessageKind::Context
             | MessageKind::HelloAck
             | MessageKind::Ready
@@ -222,6 +228,35 @@ pub struct ArrayOutputs {
     pub number: u64,
     /// The whole arrays that the program returns.
     pub outputs: Tensors,
+}
+
+/// A change of a stream that runs. The leader decides with which chunk it takes effect.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamChange {
+    /// Number of the change among those of the launching process, from 1.
+    pub number: u64,
+    /// What changes.
+    pub setting: ChangedSetting,
+}
+
+/// What a [`StreamChange`] changes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ChangedSetting {
+    /// The prompt from the next requested chunk on.
+    Prompt(String),
+    /// The seed from the next requested chunk on.
+    Seed(u64),
+    /// The scene: the next requested chunk opens a new one.
+    Cut,
+}
+
+/// The effect of a [`StreamChange`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangeEffect {
+    /// Number of the change.
+    pub number: u64,
+    /// The first chunk with the change, as requests count them: from 0.
+    pub chunk: u32,
 }
 
 /// The leader's first message to every rank: the build, plan, session and parity values of the run.

@@ -16,10 +16,11 @@ use super::array_plan::ArrayPlan;
 use super::array_program::ArrayProgram;
 use super::host_array::HostArray;
 use super::launch::{ArrayProcessOptions, prepare_launch, remove_weights_file};
-use super::run_end::{ArrayInterrupt, CallError, failure_diagnostic, interrupted};
+use super::run_end::{ArrayInterrupt, CallError, interrupted};
 use crate::codes::{T0017, T0092};
 use crate::rank_launch::settle_launch;
 use crate::run_dir_writer::close_record;
+use crate::run_failure::failure_diagnostic;
 
 /// The processes of a plan, and the thread that launched them.
 pub(super) struct ProcessRun {
@@ -100,7 +101,7 @@ impl ProcessRun {
     pub(super) fn close(mut self) -> Result<(), Diagnostic> {
         self.link.finish_sending();
         match self.join_launch().and_then(|end| end.failure) {
-            Some(failure) => Err(failure_diagnostic(&failure)),
+            Some(failure) => Err(failure_diagnostic(&failure, &T0092)),
             None => Ok(()),
         }
     }
@@ -126,7 +127,7 @@ impl ProcessRun {
         let was_requested = self.stop.is_stop_requested();
         kill_ranks(&self.stop);
         match self.join_launch().and_then(|end| end.failure) {
-            Some(failure) => failure_diagnostic(&failure),
+            Some(failure) => failure_diagnostic(&failure, &T0092),
             None if was_requested => interrupted(),
             None => found,
         }

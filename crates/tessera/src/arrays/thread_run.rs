@@ -13,11 +13,12 @@ use tessera_runtime::wire::{CallMeta, Tensors};
 use super::array_plan::ArrayPlan;
 use super::array_weights::{ArrayWeightsPlace, HostWeights};
 use super::host_array::HostArray;
-use super::run_end::{ArrayInterrupt, CallError, find_code, interrupted};
+use super::run_end::{ArrayInterrupt, CallError, interrupted};
 use crate::host_memory::check_host_memory;
 use crate::in_process_ranks::{InProcessRanks, cause_of};
 use crate::rank::RankContext;
 use crate::rank_launch::prepare_device;
+use crate::run_failure::find_code;
 use crate::synthetic_delays::SyntheticDelays;
 
 /// The loaded ranks of a plan.

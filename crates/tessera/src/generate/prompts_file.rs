@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 use tessera_base::{Diagnostic, Diagnostics};
 
-use crate::codes::T0093;
+use crate::codes::T0095;
 use crate::files::read_text;
 
 /// A prompt as a user gives it.
@@ -29,16 +29,16 @@ pub enum PromptSource {
 /// Reads the prompts of a file in their order. Empty lines have none.
 ///
 /// # Errors
-/// T0093 for a file that cannot be read or has no prompt, and for every line that is wrong.
+/// T0095 for a file that cannot be read or has no prompt, and for every line that is wrong.
 pub fn read_prompts_file(path: &Path) -> Result<Vec<GivenPrompt>, Diagnostics> {
-    let text = read_text(path, &T0093).map_err(|d| vec![d])?;
+    let text = read_text(path, &T0095).map_err(|d| vec![d])?;
     let (mut prompts, mut wrong) = (Vec::new(), Diagnostics::new());
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         match parse_line(line) {
             Ok(prompt) => prompts.push(prompt),
             Err(reason) => {
                 let message = format!("line {} of {} is no prompt: {reason}", i + 1, path.display());
-                wrong.push(Diagnostic::error(&T0093, message).with_hint(EXAMPLE));
+                wrong.push(Diagnostic::error(&T0095, message).with_hint(EXAMPLE));
             }
         }
     }
@@ -47,7 +47,7 @@ pub fn read_prompts_file(path: &Path) -> Result<Vec<GivenPrompt>, Diagnostics> {
     }
     if prompts.is_empty() {
         let message = format!("{} has no prompts: every line is empty", path.display());
-        return Err(vec![Diagnostic::error(&T0093, message).with_hint(EXAMPLE)]);
+        return Err(vec![Diagnostic::error(&T0095, message).with_hint(EXAMPLE)]);
     }
     Ok(prompts)
 }
@@ -98,7 +98,7 @@ mod tests {
         let path = dir.path().join("prompts.jsonl");
         std::fs::write(&path, text).unwrap();
         read_prompts_file(&path).map_err(|ds| {
-            assert!(ds.iter().all(|d| d.code == &T0093), "{ds:?}");
+            assert!(ds.iter().all(|d| d.code == &T0095), "{ds:?}");
             ds.into_iter().map(|d| d.message).collect()
         })
     }
@@ -147,7 +147,7 @@ mod tests {
             assert!(read(file).unwrap_err()[0].contains("has no prompts"));
         }
         let absent = read_prompts_file(Path::new("absent.jsonl")).unwrap_err();
-        assert_eq!((absent.len(), absent[0].code), (1, &T0093));
+        assert_eq!((absent.len(), absent[0].code), (1, &T0095));
         assert!(absent[0].message.starts_with("absent.jsonl cannot be read"), "{}", absent[0].message);
     }
 }

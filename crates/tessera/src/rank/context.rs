@@ -55,8 +55,8 @@ pub(crate) struct RankSetup<P> {
     pub(crate) communicators: EndpointSources,
     /// Settings derived from the plan.
     pub(crate) context: RankContext<P>,
-    /// Open destinations of uncompressed frames, in the order of the options, or the socket for calls of array
-    /// programs; only on the leader.
+    /// Open destinations of uncompressed frames, in the order of the options, and behind them the socket on which calls
+    /// of array programs or changes of a stream arrive; only on the leader.
     pub(crate) frame_pipes: Vec<OwnedFd>,
     /// Interrupt handle of a leader without a launcher.
     pub(crate) interrupt: Option<StopHandle>,

@@ -4,27 +4,26 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tessera_base::{Diagnostic, Diagnostics};
+use tessera_base::Diagnostics;
 use tessera_mesh::Rank;
-use tessera_runtime::driver::{CallRequest, LeaderParts, MediaPipelineFactory, StreamRequest, run_leader};
+use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, run_leader};
 use tessera_runtime::engine::MediaPipeline;
-use tessera_runtime::leader::{ChunkStart, RecordEntry};
+use tessera_runtime::leader::RecordEntry;
 use tessera_runtime::{Failure, FailureClass};
 
+use super::chunk_requests::{ChunkRequests, DecidedSettings};
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
 use super::rank_plan::RankPlan;
 use crate::communicators::EndpointSources;
 use crate::faults::DrillMediaPipeline;
 use crate::frame_writer::OpenPipes;
 use crate::media_pipeline::{RunMediaPipeline, lock_record};
-use crate::noise_file::NoiseFile;
 use crate::parity::{ExecutorState, ModelFacts, rank_parity};
 use crate::plan::Plan;
 use crate::prompt_rows::PromptRows;
 use crate::rank_config::{RankConfig, RankSettings, first_diagnostic};
 use crate::record::RecordWriter;
-use crate::video_encoder::VideoEncoder;
-use crate::video_input::VideoSource;
+use crate::stream_control::ChangeIntake;
 
 /// Runs the leader of a stream of video, which writes the record.
 pub(crate) fn run_as_leader(
@@ -94,7 +93,7 @@ fn build_leader_parts(
     orders: &RankConfig,
     record: &Arc<Mutex<RecordWriter>>,
 ) -> Result<LeaderParts, Diagnostics> {
-    let LeaderSeat { session, communicators, frame_pipes, context, on_event } = seat;
+    let LeaderSeat { session, communicators, mut frame_pipes, context, on_event } = seat;
     let model = orders.open_model(&context.plan).map_err(|d| vec![d])?;
     let parity = rank_parity(
         (&context.plan.sealed, &context.plan.mapping),
@@ -103,66 +102,23 @@ fn build_leader_parts(
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
     );
-    let requests = {
-        let chunks = orders.chunks;
-        let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &context.plan.video));
-        let noise = noise.transpose().map_err(|d| vec![d])?;
-        let (orders, drill) = (orders.clone(), context.fault_injector.clone());
-        let plan = Arc::clone(&context.plan);
-        let mut video = LazyVideo { orders: orders.clone(), plan, source: None };
-        let chunk_request = move |c| {
-            // The launcher checked the file. A chunk whose noise it lacks now is refused with its call.
-            let noise = noise.as_ref().and_then(|file| file.read_chunk(c).ok());
-            let start = match noise {
-                Some(noise) => ChunkStart::Noise(noise),
-                None => video.next_start(c)?,
-            };
-            let request = StreamRequest { start, ..orders.stream_request(c) };
-            let request = drill.iter().fold(request, |request, hand| hand.modify_request(c, request));
-            Some(CallRequest::Chunk(request))
-        };
-        Box::new((0..chunks).map_while(chunk_request))
-    };
+    // The launching process passes the socket behind the pipes.
+    let socket = if orders.is_steered { frame_pipes.pop() } else { None };
+    let changes = socket.map(ChangeIntake::from_fd).transpose().map_err(|d| vec![d])?;
+    let (decided, drill) = (DecidedSettings::default(), context.fault_injector.clone());
+    let requests = ChunkRequests::new(orders, &context.plan, drill, changes, decided.clone());
+    let requests = Box::new(requests.map_err(|d| vec![d])?);
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
         local_rank: context.local_rank(orders.weights_place(), orders.threads, communicators),
         topology: context.topology,
         media: media_factory(context, orders, frame_pipes, record),
         requests,
-        record: entry_recorder(orders, record, on_event),
+        record: entry_recorder(decided, record, on_event),
         stop: None,
         flight: context.flight_sink(),
         interceptor: context.build_interceptor(Rank(0)).map_err(|d| vec![d])?,
     })
-}
-
-/// The input video of a run, opened on the thread that asks for the first request: opening a named pipe
-/// waits for its writer, and loading the encoder takes time.
-struct LazyVideo {
-    orders: RankConfig,
-    plan: Arc<Plan>,
-    source: Option<VideoSource>,
-}
-
-impl LazyVideo {
-    /// Returns what a chunk begins with; `None` if its video has ended.
-    fn next_start(&mut self, chunk: u32) -> Option<ChunkStart> {
-        self.try_next(chunk).unwrap_or_else(|d| Some(ChunkStart::Unavailable(Box::new(d))))
-    }
-
-    fn try_next(&mut self, chunk: u32) -> Result<Option<ChunkStart>, Diagnostic> {
-        let (orders, plan) = (&self.orders, &self.plan);
-        let Some(input) = &orders.video else { return Ok(Some(ChunkStart::Drawn)) };
-        let source = match &mut self.source {
-            Some(source) => source,
-            None => {
-                let vae = orders.open_model(plan)?.open_vae_weights().map_err(first_diagnostic)?;
-                let encoder = VideoEncoder::load(plan, vae, orders.leader.video_gpu)?;
-                self.source.insert(VideoSource::open(input, &plan.video, encoder)?)
-            }
-        };
-        source.next_start(chunk == 0 || orders.chunk_settings(u64::from(chunk)).cut)
-    }
 }
 
 /// Returns the factory of the media pipeline, which is built on the media thread.
@@ -192,11 +148,11 @@ fn media_factory(
 
 /// Returns the writer of the run's record, which first passes chunks and failures to `on_event`.
 fn entry_recorder(
-    orders: &RankConfig,
+    decided: DecidedSettings,
     record: &Arc<Mutex<RecordWriter>>,
     mut on_event: Option<LeaderEventHandler>,
 ) -> Box<dyn FnMut(&RecordEntry)> {
-    let (orders, record) = (orders.clone(), Arc::clone(record));
+    let record = Arc::clone(record);
     Box::new(move |entry: &RecordEntry| {
         if let Some(on_event) = &mut on_event {
             match entry {
@@ -209,8 +165,8 @@ fn entry_recorder(
         // An error here also makes the delivery fail, and the media pipeline reports it there.
         let _ = record.record_entry(entry);
         if let RecordEntry::Call(call) = entry {
-            let chunk_request = call.request.filter(|_| !call.discarded).map(|r| orders.chunk_settings(r));
-            record.record_call(call, chunk_request.as_ref(), None);
+            let settings = call.request.filter(|_| !call.discarded).and_then(|r| decided.take(r));
+            record.record_call(call, settings.as_ref(), None);
         }
     })
 }

@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use tessera::codes::{T0086, T0093};
+use tessera::codes::{T0086, T0095};
 use tessera::generate::{
     ChatTemplate, GivenPrompt, PromptSource, Sampling, TextModel, TextRequest, chat_messages,
     read_prompts_file,
@@ -97,7 +97,7 @@ fn list_given_prompts(args: &Args) -> Result<Vec<GivenPrompt>, CliError> {
     let given = read_prompts_file(file)?;
     if args.chat && given.iter().any(|prompt| matches!(prompt.source, PromptSource::Ids(_))) {
         let message = format!("{} has `prompt_ids`, but --chat writes texts as messages", file.display());
-        return Err(Diagnostic::error(&T0093, message).with_hint("give each line a `prompt`").into());
+        return Err(Diagnostic::error(&T0095, message).with_hint("give each line a `prompt`").into());
     }
     Ok(given)
 }

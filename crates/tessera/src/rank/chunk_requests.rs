@@ -1,0 +1,163 @@
+//! The requests of a stream's chunks: what the leader decides about each, from the options of the run and from changes
+//! that arrive while it runs.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tessera_base::Diagnostic;
+use tessera_runtime::director::SceneCut;
+use tessera_runtime::driver::{CallRequest, StreamRequest};
+use tessera_runtime::leader::ChunkStart;
+
+use crate::faults::FaultInjector;
+use crate::noise_file::NoiseFile;
+use crate::plan::Plan;
+use crate::rank_config::{RankConfig, first_diagnostic};
+use crate::record::ChunkSettings;
+use crate::stream_control::{ChangeIntake, TakenChanges};
+use crate::video_encoder::VideoEncoder;
+use crate::video_input::VideoSource;
+
+/// Decides the request of each chunk, in order.
+pub(super) struct ChunkRequests {
+    orders: RankConfig,
+    next: u32,
+    /// Prompt and seed in force.
+    prompt: String,
+    seed: u64,
+    noise: Option<NoiseFile>,
+    video: LazyVideo,
+    drill: Option<FaultInjector>,
+    /// Where changes arrive; `None` if the launching process keeps no handle.
+    changes: Option<ChangeIntake>,
+    decided: DecidedSettings,
+}
+
+impl ChunkRequests {
+    /// Begins before the first chunk of a run.
+    ///
+    /// # Errors
+    /// What is wrong with the file of noise.
+    pub(super) fn new(
+        orders: &RankConfig,
+        plan: &Arc<Plan>,
+        drill: Option<FaultInjector>,
+        changes: Option<ChangeIntake>,
+        decided: DecidedSettings,
+    ) -> Result<ChunkRequests, Diagnostic> {
+        let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &plan.video)).transpose()?;
+        Ok(ChunkRequests {
+            orders: orders.clone(),
+            next: 0,
+            prompt: String::new(),
+            seed: 0,
+            noise,
+            video: LazyVideo { orders: orders.clone(), plan: Arc::clone(plan), source: None },
+            drill,
+            changes,
+            decided,
+        })
+    }
+
+    /// Decides prompt, seed and cut of a chunk. A change that arrived takes precedence over one that was scheduled for
+    /// the same chunk, because it was made later.
+    fn decide_settings(&mut self, chunk: u32, taken: TakenChanges) -> (StreamRequest, ChunkSettings) {
+        let scheduled = self.orders.stream_request(chunk);
+        let prompt = taken.prompt.or(scheduled.prompt);
+        self.prompt = prompt.clone().unwrap_or_else(|| std::mem::take(&mut self.prompt));
+        self.seed = taken.seed.or_else(|| self.orders.seed_at(chunk)).unwrap_or(self.seed);
+        // New weights open a scene by themselves.
+        let cut = match scheduled.cut {
+            SceneCut::None if taken.cut && scheduled.reload.is_none() => SceneCut::Ordered,
+            cut => cut,
+        };
+        let settings = ChunkSettings {
+            prompt: self.prompt.clone(),
+            seed: self.seed,
+            cut: cut.is_cut() || scheduled.reload.is_some(),
+        };
+        (StreamRequest { prompt, seed: self.seed, cut, ..scheduled }, settings)
+    }
+
+    /// Returns what a chunk begins with; `None` if the input video has ended.
+    fn next_start(&mut self, chunk: u32, opens_scene: bool) -> Option<ChunkStart> {
+        // The launcher checked the file. A chunk whose noise it lacks now is refused with its call.
+        match self.noise.as_ref().and_then(|file| file.read_chunk(chunk).ok()) {
+            Some(noise) => Some(ChunkStart::Noise(noise)),
+            None => self.video.next_start(opens_scene),
+        }
+    }
+}
+
+impl Iterator for ChunkRequests {
+    type Item = CallRequest;
+
+    fn next(&mut self) -> Option<CallRequest> {
+        let chunk = self.next;
+        if chunk >= self.orders.chunks {
+            return None;
+        }
+        let taken = self.changes.as_mut().map_or(Ok(TakenChanges::default()), |c| c.take_changes(chunk));
+        let (taken, refusal) = match taken {
+            Ok(taken) => (taken, None),
+            Err(d) => (TakenChanges::default(), Some(ChunkStart::Unavailable(Box::new(d)))),
+        };
+        let (request, settings) = self.decide_settings(chunk, taken);
+        let start = match refusal {
+            Some(refusal) => refusal,
+            None => self.next_start(chunk, chunk == 0 || settings.cut)?,
+        };
+        self.decided.insert(u64::from(chunk), settings);
+        self.next += 1;
+        let request = StreamRequest { start, ..request };
+        let request = self.drill.iter().fold(request, |request, hand| hand.modify_request(chunk, request));
+        Some(CallRequest::Chunk(request))
+    }
+}
+
+/// The settings of requested chunks that the record does not have yet, by the number of their requests. The queues of the
+/// leader bound their number.
+#[derive(Debug, Clone, Default)]
+pub(super) struct DecidedSettings(Arc<Mutex<BTreeMap<u64, ChunkSettings>>>);
+
+impl DecidedSettings {
+    /// Takes the settings of a request. Those of earlier requests, whose chunks were dropped, are forgotten.
+    pub(super) fn take(&self, request: u64) -> Option<ChunkSettings> {
+        let mut decided = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *decided = decided.split_off(&request);
+        decided.remove(&request)
+    }
+
+    fn insert(&self, request: u64, settings: ChunkSettings) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(request, settings);
+    }
+}
+
+/// The input video of a run, opened on the thread that asks for the first request: opening a named pipe
+/// waits for its writer, and loading the encoder takes time.
+struct LazyVideo {
+    orders: RankConfig,
+    plan: Arc<Plan>,
+    source: Option<VideoSource>,
+}
+
+impl LazyVideo {
+    /// Returns what the next chunk begins with; `None` if its video has ended.
+    fn next_start(&mut self, opens_scene: bool) -> Option<ChunkStart> {
+        self.try_next(opens_scene).unwrap_or_else(|d| Some(ChunkStart::Unavailable(Box::new(d))))
+    }
+
+    fn try_next(&mut self, opens_scene: bool) -> Result<Option<ChunkStart>, Diagnostic> {
+        let (orders, plan) = (&self.orders, &self.plan);
+        let Some(input) = &orders.video else { return Ok(Some(ChunkStart::Drawn)) };
+        let source = match &mut self.source {
+            Some(source) => source,
+            None => {
+                let vae = orders.open_model(plan)?.open_vae_weights().map_err(first_diagnostic)?;
+                let encoder = VideoEncoder::load(plan, vae, orders.leader.video_gpu)?;
+                self.source.insert(VideoSource::open(input, &plan.video, encoder)?)
+            }
+        };
+        source.next_start(opens_scene)
+    }
+}

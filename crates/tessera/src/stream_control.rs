@@ -1,0 +1,381 @@
+//! Changes of a stream that runs: the handle of the launching process, the leader's end, and the socket between them.
+//!
+//! A change is a request. The leader takes what has arrived when it requests the next chunk, and answers with the number of
+//! that chunk. It never waits for the socket, and a socket that closes leaves the stream as it is.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_runtime::driver::StopHandle;
+use tessera_runtime::wire::{
+    ChangeEffect, ChangedSetting, HEADER_BYTES, LAUNCHER, Message, StreamChange, decode_body, decode_header,
+    encode,
+};
+
+use crate::codes::{T0017, T0093};
+use crate::model::Model;
+use crate::plan::Plan;
+use crate::text_encoder::PromptEncoder;
+
+/// Most bytes of a prompt that a running stream takes.
+pub const MAX_LIVE_PROMPT_BYTES: usize = 4096;
+/// Most changes that may wait for the next requested chunk. Together they fit the buffer of a socket.
+pub const MAX_PENDING_CHANGES: usize = 16;
+/// Number of changes, the latest ones, whose chunks a handle remembers.
+const KNOWN_EFFECTS: usize = 1024;
+/// Most bytes of a message on the socket.
+const MAX_MESSAGE_BYTES: usize = HEADER_BYTES + MAX_LIVE_PROMPT_BYTES + 64;
+/// Longest wait for room in the buffer of the socket.
+const SEND_PATIENCE: Duration = Duration::from_secs(2);
+
+/// A handle that changes a stream while it runs. Its clones change the same stream.
+///
+/// A change holds from the next chunk that the leader requests. A few requested chunks may be under way, so the effect
+/// appears that much later.
+#[derive(Clone, Debug)]
+pub struct StreamControl {
+    sender: Arc<Mutex<ChangeSender>>,
+    encoder: Arc<PromptEncoder>,
+    stop: StopHandle,
+}
+
+/// The leader's end of the socket, for [`run_steered`](crate::stream::run_steered).
+#[derive(Debug)]
+pub struct ControlSocket(OwnedFd);
+
+impl ControlSocket {
+    pub(crate) fn into_fd(self) -> OwnedFd {
+        self.0
+    }
+}
+
+impl StreamControl {
+    /// Creates a handle for a run of a plan that `stop` stops, and the end of the socket for the leader.
+    ///
+    /// # Errors
+    /// What is wrong with the text encoder of the model, which checks prompts, or T0017.
+    pub fn new(
+        plan: &Plan,
+        model: &Model,
+        stop: StopHandle,
+    ) -> Result<(StreamControl, ControlSocket), Diagnostics> {
+        let one = |d: Diagnostic| vec![d];
+        let model = Model::open_for_plan(&model.dir, plan).map_err(one)?.with_weights(model.weights.clone());
+        let encoder = Arc::new(model.open_text_encoder()?);
+        let (here, there) = UnixStream::pair().map_err(|e| one(socket_error(&e)))?;
+        let link = ControlLink::new(here, (LAUNCHER, 0)).map_err(one)?;
+        let sender = ChangeSender { link, last: 0, pending: 0, effects: VecDeque::new() };
+        Ok((
+            StreamControl { sender: Arc::new(Mutex::new(sender)), encoder, stop },
+            ControlSocket(there.into()),
+        ))
+    }
+
+    /// Replaces the prompt. Returns the number of the change.
+    ///
+    /// # Errors
+    /// T0093 if it is too long, too many changes wait or the stream requests no further chunk, or why the prompt
+    /// cannot be encoded.
+    pub fn set_prompt(&self, prompt: &str) -> Result<u64, Diagnostic> {
+        if prompt.len() > MAX_LIVE_PROMPT_BYTES {
+            return Err(Diagnostic::error(&T0093, "a prompt for a running stream is too long")
+                .with_label("prompt", format!("{} bytes", prompt.len()))
+                .with_label("limit", format!("{MAX_LIVE_PROMPT_BYTES} bytes"))
+                .with_hint("shorten the prompt, or start a new stream with it"));
+        }
+        self.encoder.check_prompt(prompt)?;
+        self.lock().send(ChangedSetting::Prompt(prompt.to_string()))
+    }
+
+    /// Replaces the seed. Returns the number of the change.
+    ///
+    /// # Errors
+    /// T0093 if too many changes wait or the stream requests no further chunk.
+    pub fn set_seed(&self, seed: u64) -> Result<u64, Diagnostic> {
+        self.lock().send(ChangedSetting::Seed(seed))
+    }
+
+    /// Cuts the scene. Returns the number of the change.
+    ///
+    /// # Errors
+    /// As [`StreamControl::set_seed`].
+    pub fn cut(&self) -> Result<u64, Diagnostic> {
+        self.lock().send(ChangedSetting::Cut)
+    }
+
+    /// Returns the first chunk with a change, once the leader has taken it. Chunks count from 0 in the order of their
+    /// requests, as in the options of a stream.
+    #[must_use]
+    pub fn chunk_of(&self, change: u64) -> Option<u32> {
+        let mut sender = self.lock();
+        sender.take_effects();
+        sender.effects.iter().find(|effect| effect.number == change).map(|effect| effect.chunk)
+    }
+
+    /// Ends the stream after the chunks that are under way; a second request ends it at once.
+    pub fn stop(&self) {
+        self.stop.request_stop();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ChangeSender> {
+        self.sender.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The launching process's end of the socket.
+#[derive(Debug)]
+struct ChangeSender {
+    link: ControlLink,
+    last: u64,
+    /// Number of changes that the leader has not answered.
+    pending: usize,
+    /// The latest answers, oldest first.
+    effects: VecDeque<ChangeEffect>,
+}
+
+impl ChangeSender {
+    fn send(&mut self, setting: ChangedSetting) -> Result<u64, Diagnostic> {
+        self.take_effects();
+        if self.pending >= MAX_PENDING_CHANGES {
+            return Err(Diagnostic::error(&T0093, "too many changes wait for the next chunk of the stream")
+                .with_label("waiting", self.pending.to_string())
+                .with_label("limit", MAX_PENDING_CHANGES.to_string())
+                .with_hint("send a change when an earlier one has taken effect"));
+        }
+        let number = self.last + 1;
+        self.link.send(&Message::StreamChange(StreamChange { number, setting }))?;
+        self.last = number;
+        self.pending += 1;
+        Ok(number)
+    }
+
+    /// Takes the answers that have arrived. An answer that cannot be read is the leader's mistake, and leaves its change
+    /// pending.
+    fn take_effects(&mut self) {
+        while let Ok(Some(Message::ChangeEffect(effect))) = self.link.receive() {
+            self.pending = self.pending.saturating_sub(1);
+            self.effects.push_back(effect);
+            if self.effects.len() > KNOWN_EFFECTS {
+                self.effects.pop_front();
+            }
+        }
+    }
+}
+
+/// The leader's end of the socket. When it is dropped, the launching process can send no further change.
+#[derive(Debug)]
+pub(crate) struct ChangeIntake {
+    link: ControlLink,
+}
+
+/// The changes that take effect with one chunk: the last one of each kind.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct TakenChanges {
+    pub(crate) prompt: Option<String>,
+    pub(crate) seed: Option<u64>,
+    pub(crate) cut: bool,
+}
+
+impl ChangeIntake {
+    /// Wraps the descriptor that the launching process passed.
+    ///
+    /// # Errors
+    /// T0017.
+    pub(crate) fn from_fd(fd: OwnedFd) -> Result<ChangeIntake, Diagnostic> {
+        Ok(ChangeIntake { link: ControlLink::new(fd.into(), (0, LAUNCHER))? })
+    }
+
+    /// Takes the changes that have arrived, and answers that they take effect with `chunk`. It does not wait.
+    ///
+    /// # Errors
+    /// T0093 or T0701 to T0706 for bytes that are no change.
+    pub(crate) fn take_changes(&mut self, chunk: u32) -> Result<TakenChanges, Diagnostic> {
+        let mut taken = TakenChanges::default();
+        for _ in 0..MAX_PENDING_CHANGES {
+            let StreamChange { number, setting } = match self.link.receive()? {
+                Some(Message::StreamChange(change)) => change,
+                Some(message) => {
+                    let what = format!("a {:?} message arrived in place of a change", message.kind());
+                    return Err(Diagnostic::error(&T0093, what));
+                }
+                None => break,
+            };
+            match setting {
+                ChangedSetting::Prompt(prompt) => taken.prompt = Some(prompt),
+                ChangedSetting::Seed(seed) => taken.seed = Some(seed),
+                ChangedSetting::Cut => taken.cut = true,
+            }
+            // A launching process that has closed its end wants no answer.
+            let _ = self.link.send(&Message::ChangeEffect(ChangeEffect { number, chunk }));
+        }
+        Ok(taken)
+    }
+}
+
+impl Drop for ChangeIntake {
+    fn drop(&mut self) {
+        // The launching process holds a second descriptor of this end, so closing this one would not end the socket.
+        let _ = self.link.stream.shutdown(Shutdown::Both);
+    }
+}
+
+/// One end of the socket, which neither end waits for.
+#[derive(Debug)]
+struct ControlLink {
+    stream: UnixStream,
+    /// Origin of the frames that this process sends, and of those that it receives.
+    origins: (u32, u32),
+    /// Bytes of frames that have not arrived whole.
+    received: Vec<u8>,
+}
+
+impl ControlLink {
+    fn new(stream: UnixStream, origins: (u32, u32)) -> Result<ControlLink, Diagnostic> {
+        stream.set_nonblocking(true).map_err(|e| socket_error(&e))?;
+        Ok(ControlLink { stream, origins, received: Vec::new() })
+    }
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// T0093 if the other end is closed or reads nothing.
+    fn send(&mut self, message: &Message) -> Result<(), Diagnostic> {
+        let frame = encode(self.origins.0, message)?;
+        let (mut rest, begun) = (&frame[..], Instant::now());
+        while !rest.is_empty() {
+            match self.stream.write(rest) {
+                Ok(written) => rest = &rest[written..],
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock && begun.elapsed() < SEND_PATIENCE => {
+                    self.wait_for_room();
+                }
+                Err(e) => return Err(send_error(&e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the socket takes bytes, for a while.
+    fn wait_for_room(&self) {
+        let limit = Timespec { tv_sec: SEND_PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        // The write that follows finds out what an error means.
+        let _ = poll(&mut [PollFd::new(&self.stream, PollFlags::OUT)], Some(&limit));
+    }
+
+    /// Returns the next message that has arrived; `None` if there is none, or if the other end is closed.
+    fn receive(&mut self) -> Result<Option<Message>, Diagnostic> {
+        loop {
+            if let Some(message) = self.take_message()? {
+                return Ok(Some(message));
+            }
+            let mut bytes = [0; MAX_MESSAGE_BYTES];
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return Ok(None),
+                Ok(count) => self.received.extend_from_slice(&bytes[..count]),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                // A socket that breaks is one that closes: nothing more arrives.
+                Err(_) => return Ok(None),
+            }
+        }
+    }
+
+    /// Takes a whole message from the bytes that have arrived.
+    fn take_message(&mut self) -> Result<Option<Message>, Diagnostic> {
+        let Some(head) = self.received.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
+        let header = decode_header(head)?;
+        let bytes = HEADER_BYTES + header.body_bytes();
+        if header.origin != self.origins.1 || bytes > MAX_MESSAGE_BYTES {
+            let what = format!("a message of {} with {bytes} bytes on the socket of changes", header.origin);
+            return Err(Diagnostic::error(&T0093, what)
+                .with_label("expected", format!("{}, at most {MAX_MESSAGE_BYTES} bytes", self.origins.1)));
+        }
+        let Some(body) = self.received.get(HEADER_BYTES..bytes) else { return Ok(None) };
+        let message = decode_body(&header, body)?;
+        self.received.drain(..bytes);
+        Ok(Some(message))
+    }
+}
+
+fn socket_error(e: &std::io::Error) -> Diagnostic {
+    Diagnostic::error(&T0017, format!("the socket for changes of the stream: {e}"))
+}
+
+fn send_error(e: &std::io::Error) -> Diagnostic {
+    Diagnostic::error(&T0093, "the stream takes no further change")
+        .with_label("the socket to the leader", e.to_string())
+        .with_hint("its last chunk is requested, or the run has ended: start a new stream")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> (ChangeSender, ChangeIntake) {
+        let (here, there) = UnixStream::pair().unwrap();
+        let link = ControlLink::new(here, (LAUNCHER, 0)).unwrap();
+        let sender = ChangeSender { link, last: 0, pending: 0, effects: VecDeque::new() };
+        (sender, ChangeIntake::from_fd(there.into()).unwrap())
+    }
+
+    fn prompt(text: &str) -> ChangedSetting {
+        ChangedSetting::Prompt(text.to_string())
+    }
+
+    #[test]
+    fn the_last_change_of_each_kind_takes_effect_and_is_answered() {
+        let (mut sender, mut leader) = pair();
+        assert_eq!(leader.take_changes(0).unwrap(), TakenChanges::default());
+        for setting in [prompt("a"), ChangedSetting::Seed(3), prompt("b"), ChangedSetting::Cut] {
+            sender.send(setting).unwrap();
+        }
+        let taken = TakenChanges { prompt: Some("b".into()), seed: Some(3), cut: true };
+        assert_eq!(leader.take_changes(5).unwrap(), taken);
+        assert_eq!(leader.take_changes(6).unwrap(), TakenChanges::default());
+        sender.take_effects();
+        let effects: Vec<_> = sender.effects.iter().map(|e| (e.number, e.chunk)).collect();
+        assert_eq!((sender.pending, effects), (0, vec![(1, 5), (2, 5), (3, 5), (4, 5)]));
+    }
+
+    #[test]
+    fn changes_beyond_the_limit_are_refused_until_some_are_taken() {
+        let (mut sender, mut leader) = pair();
+        let long = "w".repeat(MAX_LIVE_PROMPT_BYTES);
+        for _ in 0..MAX_PENDING_CHANGES {
+            sender.send(prompt(&long)).unwrap();
+        }
+        assert_eq!(sender.send(ChangedSetting::Cut).unwrap_err().code.id, "T0093");
+        assert_eq!(leader.take_changes(1).unwrap().prompt, Some(long));
+        assert_eq!(sender.send(ChangedSetting::Cut).unwrap(), MAX_PENDING_CHANGES as u64 + 1);
+    }
+
+    #[test]
+    fn an_end_that_closes_is_no_change_and_no_failure() {
+        let (mut sender, mut leader) = pair();
+        sender.send(ChangedSetting::Seed(9)).unwrap();
+        drop(sender);
+        assert_eq!(leader.take_changes(2).unwrap().seed, Some(9));
+        assert_eq!(leader.take_changes(3).unwrap(), TakenChanges::default());
+        let (mut sender, leader) = pair();
+        let second = leader.link.stream.try_clone().unwrap();
+        drop(leader);
+        assert_eq!(sender.send(ChangedSetting::Cut).unwrap_err().code.id, "T0093");
+        drop(second);
+    }
+
+    #[test]
+    fn a_message_that_is_no_change_is_refused() {
+        let (mut sender, mut leader) = pair();
+        sender.link.send(&Message::Stop).unwrap();
+        assert_eq!(leader.take_changes(0).unwrap_err().code.id, "T0093");
+        let (mut sender, mut leader) = pair();
+        sender.send(prompt(&"w".repeat(2 * MAX_LIVE_PROMPT_BYTES))).unwrap();
+        assert_eq!(leader.take_changes(0).unwrap_err().code.id, "T0093");
+    }
+}

@@ -1,0 +1,273 @@
+//! Streams and texts that the process that started them takes while they run, and changes on the way: this test
+//! executable starts itself again as each rank.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+#![allow(clippy::print_stdout, reason = "the test prints its results itself")]
+#![allow(
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    reason = "the test starts itself again and reads /proc and records"
+)]
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::Value;
+use tessera::files::RunFolder;
+use tessera::generate::{
+    GenerateOptions, LanguagePlace, LanguagePlan, LiveText, Sampling, TextExtents, TextModel, TextPiece,
+    TextRequest,
+};
+use tessera::plan::plan_model;
+use tessera::stream::{LiveChunk, LiveStream, run, run_steered};
+use tessera::stream_control::{MAX_LIVE_PROMPT_BYTES, StreamControl};
+use tessera::stream_options::{RunDevice, StreamOptions, StreamReport};
+use tessera::{Mapping, Model, Overrides, Plan, StopHandle, WeightsBase};
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().collect();
+    if args.get(1).map(String::as_str) == Some("as-rank") {
+        return u8::try_from(tessera::rank_main(|| {})).unwrap_or(1).into();
+    }
+    macro_rules! tests {
+        ($($name:ident)*) => { [$((stringify!($name), $name as fn())),*] };
+    }
+    let tests: &[(&str, fn())] = &tests![
+        changes_that_arrive_equal_scheduled_ones_bit_for_bit
+        a_control_socket_that_closes_early_changes_nothing
+        a_change_without_effect_is_refused
+        a_stream_that_is_closed_or_dropped_leaves_no_process
+        a_reader_that_stops_taking_chunks_loses_none
+        pieces_add_up_to_the_texts_of_the_run
+        a_run_of_texts_that_is_dropped_leaves_no_process
+        what_is_wrong_before_the_start_starts_nothing
+    ];
+    if args.iter().any(|a| a == "--list") {
+        tests.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    let filter = args.iter().skip(1).find(|a| !a.starts_with('-'));
+    for (name, test) in tests {
+        if filter.is_none_or(|f| name.contains(f.as_str())) {
+            let start = Instant::now();
+            test();
+            println!("test {name} ... ok ({} ms)", start.elapsed().as_millis());
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+const FIRST_PROMPT: &str = "a red circle moves right";
+const LATER_PROMPT: &str = "a blue square moves down";
+
+fn argv() -> Vec<String> {
+    vec![std::env::current_exe().unwrap().to_string_lossy().into_owned(), "as-rank".into()]
+}
+
+fn models(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models").join(name)
+}
+
+fn demo(mesh: &str) -> (Arc<Plan>, Model) {
+    let model = Model::open(&models("demo"), &Overrides::default()).unwrap();
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
+    (Arc::new(plan_model(&model.video, &model.name, "", &mapping).unwrap()), model)
+}
+
+fn options(chunks: u32) -> StreamOptions {
+    StreamOptions {
+        chunks,
+        prompt: FIRST_PROMPT.into(),
+        seed: 3,
+        oversubscribe: true,
+        ..StreamOptions::default()
+    }
+}
+
+fn start(mesh: &str, options: StreamOptions, out: &Path) -> LiveStream {
+    let (plan, model) = demo(mesh);
+    let folder = RunFolder::new(Some(out), "").unwrap();
+    LiveStream::start(plan, model, options, argv(), folder).unwrap_or_else(|ds| panic!("{ds:#?}"))
+}
+
+fn take_rest(live: &LiveStream) -> Vec<LiveChunk> {
+    std::iter::from_fn(|| live.next_chunk().unwrap_or_else(|ds| panic!("{ds:#?}"))).collect()
+}
+
+/// Returns the lines of a record that describe chunks.
+fn read_chunks(out: &Path) -> Vec<Value> {
+    let record = std::fs::read_to_string(out.join("record.jsonl")).unwrap();
+    let lines = record.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter(|line| line.get("latents_digest").is_some()).collect()
+}
+
+fn assert_gone(pids: &[u32]) {
+    assert!(!pids.is_empty());
+    for pid in pids {
+        assert!(!PathBuf::from(format!("/proc/{pid}")).exists(), "process {pid} is left");
+    }
+}
+
+fn changes_that_arrive_equal_scheduled_ones_bit_for_bit() {
+    const CHUNKS: u32 = 20;
+    let dir = tempfile::tempdir().unwrap();
+    let live = start("tp=2", options(CHUNKS), &dir.path().join("live"));
+    let mut chunks = vec![live.next_chunk().unwrap().unwrap()];
+    let prompt = live.control().set_prompt(LATER_PROMPT).unwrap();
+    chunks.push(live.next_chunk().unwrap().unwrap());
+    let seed = live.control().set_seed(11).unwrap();
+    chunks.push(live.next_chunk().unwrap().unwrap());
+    let cut = live.control().cut().unwrap();
+    chunks.extend(take_rest(&live));
+    let [prompt, seed, cut] = [prompt, seed, cut].map(|change| live.control().chunk_of(change).unwrap());
+    assert!(0 < prompt && prompt <= seed && seed <= cut && cut < CHUNKS, "{prompt} {seed} {cut}");
+
+    let record = read_chunks(&dir.path().join("live"));
+    assert_eq!((chunks.len(), record.len()), (CHUNKS as usize, CHUNKS as usize));
+    for (at, line) in (0_u32..).zip(&record) {
+        let expected = if at < prompt { FIRST_PROMPT } else { LATER_PROMPT };
+        assert_eq!(line["prompt"], expected, "chunk {at}");
+        assert_eq!(line["seed"], if at < seed { 3 } else { 11 }, "chunk {at}");
+        assert_eq!(line["cut"], at == cut, "chunk {at}");
+    }
+
+    let scheduled = StreamOptions {
+        prompts_at: vec![(prompt, LATER_PROMPT.into())],
+        seeds_at: vec![(seed, 11)],
+        cuts_at: vec![cut],
+        ..options(CHUNKS)
+    };
+    let repeated = start("tp=2", scheduled, &dir.path().join("scheduled"));
+    assert!(take_rest(&repeated) == chunks, "the frames differ");
+    let golden = |live: &LiveStream| live.report().unwrap().golden.unwrap();
+    assert_eq!(golden(&live), golden(&repeated));
+    let plain = start("tp=2", options(CHUNKS), &dir.path().join("plain"));
+    let plain = take_rest(&plain);
+    let changed = plain.iter().zip(&chunks).position(|(a, b)| a.rgb != b.rgb);
+    assert_eq!(changed, Some(prompt.min(seed).min(cut) as usize));
+}
+
+fn run_plain(out: &Path, control: bool) -> StreamReport {
+    let (plan, model) = demo("tp=1");
+    let (options, stop) = (StreamOptions { out: out.to_path_buf(), ..options(4) }, StopHandle::default());
+    let report = if control {
+        let (handle, socket) = StreamControl::new(&plan, &model, stop.clone()).unwrap();
+        drop(handle);
+        run_steered(&plan, &model, &options, argv(), &stop, Some(socket), &mut |_| {})
+    } else {
+        run(&plan, &model, &options, argv(), &stop, &mut |_| {})
+    };
+    report.unwrap()
+}
+
+fn a_control_socket_that_closes_early_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let [with, without] = [("with", true), ("without", false)].map(|(name, control)| {
+        let out = dir.path().join(name);
+        let report = run_plain(&out, control);
+        assert!(report.failure.is_none(), "{:?}", report.failure);
+        (report.golden.unwrap(), std::fs::read(out.join("clip.png")).unwrap())
+    });
+    assert!(with == without);
+}
+
+fn a_change_without_effect_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let live = start("tp=1", options(3), &dir.path().join("run"));
+    let control = live.control().clone();
+    let unknown = control.set_prompt("a purple elephant").unwrap_err();
+    assert!(unknown.message.contains("purple"), "{unknown:?}");
+    let long = control.set_prompt(&"red ".repeat(MAX_LIVE_PROMPT_BYTES)).unwrap_err();
+    assert_eq!(long.code.id, "T0093");
+    assert_eq!(take_rest(&live).len(), 3);
+    assert_eq!(control.cut().unwrap_err().code.id, "T0093");
+    assert!(read_chunks(&dir.path().join("run")).iter().all(|line| line["prompt"] == FIRST_PROMPT));
+}
+
+fn a_stream_that_is_closed_or_dropped_leaves_no_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let live = start("tp=2", options(10_000), &dir.path().join("closed"));
+    let pids = live.process_ids();
+    assert_eq!(live.next_chunk().unwrap().unwrap().index, 0);
+    live.close().unwrap();
+    assert_gone(&pids);
+    assert!(live.next_chunk().unwrap().is_none());
+    let record = std::fs::read_to_string(dir.path().join("closed/record.jsonl")).unwrap();
+    assert!(record.lines().last().unwrap().contains("interrupted"), "{record}");
+    let live = start("tp=2", options(10_000), &dir.path().join("dropped"));
+    let pids = live.process_ids();
+    drop(live);
+    assert_gone(&pids);
+}
+
+fn a_reader_that_stops_taking_chunks_loses_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let live = start("tp=1", options(9), &out);
+    let first = live.next_chunk().unwrap().unwrap();
+    assert_eq!(first.rgb.len(), first.shape.iter().product::<usize>() * 3);
+    // The leader cannot have delivered everything, because nobody takes the frames.
+    assert!(read_chunks(&out).len() < 9);
+    let rest = take_rest(&live);
+    assert_eq!(rest.iter().map(|chunk| chunk.index).collect::<Vec<_>>(), (1..9).collect::<Vec<_>>());
+}
+
+fn start_texts(prompts: &[&str], max_ids: usize) -> LiveText {
+    let model = TextModel::open(&models("tales")).unwrap();
+    let texts: Vec<String> = prompts.iter().map(ToString::to_string).collect();
+    let ids = model.encode_prompts(&texts, None).unwrap();
+    let settings = TextExtents::with_max_ids(max_ids as u64).choose_settings(&ids, RunDevice::Cpu);
+    let plan = LanguagePlan::new(&model.decoder, &Mapping::default(), settings).unwrap();
+    let sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 };
+    let request = |prompt| TextRequest { prompt, max_ids, sampling };
+    let options = GenerateOptions {
+        weights: LanguagePlace { dir: models("tales"), base: WeightsBase::Files },
+        device: RunDevice::Cpu,
+        requests: ids.into_iter().map(request).collect(),
+        prompts: texts,
+        out: PathBuf::new(),
+        threads: Some(1),
+        oversubscribe: true,
+        wire_dump: false,
+        drill: None,
+        command: Vec::new(),
+    };
+    let folder = RunFolder::new(None, "tessera-test").unwrap();
+    LiveText::start(model, Arc::new(plan), options, argv(), folder).unwrap_or_else(|ds| panic!("{ds:#?}"))
+}
+
+fn pieces_add_up_to_the_texts_of_the_run() {
+    let live = start_texts(&["The red circle", "The sea"], 12);
+    assert!(live.texts().is_none(), "the run has not ended");
+    let mut shown = vec![String::new(); 2];
+    let mut last = None;
+    while let Some(TextPiece { text, piece, finish, .. }) = live.next_piece().unwrap() {
+        shown[text].push_str(&piece);
+        last = finish.or(last);
+    }
+    assert!(last.is_some());
+    assert_eq!(live.texts(), Some(shown));
+    let report = live.report().unwrap();
+    assert!(report.texts.iter().all(|text| text.ids.len() <= 12 && !text.ids.is_empty()));
+    assert_gone(live.process_ids());
+}
+
+fn a_run_of_texts_that_is_dropped_leaves_no_process() {
+    let live = start_texts(&["The red circle"], 100);
+    let pids = live.process_ids().to_vec();
+    assert!(live.next_piece().unwrap().is_some());
+    drop(live);
+    assert_gone(&pids);
+}
+
+fn what_is_wrong_before_the_start_starts_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, model) = demo("tp=1");
+    let options = StreamOptions { prompt: "a purple elephant".into(), ..options(2) };
+    let folder = RunFolder::new(Some(&dir.path().join("run")), "").unwrap();
+    let refused = LiveStream::start(plan, model, options, argv(), folder).unwrap_err();
+    assert!(refused[0].message.contains("purple"), "{refused:?}");
+    assert!(!dir.path().join("run").exists());
+}
