@@ -20,8 +20,9 @@ use crate::codes::T0615;
 /// operands than that allows replicates those that cannot stay as they are.
 const MAX_COMBINATIONS: usize = 4096;
 
-/// How much more a byte of a weight counts than a byte of another value. A program states the layouts of weights so that
-/// they stay there: activations move to them, also where moving the weight would take fewer bytes.
+/// How much more a byte of a weight counts on tp and ep than a byte of another value. A program shards weights over these axes so
+/// that they stay there: activations move to them, also where moving the weight would take fewer bytes. Weights that are
+/// sharded over dp save memory, and are gathered where that takes fewer bytes.
 const WEIGHT_RELUCTANCE: u64 = 1 << 20;
 
 /// A value of an array program, and the layouts that it has at a place in the program.
@@ -223,7 +224,8 @@ impl RuleTrials {
             }
             let to = self.with_later_axes(so_far.with_axis(axis, on), own, axis);
             if let Some((_, bytes)) = value.cheapest_source(&self.mesh, to) {
-                let bytes = if value.is_weight { bytes.saturating_mul(WEIGHT_RELUCTANCE) } else { bytes };
+                let stays = value.is_weight && matches!(axis, Axis::Tp | Axis::Ep);
+                let bytes = if stays { bytes.saturating_mul(WEIGHT_RELUCTANCE) } else { bytes };
                 out.push(Candidate { on, bytes, is_changed: on != own.on_axis(axis) });
             }
         }
