@@ -12,6 +12,7 @@ mod dtensor;
 mod dtensor_ops;
 mod eager;
 mod errors;
+mod generate;
 mod layers;
 mod mesh;
 mod moe;
@@ -21,6 +22,7 @@ mod planning;
 mod program;
 mod session;
 mod settings;
+mod stream;
 mod trace;
 mod waiting;
 
@@ -59,6 +61,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<planning::Search>()?;
     module.add_class::<planning::Topology>()?;
     module.add_class::<session::Session>()?;
+    module.add_class::<stream::VideoChunk>()?;
+    module.add_class::<stream::VideoStream>()?;
+    module.add_class::<generate::TextStream>()?;
     for function in [
         wrap_pyfunction!(run_command_line, module)?,
         wrap_pyfunction!(explain_code, module)?,
@@ -73,6 +78,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(planning::topology, module)?,
         wrap_pyfunction!(planning::plan_memory, module)?,
         wrap_pyfunction!(session::open_session, module)?,
+        wrap_pyfunction!(stream::stream, module)?,
+        wrap_pyfunction!(generate::generate, module)?,
         wrap_pyfunction!(settings::set_stream_map, module)?,
         wrap_pyfunction!(settings::enable_overlap, module)?,
         wrap_pyfunction!(settings::stream_settings, module)?,

@@ -45,11 +45,7 @@ pub(crate) fn open_session(
     oversubscribe: bool,
 ) -> PyResult<Session> {
     let refuse = |message: String| Err(PyValueError::new_err(message));
-    let device = match device {
-        "cpu" => RunDevice::Cpu,
-        "gpu" => RunDevice::Cuda,
-        _ => return refuse(format!("device = {device:?}: it is \"cpu\" or \"gpu\"")),
-    };
+    let device = parse_device(device)?;
     if threads_per_rank == 0 {
         return refuse("threads_per_rank = 0: a rank has at least one thread".into());
     }
@@ -72,8 +68,7 @@ pub(crate) fn open_session(
             let Some(folder) = out.or_else(|| temporary.clone()) else {
                 return refuse("the run has no folder".into());
             };
-            let python: String = py.import("sys")?.getattr("executable")?.extract()?;
-            let argv = [&python, "-m", "tessera", "rank"].map(str::to_string).to_vec();
+            let argv = rank_command(py)?;
             let options = ArrayProcessOptions {
                 device,
                 threads: Some(threads_per_rank),
@@ -93,6 +88,21 @@ pub(crate) fn open_session(
             Ok(Session::new(plan, run?.or_raise(py)?, temporary))
         }
         _ => refuse(format!("ranks = {ranks:?}: they are \"threads\" or \"processes\"")),
+    }
+}
+
+/// Returns the command line of a rank's process: this interpreter's program with this package.
+pub(crate) fn rank_command(py: Python<'_>) -> PyResult<Vec<String>> {
+    let python: String = py.import("sys")?.getattr("executable")?.extract()?;
+    Ok([&python, "-m", "tessera", "rank"].map(str::to_string).to_vec())
+}
+
+/// Parses the device of ranks.
+pub(crate) fn parse_device(device: &str) -> PyResult<RunDevice> {
+    match device {
+        "cpu" => Ok(RunDevice::Cpu),
+        "gpu" => Ok(RunDevice::Cuda),
+        _ => Err(PyValueError::new_err(format!("device = {device:?}: it is \"cpu\" or \"gpu\""))),
     }
 }
 

@@ -221,7 +221,7 @@ fn start_texts(prompts: &[&str], max_ids: usize) -> LiveText {
     let settings = TextExtents::with_max_ids(max_ids as u64).choose_settings(&ids, RunDevice::Cpu);
     let plan = LanguagePlan::new(&model.decoder, &Mapping::default(), settings).unwrap();
     let sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 };
-    let request = |prompt| TextRequest { prompt, max_ids, sampling };
+    let request = |prompt| TextRequest { prompt, max_ids, sampling, kind: None };
     let options = GenerateOptions {
         weights: LanguagePlace { dir: models("tales"), base: WeightsBase::Files },
         device: RunDevice::Cpu,

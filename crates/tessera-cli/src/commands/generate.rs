@@ -2,17 +2,17 @@
 
 mod prompts;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
 use tessera::faults::DrillConfig;
-use tessera::files::ReservedFolder;
+use tessera::files::RunFolder;
 use tessera::generate::{
     CallTimes, ExpertLoadRow, GenerateEvent, GenerateOptions, GenerateReport, GeneratedText, LanguagePlace,
-    LanguagePlan, LanguageSettings, ShownText, TextModel, TextRequest, TokenOutput, describe_expert_load,
-    finish_name, read_expert_load, write_run_outputs,
+    LanguagePlan, ShownText, TextExtents, TextModel, describe_expert_load, finish_name, read_expert_load,
+    write_run_outputs,
 };
 use tessera::gpus::GpuDiscovery;
 use tessera::opened_run::EstimateComparison;
@@ -29,8 +29,8 @@ use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics, print_
 use crate::parse::{invalid_argument, parse_weights_base};
 use crate::progress::stop_on_signals;
 
+use prompts::read_prompts;
 pub(super) use prompts::{encode_prompt, parse_ids};
-use prompts::{read_prompts, show_ids};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -54,12 +54,6 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
     ("cpu", RunDevice::Cpu, "Processes of this machine"),
     ("cuda", RunDevice::Cuda, "NVIDIA GPUs of this machine, one per rank"),
 ];
-
-/// Rows up to which one call reads several short prompts: a matmul of fewer rows takes almost as long.
-const ROWS_PER_CALL: u64 = 64;
-
-/// Ids of each text that one call of GPUs decodes.
-const IDS_PER_GPU_CALL: u64 = 8;
 
 /// Continue texts with a language model
 #[derive(Debug, clap::Args)]
@@ -195,7 +189,14 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         Some(text) => parse_weights_base(text).map_err(CliError::usage)?,
     };
     let mapping = read_run_mapping(args)?;
-    let settings = choose_settings(args, &prompts.requests);
+    let extents = TextExtents {
+        max_ids: u64::from(args.max_tokens),
+        prompt_rows: u64::from(args.prompt_rows),
+        prompts_per_call: args.prompts_per_call,
+        ids_per_call: args.ids_per_call,
+    };
+    let ids: Vec<Vec<u32>> = prompts.requests.iter().map(|request| request.prompt.clone()).collect();
+    let settings = extents.choose_settings(&ids, args.device);
     let plan = Arc::new(LanguagePlan::new(&model.decoder, &mapping, settings)?);
     print_stderr_line(&format!(
         "plan {}: mesh {}, positions: {} in pages of {}",
@@ -207,13 +208,13 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     // A run whose folder is removed shows no estimate, but a mistake in the options of one ends any run at its start.
     let names_machine = args.cluster.is_some() || args.profile.is_some();
     let estimate = (args.out.is_some() || names_machine).then(|| estimate_calls(args, &plan)).transpose()?;
-    let run_folder = RunFolder::new(args.out.as_deref())?;
+    let run_folder = RunFolder::new(args.out.as_deref(), "tessera-generate")?;
     let options = GenerateOptions {
         weights: LanguagePlace { dir: args.model.clone(), base },
         device: args.device,
         requests: prompts.requests,
         prompts: prompts.shown,
-        out: run_folder.path.clone(),
+        out: run_folder.path().to_path_buf(),
         threads: args.threads.map(usize::from),
         oversubscribe: args.oversubscribe,
         wire_dump: args.wire_dump,
@@ -244,28 +245,6 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         print_stderr_line(&load);
     }
     Ok(report.exit_code)
-}
-
-/// Returns the extents of a run of these prompts.
-fn choose_settings(args: &Args, requests: &[TextRequest]) -> LanguageSettings {
-    let longest = requests.iter().map(|r| r.prompt.len()).max().unwrap_or(0);
-    let (sequences, prompt_rows) =
-        (requests.len() as u64, u64::from(args.prompt_rows).min(longest.max(1) as u64));
-    LanguageSettings {
-        sequences,
-        positions: longest as u64 + u64::from(args.max_tokens),
-        prompt_rows,
-        prompts_per_call: args.prompts_per_call.unwrap_or(ROWS_PER_CALL / prompt_rows).clamp(1, sequences),
-        ids_per_call: choose_ids_per_call(args),
-        output: TokenOutput::Next,
-    }
-}
-
-/// Returns the most ids of each text that one call decodes. A step of a GPU takes a few milliseconds, so the checks of
-/// a call and the leader's turn weigh more than they do on a CPU, and nobody sees that several ids appear together.
-fn choose_ids_per_call(args: &Args) -> u64 {
-    let usual = if args.device == RunDevice::Cuda { IDS_PER_GPU_CALL } else { 1 };
-    args.ids_per_call.unwrap_or(usual).min(u64::from(args.max_tokens))
 }
 
 /// Returns the mapping of the run. Warns where several of its keys count the same distance.
@@ -325,7 +304,7 @@ fn run_ranks(
 ) -> Result<(GenerateReport, Vec<ShownText>), CliError> {
     // Several texts at once would mix, so they are printed when they have ended.
     let streams = options.requests.len() == 1 && format == OutputFormat::Text;
-    let mut show_next = show_one_by_one(model);
+    let mut show_next = model.show_one_by_one();
     let mut printed = Ok(());
     let rank = vec![program, "rank".to_string()];
     let report = stop_on_signals("stopping after this call", |interrupt| {
@@ -349,7 +328,7 @@ fn run_ranks(
                 prompt: prompt.clone(),
                 kind: request.kind.clone(),
                 prompt_ids: request.prompt.len() as u64,
-                text: show_ids(model, &generated.ids)?,
+                text: model.show_ids(&generated.ids)?,
                 are_ids: model.tokenizer.is_none(),
                 generated: generated.clone(),
             })
@@ -377,30 +356,6 @@ fn print_texts(
     Ok(())
 }
 
-/// The folder of a run: the one that the user named, or one that is removed unless the run fails.
-struct RunFolder {
-    path: PathBuf,
-    temporary: Option<ReservedFolder>,
-}
-
-impl RunFolder {
-    fn new(named: Option<&Path>) -> Result<RunFolder, Diagnostic> {
-        if let Some(path) = named {
-            return Ok(RunFolder { path: path.to_path_buf(), temporary: None });
-        }
-        let reserved = ReservedFolder::create(&std::env::temp_dir(), "tessera-generate")?;
-        Ok(RunFolder { path: reserved.path().to_path_buf(), temporary: Some(reserved) })
-    }
-
-    /// Removes a temporary folder unless the run failed.
-    fn close(self, has_failed: bool) {
-        if self.temporary.is_some() && !has_failed {
-            // Nobody misses a folder that stays in the system's temporary folder.
-            let _ = std::fs::remove_dir_all(&self.path);
-        }
-    }
-}
-
 fn check_sampling(args: &Args) -> Result<(), CliError> {
     let reject = |option: &str, value: f32, why: &str, example: &str| {
         Err(CliError::usage(invalid_argument(option, &value.to_string(), why, example)))
@@ -412,17 +367,6 @@ fn check_sampling(args: &Args) -> Result<(), CliError> {
         return reject("--top-p", args.top_p, "it is not a probability above 0", "0.95");
     }
     Ok(())
-}
-
-/// Returns a function that takes the ids of a text one by one, and returns what each adds to the text.
-fn show_one_by_one(model: &TextModel) -> Box<dyn FnMut(u32) -> Result<String, Diagnostic> + '_> {
-    match &model.tokenizer {
-        Some(tokenizer) => Box::new(tokenizer.decode_one_by_one()),
-        None => {
-            let mut space = "";
-            Box::new(move |id| Ok(format!("{}{id}", std::mem::replace(&mut space, " "))))
-        }
-    }
 }
 
 fn describe_texts(

@@ -12,7 +12,7 @@ use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::sim::{self, ClusterPrices, SimMachine};
-use tessera::stream_options::{OutputOptions, RunDevice, StreamOptions};
+use tessera::stream_options::{DEFAULT_PROMPT, OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
 use tessera::terminal::print_stderr_line;
 use tessera::{Model, Plan, WeightChange, WeightsBase, WeightsOrigin};
@@ -74,7 +74,7 @@ pub struct Args {
     pub chunks: u32,
 
     /// Prompt of the first chunk
-    #[arg(long, value_name = "TEXT", default_value = "a red circle moves right")]
+    #[arg(long, value_name = "TEXT", default_value = DEFAULT_PROMPT)]
     pub prompt: String,
 
     /// Random seed of the first chunk's noise

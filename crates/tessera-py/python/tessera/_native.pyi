@@ -2,7 +2,8 @@
 # checkers see the first case as a part of the second.
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, overload
+from os import PathLike
+from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ Spec: TypeAlias = ReplicateSpec | ShardSpec
 Operand: TypeAlias = Value | DTensor
 ArrayLike: TypeAlias = Float32Array | DTensor
 Router: TypeAlias = Callable[[Any, RouterMeta], Any]
+Path: TypeAlias = str | PathLike[str]
+Piece = TypeVar("Piece", str, tuple[int, str])
 
 def run_command_line(arguments: Sequence[str], program: str) -> int: ...
 def explain_code(code: str) -> str | None: ...
@@ -462,6 +465,109 @@ def open_session(
     Processes write the record of the run to the folder ``out``, by default a temporary one that is removed with the session.
     An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.
     """
+
+class VideoChunk:
+    """The frames of one chunk of a stream."""
+
+    @property
+    def index(self) -> int:
+        """Index of the chunk, from 0."""
+    @property
+    def frames(self) -> NDArray[np.uint8]:
+        """RGB of [frames, height, width, 3]."""
+
+class VideoStream:
+    """A running stream: an iterator over its chunks, and a context that ends it.
+
+    Chunks come while the ranks compute the next ones. One chunk waits for a caller that does not take it; the ranks wait
+    too, and a run whose frames nobody takes for 45 seconds ends with an error. A change holds from the next chunk that is
+    requested, which is a few chunks behind the one that comes next.
+    """
+
+    def __iter__(self) -> VideoStream: ...
+    def __next__(self) -> VideoChunk: ...
+    def send(self, prompt: str) -> int:
+        """Replaces the prompt, and returns the number of the change."""
+    def reseed(self, seed: int) -> int:
+        """Replaces the seed, and returns the number of the change."""
+    def cut(self) -> int:
+        """Opens a new scene, and returns the number of the change."""
+    def chunk_of(self, change: int) -> int | None:
+        """Returns the first chunk with a change, once that chunk is requested."""
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the ranks, in rank order."""
+    def close(self) -> None:
+        """Ends the stream after the chunks that are under way, and waits for its processes."""
+    def __enter__(self) -> VideoStream: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+def stream(
+    model_folder: Path,
+    *,
+    prompt: str | None = None,
+    seed: int | None = None,
+    chunks: int | None = None,
+    mesh: str = "tp=1",
+    device: str = "cpu",
+    out: Path | None = None,
+    oversubscribe: bool = False,
+) -> VideoStream:
+    """Streams a video from a model, on ranks that are processes of this host.
+
+    Without ``chunks`` the stream runs until it is closed. ``mesh`` lists axes and sizes, such as ``"tp=2"``, and ``device`` is
+    ``"cpu"`` or ``"gpu"``. A folder ``out`` keeps the clip, the record and the report of the run.
+    """
+
+class TextStream(Generic[Piece]):
+    """Texts that are being generated: an iterator over their pieces, and a context that ends the run."""
+
+    def __iter__(self) -> TextStream[Piece]: ...
+    def __next__(self) -> Piece: ...
+    @property
+    def text(self) -> str:
+        """The whole text of a single prompt, after the end."""
+    @property
+    def texts(self) -> list[str]:
+        """The whole texts in the order of the prompts, after the end."""
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the ranks, in rank order."""
+    def close(self) -> None:
+        """Ends the run after the call that is under way, and waits for its processes."""
+    def __enter__(self) -> TextStream[Piece]: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+@overload
+def generate(
+    model_folder: Path,
+    prompt: str,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    mesh: str = "tp=1",
+    device: str = "cpu",
+    oversubscribe: bool = False,
+) -> TextStream[str]:
+    """Continues a text with a language model, on ranks that are processes of this host, and yields its pieces.
+
+    A ``temperature`` of 0 takes the likeliest token, and larger values make unlikely ones more frequent. With a list of prompts
+    the items are pairs: the index of a text, and a piece of it.
+    """
+
+@overload
+def generate(
+    model_folder: Path,
+    prompt: list[str] | tuple[str, ...],
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    mesh: str = "tp=1",
+    device: str = "cpu",
+    oversubscribe: bool = False,
+) -> TextStream[tuple[int, str]]: ...
 
 def set_stream_map(streams: Mapping[str, int]) -> None:
     """Numbers the streams of the plans that are made from now on, as ``Plan.stream_ids`` shows them.

@@ -1,5 +1,27 @@
-"""Runs of sealed plans, on ranks that are threads of this process or processes of this host."""
+"""Runs: sealed plans on threads of this process or processes of this host, streams of video, and texts."""
 
-from ._native import Session, enable_overlap, open_session, set_stream_map, stream_settings
+from ._native import (
+    Session,
+    TextStream,
+    VideoChunk,
+    VideoStream,
+    enable_overlap,
+    generate,
+    open_session,
+    set_stream_map,
+    stream,
+    stream_settings,
+)
 
-__all__ = ["Session", "enable_overlap", "open_session", "set_stream_map", "stream_settings"]
+__all__ = [
+    "Session",
+    "TextStream",
+    "VideoChunk",
+    "VideoStream",
+    "enable_overlap",
+    "generate",
+    "open_session",
+    "set_stream_map",
+    "stream",
+    "stream_settings",
+]

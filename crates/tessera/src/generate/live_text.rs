@@ -1,5 +1,6 @@
 //! Texts that go to the process that started the run piece by piece, while the ranks generate the next ones.
 
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -51,6 +52,8 @@ enum RunState {
 struct LiveTextEnd {
     report: Arc<GenerateReport>,
     texts: Vec<String>,
+    /// Folder of the run.
+    out: PathBuf,
 }
 
 impl LiveText {
@@ -162,7 +165,10 @@ impl LiveText {
         *state = RunState::Ended(outcome.clone());
         let end = outcome?;
         match &end.report.failure {
-            Some(failure) => Err(vec![failure_diagnostic(failure, &T0094)]),
+            Some(failure) => {
+                let where_it_is = format!("the run is in {}", end.out.display());
+                Err(vec![failure_diagnostic(failure, &T0094).with_note(where_it_is)])
+            }
             None => Ok(end),
         }
     }
@@ -207,7 +213,7 @@ fn launch_and_show(
     let report = outcome?;
     let shown = report.texts.iter().map(|text| model.show_ids(&text.ids)).collect::<Result<Vec<_>, _>>();
     match (unshown, shown) {
-        (None, Ok(texts)) => Ok(LiveTextEnd { report: Arc::new(report), texts }),
+        (None, Ok(texts)) => Ok(LiveTextEnd { report: Arc::new(report), texts, out: options.out.clone() }),
         (Some(d), _) | (None, Err(d)) => Err(vec![d]),
     }
 }

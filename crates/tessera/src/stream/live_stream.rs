@@ -286,7 +286,10 @@ impl SharedFrames {
             None => Ok(()),
             Some(Err(ds)) => Err(ds.clone()),
             Some(Ok(report)) => match &report.failure {
-                Some(failure) => Err(vec![failure_diagnostic(failure, &T0094)]),
+                Some(failure) => {
+                    let where_it_is = format!("the run is in {}", report.out.display());
+                    Err(vec![failure_diagnostic(failure, &T0094).with_note(where_it_is)])
+                }
                 None => Ok(()),
             },
         }

@@ -1,11 +1,8 @@
 //! The prompts of `tessera generate`: of the command line or a file, as ids and in words.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
-use tessera::codes::{T0086, T0095};
+use tessera::codes::T0095;
 use tessera::generate::{
-    ChatTemplate, GivenPrompt, PromptSource, Sampling, TextModel, TextRequest, chat_messages,
-    read_prompts_file,
+    ChatTemplate, GivenPrompt, PromptSource, Sampling, TextModel, TextRequest, read_prompts_file,
 };
 use tessera_base::Diagnostic;
 
@@ -34,7 +31,7 @@ pub(super) fn read_prompts(args: &Args, model: &TextModel) -> Result<RunPrompts,
         let (prompt, shown) = match source {
             PromptSource::Text(text) => (encode_prompt(model, &text, chat)?, text),
             PromptSource::Ids(ids) => {
-                let shown = show_ids(model, &ids)?;
+                let shown = model.show_ids(&ids)?;
                 (ids, shown)
             }
         };
@@ -51,24 +48,13 @@ pub(in crate::commands) fn encode_prompt(
     text: &str,
     chat: Option<(&ChatTemplate, Option<&str>)>,
 ) -> Result<Vec<u32>, CliError> {
-    let Some(tokenizer) = &model.tokenizer else {
+    if model.tokenizer.is_none() {
         return Err(CliError::usage(
             Diagnostic::error(&T0030, format!("{} has no tokenizer.json", model.dir.display()))
                 .with_hint("give the prompt as --prompt-ids, or fetch tokenizer.json from the publisher"),
         ));
-    };
-    let ids = match chat {
-        Some((template, system)) => {
-            let now_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-            let messages = chat_messages(system, text);
-            tokenizer.encode_chat(&template.render(&messages, i64::try_from(now_s).unwrap_or(0))?)?
-        }
-        None => tokenizer.encode(text)?,
-    };
-    if ids.is_empty() {
-        return Err(Diagnostic::error(&T0086, format!("the prompt {text:?} has no ids")).into());
     }
-    Ok(ids)
+    Ok(model.encode_prompts(&[text.to_string()], chat)?.remove(0))
 }
 
 pub(in crate::commands) fn parse_ids(list: &str) -> Result<Vec<u32>, CliError> {
@@ -76,14 +62,6 @@ pub(in crate::commands) fn parse_ids(list: &str) -> Result<Vec<u32>, CliError> {
     ids.ok_or_else(|| {
         CliError::usage(invalid_argument("--prompt-ids", list, "it is not a list of ids", "17,4,99"))
     })
-}
-
-/// Returns the text of ids, or the ids themselves for a folder without a tokenizer.
-pub(super) fn show_ids(model: &TextModel, ids: &[u32]) -> Result<String, Diagnostic> {
-    match &model.tokenizer {
-        Some(tokenizer) => tokenizer.decode(ids),
-        None => Ok(ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")),
-    }
 }
 
 /// Returns the prompts of the command line, or those of the file that it names.
