@@ -1,4 +1,7 @@
-"""Random programs: on one rank as threads and on several as processes they equal numpy."""
+"""Random programs: on one rank as threads and on several as processes they equal numpy.
+
+TESSERA_RANDOM_PROGRAMS=1000 draws a thousand.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 from tessera import dist, graph, op
 from tessera import runtime as rt
 
-PROGRAMS = int(os.environ.get("TESSERA_RANDOM_PROGRAMS", "1000"))
+PROGRAMS = int(os.environ.get("TESSERA_RANDOM_PROGRAMS", "200"))
 PROGRAMS_PER_PLAN = 50
 MESHES = [{"tp": 2}, {"tp": 3}, {"ep": 2}, {"tp": 2, "ep": 2}, {"dp": 2}]
 
