@@ -27,7 +27,9 @@ pub(crate) fn check_package(root: &Path) -> Result<()> {
         run_command(Command::new(&python).arg(&example).current_dir(root))?;
     }
     run(&["-m", "mypy", "--strict", "tests"])?;
-    run(&["-m", "pyright", "--project", "pyproject.toml", "tests", "python"])
+    // Pyright looks for packages beside the Python that it is told of, not the one that runs it.
+    let interpreter = python.to_string_lossy();
+    run(&["-m", "pyright", "--pythonpath", &interpreter, "--project", "pyproject.toml", "tests", "python"])
 }
 
 /// Returns the example programs, in order of name.
