@@ -1,5 +1,4 @@
-//! The diagnostic codes of arguments: of the command line, and of the Python package, whose codes begin with T15. In order
-//! of id.
+//! The diagnostic codes of the arguments of the command line and of the Python package (T15), in order of id.
 
 tessera_base::codes! {
     T0030: "invalid argument value",

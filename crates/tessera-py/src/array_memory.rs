@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use numpy::ndarray::{ArrayViewD, IxDyn};
 use numpy::{
-    Element, PyArray, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
-    dtype,
+    PyArray, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods, dtype,
 };
 use pyo3::prelude::*;
 use tessera::arrays::HostArray;
@@ -149,5 +148,3 @@ pub(crate) fn share_array<'py>(py: Python<'py>, array: &HostArray) -> PyResult<B
     shared.getattr("flags")?.setattr("writeable", false)?;
     Ok(shared.into_any())
 }
-
-const _: () = assert!(<f32 as Element>::IS_COPY);

@@ -15,7 +15,7 @@ use tessera_base::Diagnostics;
 
 use crate::errors::OrRaise;
 use crate::session::{parse_device, rank_command};
-use crate::waiting::wait_for;
+use crate::waiting::{LiveRun, abandon, wait_for, wait_on};
 
 /// One prompt, or several.
 #[derive(FromPyObject)]
@@ -99,7 +99,7 @@ impl TextStream {
 
     /// Waits for the next piece: text for one prompt, and otherwise the index of a text with a piece of it.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        let Some(TextPiece { text, piece, .. }) = self.wait(py, || self.next_shown())? else {
+        let Some(TextPiece { text, piece, .. }) = wait_on(py, &self.live, || self.next_shown())? else {
             return Ok(None);
         };
         let item = if self.is_single {
@@ -135,7 +135,7 @@ impl TextStream {
 
     /// Ends the run after the call that is under way, and waits for its processes.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.wait(py, || self.live.close())
+        wait_on(py, &self.live, || self.live.close())
     }
 
     fn __enter__(this: Py<TextStream>) -> Py<TextStream> {
@@ -152,7 +152,7 @@ impl TextStream {
     ) -> PyResult<()> {
         if kind.is_some() {
             // The exception that leaves the context says what went wrong.
-            py.detach(|| end_texts(&self.live));
+            abandon(py, &self.live);
             return Ok(());
         }
         self.close(py)
@@ -169,33 +169,21 @@ impl TextStream {
             }
         }
     }
-
-    /// Waits without the interpreter's lock; Ctrl-C ends the run and its processes.
-    fn wait<T: Send>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce() -> Result<T, Diagnostics> + Send,
-    ) -> PyResult<T> {
-        match wait_for(py, work, || self.live.kill()) {
-            Ok(outcome) => outcome.or_raise(py),
-            Err(interrupt) => {
-                py.detach(|| end_texts(&self.live));
-                Err(interrupt)
-            }
-        }
-    }
 }
 
 impl Drop for TextStream {
     fn drop(&mut self) {
         // Without an interpreter the process is about to end, and its ranks end with it.
-        let _ = Python::try_attach(|py| py.detach(|| end_texts(&self.live)));
+        let _ = Python::try_attach(|py| abandon(py, &self.live));
     }
 }
 
-/// Kills the ranks and waits for their end.
-fn end_texts(live: &LiveText) {
-    live.kill();
-    // The caller left the run, and its failure with it.
-    let _ = live.close();
+impl LiveRun for LiveText {
+    fn kill(&self) {
+        LiveText::kill(self);
+    }
+
+    fn close(&self) -> Result<(), Diagnostics> {
+        LiveText::close(self)
+    }
 }

@@ -9,6 +9,7 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tessera::arrays::{ArrayInterrupt, ArrayProcessOptions, ArrayRun, HostArray, RunDevice};
+use tessera::files::RunFolder;
 
 use crate::array_memory::{Sharing, take_array};
 use crate::dtensor::DTensor;
@@ -26,8 +27,8 @@ pub(crate) struct Session {
     interrupt: ArrayInterrupt,
     /// The thread that calls the ranks now. A signal handler runs on that thread, and may not wait for its call.
     caller: Mutex<Option<ThreadId>>,
-    /// The folder of the run, if it is removed with the session.
-    temporary: Option<PathBuf>,
+    /// The folder of a run of processes.
+    folder: Mutex<Option<RunFolder>>,
     /// The process that loaded the ranks. A fork of it has no threads of theirs.
     process: u32,
 }
@@ -61,19 +62,13 @@ pub(crate) fn open_session(
             Ok(Session::new(plan, run.or_raise(py)?, None))
         }
         "processes" => {
-            let temporary = match &out {
-                None => Some(make_folder(py)?),
-                Some(_) => None,
-            };
-            let Some(folder) = out.or_else(|| temporary.clone()) else {
-                return refuse("the run has no folder".into());
-            };
+            let folder = RunFolder::new(out.as_deref(), "tessera-arrays").or_raise(py)?;
             let argv = rank_command(py)?;
             let options = ArrayProcessOptions {
                 device,
                 threads: Some(threads_per_rank),
                 oversubscribe,
-                ..ArrayProcessOptions::new(argv, folder)
+                ..ArrayProcessOptions::new(argv, folder.path().to_path_buf())
             };
             let stop = options.stop.clone();
             let run = wait_for(
@@ -85,7 +80,7 @@ pub(crate) fn open_session(
                     stop.request_stop();
                 },
             );
-            Ok(Session::new(plan, run?.or_raise(py)?, temporary))
+            Ok(Session::new(plan, run?.or_raise(py)?, Some(folder)))
         }
         _ => refuse(format!("ranks = {ranks:?}: they are \"threads\" or \"processes\"")),
     }
@@ -104,11 +99,6 @@ pub(crate) fn parse_device(device: &str) -> PyResult<RunDevice> {
         "gpu" => Ok(RunDevice::Cuda),
         _ => Err(PyValueError::new_err(format!("device = {device:?}: it is \"cpu\" or \"gpu\""))),
     }
-}
-
-/// Makes a folder for a run whose outputs nobody asked for.
-fn make_folder(py: Python<'_>) -> PyResult<PathBuf> {
-    py.import("tempfile")?.call_method1("mkdtemp", ("", "tessera-"))?.extract()
 }
 
 #[pymethods]
@@ -173,14 +163,14 @@ impl Session {
 }
 
 impl Session {
-    fn new(plan: Plan, run: ArrayRun, temporary: Option<PathBuf>) -> Session {
+    fn new(plan: Plan, run: ArrayRun, folder: Option<RunFolder>) -> Session {
         Session {
             plan,
             process_ids: run.process_ids().to_vec(),
             interrupt: run.interrupt_handle(),
             run: Mutex::new(Some(run)),
             caller: Mutex::new(None),
-            temporary,
+            folder: Mutex::new(folder),
             process: std::process::id(),
         }
     }
@@ -195,10 +185,10 @@ impl Session {
         *caller == Some(std::thread::current().id())
     }
 
-    /// Removes a folder that nobody asked for. What is left of it in the system's folder for such files harms nobody.
+    /// Removes a folder that nobody asked for.
     fn remove_folder(&self) {
-        if let Some(folder) = &self.temporary {
-            let _ = std::fs::remove_dir_all(folder);
+        if let Some(folder) = self.folder.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            folder.close(false);
         }
     }
 

@@ -17,7 +17,7 @@ use tessera_estimate::{choose_media, usual_machine};
 
 use crate::errors::OrRaise;
 use crate::session::{parse_device, rank_command};
-use crate::waiting::wait_for;
+use crate::waiting::{LiveRun, abandon, wait_for, wait_on};
 
 /// The frames of one chunk.
 #[pyclass(frozen, module = "tessera.runtime")]
@@ -101,7 +101,7 @@ impl VideoStream {
 
     /// Waits for the next chunk.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<VideoChunk>> {
-        match self.wait(py, || self.live.next_chunk())? {
+        match wait_on(py, &self.live, || self.live.next_chunk())? {
             None => Ok(None),
             Some(chunk) => to_python(py, chunk).map(Some),
         }
@@ -135,7 +135,7 @@ impl VideoStream {
 
     /// Ends the stream after the chunks that are under way, and waits for its processes.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.wait(py, || self.live.close())
+        wait_on(py, &self.live, || self.live.close())
     }
 
     fn __enter__(this: Py<VideoStream>) -> Py<VideoStream> {
@@ -152,42 +152,28 @@ impl VideoStream {
     ) -> PyResult<()> {
         if kind.is_some() {
             // The exception that leaves the context says what went wrong.
-            py.detach(|| end_stream(&self.live));
+            abandon(py, &self.live);
             return Ok(());
         }
         self.close(py)
     }
 }
 
-impl VideoStream {
-    /// Waits without the interpreter's lock; Ctrl-C ends the run and its processes.
-    fn wait<T: Send>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce() -> Result<T, Diagnostics> + Send,
-    ) -> PyResult<T> {
-        match wait_for(py, work, || self.live.kill()) {
-            Ok(outcome) => outcome.or_raise(py),
-            Err(interrupt) => {
-                py.detach(|| end_stream(&self.live));
-                Err(interrupt)
-            }
-        }
-    }
-}
-
 impl Drop for VideoStream {
     fn drop(&mut self) {
         // Without an interpreter the process is about to end, and its ranks end with it.
-        let _ = Python::try_attach(|py| py.detach(|| end_stream(&self.live)));
+        let _ = Python::try_attach(|py| abandon(py, &self.live));
     }
 }
 
-/// Kills the ranks and waits for their end.
-fn end_stream(live: &LiveStream) {
-    live.kill();
-    // The caller left the stream, and its failure with it.
-    let _ = live.close();
+impl LiveRun for LiveStream {
+    fn kill(&self) {
+        LiveStream::kill(self);
+    }
+
+    fn close(&self) -> Result<(), Diagnostics> {
+        LiveStream::close(self)
+    }
 }
 
 /// Turns a chunk into an object whose array owns the frames.

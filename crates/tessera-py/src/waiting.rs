@@ -8,6 +8,8 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use tessera_base::Diagnostics;
 
+use crate::errors::OrRaise;
+
 /// How often a waiting call looks for Ctrl-C.
 const SIGNAL_PERIOD: Duration = Duration::from_millis(20);
 
@@ -63,6 +65,41 @@ pub(crate) fn lock_patiently<'a, T>(py: Python<'_>, mutex: &'a Mutex<T>) -> PyRe
                 py.detach(|| std::thread::sleep(LOCK_PERIOD));
                 py.check_signals()?;
             }
+        }
+    }
+}
+
+/// A run of processes that a Python object owns.
+pub(crate) trait LiveRun: Sync {
+    /// Kills the ranks.
+    fn kill(&self);
+
+    /// Ends the run and waits for its processes.
+    ///
+    /// # Errors
+    /// The failure of the run, with its code.
+    fn close(&self) -> Result<(), Diagnostics>;
+}
+
+/// Kills the ranks of a run that its caller leaves, and waits for their end. The caller leaves its failure, too.
+pub(crate) fn abandon(py: Python<'_>, live: &impl LiveRun) {
+    py.detach(|| {
+        live.kill();
+        let _ = live.close();
+    });
+}
+
+/// Waits without the interpreter's lock; Ctrl-C ends the run and its processes.
+pub(crate) fn wait_on<T: Send>(
+    py: Python<'_>,
+    live: &impl LiveRun,
+    work: impl FnOnce() -> Result<T, Diagnostics> + Send,
+) -> PyResult<T> {
+    match wait_for(py, work, || live.kill()) {
+        Ok(outcome) => outcome.or_raise(py),
+        Err(interrupt) => {
+            abandon(py, live);
+            Err(interrupt)
         }
     }
 }

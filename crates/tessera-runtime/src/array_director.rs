@@ -5,7 +5,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use crate::array_state::ArrayCallState;
 use crate::director::{CallPlan, call_meta};
 use crate::program_index::ProgramIndex;
-use crate::wire::{CallAction, CallWork, PhaseCall, Tensors};
+use crate::wire::{CallWork, PhaseCall, Tensors};
 
 /// A requested call of an array program.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,14 +44,7 @@ impl ArrayDirector {
         let meta = call_meta(phases, CallWork::Arrays, programs, state.state_digest())?;
         let chunk = self.state.next_call();
         self.state = state;
-        Ok(CallPlan {
-            action: CallAction::Infer,
-            chunk,
-            cache_epoch: self.state.epoch(),
-            meta: Some(meta),
-            opens_scene: false,
-            evicted_frames: 0,
-        })
+        Ok(CallPlan::new_infer(chunk, self.state.epoch(), meta))
     }
 
     /// Begins an epoch.

@@ -118,6 +118,20 @@ pub struct CallPlan {
     pub evicted_frames: u32,
 }
 
+impl CallPlan {
+    /// Creates the plan of a call that runs programs of a session without scenes.
+    pub(crate) fn new_infer(chunk: u32, cache_epoch: u32, meta: CallMeta) -> CallPlan {
+        CallPlan {
+            action: CallAction::Infer,
+            chunk,
+            cache_epoch,
+            meta: Some(meta),
+            opens_scene: false,
+            evicted_frames: 0,
+        }
+    }
+}
+
 /// Plans the calls of a stream one after the other, ahead of their execution.
 #[derive(Debug, Clone)]
 pub struct Director {

@@ -8,6 +8,7 @@ use tessera_base::{Code, Diagnostic};
 use crate::call_state::CallState;
 pub use crate::codes::T0737;
 use crate::codes::{T0712, T0745, T0747, T0751, T0754, T0771, T0772, T0773, T0785};
+use crate::director::CallPlan;
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
 use crate::wire::{
@@ -320,6 +321,22 @@ pub struct ReadyCall {
     pub reload: Option<Reload>,
     /// Every tensor of the call, context included.
     pub inputs: Tensors,
+}
+
+impl ReadyCall {
+    /// Creates the call of a plan for ranks that get no envelope.
+    #[must_use]
+    pub fn from_plan(call_id: u64, plan: &CallPlan, inputs: Tensors) -> ReadyCall {
+        ReadyCall {
+            call_id,
+            action: plan.action,
+            chunk: plan.chunk,
+            cache_epoch: plan.cache_epoch,
+            meta: plan.meta.clone(),
+            reload: None,
+            inputs,
+        }
+    }
 }
 
 /// The result of a finished call on one rank, which the worker sends to the leader.

@@ -6,7 +6,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use crate::director::{CallPlan, call_meta};
 use crate::paged_cache::PagedCacheState;
 use crate::program_index::ProgramIndex;
-use crate::wire::{CallAction, CallWork, PhaseCall, Tensors, TokenWork};
+use crate::wire::{CallWork, PhaseCall, Tensors, TokenWork};
 
 /// A requested call of a language model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,14 +54,7 @@ impl TokenDirector {
         let meta = call_meta(request.phases.clone(), work, programs, state.state_digest())?;
         let chunk = self.state.next_call();
         self.state = state;
-        Ok(CallPlan {
-            action: CallAction::Infer,
-            chunk,
-            cache_epoch: self.state.epoch(),
-            meta: Some(meta),
-            opens_scene: false,
-            evicted_frames: 0,
-        })
+        Ok(CallPlan::new_infer(chunk, self.state.epoch(), meta))
     }
 
     /// Forgets every sequence.

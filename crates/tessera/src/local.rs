@@ -86,7 +86,7 @@ pub fn run(
             text = Some(codec.encode_text(prompt).map_err(|d| vec![d])?);
         }
         let call = director.plan_chunk_from(&chunk_request, video_step, &common.program_index)?;
-        let Some(meta) = call.meta else { continue };
+        let Some(meta) = call.meta.clone() else { continue };
         let mut inputs = Vec::new();
         if meta.replaces_prompt() {
             inputs.extend(text.clone());
@@ -99,15 +99,7 @@ pub fn run(
             inputs.push(made.clone());
             context = Some(made);
         }
-        let ready = ReadyCall {
-            call_id,
-            action: call.action,
-            chunk: call.chunk,
-            cache_epoch: call.cache_epoch,
-            meta: Some(meta.clone()),
-            reload: None,
-            inputs: Tensors(inputs),
-        };
+        let ready = ReadyCall::from_plan(call_id, &call, Tensors(inputs));
         ranks.begin_call(&ready).map_err(|d| vec![d])?;
         if let Some(last) = last.take() {
             last.deliver_to(&mut codec, &mut on_chunk).map_err(|d| vec![d])?;

@@ -7,17 +7,66 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
+use tessera_ir::RoleRanks;
 use tessera_mesh::Mesh;
-use tessera_report::record::RunDevice;
+use tessera_report::record::{RankRole, RunDevice, RunHost, RunKind, RunStart, RunStatus, SCHEMA};
 use tessera_runtime::driver::LaunchReport;
 use tessera_runtime::{Failure, FailureClass, Limits, Tripwires};
 use tessera_verify::SealedPlan;
 
+use crate::clock::format_utc;
 use crate::codes::{T0015, T0018};
 use crate::cuda::{self, GpuRankConfig};
 use crate::faults::DrillConfig;
 use crate::flight;
 use crate::gpus::GpuDiscovery;
+use crate::machine_shape::describe_machine;
+use crate::rank::RankPlan;
+use crate::run_settings::build_id;
+
+/// Returns the first line of the record of a run without a video. `model` is the name of what runs, and `cache` what its
+/// calls keep for the next ones.
+pub(crate) fn start_without_video(
+    plan: &impl RankPlan,
+    (model, generates, cache): (String, RunKind, &str),
+    device: RunDevice,
+    command: &[String],
+) -> RunStart {
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let (sealed, mapping) = (plan.sealed(), plan.mapping());
+    let of_role = |r: &RoleRanks| -> Vec<RankRole> {
+        r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }).collect()
+    };
+    RunStart {
+        schema: SCHEMA,
+        tessera: env!("CARGO_PKG_VERSION").into(),
+        host: Some(Box::new(RunHost { build: build_id(), machine_shape: describe_machine(device) })),
+        plan: sealed.digest_hex(),
+        model,
+        generates,
+        mesh: sealed.mesh().to_string(),
+        strategy: mapping.strategy_label(),
+        numerics: mapping.numerics.name().into(),
+        weights: String::new(),
+        dtype: mapping.dtype.name().into(),
+        cache: cache.into(),
+        topology: mapping.topology.name().into(),
+        seed: 0,
+        prompts: Vec::new(),
+        chunks: None,
+        fps: 0.0,
+        width: 0,
+        height: 0,
+        steps: 0,
+        command: command.to_vec(),
+        started_at: format_utc(started),
+        status: RunStatus::Running,
+        ranks: sealed.roles().iter().flat_map(of_role).collect(),
+        device,
+        machine: None,
+        outputs: Vec::new(),
+    }
+}
 
 /// Returns T0015 if a mesh has more ranks than this host has cores.
 pub(crate) fn check_cores(mesh: &Mesh, ranks: u32, cores: usize) -> Option<Diagnostic> {

@@ -42,8 +42,8 @@ pub(super) struct MoveOp {
     attrs: Vec<(&'static str, Attr)>,
 }
 
-/// Returns the moves that convert a tensor of this global shape, in order; `None` if there are none
-/// that do.
+/// Returns the moves that convert a tensor of this global shape, in order; `None` if no
+/// moves do.
 ///
 /// Moves that make the value smaller come first, so that the later ones move fewer bytes.
 pub(super) fn plan_moves(mesh: &Mesh, shape: &[u64], from: Layout, to: Layout) -> Option<Vec<AxisMove>> {

@@ -4,12 +4,9 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_report::record::{
-    RankRole, RecordLine, RunDevice, RunHost, RunKind, RunOutput, RunStart, RunStatus, SCHEMA,
-};
+use tessera_report::record::{RecordLine, RunDevice, RunKind};
 use tessera_runtime::driver::{LaunchSpec, StopHandle};
 use tessera_runtime::wire::{MAX_TENSOR_BYTES, MAX_TENSORS};
 
@@ -18,18 +15,17 @@ use super::array_plan::{ArrayPlan, PLAN_NAME};
 use super::array_program::ArrayPort;
 use super::array_weights::write_weights_file;
 use super::host_array::HostArray;
-use crate::clock::format_utc;
 use crate::codes::{T0018, T0090};
 use crate::communicators;
 use crate::cuda;
 use crate::files::{StagedFolder, write_error};
 use crate::host_memory::check_host_memory;
-use crate::machine_shape::describe_machine;
 use crate::rank::RankPlan;
-use crate::rank_launch::{choose_threads, launcher_limits, new_session_id, prepare_device};
+use crate::rank_launch::{
+    choose_threads, launcher_limits, new_session_id, prepare_device, start_without_video,
+};
 use crate::rank_orders::RankOrders;
 use crate::record::RECORD_FILE;
-use crate::run_settings::build_id;
 
 /// Where and how the processes of a run are started.
 #[derive(Debug, Clone)]
@@ -155,40 +151,8 @@ fn check_message_sizes(plan: &ArrayPlan) -> Result<(), Diagnostics> {
 
 /// Writes the run directory with its plan and the first line of its record, atomically.
 fn write_run_dir(plan: &ArrayPlan, options: &ArrayProcessOptions) -> Result<(), Diagnostic> {
-    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let sealed = &plan.sealed;
-    let roles = sealed.roles().iter();
-    let start = RunStart {
-        schema: SCHEMA,
-        tessera: env!("CARGO_PKG_VERSION").into(),
-        host: Some(Box::new(RunHost { build: build_id(), machine_shape: describe_machine(options.device) })),
-        plan: sealed.digest_hex(),
-        model: PLAN_NAME.into(),
-        generates: RunKind::Arrays,
-        mesh: sealed.mesh().to_string(),
-        strategy: plan.mapping.strategy_label(),
-        numerics: plan.mapping.numerics.name().into(),
-        weights: String::new(),
-        dtype: plan.mapping.dtype.name().into(),
-        cache: "none".into(),
-        topology: plan.mapping.topology.name().into(),
-        seed: 0,
-        prompts: Vec::new(),
-        chunks: None,
-        fps: 0.0,
-        width: 0,
-        height: 0,
-        steps: 0,
-        command: options.command.clone(),
-        started_at: format_utc(started),
-        status: RunStatus::Running,
-        ranks: roles
-            .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
-            .collect(),
-        device: options.device,
-        machine: None,
-        outputs: Vec::<RunOutput>::new(),
-    };
+    let what = (PLAN_NAME.to_string(), RunKind::Arrays, "none");
+    let start = start_without_video(plan, what, options.device, &options.command);
     let mut folder = StagedFolder::create_over(&options.out)?;
     folder.write(RECORD_FILE, RecordLine::Start(Box::new(start)).to_json().as_bytes())?;
     plan.write_into(&mut folder, "plan/")?;

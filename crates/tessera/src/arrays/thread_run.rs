@@ -74,16 +74,8 @@ impl ThreadRun {
     ) -> Result<BTreeMap<String, HostArray>, CallError> {
         let planned = self.director.plan_arrays(&request.phase, &self.context.program_index);
         let call = planned.map_err(CallError::Refused)?;
-        let Some(meta) = call.meta else { return Err(CallError::Refused(Vec::new())) };
-        let ready = ReadyCall {
-            call_id: self.next_call,
-            action: call.action,
-            chunk: call.chunk,
-            cache_epoch: call.cache_epoch,
-            meta: Some(meta.clone()),
-            reload: None,
-            inputs: request.inputs,
-        };
+        let Some(meta) = call.meta.clone() else { return Err(CallError::Refused(Vec::new())) };
+        let ready = ReadyCall::from_plan(self.next_call, &call, request.inputs);
         self.next_call += 1;
         let returned = self.run_call(&ready, &meta);
         // An interrupt ends the collectives of every rank, and the run: what they return then is not the cause.

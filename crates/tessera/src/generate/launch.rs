@@ -3,14 +3,11 @@
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_models::TokenBucket;
-use tessera_report::record::{
-    RankRole, RecordLine, RunDevice, RunHost, RunKind, RunOutput, RunStart, RunStatus, SCHEMA,
-    ScheduledPrompt,
-};
+use tessera_report::record::{RecordLine, RunDevice, RunKind, RunOutput, RunStart, ScheduledPrompt};
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 use tessera_runtime::tripwire::T0765;
 use tessera_runtime::wire::{FinishReason, Progress, TokenEvent};
@@ -22,24 +19,22 @@ use super::language_weights::{LanguagePlace, LanguageWeights};
 use super::prompt_calls::{PromptShape, TextRows, group_prompts};
 use super::run_outputs::TEXTS_FILE;
 use super::scheduler::{CallTimes, GeneratedText, TextRequest, TokenScheduler};
-use crate::clock::format_utc;
 use crate::codes::T0018;
 use crate::communicators;
 use crate::cuda;
 use crate::faults::DrillConfig;
 use crate::files::{StagedFolder, write_error};
 use crate::host_memory::check_host_memory;
-use crate::machine_shape::describe_machine;
 use crate::plan_folder::folder_name;
 use crate::rank::RankPlan;
 use crate::rank_config::checks_output;
 use crate::rank_launch::{
     choose_threads, exit_status, launcher_limits, new_session_id, prepare_device, settle_launch,
+    start_without_video,
 };
 use crate::rank_orders::RankOrders;
 use crate::record::RECORD_FILE;
 use crate::run_dir_writer::close_record;
-use crate::run_settings::build_id;
 
 /// What a run generates, and where.
 #[derive(Debug, Clone)]
@@ -177,48 +172,19 @@ fn write_run_dir(
     config: &GenerateConfig,
     options: &GenerateOptions,
 ) -> Result<(), Diagnostic> {
-    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let sealed = &plan.sealed;
-    let roles = sealed.roles().iter();
+    let texts = options.prompts.iter().zip(&options.requests);
+    let what = (folder_name(&config.weights.dir), RunKind::Text, "pages");
     let start = RunStart {
-        schema: SCHEMA,
-        tessera: env!("CARGO_PKG_VERSION").into(),
-        host: Some(Box::new(RunHost { build: build_id(), machine_shape: describe_machine(options.device) })),
-        plan: sealed.digest_hex(),
-        model: folder_name(&config.weights.dir),
-        generates: RunKind::Text,
-        mesh: sealed.mesh().to_string(),
-        strategy: plan.mapping.strategy_label(),
-        numerics: plan.mapping.numerics.name().into(),
-        weights: String::new(),
-        dtype: plan.mapping.dtype.name().into(),
-        cache: "pages".into(),
-        topology: plan.mapping.topology.name().into(),
         seed: options.requests.first().map_or(0, |r| u64::from(r.sampling.seed)),
-        prompts: options
-            .prompts
-            .iter()
-            .zip(&options.requests)
+        prompts: texts
             .map(|(text, request)| ScheduledPrompt {
                 chunk: 0,
                 text: text.clone(),
                 kind: request.kind.clone(),
             })
             .collect(),
-        chunks: None,
-        fps: 0.0,
-        width: 0,
-        height: 0,
-        steps: 0,
-        command: options.command.clone(),
-        started_at: format_utc(started),
-        status: RunStatus::Running,
-        ranks: roles
-            .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
-            .collect(),
-        device: options.device,
-        machine: None,
         outputs: vec![RunOutput { kind: "text".into(), to: TEXTS_FILE.into() }],
+        ..start_without_video(plan, what, options.device, &options.command)
     };
     let mut folder = StagedFolder::create_over(&options.out)?;
     folder.write(RECORD_FILE, RecordLine::Start(Box::new(start)).to_json().as_bytes())?;

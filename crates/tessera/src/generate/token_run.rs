@@ -103,16 +103,8 @@ impl TokenRun {
     fn run_call(&mut self, request: TokenRequest) -> Result<Tensors, Diagnostic> {
         let planned = self.director.plan_tokens(&request, &self.context.program_index);
         let call = planned.map_err(first_diagnostic)?;
-        let Some(meta) = call.meta else { return Ok(Tensors::default()) };
-        let ready = ReadyCall {
-            call_id: self.next_call,
-            action: call.action,
-            chunk: call.chunk,
-            cache_epoch: call.cache_epoch,
-            meta: Some(meta.clone()),
-            reload: None,
-            inputs: request.inputs,
-        };
+        let Some(meta) = call.meta.clone() else { return Ok(Tensors::default()) };
+        let ready = ReadyCall::from_plan(self.next_call, &call, request.inputs);
         self.next_call += 1;
         self.ranks.begin_call(&ready)?;
         self.ranks.finish_call(&meta)
