@@ -8,6 +8,7 @@
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::result::{self, DriverError};
@@ -50,12 +51,22 @@ unsafe impl Send for Context {}
 // SAFETY: as above; the value is immutable.
 unsafe impl Sync for Context {}
 
+/// A context that is the calling thread's current one until this value is dropped.
+#[derive(Debug)]
+pub(crate) struct ContextScope<'a> {
+    context: PhantomData<&'a Context>,
+    /// The stack of current contexts belongs to the thread.
+    thread: PhantomData<*const ()>,
+}
+
 /// An owned CUDA stream that does not synchronize with the default stream.
 #[derive(Debug)]
 pub(crate) struct CudaStream(sys::CUstream);
 
 // SAFETY: the driver allows any thread to use a stream.
 unsafe impl Send for CudaStream {}
+// SAFETY: as above, and several threads at once.
+unsafe impl Sync for CudaStream {}
 
 /// An owned CUDA event, with or without timing.
 #[derive(Debug)]
@@ -63,6 +74,8 @@ pub(crate) struct CudaEvent(sys::CUevent);
 
 // SAFETY: the driver allows any thread to use an event.
 unsafe impl Send for CudaEvent {}
+// SAFETY: as above, and several threads at once.
+unsafe impl Sync for CudaEvent {}
 
 /// A loaded module of compiled kernels. Its kernels keep it loaded.
 #[derive(Debug)]
@@ -95,15 +108,31 @@ pub(crate) struct GraphExec(sys::CUgraphExec);
 unsafe impl Send for GraphExec {}
 
 impl Context {
+    /// Retains the primary context of a device and makes it the calling thread's current one.
     pub(crate) fn open(ordinal: u32) -> CudaResult<Context> {
+        let context = Context::retain(ordinal)?;
+        context.make_current()?;
+        Ok(context)
+    }
+
+    /// Retains the primary context of a device. Other libraries of the process retain the same one, so
+    /// each can use the memory of the others.
+    pub(crate) fn retain(ordinal: u32) -> CudaResult<Context> {
         result::init()?;
         let device = result::device::get(ordinal as c_int)?;
         // SAFETY: the driver is initialised and returned this device; `drop` releases the
         // reference.
         let raw = unsafe { result::primary_ctx::retain(device) }?;
-        let context = Context { device, raw };
-        context.make_current()?;
-        Ok(context)
+        Ok(Context { device, raw })
+    }
+
+    /// Makes this the current context of a thread that is not this crate's, until the scope is
+    /// dropped. The context that was current before is current again then: other libraries take the
+    /// device of a thread from it.
+    pub(crate) fn enter(&self) -> CudaResult<ContextScope<'_>> {
+        // SAFETY: the context is retained.
+        unsafe { sys::cuCtxPushCurrent_v2(self.raw) }.result()?;
+        Ok(ContextScope { context: PhantomData, thread: PhantomData })
     }
 
     /// Makes this the calling thread's current context.
@@ -120,6 +149,14 @@ impl Context {
     pub(crate) fn device_attribute(&self, attribute: sys::CUdevice_attribute) -> CudaResult<i32> {
         // SAFETY: the driver returned this device.
         Ok(unsafe { result::device::get_attribute(self.device, attribute) }?)
+    }
+}
+
+impl Drop for ContextScope<'_> {
+    fn drop(&mut self) {
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: `enter` pushed a context on this thread; the driver writes its handle to this stack frame.
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
     }
 }
 
@@ -178,6 +215,26 @@ impl CudaStream {
         }
         // SAFETY: the caller guarantees the ranges.
         Ok(unsafe { sys::cuMemcpyAsync(to, from, bytes, self.0) }.result()?)
+    }
+
+    /// Copies from the memory of one device to that of another, which may be the same.
+    ///
+    /// # Safety
+    /// As for [`copy_async`](CudaStream::copy_async); each range must be memory of the device of its
+    /// context.
+    pub(crate) unsafe fn copy_between(
+        &self,
+        (to, to_context): (u64, &Context),
+        (from, from_context): (u64, &Context),
+        bytes: usize,
+    ) -> CudaResult<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: both contexts are retained; the caller guarantees the ranges.
+        let status =
+            unsafe { sys::cuMemcpyPeerAsync(to, to_context.raw, from, from_context.raw, bytes, self.0) };
+        Ok(status.result()?)
     }
 
     /// Copies `rows` runs of `bytes` bytes on the device or between devices. `to` and `from` are
@@ -366,6 +423,23 @@ impl CudaEvent {
             Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
             Err(e) => Err(e.into()),
         }
+    }
+
+    /// Makes a stream of another library wait for the work before the event.
+    ///
+    /// # Safety
+    /// `stream` must be the handle of a stream of this process that exists during the call, or 1 or 2 for the
+    /// default streams.
+    pub(crate) unsafe fn delay_stream(&self, stream: u64) -> CudaResult<()> {
+        let (raw, flags) = (stream as sys::CUstream, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT);
+        // SAFETY: the event is alive; the caller guarantees the stream.
+        Ok(unsafe { result::stream::wait_event(raw, self.0, flags) }?)
+    }
+
+    /// Waits until all work before the event has completed.
+    pub(crate) fn synchronize(&self) -> CudaResult<()> {
+        // SAFETY: the event is alive.
+        Ok(unsafe { result::event::synchronize(self.0) }?)
     }
 
     /// Returns the milliseconds from this event to another. Both must be complete.

@@ -11,6 +11,7 @@ mod buffer_digests;
 mod call_checks;
 mod capture;
 mod comm_groups;
+mod device_calls;
 mod effective_values;
 mod enqueue;
 mod fused_groups;
@@ -37,6 +38,7 @@ use tessera_ir::{CapturedGraph, Op, OpView, Program, Type};
 
 use crate::attention_cudnn::CudnnAttention;
 use crate::attention_sm90::AttentionSm90;
+use crate::call_arrays::GpuCallArrays;
 use crate::capabilities::{Capabilities, FeatureMask};
 use crate::codes::T1304;
 use crate::compile::{Compiler, KernelCache};
@@ -50,6 +52,7 @@ use crate::fusion::horizontal_fusion::ScratchPlace;
 use crate::fusion::launch_step::LaunchStep;
 use crate::gemm::Gemms;
 use crate::gemm::autotune_cache::AutotuneCache;
+use crate::gpu_array::GpuArray;
 use crate::kernels::KernelSet;
 use crate::libraries::Libraries;
 use crate::nccl::UniqueId;
@@ -139,6 +142,10 @@ pub struct CudaBackend {
     /// Whether a run was launched and has not completed. Its work may still be on the device.
     has_unfinished_run: bool,
     memory_use: DeviceMemoryUse,
+    /// Where the caller puts inputs in GPU memory and finds outputs; `None` if calls pass host memory alone.
+    call_arrays: Option<Arc<GpuCallArrays>>,
+    /// The inputs that an unfinished run may read.
+    call_inputs: Vec<GpuArray>,
     context: Arc<Context>,
 }
 
@@ -231,8 +238,10 @@ struct PreparedProgram {
     /// Pinned host memory that is copied into the call area before a run, and its length.
     staged: PinnedMemory,
     staged_bytes: usize,
-    /// Pinned host memory that outputs are copied to.
+    /// Pinned host memory that outputs are copied to, unless they stay on the device.
     host_outputs: PinnedMemory,
+    /// The device memory of outputs that stay on the device, with the offsets of those on the host.
+    device_outputs: Option<DeviceMemory>,
     /// The host's copies of chosen ids, which lie behind the outputs.
     chosen_ids: Vec<ChosenIds>,
     /// The graph that the program declares, and that the backend captures.
@@ -311,6 +320,8 @@ impl CudaBackend {
             slot_reuses: 0,
             has_unfinished_run: false,
             memory_use: used,
+            call_arrays: None,
+            call_inputs: Vec::new(),
             context,
         })
     }

@@ -320,6 +320,9 @@ kernel_signatures! {
     DigestPieces { pieces: DevicePtr<BufferPiece>, is_wanted: DevicePtr<u32>, sums: DevicePtr<u64> } =
         DIGEST_PIECES "digest_pieces";
 
+    /// Counts the elements that are not finite, and finds the first of them.
+    CountNonfinite { x: DevicePtr<f32>, found: DevicePtr<u64>, n: i64 } = COUNT_NONFINITE "count_nonfinite";
+
     /// Never ends.
     Spin {} = SPIN "spin";
 }

@@ -8,6 +8,7 @@
 
 mod attention_cudnn;
 mod attention_sm90;
+mod call_arrays;
 mod capabilities;
 mod codes;
 mod collectives;
@@ -25,6 +26,7 @@ mod dylib;
 mod exec;
 mod fusion;
 mod gemm;
+mod gpu_array;
 mod kernel_choice;
 mod kernel_params;
 mod kernel_table;
@@ -38,12 +40,14 @@ mod tensor_map;
 #[cfg(test)]
 mod test_gpu;
 
+pub use call_arrays::{GpuCallArrays, GpuOutput, NonFinite};
 pub use capabilities::{FeatureMask, GpuFeature};
 pub use codes::{CODES, T1301, T1304};
 pub use compile::KernelCache;
 pub use devices::{Devices, Gpu, PeerLink, free_bytes, list_devices};
 pub use exec::{CommunicatorMember, CudaBackend, CudaOptions, OneTimeCounts, StepSpan};
 pub use fusion::launched_ops;
+pub use gpu_array::{GpuArray, GpuStream, MemoryOwner, RowRun};
 pub use kernel_choice::describe_kernels;
 pub use libraries::{FoundLibrary, Libraries, Library, MissingLibrary};
 pub use nccl::{UniqueId, unique_id};

@@ -265,4 +265,17 @@ message says which rank ended it and why, and the folder of the run holds the re
 and if you like `kind`, a label of your own such as code, chat or French. The file is missing or has no such line, or the named line is \
 no JSON object, has another key, or has both or neither of the first two. With `--chat` every line needs `prompt`, because a template \
 takes texts. Empty lines are skipped. Every wrong line is listed, and nothing was run.";
+
+    T0098: "ranks on GPUs cannot be threads of one process",
+    "A session with `ranks=\"threads\"` and `device=\"gpu\"` loads its plan in this process, so that torch and jax pass it arrays in GPU \
+memory without a copy through the host. It has one rank: ranks of one process would exchange data by other means than \
+the memory handles and the waits of processes, which are the ones that are tested. The message names the mesh of the plan.\n\n\
+Start the ranks of a larger mesh as processes, with arrays in host memory; or make the plan for one GPU.";
+
+    T0099: "array in GPU memory does not fit its use",
+    "Arrays in GPU memory stay where they are until someone copies them by name. Ranks on CPUs and ranks of other processes do not read them, ops \
+on arrays and weights of plans take host memory, and numpy reads none of them: call `gather()`, which copies an array to the host. \
+A session with `ranks=\"threads\"` and `device=\"gpu\"` reads those that lie whole on its own GPU.\n\n\
+A tensor of another library is distributed by copies of runs of neighbouring elements, so a transposed one must be made contiguous \
+first. `copy=False` refuses a shard that would need a copy. The message names the array and the GPUs.";
 }

@@ -81,6 +81,14 @@ impl GpuRankConfig {
         CudaBackend::open(&gpus.libraries, placement, Vec::new(), backend_options(device, timeout)?)
     }
 
+    /// Returns the index of a rank's GPU among the visible ones.
+    ///
+    /// # Errors
+    /// T0776 for a GPU that this host does not show, or why it shows none.
+    pub(crate) fn find_visible_device(&self, sealed: &SealedPlan, rank: Rank) -> Result<u32, Diagnostic> {
+        self.find_device(&GpuDiscovery::discover(), sealed, rank)
+    }
+
     /// Returns the index of the GPU that the plan's rank map gives a rank.
     fn find_device(&self, gpus: &GpuDiscovery, sealed: &SealedPlan, rank: Rank) -> Result<u32, Diagnostic> {
         let visible = &gpus.devices.as_ref().map_err(Clone::clone)?.gpus;

@@ -1,6 +1,7 @@
 //! The engine of one rank: runs the sealed programs on a backend and checks every collective
 //! against the sealed trace.
 
+mod device_arrays;
 mod injections;
 mod phase_tensors;
 
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tessera_base::{Code, Diagnostic};
+use tessera_cuda::GpuCallArrays;
 use tessera_device::{
     AbortFn, Backend, CallData, Fault, MeshRank, ProgramHandle, Scalar, T0803, WeightSource, describe_slice,
 };
@@ -135,6 +137,8 @@ pub struct MeshEngine {
     outputs: Vec<Tensor>,
     flight_record: Option<Arc<FlightRecord>>,
     delay: Option<ForwardDelay>,
+    /// Inputs and outputs of calls in GPU memory; `None` if all are tensors of the calls.
+    call_arrays: Option<Arc<GpuCallArrays>>,
     /// Whether the engine rejects a collective or a capture outside the plan before it is launched, and
     /// a halo with wrong rows before it is read.
     guards: ArmedGuards,
@@ -278,6 +282,7 @@ impl MeshEngine {
             output_at_ns: 0,
             flight_record: None,
             delay: None,
+            call_arrays: None,
             guards: ArmedGuards { collectives: true, captures: true, halos: true },
             weights_are_checked: false,
             position: CallPosition::default(),
@@ -292,6 +297,11 @@ impl MeshEngine {
     /// Makes generator forwards last at least a synthetic time.
     pub(crate) fn set_delay(&mut self, delay: Option<ForwardDelay>) {
         self.delay = delay;
+    }
+
+    /// Makes phases read the inputs that are in GPU memory there, and leave their outputs there.
+    pub(crate) fn set_call_arrays(&mut self, arrays: Option<Arc<GpuCallArrays>>) {
+        self.call_arrays = arrays;
     }
 
     /// Arms or disarms the rejection of collectives (T0751) and of captured graphs (T0785) that the
@@ -412,10 +422,13 @@ impl Engine for MeshEngine {
             data.scalars.insert(name, to_scalar(arg));
         }
         let is_warmup = self.in_warmup;
-        let tensors = phase.inputs.iter().map(|input| input.read(inputs, is_warmup));
+        let arrays = self.call_arrays.as_ref();
+        let on_host = |input: &&PhaseInput| !arrays.is_some_and(|arrays| arrays.has_input(&input.name));
+        let tensors = phase.inputs.iter().filter(on_host);
+        let tensors = tensors.map(|input| Ok((&input.name, input.read(inputs, is_warmup)?)));
         let tensors = tensors.collect::<Result<Vec<_>, _>>()?;
-        for (input, values) in phase.inputs.iter().zip(&tensors) {
-            data.inputs.insert(&input.name, values);
+        for (name, values) in &tensors {
+            data.inputs.insert(name, values);
         }
         let mut guard = CollectiveGuard::begin_phase(
             &mut phase.sequence,
@@ -446,7 +459,8 @@ impl Engine for MeshEngine {
                 Digest(phase.trace)
             )));
         }
-        for PhaseOutput { name, tensor, shape } in &phase.outputs {
+        let outputs = if self.call_arrays.is_some() { &[][..] } else { &phase.outputs[..] };
+        for PhaseOutput { name, tensor, shape } in outputs {
             let values = self.backend.output(name).unwrap_or_default();
             let output = match tensor.starts_with(PIXELS) {
                 true => Tensor::new(tensor, Dtype::U8, shape, pixel_bytes(&self.pixels, tensor, values)?),
@@ -460,14 +474,15 @@ impl Engine for MeshEngine {
         if let Some(delay) = &self.delay {
             delay.wait_out(&call.program, start, progress);
         }
-        Ok(PhaseReport {
+        let report = PhaseReport {
             ns: elapsed_ns(),
             collectives: phase.mesh_facts.collectives,
             trace: phase.mesh_facts.trace,
             compensated: self.backend.compensated_sums() - before,
             temporary_bytes: self.backend.memory_use().run_temporary_bytes,
             classes,
-        })
+        };
+        self.check_device_outputs(&call.program).map(|()| report)
     }
 
     fn reset(&mut self) {

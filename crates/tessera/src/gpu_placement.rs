@@ -41,6 +41,25 @@ pub fn find_gpu(
     Ok(own)
 }
 
+/// Returns the index of the GPU that holds a rank's shards of arrays, by the same names as [`find_gpu`]. Several
+/// ranks may have the same GPU, because arrays alone wait for nobody.
+///
+/// # Errors
+/// T0776 for a GPU that this host does not show.
+pub fn find_array_gpu(
+    gpus: &[Gpu],
+    (mesh, map): (&Mesh, &RankMap),
+    rank: Rank,
+) -> Result<u32, Diagnostic> {
+    let index = locate(gpus, (mesh, map), 0, rank)?;
+    if (index as usize) < gpus.len() {
+        return Ok(index);
+    }
+    let what = format!("rank {rank} needs the GPU {index}, but this host shows {}", gpus.len());
+    Err(Diagnostic::error(&T0776, what)
+        .with_hint("use a smaller mesh, list more GPUs in CUDA_VISIBLE_DEVICES, or name GPUs in devices="))
+}
+
 fn locate(gpus: &[Gpu], (mesh, map): (&Mesh, &RankMap), first: u32, rank: Rank) -> Result<u32, Diagnostic> {
     let name = map.device_of(rank).unwrap_or_default();
     if name == format!("rank{rank}") {

@@ -148,6 +148,15 @@ impl InProcessRanks {
         self.aborts.clone()
     }
 
+    /// Ends the threads and waits until they have dropped their engines.
+    pub(crate) fn close(mut self) {
+        let threads = std::mem::take(&mut self.threads);
+        // A thread in a call may wait for a rank that is gone.
+        if self.idle {
+            threads.into_iter().for_each(|(_, thread)| thread.join());
+        }
+    }
+
     fn next_event(&self) -> Result<(Rank, EngineEvent), Diagnostic> {
         let event = self.events.recv_timeout(EVENT_TIMEOUT);
         event

@@ -142,7 +142,7 @@ impl Backend for CudaBackend {
 
     fn output(&self, name: &str) -> Option<&[f32]> {
         // The device may still write the outputs of a run that failed.
-        if self.has_unfinished_run {
+        if self.has_unfinished_run || self.call_arrays.is_some() {
             return None;
         }
         let candidates = self

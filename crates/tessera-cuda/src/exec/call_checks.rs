@@ -38,6 +38,22 @@ pub(super) fn check_numbers(program: &PreparedProgram, call: &CallData<'_>) -> R
     })
 }
 
+/// Returns the first of some inputs that an op uses as indices without a check of its own.
+pub(super) fn find_index_input<'p>(
+    p: &'p Program,
+    views: &[OpView],
+    is_asked: impl Fn(&str) -> bool,
+) -> Option<&'p str> {
+    let index_operands = views.iter().flat_map(|view| match view {
+        OpView::RelativeAttention(v) => vec![v.length],
+        OpView::PagedAttention(v) => vec![v.pages, v.start],
+        OpView::CacheWrite(v) => [v.pages, v.start].into_iter().flatten().collect(),
+        OpView::Sample(v) => vec![v.top_k, v.seed, v.draw],
+        _ => Vec::new(),
+    });
+    index_operands.filter_map(|v| source_name(p, v, Opcode::Input)).find(|name| is_asked(name))
+}
+
 /// Ids that an op computes are not known here; the kernel yields NaN for those that name no row.
 fn check_ids(p: &Program, ids: ValueId, rows: u64, call: &CallData<'_>) -> Result<(), Fault> {
     let ids = find_numbers(p, ids, call);

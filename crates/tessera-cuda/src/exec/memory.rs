@@ -123,12 +123,17 @@ impl CudaBackend {
             .ok_or_else(|| CudaError("a write without a buffer".into()))
     }
 
-    /// Returns the address of the host memory of an output.
-    pub(super) fn host_output_address(&self, program: usize, op: &Op) -> CudaResult<u64> {
+    /// Returns the address to which a run copies an output.
+    pub(super) fn output_address(&self, program: usize, op: &Op) -> CudaResult<u64> {
         let name = format!("{program}/{}", op.name.as_deref().unwrap_or_default());
         let o =
-            self.outputs.get(&name).ok_or_else(|| CudaError(format!("no host memory for output {name}")))?;
-        Ok(self.programs[program].host_outputs.device_address() + o.offset as u64)
+            self.outputs.get(&name).ok_or_else(|| CudaError(format!("no memory for output {name}")))?;
+        let own = &self.programs[program];
+        let start = match &own.device_outputs {
+            Some(memory) => memory.device_address(),
+            None => own.host_outputs.device_address(),
+        };
+        Ok(start + o.offset as u64)
     }
 
     /// Returns the address of a list that ops of a program state as an attribute.

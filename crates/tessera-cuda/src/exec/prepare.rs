@@ -34,6 +34,8 @@ use crate::kernel_choice::{AttentionRoute, choose_attention};
 struct ValueLayout {
     locations: Vec<ValueLocation>,
     call_area_bytes: u64,
+    /// Bytes at the begin of the call area that a run copies from the host.
+    staged_bytes: u64,
     output_bytes: usize,
     chosen_ids: Vec<ChosenIds>,
 }
@@ -53,7 +55,7 @@ impl CudaBackend {
         let steps = plan_launch_steps(p, slots, &joined);
         let mut layout = self.locate_values(p, &views, slots, &buffers, source)?;
         self.prepare_steps(p, &views, &steps).map_err(broken)?;
-        let staged_bytes = layout.call_area_bytes as usize;
+        let staged_bytes = layout.staged_bytes as usize;
         let rope_tables = plan_rope_tables(&views, &mut layout.call_area_bytes);
         let list_tables = ListTables::plan(&views, &mut layout.call_area_bytes);
         let call_area =
@@ -73,6 +75,10 @@ impl CudaBackend {
             steps.iter().filter_map(|s| if let LaunchStep::Fused(j) = s { Some(j) } else { None });
         let (scratch_locations, mut end) = assign_scratch(p, fused_groups, op_scratch as u64);
         let wire_words = place_wire_words(p, &views, &mut end);
+        let stays_on_device = self.call_arrays.is_some();
+        let device_outputs = stays_on_device.then(|| DeviceMemory::new(layout.output_bytes));
+        let is_read_by_host = !stays_on_device || !layout.chosen_ids.is_empty();
+        let host_output_bytes = if is_read_by_host { layout.output_bytes } else { 0 };
         for (v, place) in scratch_locations {
             layout.locations[v.0 as usize] = ValueLocation::Scratch(place);
         }
@@ -91,7 +97,8 @@ impl CudaBackend {
             call_area,
             staged: PinnedMemory::new(staged_bytes).map_err(broken)?,
             staged_bytes,
-            host_outputs: PinnedMemory::new(layout.output_bytes).map_err(broken)?,
+            host_outputs: PinnedMemory::new(host_output_bytes).map_err(broken)?,
+            device_outputs: device_outputs.transpose().map_err(broken)?,
             chosen_ids: layout.chosen_ids,
             declared_graph: declared_graph(p)?,
             graph: None,
@@ -126,14 +133,25 @@ impl CudaBackend {
         source: &mut dyn WeightSource,
     ) -> Result<ValueLayout, Diagnostic> {
         let locations = vec![ValueLocation::NoStorage; p.values.len()];
-        let mut layout =
-            ValueLayout { locations, call_area_bytes: 0, output_bytes: 0, chosen_ids: Vec::new() };
+        let mut layout = ValueLayout {
+            locations,
+            call_area_bytes: 0,
+            staged_bytes: 0,
+            output_bytes: 0,
+            chosen_ids: Vec::new(),
+        };
+        // The copy from the host that begins a run would overwrite inputs that are on the device already.
+        let mut unstaged = Vec::new();
         for (i, (op, view)) in p.ops.iter().zip(views).enumerate() {
             for r in op.results.iter().filter(|r| !p.type_of(**r).is_token()) {
                 let ty = p.type_of(*r);
                 layout.locations[r.0 as usize] = match view {
                     OpView::Weight(_) => {
                         ValueLocation::Weight(self.weights.load(&self.placement, p, op, source)?)
+                    }
+                    OpView::Input(_) if self.call_arrays.is_some() => {
+                        unstaged.push(*r);
+                        ValueLocation::NoStorage
                     }
                     OpView::Input(_) | OpView::Call(_) => {
                         let at = layout.call_area_bytes;
@@ -157,6 +175,12 @@ impl CudaBackend {
                 self.outputs.insert(name, HostOutput { program, offset, len, is_current: false });
                 layout.output_bytes += (len * 4).next_multiple_of(ALIGNMENT as usize);
             }
+        }
+        layout.staged_bytes = layout.call_area_bytes;
+        for input in unstaged {
+            let at = layout.call_area_bytes;
+            layout.locations[input.0 as usize] = ValueLocation::CallArea(at);
+            layout.call_area_bytes = (at + p.type_of(input).byte_size().0).next_multiple_of(ALIGNMENT);
         }
         Ok(layout)
     }

@@ -23,6 +23,7 @@ impl CudaBackend {
     ) -> Result<(), Fault> {
         let to_fault = |e: CudaError| Fault::Failed(e.0);
         self.prepare_run(program, call, observer)?;
+        self.copy_call_inputs(program, call)?;
         let p = Arc::clone(&self.programs[program].program);
         if self.hang_injected {
             let streams = std::mem::take(&mut self.streams);
@@ -51,6 +52,7 @@ impl CudaBackend {
         }
         self.programs[program].has_run = true;
         self.finish_run(program, observer)?;
+        self.keep_call_outputs(program).map_err(to_fault)?;
         if eager && captures {
             // All connections exist now. Capturing here keeps the next run free of captures.
             self.groups.reset_progress();
@@ -152,7 +154,12 @@ impl CudaBackend {
     fn stage_call_data(&mut self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
         let prepared = &mut self.programs[program];
         let p = Arc::clone(&prepared.program);
+        let copies_inputs = self.call_arrays.is_some();
         for op in p.ops.iter().filter(|o| matches!(o.opcode, Opcode::Input | Opcode::Call)) {
+            // `copy_call_inputs` brings the inputs that no graph copies.
+            if copies_inputs && op.opcode == Opcode::Input {
+                continue;
+            }
             check_input(&p, op, call)?;
             let ValueLocation::CallArea(at) = prepared.locations[op.results[0].0 as usize] else { continue };
             let (at, name) = (at as usize, op.name.as_deref().unwrap_or_default());
@@ -170,6 +177,6 @@ impl CudaBackend {
     }
 }
 
-fn first_stream_name(p: &Program) -> &str {
+pub(super) fn first_stream_name(p: &Program) -> &str {
     p.streams.first().map_or(StreamKind::Compute.name(), String::as_str)
 }

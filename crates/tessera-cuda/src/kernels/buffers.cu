@@ -1,4 +1,4 @@
-// Digests of buffers that stay in device memory.
+// Digests and checks of buffers that stay in device memory.
 
 // Consecutive bytes of one buffer, of which the first lies `first` units of 16 bytes behind the buffer's
 // start.
@@ -41,4 +41,13 @@ extern "C" __global__ void digest_pieces(const BufferPiece *pieces, const u32 *i
     }
     for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
     if (threadIdx.x % 32 == 0) atomicAdd(sums + piece.buffer, sum);
+}
+
+// Counts the elements that are NaN or infinite, and finds the first of them. `found` holds two zeros before
+// the launch; afterwards the count, and n minus the index of the first, so that the larger one wins.
+extern "C" __global__ void count_nonfinite(const float *x, u64 *found, i64 n) {
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n || (__float_as_uint(x[i]) & 0x7f800000u) != 0x7f800000u) return;
+    atomicAdd(found, 1ull);
+    atomicMax(found + 1, (u64)(n - i));
 }

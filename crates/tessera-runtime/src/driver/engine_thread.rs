@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread::JoinHandle;
 
 use tessera_base::Diagnostic;
 
@@ -42,6 +43,7 @@ pub enum EngineEvent {
 pub struct EngineThread {
     calls: SyncSender<Box<ReadyCall>>,
     progress: Arc<AtomicU64>,
+    thread: JoinHandle<()>,
 }
 
 impl EngineThread {
@@ -60,7 +62,7 @@ impl EngineThread {
         let (calls, inbox) = sync_channel::<Box<ReadyCall>>(1);
         let mark = Arc::new(AtomicU64::new(0));
         let thread_progress = Arc::clone(&mark);
-        std::thread::Builder::new().name("engine".into()).spawn(move || {
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
             let built = catch_unwind(AssertUnwindSafe(factory));
             let (mut engine, parity) = match built {
                 Ok(Ok(built)) => built,
@@ -89,7 +91,15 @@ impl EngineThread {
                 on_event(EngineEvent::CallEnded(Box::new(outcome)));
             }
         })?;
-        Ok(EngineThread { calls, progress: mark })
+        Ok(EngineThread { calls, progress: mark, thread })
+    }
+
+    /// Ends the thread after the running call and waits until it has dropped the engine, and with it the memory of
+    /// the engine's device.
+    pub fn join(self) {
+        drop(self.calls);
+        // A panic of the engine was reported as the end of its call.
+        let _ = self.thread.join();
     }
 
     /// Hands a call to the engine; returns false if the thread has ended or its queue is full. The

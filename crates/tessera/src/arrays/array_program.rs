@@ -9,6 +9,7 @@ use tessera_runtime::array_director::ArrayRequest;
 use tessera_runtime::wire::{PhaseCall, ScalarArg, Tensor, Tensors};
 use tessera_verify::SealedPlan;
 
+use super::device_array::ArrayValues;
 use super::host_array::HostArray;
 use crate::codes::{T0087, T0090, T0091};
 use crate::engine::call_tensor_name;
@@ -140,7 +141,8 @@ impl ArrayPrograms {
     pub(super) fn check_weights(&self, arrays: &BTreeMap<String, HostArray>) -> Result<(), Diagnostics> {
         let ports =
             self.weights.iter().map(|(name, shape)| ArrayPort { name: name.clone(), shape: shape.clone() });
-        check_arrays("weight", "the plan", &ports.collect::<Vec<_>>(), arrays)
+        let shapes = arrays.iter().map(|(name, array)| (name.as_str(), array.shape())).collect();
+        check_arrays("weight", "the plan", &ports.collect::<Vec<_>>(), &shapes)
     }
 }
 
@@ -166,19 +168,21 @@ impl ArrayProgram {
         arrays.collect()
     }
 
-    /// Makes the request of a call with these inputs.
+    /// Makes the request of a call with these inputs, which carries those in host memory.
     ///
     /// # Errors
     /// T0091 for every input that is missing, unknown or of another shape.
     pub(super) fn make_request(
         &self,
-        inputs: &BTreeMap<String, HostArray>,
+        inputs: &BTreeMap<String, ArrayValues>,
     ) -> Result<ArrayRequest, Diagnostics> {
         let name = self.phase.strip_prefix(PHASE_PREFIX).unwrap_or(&self.phase);
-        check_arrays("input", &format!("`{name}`"), &self.inputs, inputs)?;
+        let shapes = inputs.iter().map(|(name, array)| (name.as_str(), array.shape())).collect();
+        check_arrays("input", &format!("`{name}`"), &self.inputs, &shapes)?;
         let tensors = self.inputs.iter().filter_map(|port| {
             let tensor_name = call_tensor_name(&self.phase, &port.name);
-            Some(Tensor::from_f32(&tensor_name, &port.shape, inputs.get(&port.name)?.values()))
+            let ArrayValues::Host(array) = inputs.get(&port.name)? else { return None };
+            Some(Tensor::from_f32(&tensor_name, &port.shape, array.values()))
         });
         let inputs = Tensors(tensors.collect::<Result<_, _>>().map_err(|d| vec![d])?);
         Ok(ArrayRequest { phase: PhaseCall::new(self.phase.clone(), self.constants.clone()), inputs })
@@ -378,25 +382,25 @@ fn check_arrays(
     kind: &str,
     of: &str,
     ports: &[ArrayPort],
-    arrays: &BTreeMap<String, HostArray>,
+    shapes: &BTreeMap<&str, &[u64]>,
 ) -> Result<(), Diagnostics> {
     let mut found = Vec::new();
     let takes = || format!("takes {}", list_names(ports.iter().map(|port| &port.name)));
     for port in ports {
-        match arrays.get(&port.name) {
+        match shapes.get(port.name.as_str()) {
             None => found.push(
                 Diagnostic::error(&T0091, format!("the {kind} `{}` of {of} is missing", port.name))
                     .with_label(of.to_string(), takes()),
             ),
-            Some(array) if array.shape() != port.shape => found.push(
+            Some(shape) if **shape != port.shape => found.push(
                 Diagnostic::error(&T0091, format!("the {kind} `{}` of {of} has another shape", port.name))
                     .with_label(of.to_string(), format!("f32{:?}", port.shape))
-                    .with_label("given", format!("{array:?}")),
+                    .with_label("given", format!("f32{shape:?}")),
             ),
             Some(_) => {}
         }
     }
-    for name in arrays.keys().filter(|name| ports.iter().all(|port| port.name != **name)) {
+    for name in shapes.keys().filter(|name| ports.iter().all(|port| port.name != **name)) {
         let d = Diagnostic::error(&T0091, format!("{of} has no {kind} `{name}`"))
             .with_label(of.to_string(), takes());
         found.push(match closest_name(name, ports.iter().map(|port| port.name.as_str())) {

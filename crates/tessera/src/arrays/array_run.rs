@@ -7,6 +7,8 @@ use std::sync::Arc;
 use tessera_base::{Diagnostic, Diagnostics};
 
 use super::array_plan::ArrayPlan;
+use super::device_array::{ArrayValues, on_host};
+use super::gpu_thread::refuse_device_inputs;
 use super::host_array::HostArray;
 use super::launch::ArrayProcessOptions;
 use super::process_run::ProcessRun;
@@ -44,6 +46,21 @@ impl ArrayRun {
         Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
     }
 
+    /// Loads a plan of one rank on its GPU, on a thread of this process. Calls read inputs in the memory of that GPU
+    /// without a copy through the host, and leave their outputs there.
+    ///
+    /// # Errors
+    /// T0091 if `weights` are not those of the plan, T0098 for a plan of several ranks, or why the rank cannot be
+    /// loaded.
+    pub fn start_gpu_thread(
+        plan: &Arc<ArrayPlan>,
+        weights: BTreeMap<String, HostArray>,
+    ) -> Result<ArrayRun, Diagnostics> {
+        plan.programs.check_weights(&weights)?;
+        let ranks = Ranks::Threads(Box::new(ThreadRun::start_on_gpu(plan, weights)?));
+        Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
+    }
+
     /// Starts a process for each rank and waits until all are loaded and have run every program once.
     ///
     /// # Errors
@@ -59,16 +76,31 @@ impl ArrayRun {
         Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
     }
 
-    /// Runs one program of the plan. Inputs and outputs are whole arrays.
+    /// Runs one program of the plan. Inputs and outputs are whole arrays in host memory.
     ///
     /// # Errors
-    /// T0091 for a program or inputs that the plan does not have; the run continues. Otherwise the failure that ended
-    /// the run, with its code; every later call returns T0092.
+    /// As [`ArrayRun::call_with`].
     pub fn call(
         &mut self,
         program: &str,
         inputs: &BTreeMap<String, HostArray>,
     ) -> Result<BTreeMap<String, HostArray>, Diagnostics> {
+        let outputs = self.call_with(program, &on_host(inputs.clone()))?;
+        let gathered = outputs.into_iter().map(|(name, array)| Ok((name, array.gather()?)));
+        gathered.collect::<Result<_, Diagnostic>>().map_err(|d| vec![d])
+    }
+
+    /// Runs one program of the plan. Outputs are on the device of the ranks if they are threads.
+    ///
+    /// # Errors
+    /// T0091 for a program or inputs that the plan does not have, T0099 for inputs in GPU memory that the ranks do not
+    /// read; the run continues. Otherwise the failure that ended the run, with its code; every later call returns
+    /// T0092.
+    pub fn call_with(
+        &mut self,
+        program: &str,
+        inputs: &BTreeMap<String, ArrayValues>,
+    ) -> Result<BTreeMap<String, ArrayValues>, Diagnostics> {
         if let Some(cause) = &self.ended {
             let d = Diagnostic::error(&T0092, "the run has ended, so it takes no further call");
             return Err(vec![d.with_note(format!("it ended with {}: {}", cause.code.id, cause.message))]);
@@ -76,8 +108,11 @@ impl ArrayRun {
         let program = self.plan.programs.get(program).map_err(|d| vec![d])?;
         let request = program.make_request(inputs)?;
         let outcome = match &mut self.ranks {
-            Ranks::Threads(run) => run.call(program, request),
-            Ranks::Processes(run) => run.call(program, request),
+            Ranks::Threads(run) => run.call(program, request, inputs),
+            Ranks::Processes(run) => refuse_device_inputs(inputs)
+                .map_err(CallError::Refused)
+                .and_then(|()| run.call(program, request))
+                .map(on_host),
             Ranks::Gone => Err(CallError::Refused(Vec::new())),
         };
         outcome.map_err(|error| match error {
@@ -116,7 +151,11 @@ impl ArrayRun {
     pub fn close(self) -> Result<(), Diagnostics> {
         match self.ranks {
             Ranks::Processes(run) => run.close().map_err(|d| vec![d]),
-            Ranks::Threads(_) | Ranks::Gone => Ok(()),
+            Ranks::Threads(run) => {
+                run.close();
+                Ok(())
+            }
+            Ranks::Gone => Ok(()),
         }
     }
 }

@@ -12,6 +12,8 @@ use tessera_runtime::wire::{CallMeta, Tensors};
 
 use super::array_plan::ArrayPlan;
 use super::array_weights::{ArrayWeightsPlace, HostWeights};
+use super::device_array::{ArrayValues, on_host};
+use super::gpu_thread::{GpuThread, refuse_device_inputs};
 use super::host_array::HostArray;
 use super::run_end::{ArrayInterrupt, CallError, interrupted};
 use crate::host_memory::check_host_memory;
@@ -28,6 +30,8 @@ pub(super) struct ThreadRun {
     director: ArrayDirector,
     next_call: u64,
     interrupted: Arc<AtomicBool>,
+    /// The GPU of the only rank; `None` if the ranks run on CPUs.
+    gpu: Option<GpuThread>,
 }
 
 impl ThreadRun {
@@ -46,13 +50,39 @@ impl ThreadRun {
         check_host_memory(&plan.sealed, 0).map_err(one)?;
         let place = ArrayWeightsPlace::Memory(Arc::new(HostWeights::new(weights)));
         let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
-        let ranks = InProcessRanks::start(&context, &place, threads).map_err(|d| one(with_cause(d)))?;
+        ThreadRun::load(context, &place, threads, None)
+    }
+
+    /// Loads the programs and weights of a plan of one rank on its GPU.
+    ///
+    /// # Errors
+    /// T0098 for a plan of several ranks, T0801 for an op that a GPU does not run, what this host lacks, or the error
+    /// of the rank.
+    pub(super) fn start_on_gpu(
+        plan: &Arc<ArrayPlan>,
+        weights: BTreeMap<String, HostArray>,
+    ) -> Result<ThreadRun, Diagnostics> {
+        let gpu = GpuThread::prepare(plan)?;
+        let place = ArrayWeightsPlace::Memory(Arc::new(HostWeights::new(weights)));
+        let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default())
+            .with_gpu(gpu.config.clone(), Arc::clone(&gpu.arrays));
+        ThreadRun::load(context, &place, 1, Some(gpu))
+    }
+
+    fn load(
+        context: RankContext<ArrayPlan>,
+        place: &ArrayWeightsPlace,
+        threads: usize,
+        gpu: Option<GpuThread>,
+    ) -> Result<ThreadRun, Diagnostics> {
+        let ranks = InProcessRanks::start(&context, place, threads).map_err(|d| vec![with_cause(d)])?;
         Ok(ThreadRun {
             context,
             ranks,
             director: ArrayDirector::default(),
             next_call: 1,
             interrupted: Arc::default(),
+            gpu,
         })
     }
 
@@ -66,12 +96,19 @@ impl ThreadRun {
         })
     }
 
-    /// Plans a call as the leader of a run of processes does, and runs it on every rank.
+    /// Plans a call as the leader of a run of processes does, and runs it on every rank. `inputs` are those of which
+    /// the request carries the ones in host memory.
     pub(super) fn call(
         &mut self,
         program: &super::ArrayProgram,
         request: ArrayRequest,
-    ) -> Result<BTreeMap<String, HostArray>, CallError> {
+        inputs: &BTreeMap<String, ArrayValues>,
+    ) -> Result<BTreeMap<String, ArrayValues>, CallError> {
+        match &self.gpu {
+            Some(gpu) => gpu.set_inputs(inputs),
+            None => refuse_device_inputs(inputs),
+        }
+        .map_err(CallError::Refused)?;
         let planned = self.director.plan_arrays(&request.phase, &self.context.program_index);
         let call = planned.map_err(CallError::Refused)?;
         let Some(meta) = call.meta.clone() else { return Err(CallError::Refused(Vec::new())) };
@@ -83,8 +120,16 @@ impl ThreadRun {
             return Err(CallError::Ended(interrupted()));
         }
         let groups = &self.context.plan.programs.output_groups;
-        let outputs = returned.and_then(|outputs| program.assemble_outputs(&outputs, groups));
+        let outputs = returned.and_then(|outputs| match &self.gpu {
+            Some(gpu) => gpu.take_outputs(program),
+            None => program.assemble_outputs(&outputs, groups).map(on_host),
+        });
         outputs.map_err(|d| CallError::Ended(with_cause(d)))
+    }
+
+    /// Ends the ranks and waits for them.
+    pub(super) fn close(self) {
+        self.ranks.close();
     }
 
     fn run_call(&mut self, ready: &ReadyCall, meta: &CallMeta) -> Result<Tensors, Diagnostic> {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::{CpuBackend, Pool};
+use tessera_cuda::{CudaBackend, GpuCallArrays};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Program;
 use tessera_mesh::Rank;
@@ -94,6 +95,9 @@ pub(crate) struct RankContext<P> {
     pub(crate) peers: Option<Digest>,
     /// GPU configuration, if the mesh runs on GPUs.
     pub(super) gpus: Option<GpuRankConfig>,
+    /// Where the only rank of an in-process run on a GPU finds inputs in GPU memory and leaves its outputs; `None` for
+    /// ranks that are processes.
+    pub(super) call_arrays: Option<Arc<GpuCallArrays>>,
     /// File for the messages that this rank sends, if they are written at all.
     pub(super) wire_dump: Option<PathBuf>,
     /// Whether the backend poisons temporaries that hold no value.
@@ -116,6 +120,7 @@ impl<P: RankPlan> RankContext<P> {
             flight: None,
             peers: None,
             gpus: None,
+            call_arrays: None,
             wire_dump: None,
             poison: false,
             fault_injector: None,
@@ -126,6 +131,11 @@ impl<P: RankPlan> RankContext<P> {
     /// Sets the digest of the peers that joined by rendezvous.
     pub(crate) fn with_peers(self, peers: Digest) -> RankContext<P> {
         RankContext { peers: Some(peers), ..self }
+    }
+
+    /// Makes the only rank run on a GPU, with the arrays of its calls in GPU memory.
+    pub(crate) fn with_gpu(self, gpus: GpuRankConfig, arrays: Arc<GpuCallArrays>) -> RankContext<P> {
+        RankContext { gpus: Some(gpus), call_arrays: Some(arrays), ..self }
     }
 
     /// Applies the GPU configuration and the drill of a rank.
@@ -259,7 +269,7 @@ impl<P: RankPlan> RankContext<P> {
         let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
-        let poison = self.poison;
+        let (poison, call_arrays) = (self.poison, self.call_arrays.clone());
         Box::new(move || {
             let sealed = plan.sealed();
             let mut model = plan.open_model(place, drill.as_ref())?;
@@ -272,9 +282,7 @@ impl<P: RankPlan> RankContext<P> {
                 Some(on) => {
                     let check = tripwires.is_armed(&T0757);
                     let cuda = on.open_backend(sealed, rank, COLLECTIVE_PATIENCE, (order, check))?;
-                    // Dropping the backend would wait for peers and for the device, so it lives
-                    // until the process exits.
-                    EngineBackend::Leaked(Box::leak(Box::new(cuda)))
+                    keep_gpu_backend(cuda, call_arrays.as_ref())
                 }
             };
             if poison {
@@ -288,6 +296,7 @@ impl<P: RankPlan> RankContext<P> {
             let mut engine = opener.into_iter().fold(engine, MeshEngine::with_weight_opener);
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
+            engine.set_call_arrays(call_arrays);
             let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);
             engine.arm_guards(ArmedGuards {
                 collectives: is_guarded && tripwires.is_armed(&T0751),
@@ -314,6 +323,19 @@ impl<P: RankPlan> RankContext<P> {
             };
             Ok((engine, parity))
         })
+    }
+}
+
+/// Decides how long the backend of a rank on a GPU lives. Dropping that of a process would wait for peers and for
+/// the device, so it lives until the process exits. The only rank of an in-process run has no peers, and its process
+/// goes on and needs the memory.
+fn keep_gpu_backend(mut cuda: CudaBackend, call_arrays: Option<&Arc<GpuCallArrays>>) -> EngineBackend {
+    match call_arrays {
+        None => EngineBackend::Leaked(Box::leak(Box::new(cuda))),
+        Some(arrays) => {
+            cuda.set_call_arrays(Arc::clone(arrays));
+            EngineBackend::Owned(Box::new(cuda))
+        }
     }
 }
 

@@ -182,7 +182,7 @@ pub(in crate::exec) fn build_op(
         OpByKind::Collective(c) => check_collective(op, c).map(|()| StepWork::Nothing),
         OpByKind::Sink(SinkOp::Output(v)) => {
             s.refuse_bf16(op, "inputs and outputs other than f32")?;
-            copy_whole(s, v.x, s.host_output_address(op)?)
+            copy_whole(s, v.x, s.output_address(op)?)
         }
         OpByKind::Sink(SinkOp::CacheWrite(v)) if v.pages.is_some() || v.start.is_some() => {
             let (Some(pages), Some(start)) = (v.pages, v.start) else {

@@ -74,9 +74,9 @@ impl<'a> LaunchSite<'a> {
         Ok(A::from(base + first_byte))
     }
 
-    /// Returns the address of the host memory of an output.
-    pub(super) fn host_output_address(&self, op: &Op) -> CudaResult<u64> {
-        self.find_address(|backend, program| backend.host_output_address(program, op))
+    /// Returns the address to which a run copies an output.
+    pub(super) fn output_address(&self, op: &Op) -> CudaResult<u64> {
+        self.find_address(|backend, program| backend.output_address(program, op))
     }
 
     /// Returns the address of the host's copy of the ids that an op chooses.
