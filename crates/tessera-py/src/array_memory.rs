@@ -1,4 +1,4 @@
-//! Memory that numpy and Tessera share: an array that a user passes in, and an array that a run returns.
+//! Host memory that other libraries and Tessera share: an array that a user passes in, and an array that a run returns.
 
 use std::sync::Arc;
 
@@ -7,10 +7,13 @@ use numpy::{
     PyArray, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods, dtype,
 };
 use pyo3::prelude::*;
-use tessera::arrays::HostArray;
+use tessera::T0099;
+use tessera::arrays::{CopyRule, HostArray};
 use tessera_base::Diagnostic;
 use tessera_cli::codes::T1502;
 
+use crate::dlpack_abi::{DlType, HOST, PINNED_HOST};
+use crate::dlpack_import::{ImportedTensor, find_device, import_tensor};
 use crate::errors::raise_one;
 
 /// The values of a numpy array that is read-only from now on.
@@ -42,41 +45,94 @@ impl AsRef<[f32]> for FrozenArray {
     }
 }
 
-/// Takes an array of f32. Where it may be shared, an array in row-major order becomes read-only; any other is copied.
-///
-/// # Errors
-/// T1502 for another dtype.
-pub(crate) fn take_array(array: &Bound<'_, PyAny>, share: Sharing) -> PyResult<HostArray> {
-    let py = array.py();
-    let untyped = match array.cast::<PyUntypedArray>() {
-        Ok(untyped) => untyped.clone(),
-        Err(_) => py.import("numpy")?.call_method1("asarray", (array,))?.cast_into::<PyUntypedArray>()?,
-    };
-    if !untyped.dtype().is_equiv_to(&dtype::<f32>(py)) {
-        let found = untyped.dtype().to_string();
-        return Err(raise_one(
-            py,
-            Diagnostic::error(&T1502, format!("an array of {found}, where programs take float32"))
-                .with_hint("convert it with array.astype(numpy.float32)"),
-        ));
-    }
-    let shape: Vec<u64> = untyped.shape().iter().map(|n| *n as u64).collect();
-    let array = untyped.cast::<PyArrayDyn<f32>>()?;
-    match share {
-        Sharing::IfPossible if let Some(frozen) = freeze(array)? => {
-            Ok(HostArray::new(shape, Arc::new(frozen)))
+/// The values of a tensor of another library, who keeps the promise not to write them.
+struct ImportedValues {
+    tensor: ImportedTensor,
+    len: usize,
+}
+
+impl AsRef<[f32]> for ImportedValues {
+    #[allow(unsafe_code, reason = "the memory belongs to another library")]
+    fn as_ref(&self) -> &[f32] {
+        if self.len == 0 {
+            return &[];
         }
-        Sharing::IfPossible | Sharing::Never => Ok(HostArray::from_vec(shape, copy_values(array)?)),
+        // SAFETY: `take_tensor` checked that the tensor holds `len` numbers in row-major order, aligned and in host
+        // memory, and the tensor keeps it alive. The contract of `distribute` excludes writes.
+        unsafe { std::slice::from_raw_parts(self.tensor.address() as *const f32, self.len) }
     }
 }
 
-/// Whether an array that is taken may share its memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sharing {
-    /// It is shared and becomes read-only, if nothing else can write it.
-    IfPossible,
-    /// It is copied, and stays as it is.
-    Never,
+/// Takes an array of f32 in host memory. A numpy array in row-major order that is shared becomes read-only.
+///
+/// # Errors
+/// T1502 for another dtype, and for a copy that `rule` excludes; T0099 for an array in the memory of a device.
+pub(crate) fn take_array(array: &Bound<'_, PyAny>, rule: CopyRule) -> PyResult<HostArray> {
+    let py = array.py();
+    if let Ok(untyped) = array.cast::<PyUntypedArray>() {
+        return take_numpy(untyped, rule);
+    }
+    match find_device(array)? {
+        Some((HOST | PINNED_HOST, _)) => take_tensor(py, import_tensor(array, None)?, rule),
+        Some((kind, index)) => Err(raise_one(py, refuse_device(kind, index))),
+        None => {
+            let array = py.import("numpy")?.call_method1("asarray", (array,))?;
+            take_numpy(&array.cast_into::<PyUntypedArray>()?, rule)
+        }
+    }
+}
+
+/// Returns the refusal of an array in the memory of a device where host memory is needed.
+pub(crate) fn refuse_device(kind: i32, index: i32) -> Diagnostic {
+    let what = format!("an array in the memory of device {index} of DLPack kind {kind}, where host memory is needed");
+    Diagnostic::error(&T0099, what).with_hint("copy it to the host first")
+}
+
+/// Returns the refusal of an array of another dtype.
+pub(crate) fn refuse_dtype(found: &str) -> Diagnostic {
+    Diagnostic::error(&T1502, format!("an array of {found}, where programs take float32"))
+        .with_hint("convert it to float32 first, such as with array.astype(numpy.float32) or tensor.float()")
+}
+
+fn refuse_copy(why: &str) -> Diagnostic {
+    Diagnostic::error(&T1502, format!("the array needs a copy: {why}")).with_hint("leave out copy=False")
+}
+
+fn take_numpy(untyped: &Bound<'_, PyUntypedArray>, rule: CopyRule) -> PyResult<HostArray> {
+    let py = untyped.py();
+    if !untyped.dtype().is_equiv_to(&dtype::<f32>(py)) {
+        return Err(raise_one(py, refuse_dtype(&untyped.dtype().to_string())));
+    }
+    let shape: Vec<u64> = untyped.shape().iter().map(|n| *n as u64).collect();
+    let array = untyped.cast::<PyArrayDyn<f32>>()?;
+    if rule != CopyRule::Always
+        && let Some(frozen) = freeze(array)?
+    {
+        return Ok(HostArray::new(shape, Arc::new(frozen)));
+    }
+    if rule == CopyRule::Never {
+        let why = "it is not in row-major order, or another array or buffer can write its memory";
+        return Err(raise_one(py, refuse_copy(why)));
+    }
+    Ok(HostArray::from_vec(shape, copy_values(array)?))
+}
+
+#[allow(unsafe_code, reason = "the memory belongs to another library")]
+fn take_tensor(py: Python<'_>, tensor: ImportedTensor, rule: CopyRule) -> PyResult<HostArray> {
+    if tensor.dtype() != DlType::F32 {
+        return Err(raise_one(py, refuse_dtype(&tensor.dtype().name())));
+    }
+    let shape = tensor.shape().to_vec();
+    let is_aligned = tensor.address().is_multiple_of(align_of::<f32>() as u64);
+    if rule != CopyRule::Always && tensor.is_row_major() && is_aligned {
+        let len = shape.iter().product::<u64>() as usize;
+        return Ok(HostArray::new(shape, Arc::new(ImportedValues { tensor, len })));
+    }
+    if rule == CopyRule::Never {
+        return Err(raise_one(py, refuse_copy("it is not in row-major order, or not aligned")));
+    }
+    // SAFETY: the tensor is one of f32 in host memory; the caller of `distribute` writes it after the call at most.
+    Ok(HostArray::from_vec(shape, unsafe { tensor.copy_values() }))
 }
 
 /// Copies the values of an array, in row-major order.

@@ -3,23 +3,26 @@
 use std::collections::BTreeMap;
 
 use pyo3::basic::CompareOp;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PySlice, PyTuple};
-use tessera::arrays::HostArray;
+use pyo3::types::{PyDict, PyTuple};
+use tessera::T0099;
+use tessera::arrays::{ArrayValues, CopyRule, DeviceTensor, HostArray};
 use tessera_base::Diagnostic;
 use tessera_cli::codes::T1502;
 use tessera_mesh::{Axis, AxisLayout, DimName, Layout, Shard};
 
-use crate::array_memory::{Sharing, share_array, take_array};
+use crate::array_memory::{share_array, take_array};
+use crate::device_memory::{find_gpus, import_device_tensor};
 use crate::errors::{OrRaise, raise_one};
+use crate::local_array::LocalArray;
 use crate::mesh::{Mesh, Spec};
 
 /// An array that is sharded or replicated over the devices of a mesh.
 #[pyclass(frozen, from_py_object, module = "tessera.dist")]
 #[derive(Debug, Clone)]
 pub(crate) struct DTensor {
-    pub(crate) array: HostArray,
+    pub(crate) values: ArrayValues,
     pub(crate) mesh: Mesh,
     pub(crate) layout: Layout,
     pub(crate) dims: Vec<DimName>,
@@ -28,19 +31,52 @@ pub(crate) struct DTensor {
 
 /// Distributes an array over a mesh.
 #[pyfunction]
-#[pyo3(signature = (array, mesh, spec, *, dims=None, units=None))]
+#[pyo3(signature = (array, mesh, spec, *, dims=None, units=None, copy=None))]
 pub(crate) fn distribute(
     array: &Bound<'_, PyAny>,
     mesh: Mesh,
     spec: Spec,
     dims: Option<Vec<String>>,
     units: Option<BTreeMap<String, u64>>,
+    copy: Option<bool>,
 ) -> PyResult<DTensor> {
     let py = array.py();
-    let array = take_array(array, Sharing::IfPossible)?;
-    let (dims, units) = name_dims(py, array.shape().len(), dims, units.unwrap_or_default())?;
-    let layout = to_layout(py, &spec, (array.shape(), &dims, &units), &mesh)?;
-    Ok(DTensor { array, mesh, layout, dims, units })
+    let rule = match copy {
+        None => CopyRule::IfNeeded,
+        Some(true) => CopyRule::Always,
+        Some(false) => CopyRule::Never,
+    };
+    let source = match import_device_tensor(array)? {
+        Some(tensor) => Source::Device(tensor),
+        None => Source::Host(take_array(array, rule)?),
+    };
+    let (dims, units) = name_dims(py, source.shape().len(), dims, units.unwrap_or_default())?;
+    let layout = to_layout(py, &spec, (source.shape(), &dims, &units), &mesh)?;
+    let values = match source {
+        Source::Host(array) => ArrayValues::Host(array),
+        Source::Device(tensor) => {
+            let map = mesh.rank_map(py)?;
+            let place = (&mesh.mesh, &map, &layout);
+            let gpus = find_gpus(py)?;
+            ArrayValues::Device(py.detach(|| gpus.distribute(&tensor, place, rule)).or_raise(py)?)
+        }
+    };
+    Ok(DTensor { values, mesh, layout, dims, units })
+}
+
+/// The array from which a tensor is made.
+enum Source {
+    Host(HostArray),
+    Device(DeviceTensor),
+}
+
+impl Source {
+    fn shape(&self) -> &[u64] {
+        match self {
+            Source::Host(array) => array.shape(),
+            Source::Device(tensor) => &tensor.shape,
+        }
+    }
 }
 
 /// Returns the names of a tensor's dims, which are those of a weight by default, and the unit in which each is sharded.
@@ -110,7 +146,7 @@ impl DTensor {
     /// Extents of the whole tensor.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.array.shape())
+        PyTuple::new(py, self.values.shape())
     }
 
     /// Name of the element type.
@@ -148,7 +184,7 @@ impl DTensor {
     fn total_bytes(&self) -> u64 {
         let local = |rank| {
             let coord = self.mesh.mesh.coord_of(rank);
-            4 * self.layout.local_shape(self.array.shape(), &self.mesh.mesh, coord).iter().product::<u64>()
+            4 * self.layout.local_shape(self.values.shape(), &self.mesh.mesh, coord).iter().product::<u64>()
         };
         self.mesh.mesh.iter().map(local).sum()
     }
@@ -158,17 +194,30 @@ impl DTensor {
         PyTuple::new(py, self.ranges_of(rank)?.into_iter().map(|(_, len)| len))
     }
 
-    /// Returns a rank's shard, as a read-only view of the memory of this tensor.
-    fn local<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Bound<'py, PyAny>> {
-        let ranges = self.ranges_of(rank)?;
-        let slices =
-            ranges.iter().map(|(start, len)| PySlice::new(py, *start as isize, (start + len) as isize, 1));
-        share_array(py, &self.array)?.get_item(PyTuple::new(py, slices)?)
+    /// The kind of device in whose memory the shards lie: `"cpu"` or `"gpu"`.
+    #[getter]
+    fn device(&self) -> &'static str {
+        match self.values {
+            ArrayValues::Host(_) => "cpu",
+            ArrayValues::Device(_) => "gpu",
+        }
     }
 
-    /// Returns the whole tensor, as a read-only array over the memory of this tensor.
+    /// Returns a rank's shard, in the memory of this tensor.
+    fn local(&self, rank: u32) -> PyResult<LocalArray> {
+        let ranges = self.ranges_of(rank)?;
+        match &self.values {
+            ArrayValues::Host(array) => Ok(LocalArray::of_host(array.clone(), ranges)),
+            ArrayValues::Device(array) => match array.shard(rank) {
+                Some(shard) => Ok(LocalArray::of_device(shard.clone(), ranges)),
+                None => Err(PyValueError::new_err(format!("rank {rank} has no shard of this tensor"))),
+            },
+        }
+    }
+
+    /// Returns the whole tensor as a read-only array: over the memory of this tensor, or a copy of the shards on GPUs.
     fn gather<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        share_array(py, &self.array)
+        share_array(py, &py.detach(|| self.values.gather()).or_raise(py)?)
     }
 
     #[pyo3(signature = (dtype=None, copy=None))]
@@ -178,24 +227,23 @@ impl DTensor {
         dtype: Option<Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        // numpy decides whether another dtype needs a copy, and refuses one where the caller excludes it.
-        let options = PyDict::new(py);
-        options.set_item("dtype", dtype)?;
-        options.set_item("copy", copy)?;
-        py.import("numpy")?.call_method("array", (share_array(py, &self.array)?,), Some(&options))
+        self.to_local(py)?.to_numpy(py, dtype, copy)
     }
 
-    #[pyo3(signature = (**options))]
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
         py: Python<'py>,
-        options: Option<Bound<'py, PyDict>>,
+        stream: Option<i64>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        share_array(py, &self.array)?.call_method("__dlpack__", (), options.as_ref())
+        self.to_local(py)?.export(py, stream, max_version, dl_device, copy)
     }
 
-    fn __dlpack_device__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        share_array(py, &self.array)?.call_method0("__dlpack_device__")
+    fn __dlpack_device__(&self, py: Python<'_>) -> PyResult<(i32, i32)> {
+        Ok(self.to_local(py)?.dlpack_device())
     }
 
     fn __richcmp__(&self, _other: &Bound<'_, PyAny>, _op: CompareOp) -> PyResult<bool> {
@@ -207,7 +255,7 @@ impl DTensor {
     }
 
     fn __repr__(&self) -> String {
-        let dims = self.dims.iter().zip(self.array.shape()).map(|(dim, n)| format!("{}={n}", dim.name()));
+        let dims = self.dims.iter().zip(self.values.shape()).map(|(dim, n)| format!("{}={n}", dim.name()));
         let dims: Vec<String> = dims.collect();
         let sharded = Axis::ALL.into_iter().filter_map(|axis| match self.layout.on_axis(axis) {
             AxisLayout::Shard(shard) => Some(format!("{} over {axis}", self.dims[shard.dim].name())),
@@ -215,22 +263,58 @@ impl DTensor {
         });
         let sharded: Vec<String> = sharded.collect();
         let layout = if sharded.is_empty() { "replicated".to_string() } else { sharded.join(", ") };
-        format!("DTensor(float32, {}, {layout}, mesh {})", dims.join(", "), self.mesh.mesh)
+        let place = if matches!(self.values, ArrayValues::Device(_)) { " on GPUs" } else { "" };
+        format!("DTensor(float32, {}, {layout}, mesh {}{place})", dims.join(", "), self.mesh.mesh)
     }
 }
 
 impl DTensor {
     /// Returns whether two arrays are the same memory in the same shape, layout and names.
     pub(crate) fn is_same(&self, other: &DTensor) -> bool {
-        std::ptr::eq(self.array.values(), other.array.values())
-            && self.array.shape() == other.array.shape()
+        let is_same_memory = match (&self.values, &other.values) {
+            (ArrayValues::Host(a), ArrayValues::Host(b)) => std::ptr::eq(a.values(), b.values()),
+            (ArrayValues::Device(a), ArrayValues::Device(b)) => a.is_same(b),
+            _ => false,
+        };
+        is_same_memory
+            && self.values.shape() == other.values.shape()
             && (self.layout, &self.dims, &self.units) == (other.layout, &other.dims, &other.units)
+    }
+
+    /// Returns the array in host memory, for what reads it there.
+    ///
+    /// # Errors
+    /// T0099 for a tensor on GPUs.
+    pub(crate) fn host_array(&self, reader: &str) -> Result<&HostArray, Diagnostic> {
+        match &self.values {
+            ArrayValues::Host(array) => Ok(array),
+            ArrayValues::Device(_) => {
+                let what = format!("{reader} read host memory, but the tensor lies on GPUs");
+                Err(Diagnostic::error(&T0099, what).with_hint("distribute what gather() returns"))
+            }
+        }
+    }
+
+    /// Returns the whole tensor as one array.
+    fn to_local(&self, py: Python<'_>) -> PyResult<LocalArray> {
+        let ranges: Vec<(u64, u64)> = self.values.shape().iter().map(|extent| (0, *extent)).collect();
+        match &self.values {
+            ArrayValues::Host(array) => Ok(LocalArray::of_host(array.clone(), ranges)),
+            ArrayValues::Device(array) => match array.wholes().next() {
+                Some(whole) => Ok(LocalArray::of_device(whole.clone(), ranges)),
+                None => {
+                    let what = "no GPU has the whole tensor";
+                    let hint = "take the shard of a rank with local(rank), or copy all to the host with gather()";
+                    Err(raise_one(py, Diagnostic::error(&T0099, what).with_hint(hint)))
+                }
+            },
+        }
     }
 
     /// Returns the start and length of every dim of a rank's shard.
     fn ranges_of(&self, rank: u32) -> PyResult<Vec<(u64, u64)>> {
         let coord = self.mesh.coord_of(rank)?;
-        let local = self.layout.local_shape(self.array.shape(), &self.mesh.mesh, coord);
+        let local = self.layout.local_shape(self.values.shape(), &self.mesh.mesh, coord);
         Ok(self.layout.global_ranges(&local, &self.mesh.mesh, coord))
     }
 }

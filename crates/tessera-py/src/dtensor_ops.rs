@@ -12,7 +12,7 @@ use crate::mesh::Spec;
 impl DTensor {
     /// Returns this tensor in another layout. The ranks exchange shards by a planned and verified program.
     fn redistribute(&self, py: Python<'_>, spec: Spec) -> PyResult<DTensor> {
-        let layout = to_layout(py, &spec, (self.array.shape(), &self.dims, &self.units), &self.mesh)?;
+        let layout = to_layout(py, &spec, (self.values.shape(), &self.dims, &self.units), &self.mesh)?;
         redistribute(py, self, layout)
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
-use tessera::arrays::HostArray;
+use tessera::arrays::ArrayValues;
 use tessera_mesh::Layout;
 
 use crate::dtensor::DTensor;
@@ -37,7 +37,7 @@ pub(crate) fn apply_eagerly(
         let name = format!("x{}", inputs.len());
         let id = lock(&state).add_input(&name, &ArraySpec::from(array)).or_raise(py)?;
         values.push(Value::new(Arc::clone(&state), id));
-        inputs.insert(name, array.array.clone());
+        inputs.insert(name, ArrayValues::Host(array.host_array("ops on arrays").or_raise(py)?.clone()));
     }
     let result = add_ops(py, &values)?.id();
     let graph = finish(py, state, vec![("y".to_string(), result)], true)?;
@@ -46,6 +46,7 @@ pub(crate) fn apply_eagerly(
 
 /// Returns an array in another layout.
 pub(crate) fn redistribute(py: Python<'_>, array: &DTensor, layout: Layout) -> PyResult<DTensor> {
+    let host = array.host_array("exchanges between layouts").or_raise(py)?;
     let state = Arc::new(Mutex::new(TraceState::new("redistribute")));
     let id = lock(&state).add_input("x", &ArraySpec::from(array)).or_raise(py)?;
     let mut graph = finish(py, state, vec![("y".to_string(), id)], true)?;
@@ -53,12 +54,12 @@ pub(crate) fn redistribute(py: Python<'_>, array: &DTensor, layout: Layout) -> P
     run_once(
         py,
         &Plan::from_graphs(py, vec![graph], None)?,
-        BTreeMap::from([("x".to_string(), array.array.clone())]),
+        BTreeMap::from([("x".to_string(), ArrayValues::Host(host.clone()))]),
     )
 }
 
 /// Runs a plan of one output whose ranks may still be loaded.
-fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, HostArray>) -> PyResult<DTensor> {
+fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, ArrayValues>) -> PyResult<DTensor> {
     let digest = plan.plan.sealed.digest_hex();
     let graph = plan.find_graph(None)?;
     let is_reusable = graph.weights.is_empty();

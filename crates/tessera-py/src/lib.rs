@@ -8,12 +8,17 @@
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
 mod array_memory;
+mod device_memory;
+mod dlpack_abi;
+mod dlpack_export;
+mod dlpack_import;
 mod dtensor;
 mod dtensor_ops;
 mod eager;
 mod errors;
 mod generate;
 mod layers;
+mod local_array;
 mod mesh;
 mod moe;
 mod numeric;
@@ -50,6 +55,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<mesh::ReplicateSpec>()?;
     module.add_class::<mesh::ShardSpec>()?;
     module.add_class::<dtensor::DTensor>()?;
+    module.add_class::<local_array::LocalArray>()?;
     module.add_class::<numeric::Numeric>()?;
     module.add_class::<layers::Layer>()?;
     module.add_class::<moe::Moe>()?;

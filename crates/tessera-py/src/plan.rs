@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use tessera::arrays::{ArrayPlan, HostArray};
+use tessera::arrays::{ArrayPlan, ArrayValues, HostArray};
 use tessera::sim::to_bundle;
 use tessera_estimate::load_machine;
 use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, Program, print};
@@ -107,10 +107,10 @@ impl Plan {
     }
 
     /// Wraps an output of a call.
-    pub(crate) fn to_dtensor(&self, graph: &Graph, name: &str, array: HostArray) -> DTensor {
+    pub(crate) fn to_dtensor(&self, graph: &Graph, name: &str, values: ArrayValues) -> DTensor {
         let named = graph.outputs.iter().find(|(output, ..)| output == name);
         let (dims, units) = named.map(|(_, dims, units)| (dims.clone(), units.clone())).unwrap_or_default();
-        DTensor { array, mesh: self.mesh.clone(), layout: self.output_layout(graph, name), dims, units }
+        DTensor { values, mesh: self.mesh.clone(), layout: self.output_layout(graph, name), dims, units }
     }
 
     fn explain_program(&self, graph: &Graph) -> String {

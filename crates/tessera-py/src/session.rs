@@ -8,10 +8,11 @@ use std::thread::ThreadId;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tessera::arrays::{ArrayInterrupt, ArrayProcessOptions, ArrayRun, HostArray, RunDevice};
+use tessera::arrays::{ArrayInterrupt, ArrayProcessOptions, ArrayRun, ArrayValues, CopyRule, RunDevice};
 use tessera::files::RunFolder;
 
-use crate::array_memory::{Sharing, take_array};
+use crate::array_memory::take_array;
+use crate::device_memory::import_device_tensor;
 use crate::dtensor::DTensor;
 use crate::errors::OrRaise;
 use crate::plan::Plan;
@@ -53,8 +54,9 @@ pub(crate) fn open_session(
     let weights = plan.weights();
     let shared = Arc::clone(&plan.plan);
     match ranks {
-        "threads" if device != RunDevice::Cpu => {
-            refuse("ranks on GPUs are processes: state ranks=\"processes\"".into())
+        "threads" if device == RunDevice::Cuda => {
+            let run = wait_for(py, || ArrayRun::start_gpu_thread(&shared, weights), || ())?;
+            Ok(Session::new(plan, run.or_raise(py)?, None))
         }
         "threads" => {
             // Loading only copies weights, so an interrupt waits for its end.
@@ -209,8 +211,8 @@ impl Session {
         &self,
         py: Python<'_>,
         graph: &Graph,
-        inputs: &BTreeMap<String, HostArray>,
-    ) -> PyResult<BTreeMap<String, HostArray>> {
+        inputs: &BTreeMap<String, ArrayValues>,
+    ) -> PyResult<BTreeMap<String, ArrayValues>> {
         if !self.is_of_this_process() {
             let message =
                 "the session belongs to the process of which this one is a fork: open another one here";
@@ -227,7 +229,7 @@ impl Session {
         let set_caller = |caller| *self.caller.lock().unwrap_or_else(PoisonError::into_inner) = caller;
         set_caller(Some(std::thread::current().id()));
         let name = &graph.program.name;
-        let outputs = wait_for(py, || run.call(name, inputs), || self.interrupt.interrupt());
+        let outputs = wait_for(py, || run.call_with(name, inputs), || self.interrupt.interrupt());
         set_caller(None);
         drop(guard);
         outputs?.or_raise(py)
@@ -237,7 +239,7 @@ impl Session {
         &self,
         py: Python<'_>,
         graph: &Graph,
-        mut outputs: BTreeMap<String, HostArray>,
+        mut outputs: BTreeMap<String, ArrayValues>,
     ) -> PyResult<Py<PyAny>> {
         let mut wrapped = Vec::new();
         for (name, ..) in &graph.outputs {
@@ -260,7 +262,7 @@ fn read_inputs(
     graph: &Graph,
     arguments: &Bound<'_, PyTuple>,
     named: Option<&Bound<'_, PyDict>>,
-) -> PyResult<BTreeMap<String, HostArray>> {
+) -> PyResult<BTreeMap<String, ArrayValues>> {
     let names = &graph.inputs;
     if arguments.len() > names.len() {
         let message = format!("the program has {} inputs, not {}", names.len(), arguments.len());
@@ -268,23 +270,26 @@ fn read_inputs(
     }
     let mut inputs = BTreeMap::new();
     for ((name, _), value) in names.iter().zip(arguments) {
-        inputs.insert(name.clone(), to_host_array(&value)?);
+        inputs.insert(name.clone(), to_values(&value)?);
     }
     for (name, value) in named.into_iter().flatten() {
         let name: String = name.extract()?;
         if inputs.contains_key(&name) {
             return Err(PyTypeError::new_err(format!("input `{name}` is given twice")));
         }
-        inputs.insert(name, to_host_array(&value)?);
+        inputs.insert(name, to_values(&value)?);
     }
     Ok(inputs)
 }
 
-fn to_host_array(value: &Bound<'_, PyAny>) -> PyResult<HostArray> {
-    match value.extract::<DTensor>() {
-        Ok(array) => Ok(array.array),
+fn to_values(value: &Bound<'_, PyAny>) -> PyResult<ArrayValues> {
+    if let Ok(array) = value.extract::<DTensor>() {
+        return Ok(array.values);
+    }
+    match import_device_tensor(value)? {
+        Some(tensor) => Ok(ArrayValues::Device(tensor.to_array().or_raise(value.py())?)),
         // A call copies its inputs, so they stay as they are.
-        Err(_) => take_array(value, Sharing::Never),
+        None => Ok(ArrayValues::Host(take_array(value, CopyRule::Always)?)),
     }
 }
 

@@ -7,14 +7,14 @@ use pyo3::basic::CompareOp;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use tessera::arrays::HostArray;
+use tessera::arrays::{CopyRule, HostArray};
 use tessera_base::Diagnostic;
 use tessera_cli::codes::{T1504, T1505};
 use tessera_ir::{Builder, DType, Opcode, Type, ValueId};
 use tessera_mesh::{DimName, Layout};
 use tessera_plan::DtypePolicy;
 
-use crate::array_memory::{Sharing, take_array};
+use crate::array_memory::take_array;
 use crate::dtensor::{DTensor, name_dims, to_layout};
 use crate::errors::OrRaise;
 use crate::mesh::{Mesh, ReplicateSpec, Spec};
@@ -63,7 +63,7 @@ impl ArraySpec {
 impl From<&DTensor> for ArraySpec {
     fn from(array: &DTensor) -> ArraySpec {
         ArraySpec {
-            shape: array.array.shape().to_vec(),
+            shape: array.values.shape().to_vec(),
             mesh: Some(array.mesh.clone()),
             layout: array.layout,
             dims: array.dims.clone(),
@@ -199,7 +199,7 @@ impl TraceState {
         if let Some((_, id)) = known {
             return Ok(*id);
         }
-        let id = self.push_weight("w", &array.array, array.layout);
+        let id = self.push_weight("w", array.host_array("plans")?, array.layout);
         self.captured.push((array.clone(), id));
         self.dims.insert(id, (array.dims.clone(), array.units.clone()));
         Ok(id)
@@ -334,7 +334,7 @@ impl Value {
         let numpy = py.import("numpy")?;
         let numbers = numpy.call_method1("asarray", (other, numpy.getattr("float32")?))?;
         let whole = numpy.call_method1("broadcast_to", (numbers, PyTuple::new(py, &shape)?))?;
-        let constant = take_array(&whole, Sharing::Never)?.values().to_vec();
+        let constant = take_array(&whole, CopyRule::Always)?.values().to_vec();
         emit(py, &self.state, &[Operand::Value(self.clone())], |t, ids| {
             let constant = t.add_constant(&shape, constant);
             Ok(t.builder.add_op(opcode, &[ids[0], constant]))

@@ -90,7 +90,7 @@ mod weights_origin;
 pub mod wire_dump;
 
 pub use budget::{BudgetRow, memory_budget};
-pub use codes::CODES;
+pub use codes::{CODES, T0099};
 pub use leader_memory::LeaderMemory;
 pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;

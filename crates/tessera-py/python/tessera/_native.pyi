@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Generic, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,16 @@ __version__: str
 Float32Array: TypeAlias = NDArray[np.float32]
 Spec: TypeAlias = ReplicateSpec | ShardSpec
 Operand: TypeAlias = Value | DTensor
-ArrayLike: TypeAlias = Float32Array | DTensor
+ArrayLike: TypeAlias = Float32Array | DTensor | LocalArray | SupportsDlpack
 Router: TypeAlias = Callable[[Any, RouterMeta], Any]
 Path: TypeAlias = str | PathLike[str]
 Piece = TypeVar("Piece", str, tuple[int, str])
+
+class SupportsDlpack(Protocol):
+    """An array of another library, such as a tensor of torch."""
+
+    def __dlpack__(self) -> Any: ...
+    def __dlpack_device__(self) -> Any: ...
 
 def run_command_line(arguments: Sequence[str], program: str) -> int: ...
 def explain_code(code: str) -> str | None: ...
@@ -91,14 +97,24 @@ class DTensor:
         """Bytes that all devices of the mesh hold together."""
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Returns the extents of a rank's shard."""
-    def local(self, rank: int) -> Float32Array:
-        """Returns a rank's shard, as a read-only view of the memory of this tensor."""
+    @property
+    def device(self) -> str:
+        """The kind of device in whose memory the shards lie: ``"cpu"`` or ``"gpu"``."""
+    def local(self, rank: int) -> LocalArray:
+        """Returns a rank's shard, in the memory of this tensor."""
     def gather(self) -> Float32Array:
-        """Returns the whole tensor, as a read-only array over the memory of this tensor."""
+        """Returns the whole tensor as a read-only array: over the memory of this tensor, or a copy of the shards on GPUs."""
     def redistribute(self, spec: Spec) -> DTensor:
         """Returns this tensor in another layout. The ranks exchange shards by a planned and verified program."""
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]: ...
-    def __dlpack__(self, **options: Any) -> Any: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
     @overload
     def __add__(self, other: DTensor) -> DTensor: ...
@@ -109,6 +125,34 @@ class DTensor:
     @overload
     def __mul__(self, other: Value) -> Value: ...
 
+class LocalArray:
+    """The part of a DTensor that one rank holds, which numpy, torch and jax read in its place: ``torch.from_dlpack(x.local(0))``.
+
+    It keeps the memory alive, and so does what others make of it. Nobody may write the memory: ranks read it at any time.
+    ``copy=True`` gives a consumer memory of its own.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str:
+        """The device in whose memory the values lie, such as ``"cpu"`` or ``"gpu:0"``."""
+    def to_host(self) -> Float32Array:
+        """Returns the values as a read-only array: over the memory of the tensor, or a copy of that of a GPU."""
+    def __len__(self) -> int: ...
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
 def distribute(
     array: Any,
     mesh: Mesh,
@@ -116,13 +160,19 @@ def distribute(
     *,
     dims: Sequence[str] | None = None,
     units: Mapping[str, int] | None = None,
+    copy: bool | None = None,
 ) -> DTensor:
     """Distributes an array of float32 over a mesh.
 
-    An array in row-major order is shared and becomes read-only, because ranks may read it at any time. numpy cannot forbid every
-    write: do not write to the memory through an older view, a memoryview or ``setflags``, and do not resize the array. A view of
-    an array that can still be written, memory of another library that offers writes, and an array in another order are copied. ``dims`` names the dims; without it they are
-    those of a weight. ``units`` gives the number of elements of a dim that stay together, such as the columns of a head.
+    A row-major array in host memory is shared. One of numpy becomes read-only; a view of an array that can still be written, and a
+    buffer that offers writes, are copied. Memory of another library that comes by DLPack, such as that of torch or jax, is shared as it
+    is: do not write it while the tensor, or anything made of it, is in use. Another order of elements is copied.
+
+    An array in GPU memory stays there. The mesh gives each rank a GPU of this process, and a shard shares the memory of the array if it
+    is contiguous and on the GPU of its rank. Any other shard is copied from GPU to GPU, and this waits for the copies.
+
+    ``copy=True`` copies always, and ``copy=False`` refuses an array that would have to be copied. ``dims`` names the dims; without
+    it they are those of a weight. ``units`` gives the number of elements of a dim that stay together, such as the columns of a head.
     """
 
 class Numeric:
@@ -460,7 +510,8 @@ def open_session(
 ) -> Session:
     """Loads a plan on ranks that are ``"threads"`` of this process or ``"processes"`` of this host.
 
-    ``device`` is ``"cpu"`` or ``"gpu"``; a rank on a GPU is a process.
+    ``device`` is ``"cpu"`` or ``"gpu"``. Ranks on GPUs are processes, which take and return arrays in host memory. The only
+    rank of a plan may be a thread instead: it reads arrays in the memory of its GPU there, and its outputs stay there.
 
     Processes write the record of the run to the folder ``out``, by default a temporary one that is removed with the session.
     An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.

@@ -76,6 +76,15 @@ impl ArrayGpus {
         GpuStream::open(&self.0.libraries, device)
     }
 
+    /// Copies an array to new memory of its GPU.
+    ///
+    /// # Errors
+    /// T1304 if the driver fails.
+    pub fn copy_array(&self, array: &GpuArray) -> Result<GpuArray, Diagnostic> {
+        let all = RowRun { first: 0, pitch: array.len(), rows: 1, len: array.len() };
+        self.open_stream(array.device())?.copy_runs(array, &[all], array.device())
+    }
+
     /// Distributes a tensor over the GPUs of the ranks of a mesh. A shard shares the tensor's memory if
     /// its elements are contiguous there and its rank has the tensor's GPU.
     ///
@@ -110,6 +119,16 @@ impl ArrayGpus {
 }
 
 impl DeviceTensor {
+    /// Returns the tensor as an array that one rank has whole, on the GPU where it lies.
+    ///
+    /// # Errors
+    /// T0099 for neighbouring elements that are apart, T1304 if the driver fails.
+    pub fn to_array(&self) -> Result<DeviceArray, Diagnostic> {
+        let ranges: Vec<(u64, u64)> = self.shape.iter().map(|extent| (0, *extent)).collect();
+        let values = self.take_shard(Rank(0), self.values.device(), &ranges, CopyRule::IfNeeded)?;
+        Ok(DeviceArray::from_whole(self.shape.clone(), 0, values))
+    }
+
     fn take_shard(
         &self,
         rank: Rank,
@@ -170,12 +189,10 @@ impl DeviceArray {
         self.shards.get(&rank).map(|shard| &shard.values)
     }
 
-    /// Returns the whole array, if a GPU has all of it.
-    #[must_use]
-    pub fn whole_on(&self, device: u32) -> Option<&GpuArray> {
+    /// Lists the shards that are the whole array.
+    pub fn wholes(&self) -> impl Iterator<Item = &GpuArray> {
         let is_whole = |shard: &&DeviceShard| shard.place.shape() == self.shape;
-        let mut wholes = self.shards.values().filter(is_whole).map(|shard| &shard.values);
-        wholes.find(|values| values.device() == device)
+        self.shards.values().filter(is_whole).map(|shard| &shard.values)
     }
 
     /// Returns whether two arrays are the same memory in the same shards.

@@ -52,7 +52,7 @@ impl GpuThread {
         let (mut own, mut found) = (BTreeMap::new(), Vec::new());
         for (name, values) in inputs {
             let ArrayValues::Device(array) = values else { continue };
-            match array.whole_on(self.device) {
+            match array.wholes().find(|whole| whole.device() == self.device) {
                 Some(whole) => {
                     own.insert(name.clone(), whole.clone());
                 }
