@@ -84,7 +84,9 @@ pub(crate) fn take_array(array: &Bound<'_, PyAny>, rule: CopyRule) -> PyResult<H
 
 /// Returns the refusal of an array in the memory of a device where host memory is needed.
 pub(crate) fn refuse_device(kind: i32, index: i32) -> Diagnostic {
-    let what = format!("an array in the memory of device {index} of DLPack kind {kind}, where host memory is needed");
+    let what = format!(
+        "an array in the memory of device {index} of DLPack kind {kind}, where host memory is needed"
+    );
     Diagnostic::error(&T0099, what).with_hint("copy it to the host first")
 }
 

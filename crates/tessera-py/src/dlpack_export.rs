@@ -46,11 +46,8 @@ pub(crate) fn export_memory(
 ) -> PyResult<Bound<'_, PyAny>> {
     let flags = if memory.is_copy { IS_COPIED } else { READ_ONLY };
     let signed = |extents: &[u64]| extents.iter().map(|n| *n as i64).collect::<Vec<i64>>();
-    let mut exported = Box::new(Exported {
-        shape: signed(&memory.shape),
-        strides: memory.strides,
-        owner: memory.owner,
-    });
+    let mut exported =
+        Box::new(Exported { shape: signed(&memory.shape), strides: memory.strides, owner: memory.owner });
     let tensor = DlTensor {
         data: memory.address as *mut c_void,
         device: memory.device,
@@ -86,8 +83,9 @@ fn make_capsule<'py, T>(
     let raw = NonNull::from(Box::leak(managed));
     // SAFETY: the struct lives until its deleter is called, which the destructor does unless a consumer has; both
     // may run on any thread.
-    let capsule =
-        unsafe { PyCapsule::new_with_pointer_and_destructor(py, raw.cast::<c_void>(), name, Some(destructor)) };
+    let capsule = unsafe {
+        PyCapsule::new_with_pointer_and_destructor(py, raw.cast::<c_void>(), name, Some(destructor))
+    };
     match capsule {
         Ok(capsule) => Ok(capsule.into_any()),
         Err(e) => {
@@ -106,7 +104,7 @@ unsafe extern "C" fn delete_versioned(managed: *mut VersionedTensor) {
     // SAFETY: the caller guarantees that both boxes were made by `export_memory` and are used no more.
     unsafe {
         let managed = Box::from_raw(managed);
-        drop(Box::from_raw(managed.context.cast::<Exported>()));
+        free_exported(Box::from_raw(managed.context.cast::<Exported>()));
     }
 }
 
@@ -118,8 +116,15 @@ unsafe extern "C" fn delete_unversioned(managed: *mut ManagedTensor) {
     // SAFETY: as in `delete_versioned`.
     unsafe {
         let managed = Box::from_raw(managed);
-        drop(Box::from_raw(managed.context.cast::<Exported>()));
+        free_exported(Box::from_raw(managed.context.cast::<Exported>()));
     }
+}
+
+/// Frees what a tensor points to. A Python object may own the memory; without the interpreter's lock it would be let go
+/// at the next call of this package only.
+fn free_exported(exported: Box<Exported>) {
+    let mut exported = Some(exported);
+    Python::try_attach(|_| drop(exported.take()));
 }
 
 /// Frees the tensor of a capsule that no consumer took.

@@ -85,8 +85,10 @@ impl ImportedTensor {
         let count = usize::try_from(tensor.dim_count)
             .map_err(|_| PyBufferError::new_err(format!("a tensor of {} dims", tensor.dim_count)))?;
         // SAFETY: DLPack promises `dim_count` extents, and strides unless the pointer is null.
-        let (shape, strides) = unsafe { (copy_array(tensor.shape, count), copy_array(tensor.strides, count)) };
-        let Some(shape) = shape.iter().flatten().map(|n| u64::try_from(*n).ok()).collect::<Option<Vec<u64>>>()
+        let (shape, strides) =
+            unsafe { (copy_array(tensor.shape, count), copy_array(tensor.strides, count)) };
+        let Some(shape) =
+            shape.iter().flatten().map(|n| u64::try_from(*n).ok()).collect::<Option<Vec<u64>>>()
         else {
             return Err(PyBufferError::new_err(format!("a tensor of shape {shape:?}")));
         };

@@ -304,7 +304,8 @@ impl DTensor {
                 Some(whole) => Ok(LocalArray::of_device(whole.clone(), ranges)),
                 None => {
                     let what = "no GPU has the whole tensor";
-                    let hint = "take the shard of a rank with local(rank), or copy all to the host with gather()";
+                    let hint =
+                        "take the shard of a rank with local(rank), or copy all to the host with gather()";
                     Err(raise_one(py, Diagnostic::error(&T0099, what).with_hint(hint)))
                 }
             },

@@ -140,7 +140,8 @@ impl LocalArray {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         if let LocalMemory::Device(values) = &self.memory {
-            let what = format!("the array lies in the memory of GPU {}, which numpy does not read", values.device());
+            let what =
+                format!("the array lies in the memory of GPU {}, which numpy does not read", values.device());
             let hint = "copy it to the host with gather() or to_host()";
             return Err(raise_one(py, Diagnostic::error(&T0099, what).with_hint(hint)));
         }

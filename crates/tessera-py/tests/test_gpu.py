@@ -107,8 +107,9 @@ def trace_layer(mesh: dist.Mesh, weight: Array, tokens: int) -> graph.Plan:
 
 def expected_layer(x: Array, weight: Array) -> NDArray[np.float64]:
     """Returns silu(x W') in float64."""
-    y: NDArray[np.float64] = x.astype(np.float64) @ weight.astype(np.float64).T
-    return y / (1 + np.exp(-y))
+    y = x.astype(np.float64) @ weight.astype(np.float64).T
+    activated: NDArray[np.float64] = y / (1 + np.exp(-y))
+    return activated
 
 
 def open_thread(plan: graph.Plan) -> rt.Session:
@@ -201,7 +202,7 @@ def test_memory_on_a_gpu_lives_as_long_as_its_views(torch: Any) -> None:
 
 
 def test_a_session_takes_and_returns_torch_tensors(torch: Any, rng: np.random.Generator) -> None:
-    weight, x = draw(rng, 96, 64) / 8, draw(rng, 48, 64)
+    weight, x = draw(rng, 96, 64) * np.float32(1 / 8), draw(rng, 48, 64)
     plan = trace_layer(one_gpu(), weight, 48)
     source = torch.from_numpy(x).cuda()
     before = torch.cuda.current_device()
@@ -242,7 +243,7 @@ def test_streams_wait_for_one_another(torch: Any, rng: np.random.Generator) -> N
     size = 2048
     weight = np.eye(size, dtype=np.float32)
     plan = trace_layer(one_gpu(), weight, size)
-    base = torch.from_numpy(draw(rng, size, size) / size**0.5).cuda()
+    base = torch.from_numpy(draw(rng, size, size) * np.float32(size**-0.5)).cuda()
     expected = base
     for _ in range(40):
         expected = torch.tanh(expected @ base) + 1

@@ -46,11 +46,7 @@ pub fn find_gpu(
 ///
 /// # Errors
 /// T0776 for a GPU that this host does not show.
-pub fn find_array_gpu(
-    gpus: &[Gpu],
-    (mesh, map): (&Mesh, &RankMap),
-    rank: Rank,
-) -> Result<u32, Diagnostic> {
+pub fn find_array_gpu(gpus: &[Gpu], (mesh, map): (&Mesh, &RankMap), rank: Rank) -> Result<u32, Diagnostic> {
     let index = locate(gpus, (mesh, map), 0, rank)?;
     if (index as usize) < gpus.len() {
         return Ok(index);

@@ -126,8 +126,7 @@ impl CudaBackend {
     /// Returns the address to which a run copies an output.
     pub(super) fn output_address(&self, program: usize, op: &Op) -> CudaResult<u64> {
         let name = format!("{program}/{}", op.name.as_deref().unwrap_or_default());
-        let o =
-            self.outputs.get(&name).ok_or_else(|| CudaError(format!("no memory for output {name}")))?;
+        let o = self.outputs.get(&name).ok_or_else(|| CudaError(format!("no memory for output {name}")))?;
         let own = &self.programs[program];
         let start = match &own.device_outputs {
             Some(memory) => memory.device_address(),

@@ -137,7 +137,8 @@ impl DeviceTensor {
         rule: CopyRule,
     ) -> Result<GpuArray, Diagnostic> {
         let Some(runs) = plan_runs(&self.strides, ranges) else {
-            let what = format!("a tensor of strides {:?} has neighbouring elements that are apart", self.strides);
+            let what =
+                format!("a tensor of strides {:?} has neighbouring elements that are apart", self.strides);
             return Err(Diagnostic::error(&T0099, what)
                 .with_note("copies on a GPU move runs of neighbouring elements")
                 .with_hint("make it contiguous first, such as by tensor.contiguous()"));
@@ -280,7 +281,8 @@ fn plan_runs(strides: &[i64], ranges: &[(u64, u64)]) -> Option<Vec<RowRun>> {
         len *= extent;
     }
     let Some((pitch, rows)) = dims.pop() else {
-        let run = RowRun { first: usize::try_from(first).ok()?, pitch: len as usize, rows: 1, len: len as usize };
+        let run =
+            RowRun { first: usize::try_from(first).ok()?, pitch: len as usize, rows: 1, len: len as usize };
         return Some(vec![run]);
     };
     if len == 1 || pitch < len as i64 || dims.iter().any(|(stride, _)| *stride < 0) {
@@ -302,7 +304,8 @@ mod tests {
 
     /// Returns the elements of runs, in order.
     fn elements(runs: &[RowRun]) -> Vec<usize> {
-        let rows = runs.iter().flat_map(|run| (0..run.rows).map(move |row| (run.first + row * run.pitch, run.len)));
+        let rows =
+            runs.iter().flat_map(|run| (0..run.rows).map(move |row| (run.first + row * run.pitch, run.len)));
         rows.flat_map(|(first, len)| first..first + len).collect()
     }
 
@@ -323,10 +326,12 @@ mod tests {
                     [i, j, k].iter().zip(strides).map(|(i, s)| *i as usize * s as usize).sum::<usize>()
                 };
                 let [a, b, c] = ranges.map(|(start, len)| start..start + len);
-                let all = a.flat_map(|i| b.clone().flat_map({
-                    let c = c.clone();
-                    move |j| c.clone().map(move |k| index(i, j, k))
-                }));
+                let all = a.flat_map(|i| {
+                    b.clone().flat_map({
+                        let c = c.clone();
+                        move |j| c.clone().map(move |k| index(i, j, k))
+                    })
+                });
                 assert_eq!(elements(&runs), all.collect::<Vec<_>>(), "{ranges:?} {strides:?}");
             }
         }

@@ -10,7 +10,8 @@ impl MeshEngine {
     /// Checks that the outputs of a phase in GPU memory are finite, as a call checks those in host memory. After a
     /// failure the weights are hashed again, because a changed weight is the likeliest cause.
     pub(super) fn check_device_outputs(&mut self, phase: &str) -> Result<(), EngineFault> {
-        let Some(found) = self.call_arrays.as_ref().and_then(|arrays| describe_nonfinite(arrays, phase)) else {
+        let Some(found) = self.call_arrays.as_ref().and_then(|arrays| describe_nonfinite(arrays, phase))
+        else {
             return Ok(());
         };
         if let Some(part) = self.weight_fingerprints.audit(&mut *self.backend)
