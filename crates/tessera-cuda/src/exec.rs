@@ -240,8 +240,11 @@ struct PreparedProgram {
     staged_bytes: usize,
     /// Pinned host memory that outputs are copied to, unless they stay on the device.
     host_outputs: PinnedMemory,
-    /// The device memory of outputs that stay on the device, with the offsets of those on the host.
+    /// The device memory of outputs that stay on the device, with the offsets of those on the host. Behind them lie
+    /// the words in which the check of an output counts.
     device_outputs: Option<DeviceMemory>,
+    /// Bytes of the outputs in `device_outputs`.
+    device_output_bytes: usize,
     /// The host's copies of chosen ids, which lie behind the outputs.
     chosen_ids: Vec<ChosenIds>,
     /// The graph that the program declares, and that the backend captures.

@@ -286,8 +286,9 @@ fn to_values(value: &Bound<'_, PyAny>) -> PyResult<ArrayValues> {
     if let Ok(array) = value.extract::<DTensor>() {
         return Ok(array.values);
     }
+    let py = value.py();
     match import_device_tensor(value)? {
-        Some(tensor) => Ok(ArrayValues::Device(tensor.to_array().or_raise(value.py())?)),
+        Some(tensor) => Ok(ArrayValues::Device(py.detach(|| tensor.to_array()).or_raise(py)?)),
         // A call copies its inputs, so they stay as they are.
         None => Ok(ArrayValues::Host(take_array(value, CopyRule::Always)?)),
     }

@@ -97,21 +97,22 @@ impl CudaBackend {
 
     fn keep_call_output(&mut self, program: usize, offset: u64, len: usize) -> CudaResult<GpuOutput> {
         let memory = DeviceMemory::new(len * size_of::<f32>())?;
-        let found = DeviceMemory::new(2 * size_of::<u64>())?;
-        found.zero_fill()?;
         let own = &self.programs[program];
         let Some(area) = &own.device_outputs else {
             return cuda_failure("the program was loaded without memory for its outputs");
         };
         let from = area.slice::<f32>(offset, len)?;
+        let found = area.slice::<u64>(own.device_output_bytes as u64, 2)?;
         let name = first_stream_name(&own.program);
         let main = self.streams.get(name).ok_or_else(|| CudaError(format!("no stream {name}")))?;
         // SAFETY: both ranges have these bytes and are alive until the stream has completed the copy, which
         // this function waits for. The run that writes the outputs has completed.
         unsafe { main.copy_async(memory.device_address(), from.address(), len * size_of::<f32>()) }?;
+        // SAFETY: the two words lie behind the outputs, where no other work is.
+        unsafe { main.zero_async(found.address(), 2 * size_of::<u64>()) }?;
         let args = CountNonfinite {
             x: memory.device_address().into(),
-            found: found.device_address().into(),
+            found: found.address().into(),
             n: len as i64,
         };
         let launch = KernelLaunch::elements(COUNT_NONFINITE, len as u64, args);
@@ -119,7 +120,7 @@ impl CudaBackend {
         unsafe { self.kernels.launch(&launch, main) }?;
         main.spin_until_done(&self.done_event)?;
         let mut words = [0_u64; 2];
-        copy_to_host(&mut words, found.slice(0, 2)?)?;
+        copy_to_host(&mut words, found)?;
         let nonfinite = match words {
             [0, _] => None,
             [count, behind] => {

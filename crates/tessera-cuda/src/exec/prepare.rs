@@ -76,7 +76,8 @@ impl CudaBackend {
         let (scratch_locations, mut end) = assign_scratch(p, fused_groups, op_scratch as u64);
         let wire_words = place_wire_words(p, &views, &mut end);
         let stays_on_device = self.call_arrays.is_some();
-        let device_outputs = stays_on_device.then(|| DeviceMemory::new(layout.output_bytes));
+        let device_outputs =
+            stays_on_device.then(|| DeviceMemory::new(layout.output_bytes + ALIGNMENT as usize));
         let is_read_by_host = !stays_on_device || !layout.chosen_ids.is_empty();
         let host_output_bytes = if is_read_by_host { layout.output_bytes } else { 0 };
         for (v, place) in scratch_locations {
@@ -99,6 +100,7 @@ impl CudaBackend {
             staged_bytes,
             host_outputs: PinnedMemory::new(host_output_bytes).map_err(broken)?,
             device_outputs: device_outputs.transpose().map_err(broken)?,
+            device_output_bytes: layout.output_bytes,
             chosen_ids: layout.chosen_ids,
             declared_graph: declared_graph(p)?,
             graph: None,
