@@ -382,7 +382,7 @@ mod tests {
 
     #[test]
     fn runs_of_shared_memory_are_packed_and_the_owner_is_dropped_once() {
-        struct Owner(Arc<()>, #[allow(dead_code)] DeviceMemory);
+        struct Owner(#[allow(dead_code)] Arc<()>, #[allow(dead_code)] DeviceMemory);
         let Some(gpu) = open_test_gpu() else { return };
         let values: Vec<f32> = (0..7 * 11).map(|i| i as f32).collect();
         let memory = DeviceMemory::new(4 * values.len()).unwrap();

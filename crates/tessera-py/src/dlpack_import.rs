@@ -154,15 +154,15 @@ impl ImportedTensor {
         if self.shape.contains(&0) {
             return Some(0);
         }
-        let steps = self.shape.iter().zip(&self.strides).map(|(extent, stride)| {
+        let mut steps = self.shape.iter().zip(&self.strides).map(|(extent, stride)| {
             usize::try_from(*stride).ok()?.checked_mul(usize::try_from(extent - 1).ok()?)
         });
-        steps.fold(Some(1usize), |all, step| all?.checked_add(step?))
+        steps.try_fold(1usize, |all, step| all.checked_add(step?))
     }
 
     fn as_tensor(&self) -> &DlTensor {
-        // SAFETY: `take` took the struct from its capsule, and it lives until the deleter is called.
         match &self.managed {
+            // SAFETY: `take` took the struct from its capsule, and it lives until the deleter is called.
             Managed::Unversioned(managed) => unsafe { &managed.as_ref().tensor },
             // SAFETY: as above.
             Managed::Versioned(managed) => unsafe { &managed.as_ref().tensor },

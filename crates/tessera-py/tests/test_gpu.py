@@ -233,9 +233,9 @@ def test_several_inputs_and_outputs_may_be_anywhere(torch: Any, rng: np.random.G
     columns = torch.zeros(6, 16, device="cuda:0")
     columns[:, 4:12] = torch.from_numpy(y).cuda()
     with open_thread(plan) as run:
-        total, product = run(x, columns[:, 4:12])
-        assert np.array_equal(total.gather(), x + y) and np.array_equal(product.gather(), x * y)
-        total, _ = run(total, product)
+        total, scaled = run(x, columns[:, 4:12])
+        assert np.array_equal(total.gather(), x + y) and np.array_equal(scaled.gather(), x * y)
+        total, _ = run(total, scaled)
         assert np.array_equal(total.gather(), x + y + x * y)
 
 
@@ -272,7 +272,7 @@ def test_streams_wait_for_one_another(torch: Any, rng: np.random.Generator) -> N
         columns = dist.distribute(x, one_gpu(2), shard(row="tp"))
     with torch.cuda.stream(consumer):
         total = torch.from_dlpack(shared.local(0)) + 0
-    # Products of several streams may differ in their last bits.
+    # Matmuls on several streams may differ in their last bits.
     for found in (shared.gather(), columns.gather()):
         assert np.allclose(found, expected.cpu().numpy(), rtol=1e-3, atol=1e-3)
     consumer.synchronize()
