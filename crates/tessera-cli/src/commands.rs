@@ -14,5 +14,6 @@ pub mod models;
 pub mod parity;
 pub mod plan;
 pub mod record;
+pub mod serve;
 pub mod stream;
 pub mod wire;

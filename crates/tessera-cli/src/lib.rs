@@ -26,7 +26,7 @@ use tessera_base::{Diagnostic, DiagnosticFormat};
 
 use commands::{
     autopsy, bench, bringup, check, doctor, drill, explain, generate, lint, measure, models, parity, plan,
-    record, stream, wire,
+    record, serve, stream, wire,
 };
 use output::{CliError, CliResult, EXIT_USAGE};
 use parse::invalid_argument;
@@ -68,6 +68,7 @@ enum CliCommand {
     Bench(Box<bench::Args>),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
+    Serve(Box<serve::Args>),
     Generate(Box<generate::Args>),
     Parity(Box<parity::Args>),
     /// Run one rank of a stream. `tessera stream` starts this; do not run it directly.
@@ -119,6 +120,7 @@ pub fn run(arguments: Vec<OsString>, program: Result<String, Diagnostic>) -> u8 
         CliCommand::Generate(args) => (args.format.into(), generate::run(&args, program)),
         CliCommand::Parity(args) => (args.format.into(), parity::run(&args)),
         CliCommand::Stream(args) => (args.format.into(), stream::run(&args, program)),
+        CliCommand::Serve(args) => (args.format.into(), serve::run(&args, program)),
         CliCommand::Bench(args) => (args.format().into(), bench::run(&args, program)),
         CliCommand::BenchRank { rank, orders } => return bench::run_rank(rank, &orders),
         CliCommand::Rank => {

@@ -82,7 +82,7 @@ impl From<Diagnostic> for CliError {
 pub fn full_registry() -> Registry {
     let library_codes = tessera_tools::diagnostic_registry();
     let library_codes: Vec<&'static Code> = library_codes.iter().collect();
-    Registry::new(&[&library_codes, crate::codes::CODES])
+    Registry::new(&[&library_codes, tessera_serve::codes::CODES, crate::codes::CODES])
 }
 
 /// Prints diagnostics: text to standard error, JSON lines and GitHub workflow commands to standard

@@ -213,12 +213,15 @@ mod tests {
         ];
         let c = ChunkProgress {
             chunk: 1,
+            request: 1,
+            epoch: 1,
             chunks: 8,
             frames: 24,
             fps: 23.44,
             phases: phases.map(|(n, ns)| (n.to_string(), ns)).to_vec(),
             queued_in: 1,
             queued_out: 0,
+            call_ns: 5_500_000,
         };
         assert_eq!(
             chunk_line(&c),

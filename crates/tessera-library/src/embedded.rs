@@ -46,6 +46,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/design/0026-guidance.md", include_str!("../../../docs/design/0026-guidance.md")),
     ("docs/design/0027-language-models.md", include_str!("../../../docs/design/0027-language-models.md")),
     ("docs/design/0028-array-programs.md", include_str!("../../../docs/design/0028-array-programs.md")),
+    ("docs/design/0030-serving.md", include_str!("../../../docs/design/0030-serving.md")),
     ("docs/glossary.md", include_str!("../../../docs/glossary.md")),
     ("docs/guides/add-a-backend.md", include_str!("../../../docs/guides/add-a-backend.md")),
     ("docs/guides/add-a-drill.md", include_str!("../../../docs/guides/add-a-drill.md")),
@@ -64,6 +65,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/guides/outputs.md", include_str!("../../../docs/guides/outputs.md")),
     ("docs/guides/plan-a-rack.md", include_str!("../../../docs/guides/plan-a-rack.md")),
     ("docs/guides/prior-art.md", include_str!("../../../docs/guides/prior-art.md")),
+    ("docs/guides/serve.md", include_str!("../../../docs/guides/serve.md")),
     ("docs/guides/several-groups.md", include_str!("../../../docs/guides/several-groups.md")),
     ("docs/guides/several-hosts.md", include_str!("../../../docs/guides/several-hosts.md")),
     ("docs/guides/torch-flight-recorder.md", include_str!("../../../docs/guides/torch-flight-recorder.md")),
@@ -230,6 +232,8 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/reference/environment.md", include_str!("../../../docs/reference/environment.md")),
     ("docs/reference/parity.md", include_str!("../../../docs/reference/parity.md")),
     ("docs/reference/python.md", include_str!("../../../docs/reference/python.md")),
+    ("docs/reference/serve-metrics.md", include_str!("../../../docs/reference/serve-metrics.md")),
+    ("docs/reference/stream-protocol.md", include_str!("../../../docs/reference/stream-protocol.md")),
     ("docs/reference/tripwires.md", include_str!("../../../docs/reference/tripwires.md")),
 ];
 

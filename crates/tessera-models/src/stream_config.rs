@@ -385,6 +385,16 @@ prediction = \"{prediction}\"\n\n{guidance}{noise}{input}[text]\nencoder = \"{te
         [nearest_multiple(width, sw * model.patch[1]), nearest_multiple(height, sh * model.patch[0])]
     }
 
+    /// Returns the frame rate as a fraction, to hundredths.
+    #[must_use]
+    pub fn frame_rate_fraction(&self) -> (u32, u32) {
+        if self.fps.fract() == 0.0 {
+            (self.fps as u32, 1)
+        } else {
+            ((self.fps * 100.0).round().min(65_000.0) as u32, 100)
+        }
+    }
+
     /// Returns the number of pixel frames of a chunk. The first chunk of a scene may have fewer:
     /// [`Self::first_chunk_frames`].
     #[must_use]

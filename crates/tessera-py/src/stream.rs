@@ -178,8 +178,8 @@ impl LiveRun for LiveStream {
 
 /// Turns a chunk into an object whose array owns the frames.
 fn to_python(py: Python<'_>, chunk: LiveChunk) -> PyResult<VideoChunk> {
-    let LiveChunk { index, shape: [frames, height, width], rgb } = chunk;
+    let LiveChunk { progress, shape: [frames, height, width], rgb } = chunk;
     let array = Array4::from_shape_vec((frames, height, width, 3), rgb)
         .map_err(|e| PyValueError::new_err(e.to_string()))?;
-    Ok(VideoChunk { index, frames: array.into_pyarray(py).unbind() })
+    Ok(VideoChunk { index: progress.chunk, frames: array.into_pyarray(py).unbind() })
 }

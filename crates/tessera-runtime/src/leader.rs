@@ -513,6 +513,8 @@ impl Leader {
         self.progress += 1;
         self.actions.push(Action::Report(Message::Progress(Progress {
             chunk,
+            request: finished.request,
+            epoch: finished.epoch,
             frames: delivery.frames,
             call_ns: self.now_ns.saturating_sub(finished.decided_ns),
             ids: delivery.ids,

@@ -20,13 +20,14 @@ pub use frame::{FrameHeader, decode, decode_body, decode_header, encode};
 pub use message::{
     ArrayCall, ArrayOutputs, CallContext, CallObservation, ChangeEffect, ChangedSetting, Commit, Done,
     DuplicatePolicy, FaultReport, FinishReason, Heartbeat, HelloAck, Init, Message, MessageKind, OpClassWork,
-    Progress, RankMemory, Ready, Refused, SenderRole, ShardFingerprint, StreamChange, TokenEvent, Welcome,
+    Progress, RankMemory, Ready, Refused, RequestLimit, SenderRole, ShardFingerprint, StreamChange,
+    TokenEvent, Welcome,
 };
 pub use tensor::{Dtype, Tensor, TensorSpec, Tensors};
 
 /// Version of everything in this module. Any change of a field, an order or a meaning must increase
 /// it.
-pub const WIRE_VERSION: u16 = 7;
+pub const WIRE_VERSION: u16 = 8;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"TSRA";
 /// Origin of frames from the launching process; every other origin is a rank.

@@ -12,8 +12,9 @@ use tessera_runtime::wire::{
     ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, ChangeEffect, ChangedSetting, Commit,
     Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, FaultReport, FinishReason, HEADER_BYTES,
     Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message, MessageKind, OpClassWork, PhaseCall,
-    Progress, RankMemory, Ready, Refused, Reload, ScalarArg, SenderRole, ShardFingerprint, StreamChange,
-    Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header, encode, envelope_reference,
+    Progress, RankMemory, Ready, Refused, Reload, RequestLimit, ScalarArg, SenderRole, ShardFingerprint,
+    StreamChange, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header, encode,
+    envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 
@@ -117,6 +118,8 @@ fn every_message() -> Vec<Message> {
         Message::Heartbeat(Heartbeat { progress: 1 << 40 }),
         Message::Progress(Progress {
             chunk: 1,
+            request: 3,
+            epoch: 2,
             frames: 12,
             phases: vec![("text".into(), 5)],
             queued_in: 2,
@@ -135,6 +138,7 @@ fn every_message() -> Vec<Message> {
             number: 1,
             setting: ChangedSetting::Prompt("a red kite".into()),
         }),
+        Message::RequestLimit(RequestLimit { chunks: 5 }),
         Message::ChangeEffect(ChangeEffect { number: 1, chunk: 4 }),
         Message::Failed(failure()),
     ]
@@ -164,13 +168,16 @@ fn every_message_round_trips_and_has_a_sender() {
 #[test]
 fn an_unknown_version_is_refused_from_the_header_alone_with_both_versions() {
     let mut frame = encode(0, &Message::Stop).expect("within limits");
-    frame[4..6].copy_from_slice(&8u16.to_le_bytes());
+    frame[4..6].copy_from_slice(&(WIRE_VERSION + 1).to_le_bytes());
     // Lengths that no host could allocate.
     frame[8..20].fill(0xff);
     let head: [u8; HEADER_BYTES] = frame[..HEADER_BYTES].try_into().expect("long enough");
     let d = decode_header(&head).expect_err("refused");
     assert_eq!(d.code.id, "T0701");
-    assert_eq!(d.message, format!("the peer uses wire version 8, this process uses {WIRE_VERSION}"));
+    assert_eq!(
+        d.message,
+        format!("the peer uses wire version {}, this process uses {WIRE_VERSION}", WIRE_VERSION + 1)
+    );
 }
 
 #[test]

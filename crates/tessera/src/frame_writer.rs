@@ -54,7 +54,7 @@ impl FrameWriter {
             std::fs::create_dir(folder).map_err(|e| write_error(folder, &e))?;
         }
         let size = (stream.width as u32, stream.height as u32);
-        let fps = frame_rate_fraction(stream.fps);
+        let fps = stream.frame_rate_fraction();
         let targets = outputs.pipes.iter().zip(pipes.fds);
         let pipes = targets.map(|(target, out)| FramePipe::start(target, out, (size, fps), pipes.patience));
         let pipes = pipes.collect::<Result<Vec<_>, Diagnostic>>()?;
@@ -178,11 +178,6 @@ impl ClipFile {
 /// Creates an APNG stream with the model's size and frame rate, and returns it with its header
 /// bytes.
 pub(crate) fn new_clip_stream(video: &VideoModel) -> Result<(ApngStream, Vec<u8>), Diagnostic> {
-    let (fps, per) = frame_rate_fraction(video.stream.fps);
+    let (fps, per) = video.stream.frame_rate_fraction();
     ApngStream::new(video.stream.width as u32, video.stream.height as u32, fps, per)
-}
-
-/// Converts a frame rate to a fraction of integers.
-fn frame_rate_fraction(fps: f64) -> (u32, u32) {
-    if fps.fract() == 0.0 { (fps as u32, 1) } else { ((fps * 100.0).round().min(65_000.0) as u32, 100) }
 }

@@ -165,12 +165,15 @@ impl ProgressTally {
         let seconds = now.duration_since(since).as_secs_f64();
         ChunkProgress {
             chunk: p.chunk,
+            request: p.request,
+            epoch: p.epoch,
             chunks: self.chunks,
             frames: self.frames,
             fps: if seconds > 0.0 { (self.frames - before) as f64 / seconds } else { 0.0 },
             phases: p.phases.clone(),
             queued_in: p.queued_in,
             queued_out: p.queued_out,
+            call_ns: p.call_ns,
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Changes of a stream that runs: the handle of the launching process, the leader's end, and the socket between them.
 //!
 //! A change is a request. The leader takes what has arrived when it requests the next chunk, and answers with the number of
-//! that chunk. It never waits for the socket, and a socket that closes leaves the stream as it is.
+//! that chunk. It waits for the socket only if the launching process limits the number of chunks, and a socket that closes
+//! leaves the stream as it is.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -13,10 +14,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::StopHandle;
 use tessera_runtime::wire::{
-    ChangeEffect, ChangedSetting, HEADER_BYTES, LAUNCHER, Message, StreamChange, decode_body, decode_header,
-    encode,
+    ChangeEffect, ChangedSetting, HEADER_BYTES, LAUNCHER, Message, RequestLimit, StreamChange, decode_body,
+    decode_header, encode,
 };
 
 use crate::codes::{T0017, T0093};
@@ -110,6 +112,24 @@ impl StreamControl {
         self.lock().send(ChangedSetting::Cut)
     }
 
+    /// Cuts the scene at once: chunks that are requested and not delivered yet are discarded. Returns the number of the
+    /// change.
+    ///
+    /// # Errors
+    /// As [`StreamControl::set_seed`].
+    pub fn flush(&self) -> Result<u64, Diagnostic> {
+        self.lock().send(ChangedSetting::Flush)
+    }
+
+    /// Lets the leader request so many chunks since the start of the run, and no more until a later limit. A stream is
+    /// paced and paused in this way: chunks that are requested are generated.
+    ///
+    /// # Errors
+    /// T0093 if the stream requests no further chunk.
+    pub fn limit_requests(&self, chunks: u32) -> Result<(), Diagnostic> {
+        self.lock().link.send(&Message::RequestLimit(RequestLimit { chunks }))
+    }
+
     /// Returns the first chunk with a change, once the leader has taken it. Chunks count from 0 in the order of their
     /// requests, as in the options of a stream.
     #[must_use]
@@ -173,6 +193,10 @@ impl ChangeSender {
 #[derive(Debug)]
 pub(crate) struct ChangeIntake {
     link: ControlLink,
+    /// Changes that have arrived and that no chunk has taken.
+    arrived: VecDeque<StreamChange>,
+    /// How many chunks may be requested since the start of the run; `None` without a limit.
+    limit: Option<u32>,
 }
 
 /// The changes that take effect with one chunk: the last one of each kind.
@@ -180,7 +204,7 @@ pub(crate) struct ChangeIntake {
 pub(crate) struct TakenChanges {
     pub(crate) prompt: Option<String>,
     pub(crate) seed: Option<u64>,
-    pub(crate) cut: bool,
+    pub(crate) cut: SceneCut,
 }
 
 impl ChangeIntake {
@@ -189,33 +213,52 @@ impl ChangeIntake {
     /// # Errors
     /// T0017.
     pub(crate) fn from_fd(fd: OwnedFd) -> Result<ChangeIntake, Diagnostic> {
-        Ok(ChangeIntake { link: ControlLink::new(fd.into(), (0, LAUNCHER))? })
+        let link = ControlLink::new(fd.into(), (0, LAUNCHER))?;
+        Ok(ChangeIntake { link, arrived: VecDeque::new(), limit: None })
     }
 
-    /// Takes the changes that have arrived, and answers that they take effect with `chunk`. It does not wait.
+    /// Waits until `chunk` may be requested, takes the changes that have arrived, and answers that they take effect
+    /// with it. Without a limit it does not wait, and a socket that closes ends the limit.
     ///
     /// # Errors
     /// T0093 or T0701 to T0706 for bytes that are no change.
     pub(crate) fn take_changes(&mut self, chunk: u32) -> Result<TakenChanges, Diagnostic> {
+        self.receive_all()?;
+        while self.limit.is_some_and(|limit| chunk >= limit) && !self.link.is_closed {
+            self.link.wait_for_bytes();
+            self.receive_all()?;
+        }
         let mut taken = TakenChanges::default();
-        for _ in 0..MAX_PENDING_CHANGES {
-            let StreamChange { number, setting } = match self.link.receive()? {
-                Some(Message::StreamChange(change)) => change,
-                Some(message) => {
-                    let what = format!("a {:?} message arrived in place of a change", message.kind());
-                    return Err(Diagnostic::error(&T0093, what));
-                }
-                None => break,
-            };
+        for StreamChange { number, setting } in self.arrived.drain(..) {
             match setting {
                 ChangedSetting::Prompt(prompt) => taken.prompt = Some(prompt),
                 ChangedSetting::Seed(seed) => taken.seed = Some(seed),
-                ChangedSetting::Cut => taken.cut = true,
+                // A cut that follows a flush adds nothing to it.
+                ChangedSetting::Cut if taken.cut == SceneCut::Flush => {}
+                ChangedSetting::Cut => taken.cut = SceneCut::Ordered,
+                ChangedSetting::Flush => taken.cut = SceneCut::Flush,
             }
             // A launching process that has closed its end wants no answer.
             let _ = self.link.send(&Message::ChangeEffect(ChangeEffect { number, chunk }));
         }
         Ok(taken)
+    }
+
+    /// Receives every message that has arrived.
+    fn receive_all(&mut self) -> Result<(), Diagnostic> {
+        // The launching process lets no more changes wait than the limit, so the loop ends.
+        while self.arrived.len() < MAX_PENDING_CHANGES {
+            match self.link.receive()? {
+                Some(Message::StreamChange(change)) => self.arrived.push_back(change),
+                Some(Message::RequestLimit(limit)) => self.limit = Some(limit.chunks),
+                Some(message) => {
+                    let what = format!("a {:?} message arrived in place of a change", message.kind());
+                    return Err(Diagnostic::error(&T0093, what));
+                }
+                None => break,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -234,12 +277,14 @@ struct ControlLink {
     origins: (u32, u32),
     /// Bytes of frames that have not arrived whole.
     received: Vec<u8>,
+    /// Whether the other end sends nothing more.
+    is_closed: bool,
 }
 
 impl ControlLink {
     fn new(stream: UnixStream, origins: (u32, u32)) -> Result<ControlLink, Diagnostic> {
         stream.set_nonblocking(true).map_err(|e| socket_error(&e))?;
-        Ok(ControlLink { stream, origins, received: Vec::new() })
+        Ok(ControlLink { stream, origins, received: Vec::new(), is_closed: false })
     }
 
     /// Sends a message.
@@ -262,6 +307,12 @@ impl ControlLink {
         Ok(())
     }
 
+    /// Waits until bytes have arrived or the other end is closed.
+    fn wait_for_bytes(&self) {
+        // The read that follows finds out what an error means; a signal ends the wait early.
+        let _ = poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], None);
+    }
+
     /// Waits until the socket takes bytes, for a while.
     fn wait_for_room(&self) {
         let limit = Timespec { tv_sec: SEND_PATIENCE.as_secs() as i64, tv_nsec: 0 };
@@ -277,11 +328,18 @@ impl ControlLink {
             }
             let mut bytes = [0; MAX_MESSAGE_BYTES];
             match self.stream.read(&mut bytes) {
-                Ok(0) => return Ok(None),
+                Ok(0) => {
+                    self.is_closed = true;
+                    return Ok(None);
+                }
                 Ok(count) => self.received.extend_from_slice(&bytes[..count]),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
                 // A socket that breaks is one that closes: nothing more arrives.
-                Err(_) => return Ok(None),
+                Err(_) => {
+                    self.is_closed = true;
+                    return Ok(None);
+                }
             }
         }
     }
@@ -335,7 +393,7 @@ mod tests {
         for setting in [prompt("a"), ChangedSetting::Seed(3), prompt("b"), ChangedSetting::Cut] {
             sender.send(setting).unwrap();
         }
-        let taken = TakenChanges { prompt: Some("b".into()), seed: Some(3), cut: true };
+        let taken = TakenChanges { prompt: Some("b".into()), seed: Some(3), cut: SceneCut::Ordered };
         assert_eq!(leader.take_changes(5).unwrap(), taken);
         assert_eq!(leader.take_changes(6).unwrap(), TakenChanges::default());
         sender.take_effects();
@@ -353,6 +411,34 @@ mod tests {
         assert_eq!(sender.send(ChangedSetting::Cut).unwrap_err().code.id, "T0093");
         assert_eq!(leader.take_changes(1).unwrap().prompt, Some(long));
         assert_eq!(sender.send(ChangedSetting::Cut).unwrap(), MAX_PENDING_CHANGES as u64 + 1);
+    }
+
+    #[test]
+    fn a_flush_outranks_a_cut() {
+        let (mut sender, mut leader) = pair();
+        for setting in [ChangedSetting::Flush, ChangedSetting::Cut] {
+            sender.send(setting).unwrap();
+        }
+        assert_eq!(leader.take_changes(0).unwrap().cut, SceneCut::Flush);
+    }
+
+    #[test]
+    fn chunks_beyond_the_limit_wait_for_a_larger_one_or_for_the_end_of_the_socket() {
+        let (mut sender, mut leader) = pair();
+        let limit = |sender: &mut ChangeSender, chunks| {
+            sender.link.send(&Message::RequestLimit(RequestLimit { chunks })).unwrap();
+        };
+        limit(&mut sender, 1);
+        leader.take_changes(0).unwrap();
+        sender.send(prompt("before")).unwrap();
+        let waiting = std::thread::spawn(move || (leader.take_changes(1).unwrap().prompt, leader));
+        sender.send(prompt("during")).unwrap();
+        limit(&mut sender, 2);
+        let (prompt, mut leader) = waiting.join().unwrap();
+        assert_eq!(prompt.as_deref(), Some("during"));
+        let waiting = std::thread::spawn(move || leader.take_changes(2).unwrap());
+        drop(sender);
+        assert_eq!(waiting.join().unwrap(), TakenChanges::default());
     }
 
     #[test]

@@ -177,6 +177,11 @@ pub enum StreamEvent {
 pub struct ChunkProgress {
     /// Index of the chunk, from 0.
     pub chunk: u32,
+    /// Number of the request that the chunk serves, from 0: the number that the handle of a running stream states for
+    /// its changes. A flush discards requests, so it may be larger than the index.
+    pub request: u64,
+    /// Cache epoch of the chunk, which grows with each new scene.
+    pub epoch: u32,
     /// Number of chunks that the stream requests in total, delivered or not.
     pub chunks: u32,
     /// Frames on disk so far.
@@ -189,6 +194,8 @@ pub struct ChunkProgress {
     pub queued_in: u32,
     /// Finished chunks queued for delivery.
     pub queued_out: u32,
+    /// Time from the decision about the call to its delivery, in nanoseconds.
+    pub call_ns: u64,
 }
 
 /// How a started stream ended, with the totals from its record.

@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::tree::Tree;
-use crate::{python, tidy};
+use crate::{page, python, tidy};
 
 /// Runs everything that must pass.
 ///
@@ -19,8 +19,9 @@ pub(crate) fn run_all(root: &Path) -> Result<()> {
     let folders = find_or_install_nvrtc(root)?;
     let tested =
         run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &kernel_variables(folders.as_deref()));
-    // A developer sees the failures of both.
-    python::check_package(root).and(tested)
+    // A developer sees the failures of all three.
+    let page = page::check_page(root);
+    python::check_package(root).and(page).and(tested)
 }
 
 /// The wheel with the kernel compiler of CUDA 13.0, to which the bindings are pinned.

@@ -1,8 +1,9 @@
-//! The project's automation: `cargo xtask tidy`, `bless`, `library`, `kernels`, `python` and `ci`.
+//! The project's automation: `cargo xtask tidy`, `bless`, `library`, `kernels`, `page`, `python` and `ci`.
 
 #![forbid(unsafe_code)]
 
 mod ci;
+mod page;
 mod python;
 mod tidy;
 mod tree;
@@ -16,6 +17,7 @@ const USAGE: &str = "usage: cargo xtask <task>
   bless    run the filetests and rewrite their expected output
   library  write the generated pages of the library, the data of `tessera explain`, and the list of embedded pages
   kernels  compile every CUDA kernel with the compiler of a Python wheel; needs no GPU
+  page     test the page of `tessera serve` in a browser; needs Node.js
   python   build the wheel, and test it in a fresh virtual environment
   ci       run everything that must pass: fmt, tidy, clippy, kernels, all tests";
 
@@ -26,6 +28,7 @@ fn main() -> ExitCode {
         ["bless"] => ci::bless_filetests,
         ["library"] => ci::write_library,
         ["kernels"] => ci::compile_kernels,
+        ["page"] => page::check_page,
         ["python"] => python::check_package,
         ["ci"] => ci::run_all,
         ["help" | "--help" | "-h"] => {

@@ -45,6 +45,7 @@ const CODE_AREAS: &[(&str, &str)] = &[
     ("T13", "GPUs and their libraries"),
     ("T14", "PyTorch runs"),
     ("T15", "programs of arrays in Python"),
+    ("T16", "servers of streams"),
 ];
 
 /// Explain a diagnostic code, a symptom, a rule, a drill, a page, a topic or a source

@@ -494,7 +494,7 @@ fn repeated_chunk_error(option: &str, chunks: impl Iterator<Item = u32>) -> Opti
     )
 }
 
-fn plan_conflict_error(option: &str) -> CliError {
+pub(super) fn plan_conflict_error(option: &str) -> CliError {
     CliError::usage(
         Diagnostic::error(
             &T0030,
@@ -511,7 +511,7 @@ fn first_free_dir(parent: &Path, model: &str) -> PathBuf {
 }
 
 /// Reads a plan folder, and opens its model from `dir` or from the path that the plan records.
-fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), CliError> {
+pub(super) fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), CliError> {
     let plan = Plan::read(folder)?;
     let model_dir = dir.cloned().unwrap_or_else(|| PathBuf::from(&plan.model_dir));
     let model = Model::open_for_plan(&model_dir, &plan).map_err(|mut d| {

@@ -73,7 +73,9 @@ impl StopHandle {
         self.request_count() > 0
     }
 
-    pub(super) fn request_count(&self) -> u32 {
+    /// Returns how often [`StopHandle::request_stop`] was called.
+    #[must_use]
+    pub fn request_count(&self) -> u32 {
         self.0.count.load(Ordering::Relaxed)
     }
 

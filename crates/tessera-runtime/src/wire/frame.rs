@@ -156,6 +156,7 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
         MessageKind::Stop => read_meta::<()>(kind, meta).map(|()| Message::Stop)?,
         MessageKind::ArrayCall => Message::ArrayCall(read_meta(kind, meta)?),
         MessageKind::StreamChange => Message::StreamChange(read_meta(kind, meta)?),
+        MessageKind::RequestLimit => Message::RequestLimit(read_meta(kind, meta)?),
         MessageKind::Init => Message::Init(read_meta(kind, meta)?),
         MessageKind::Envelope => Message::Envelope(read_meta(kind, meta)?),
         MessageKind::Context => Message::Context(read_meta(kind, meta)?),

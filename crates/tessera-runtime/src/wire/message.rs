@@ -52,6 +52,8 @@ messages! {
     ArrayCall(ArrayCall) = 3,
     /// Launcher to leader, on a socket of their own: a change of a stream that runs.
     StreamChange(StreamChange) = 4,
+    /// Launcher to leader, on the socket of [`Message::StreamChange`]: how many chunks the leader may request.
+    RequestLimit(RequestLimit) = 5,
     /// Leader to workers: the values that must be equal on every rank before any call.
     Init(Init) = 16,
     /// Leader to workers: one fully decided call.
@@ -155,6 +157,7 @@ impl MessageKind {
             | MessageKind::Ready
             | MessageKind::Done => Refused(&OTHER),
             MessageKind::Stop
+            | MessageKind::RequestLimit
             | MessageKind::Abort
             | MessageKind::Refused
             | MessageKind::Fault
@@ -248,6 +251,8 @@ pub enum ChangedSetting {
     Seed(u64),
     /// The scene: the next requested chunk opens a new one.
     Cut,
+    /// As `Cut`, and requested chunks that are not delivered yet are discarded.
+    Flush,
 }
 
 /// The effect of a [`StreamChange`].
@@ -257,6 +262,13 @@ pub struct ChangeEffect {
     pub number: u64,
     /// The first chunk with the change, as requests count them: from 0.
     pub chunk: u32,
+}
+
+/// A limit of the chunks that the leader requests. It holds until the next one arrives; a socket without any has none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestLimit {
+    /// The number of chunks that may be requested since the start of the run.
+    pub chunks: u32,
 }
 
 /// The leader's first message to every rank: the build, plan, session and parity values of the run.
@@ -439,6 +451,10 @@ pub struct Heartbeat {
 pub struct Progress {
     /// Index of the delivered chunk, from 0.
     pub chunk: u32,
+    /// Number of the request that the chunk serves, from 0. A flush discards requests, so it may be larger than the index.
+    pub request: u64,
+    /// Cache epoch of the chunk, which grows with each new scene.
+    pub epoch: u32,
     /// Number of frames that the media pipeline wrote for the chunk, or of ids that were generated.
     pub frames: u32,
     /// Name of each phase and its duration on the first rank, in nanoseconds.

@@ -67,9 +67,10 @@ impl ChunkRequests {
         self.prompt = prompt.clone().unwrap_or_else(|| std::mem::take(&mut self.prompt));
         self.seed = taken.seed.or_else(|| self.orders.seed_at(chunk)).unwrap_or(self.seed);
         // New weights open a scene by themselves.
-        let cut = match scheduled.cut {
-            SceneCut::None if taken.cut && scheduled.reload.is_none() => SceneCut::Ordered,
-            cut => cut,
+        let cut = match (scheduled.cut, taken.cut) {
+            (SceneCut::Flush, _) | (_, SceneCut::Flush) => SceneCut::Flush,
+            (SceneCut::None, cut) if scheduled.reload.is_none() => cut,
+            (cut, _) => cut,
         };
         let settings = ChunkSettings {
             prompt: self.prompt.clone(),

@@ -235,12 +235,15 @@ impl<'a> SimWorld<'a> {
         let seconds = now_ns.saturating_sub(since_ns) as f64 / 1e9;
         (self.on_event)(StreamEvent::Chunk(ChunkProgress {
             chunk: p.chunk,
+            request: p.request,
+            epoch: p.epoch,
             chunks: self.config.chunks,
             frames: self.frames,
             fps: if seconds > 0.0 { (self.frames - before) as f64 / seconds } else { 0.0 },
             phases: p.phases.clone(),
             queued_in: p.queued_in,
             queued_out: p.queued_out,
+            call_ns: p.call_ns,
         }));
     }
 }

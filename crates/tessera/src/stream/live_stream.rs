@@ -19,16 +19,16 @@ use crate::model::Model;
 use crate::plan::Plan;
 use crate::run_failure::failure_diagnostic;
 use crate::stream_control::StreamControl;
-use crate::stream_options::{StreamEvent, StreamOptions, StreamReport};
+use crate::stream_options::{ChunkProgress, StreamEvent, StreamOptions, StreamReport};
 
 /// Bytes that one read of the pipe takes at most: what a pipe holds.
 const READ_BYTES: usize = 64 << 10;
 
 /// The frames of one chunk.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct LiveChunk {
-    /// Index of the chunk among the delivered ones, from 0.
-    pub index: u32,
+    /// What the run reported with the chunk, such as its index and its request.
+    pub progress: ChunkProgress,
     /// Number of frames, their height and their width in pixels.
     pub shape: [usize; 3],
     /// Bytes of RGB [frames, height, width, 3].
@@ -63,9 +63,27 @@ impl LiveStream {
         argv: Vec<String>,
         folder: RunFolder,
     ) -> Result<LiveStream, Diagnostics> {
+        LiveStream::start_limited(plan, model, options, argv, folder, None)
+    }
+
+    /// Like [`LiveStream::start`], with a limit of the requested chunks, which
+    /// [`StreamControl::limit_requests`] replaces later.
+    ///
+    /// # Errors
+    /// As [`LiveStream::start`].
+    pub fn start_limited(
+        plan: Arc<Plan>,
+        model: Model,
+        options: StreamOptions,
+        argv: Vec<String>,
+        folder: RunFolder,
+        limit: Option<u32>,
+    ) -> Result<LiveStream, Diagnostics> {
         let one = |what: &str, e: std::io::Error| vec![Diagnostic::error(&T0017, format!("{what}: {e}"))];
         let stop = StopHandle::default();
         let (control, socket) = StreamControl::new(&plan, &model, stop.clone())?;
+        // It waits in the socket until the leader requests its first chunk.
+        limit.map_or(Ok(()), |chunks| control.limit_requests(chunks)).map_err(|d| vec![d])?;
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
             .map_err(|e| one("the pipe of frames", e.into()))?;
         let mut options = options;
@@ -123,10 +141,10 @@ impl LiveStream {
     /// # Errors
     /// The failure that ended the run, after the chunks that it delivered.
     pub fn next_chunk(&self) -> Result<Option<LiveChunk>, Diagnostics> {
-        let Some((index, frames, rgb)) = self.shared.take_chunk() else {
+        let Some((progress, frames, rgb)) = self.shared.take_chunk() else {
             return self.shared.result().map(|()| None);
         };
-        Ok(Some(LiveChunk { index, shape: [frames, self.picture[0], self.picture[1]], rgb }))
+        Ok(Some(LiveChunk { progress, shape: [frames, self.picture[0], self.picture[1]], rgb }))
     }
 
     /// Ends the stream after the chunks that are under way, discards their frames, and waits for the last process.
@@ -184,9 +202,9 @@ struct LiveState {
     pids: Vec<u32>,
     /// Bytes of frames that the caller has not taken.
     rgb: Vec<u8>,
-    /// Index and number of frames of each delivered chunk that the caller has not taken. The limit of the bytes bounds
-    /// their number.
-    delivered: VecDeque<(u32, usize)>,
+    /// Each delivered chunk that the caller has not taken, and its number of frames. The limit of the bytes bounds their
+    /// number.
+    delivered: VecDeque<(ChunkProgress, usize)>,
     /// Number of frames of all delivered chunks.
     frames: u64,
     /// Whether the caller wants no further frame.
@@ -213,7 +231,7 @@ impl SharedFrames {
             StreamEvent::Chunk(progress) => {
                 let frames = progress.frames - state.frames;
                 state.frames = progress.frames;
-                state.delivered.push_back((progress.chunk, frames as usize));
+                state.delivered.push_back((progress.clone(), frames as usize));
             }
             StreamEvent::Note(_) | StreamEvent::Exited => {}
         }
@@ -255,20 +273,20 @@ impl SharedFrames {
     }
 
     /// Waits for a chunk and its frames; `None` if no chunk follows.
-    fn take_chunk(&self) -> Option<(u32, usize, Vec<u8>)> {
-        let first = |state: &LiveState| state.delivered.front().copied();
-        let is_whole =
-            |state: &LiveState| first(state).map(|(_, frames)| state.rgb.len() >= frames * self.frame_bytes);
+    fn take_chunk(&self) -> Option<(ChunkProgress, usize, Vec<u8>)> {
+        let is_whole = |state: &LiveState| {
+            state.delivered.front().map(|(_, frames)| state.rgb.len() >= frames * self.frame_bytes)
+        };
         let mut state =
             self.wait_until(|state| state.discards || is_whole(state).unwrap_or_else(|| state.end.is_some()));
         if state.discards {
             return None;
         }
-        let (index, frames) = state.delivered.pop_front()?;
+        let (progress, frames) = state.delivered.pop_front()?;
         let later = state.rgb.split_off(frames * self.frame_bytes);
         let rgb = std::mem::replace(&mut state.rgb, later);
         self.changed.notify_all();
-        Some((index, frames, rgb))
+        Some((progress, frames, rgb))
     }
 
     fn discard(&self) {

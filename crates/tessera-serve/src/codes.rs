@@ -1,0 +1,49 @@
+//! The diagnostic codes of this crate, in order of id.
+
+tessera_base::codes! {
+    T1601: "address of the server cannot be used",
+    "`tessera serve --listen ADDRESS:PORT` opens a socket for browsers and applications. The address belongs to no interface of this \
+machine, the port is taken by another program, or it is below 1024 and needs a permission. Name another one; port 0 lets \
+the system choose, and the server prints it.";
+
+    T1602: "access to the server is refused",
+    "A server that is reached over the network asks for its token: as `Authorization: Bearer TOKEN`, or once as `?token=TOKEN` in the \
+address of the page. A request whose Host is not an address or a name of the server, or whose Origin is another site, is refused as well: \
+otherwise a page of that site could control the stream through your browser. Allow a site with `--origin https://HOST`, and a name of this \
+server with `--host NAME`.";
+
+    T1603: "message is no message of the protocol",
+    "A client sends JSON in text messages on the socket, as docs/reference/stream-protocol.md describes: first `hello` with version 1, then `credits`, \
+`change` and `control`. A message that cannot be read, that is too long, or that comes in place of the first one ends the connection. The \
+stream goes on.";
+
+    T1604: "client is not in control",
+    "One client controls a stream, and the others watch. Ask for the control with `{\"type\":\"control\",\"action\":\"take\"}`: \
+it is given at once if nobody has it, and otherwise the client in control is asked to hand it over. A client whose \
+connection was lost keeps the control for ten seconds.";
+
+    T1605: "server takes no further client",
+    "The number of clients and of connections is limited, so that one program cannot take the machine from the stream. A mesh runs one \
+stream, which every client shares. Close a client, or start the server with larger `--max-clients`.";
+
+    T1606: "client sends too many messages",
+    "A client may send a hundred messages at once, and fifty per second after that. A message beyond that is refused and has no effect; a client that goes on is \
+disconnected. Send `credits` once per chunk rather than once per frame.";
+
+    T1607: "client reads too slowly",
+    "The server waits for no client. Frames that a client does not take are dropped, oldest first. A client that also takes no \
+messages, or that answers no ping for fifteen seconds, is disconnected. It may connect again with the secret of its hello, and keeps the control if \
+it returns within ten seconds.";
+
+    T1608: "recording cannot be made",
+    "A recording holds every frame from its start to its end, as YUV4MPEG2. It needs a stream that runs, one recording at a time, and \
+space on the disk. It ends by itself at the limit of its bytes. Recordings are in the folder that the server printed at its start.";
+
+    T1609: "options of the server contradict each other",
+    "A server that other machines reach needs a token of at least 16 characters, from `--token-file` or the variable TESSERA_SERVE_TOKEN; a server on a \
+loopback address needs none. `--tls-cert` and `--tls-key` belong together, and each names a PEM file.";
+
+    T1610: "stream takes no changes now",
+    "The ranks load, restart or have ended, so no chunk can be requested with the change. `status` messages state what the stream \
+does; send the change again when its state is `running`.";
+}

@@ -1,0 +1,102 @@
+//! One frame of the video, encoded once for all clients that take it.
+
+use std::sync::OnceLock;
+
+use axum::body::Bytes;
+use jpeg_encoder::{ColorType, Encoder};
+
+use crate::protocol::{FRAME_HEADER_BYTES, FrameFormat, FrameHeader};
+
+/// Quality of JPEG frames, from 1 to 100.
+const JPEG_QUALITY: u8 = 88;
+
+/// A frame and its binary messages.
+#[derive(Debug)]
+pub(crate) struct Frame {
+    header: FrameHeader,
+    raw: Bytes,
+    jpeg: OnceLock<Option<Bytes>>,
+}
+
+impl Frame {
+    /// Wraps the RGB bytes of a frame. The header states the raw picture.
+    pub(crate) fn new(header: FrameHeader, rgb: &[u8]) -> Frame {
+        Frame { raw: join_message(&header, FrameFormat::Raw, rgb), header, jpeg: OnceLock::new() }
+    }
+
+    pub(crate) fn header(&self) -> &FrameHeader {
+        &self.header
+    }
+
+    /// Returns the RGB bytes.
+    pub(crate) fn rgb(&self) -> &[u8] {
+        &self.raw[FRAME_HEADER_BYTES..]
+    }
+
+    /// Returns the binary message in a format; `None` if the client takes no frames, or if the picture is too large for it.
+    pub(crate) fn message(&self, format: FrameFormat) -> Option<Bytes> {
+        match format {
+            FrameFormat::None => None,
+            FrameFormat::Raw => Some(self.raw.clone()),
+            FrameFormat::Jpeg => self.jpeg_message().cloned(),
+        }
+    }
+
+    /// Returns the picture as JPEG.
+    pub(crate) fn jpeg(&self) -> Option<Bytes> {
+        Some(self.jpeg_message()?.slice(FRAME_HEADER_BYTES..))
+    }
+
+    fn jpeg_message(&self) -> Option<&Bytes> {
+        let encode = || {
+            let mut jpeg = Vec::with_capacity(self.rgb().len() / 8);
+            let FrameHeader { width, height, .. } = self.header;
+            Encoder::new(&mut jpeg, JPEG_QUALITY).encode(self.rgb(), width, height, ColorType::Rgb).ok()?;
+            Some(join_message(&self.header, FrameFormat::Jpeg, &jpeg))
+        };
+        self.jpeg.get_or_init(encode).as_ref()
+    }
+}
+
+fn join_message(header: &FrameHeader, format: FrameFormat, picture: &[u8]) -> Bytes {
+    let picture_bytes = u32::try_from(picture.len()).unwrap_or(u32::MAX);
+    let header = FrameHeader { format, picture_bytes, ..*header };
+    let mut message = Vec::with_capacity(FRAME_HEADER_BYTES + picture.len());
+    message.extend_from_slice(&header.encode());
+    message.extend_from_slice(picture);
+    message.into()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn frame(request: u64, number: u64, is_last: bool) -> Frame {
+        let header = FrameHeader {
+            format: FrameFormat::Raw,
+            is_first: false,
+            is_last,
+            run: 1,
+            epoch: 1,
+            request,
+            frame: number,
+            delivered_us: 0,
+            width: 16,
+            height: 8,
+            picture_bytes: 0,
+        };
+        Frame::new(header, &[200; 16 * 8 * 3])
+    }
+
+    #[test]
+    fn a_frame_has_one_message_per_format() {
+        let frame = frame(1, 2, true);
+        let raw = frame.message(FrameFormat::Raw).unwrap();
+        assert_eq!((raw.len(), raw[4]), (FRAME_HEADER_BYTES + 16 * 8 * 3, 1));
+        let jpeg = frame.message(FrameFormat::Jpeg).unwrap();
+        assert_eq!((jpeg[4], &jpeg[FRAME_HEADER_BYTES..FRAME_HEADER_BYTES + 2]), (2, &[0xff, 0xd8][..]));
+        assert_eq!(frame.message(FrameFormat::None), None);
+        // Encoded once: both messages are the same memory.
+        assert_eq!(frame.message(FrameFormat::Jpeg).unwrap().as_ptr(), jpeg.as_ptr());
+    }
+}

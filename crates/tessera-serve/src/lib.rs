@@ -1,0 +1,155 @@
+//! `tessera serve`: one stream, a page that shows it, and a socket and an HTTP interface for applications.
+//!
+//! The crate decides which chunks are requested and what clients see. The leader, the envelope and the ranks are those of
+//! `tessera stream`: a change travels to the leader, which answers with the chunk that it takes effect with.
+//! tokio serves connections here, and nowhere on the path of a step.
+
+#![forbid(unsafe_code)]
+
+mod access;
+mod client_queue;
+pub mod codes;
+mod control;
+mod file_body;
+mod frames;
+mod metrics;
+mod options;
+mod pacing;
+mod page;
+pub mod protocol;
+mod recent_chunks;
+mod recorder;
+mod routes;
+mod secret;
+mod server;
+mod server_state;
+mod socket;
+mod supervisor;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tessera::stream_options::{RunDevice, StreamOptions};
+use tessera::{Model, Plan, StopHandle};
+use tessera_base::{Diagnostic, Diagnostics};
+use tokio::sync::Semaphore;
+
+use crate::access::AccessRules;
+use crate::codes::T1609;
+use crate::protocol::StreamFacts;
+use crate::recorder::Recorder;
+use crate::routes::{Shared, router};
+use crate::server::{Listening, SPARE_SOCKETS, serve_until_stopped};
+use crate::server_state::{ServerState, Settings};
+use crate::supervisor::RunTemplate;
+
+pub use options::{Access, ServeLimits, ServeOptions};
+
+/// The stream that a server runs.
+pub struct ServedStream {
+    /// The sealed plan.
+    pub plan: Arc<Plan>,
+    /// The model.
+    pub model: Model,
+    /// How it runs. Length, outputs and folder are those of a server.
+    pub options: StreamOptions,
+    /// Command line of a rank's process, which must call [`tessera::rank_main`].
+    pub argv: Vec<String>,
+    /// Prompts that the page suggests.
+    pub examples: Vec<String>,
+    /// Returns the page of a code, for alarms.
+    pub explain: fn(&str) -> Option<&'static str>,
+}
+
+/// Where a server is reached.
+#[derive(Debug, Clone)]
+pub struct ServerAddress {
+    /// Address and port.
+    pub address: SocketAddr,
+    /// Whether connections are encrypted.
+    pub is_tls: bool,
+    /// Folder of recordings.
+    pub recordings: PathBuf,
+}
+
+/// Serves a stream until `stop` is requested, and returns after the last process has ended. `on_ready` is called once the
+/// server is reached.
+///
+/// # Errors
+/// What is wrong with the options, the address or the stream before its ranks were started.
+pub fn serve(
+    stream: ServedStream,
+    options: ServeOptions,
+    stop: &StopHandle,
+    on_ready: &mut dyn FnMut(&ServerAddress),
+) -> Result<(), Diagnostics> {
+    let wrong = options.check();
+    if !wrong.is_empty() {
+        return Err(wrong);
+    }
+    let one = |d: Diagnostic| vec![d];
+    let facts = describe_stream(&stream, &options).map_err(one)?;
+    if let Some(out) = &options.out {
+        std::fs::create_dir_all(out)
+            .map_err(|e| one(Diagnostic::error(&T1609, format!("{}: {e}", out.display()))))?;
+    }
+    let listening = Listening::open(&options).map_err(one)?;
+    let recordings =
+        options.recordings.clone().or_else(|| options.out.as_ref().map(|out| out.join("recordings")));
+    let recordings = recordings
+        .unwrap_or_else(|| std::env::temp_dir().join(format!("tessera-recordings-{}", std::process::id())));
+    let rate = stream.plan.video.stream.frame_rate_fraction();
+    let recorder =
+        Recorder::new(&recordings, (facts.width, facts.height), rate, options.limits.recording_bytes);
+    let settings = Settings { prompt: stream.options.prompt.clone(), seed: stream.options.seed };
+    let limits = options.limits;
+    let server =
+        Arc::new(ServerState::new(facts, limits, recorder, settings, options.keeps_running, stream.explain));
+    let is_tls = listening.is_tls();
+    let shared = Shared {
+        server: Arc::clone(&server),
+        rules: Arc::new(AccessRules::new(options.access.clone(), listening.address, is_tls)),
+        sockets: Arc::new(Semaphore::new(limits.max_clients + SPARE_SOCKETS)),
+        is_tls,
+    };
+    let template = RunTemplate {
+        plan: stream.plan,
+        model: stream.model,
+        options: stream.options,
+        argv: stream.argv,
+        out: options.out,
+        max_restarts: options.max_restarts,
+    };
+    on_ready(&ServerAddress { address: listening.address, is_tls, recordings });
+    serve_until_stopped(listening, router(shared), &server, &template, stop)
+}
+
+/// Returns what does not change while the server runs.
+fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<StreamFacts, Diagnostic> {
+    let ServedStream { plan, examples, options: run, .. } = stream;
+    let video = &plan.video.stream;
+    let fits = |pixels: u64| u16::try_from(pixels).is_ok();
+    if !fits(video.width) || !fits(video.height) {
+        let message = format!("frames of {} x {} pixels", video.width, video.height);
+        return Err(Diagnostic::error(&T1609, message).with_hint("the protocol states each in 16 bits"));
+    }
+    let (num, den) = video.frame_rate_fraction();
+    Ok(StreamFacts {
+        model: plan.model.clone(),
+        mesh: plan.sealed.mesh().to_string(),
+        device: match run.device {
+            RunDevice::Cpu => "cpu",
+            RunDevice::Cuda => "gpu",
+            RunDevice::Sim => "sim",
+        },
+        plan: plan.sealed.digest_hex(),
+        width: video.width as u32,
+        height: video.height as u32,
+        frame_rate: f64::from(num) / f64::from(den.max(1)),
+        chunk_frames: video.frames_per_chunk() as u32,
+        pace: options.pace,
+        lead: options.lead,
+        examples: examples.clone(),
+    })
+}

@@ -1,0 +1,308 @@
+//! What the stream does: runs begin, chunks arrive, changes take effect, runs fail.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tessera::stream::LiveChunk;
+use tessera::stream_control::StreamControl;
+use tessera_base::{Diagnostic, Diagnostics};
+
+use super::{
+    ChangeOutcome, GuardedState, KEPT_ALARMS, KEPT_EFFECTS, NewSetting, PendingChange, ServerState, Settings,
+};
+use crate::control::RECONNECT_TIME;
+use crate::frames::Frame;
+use crate::metrics::{CodeLabels, PhaseLabels};
+use crate::pacing::Pacer;
+use crate::protocol::{Alarm, FrameFormat, FrameHeader, Refusal, ServerMessage, StreamState};
+use crate::recent_chunks::RecentChunks;
+
+/// Longest time between two looks at the state.
+const TICK_INTERVAL: Duration = Duration::from_millis(250);
+/// Time between two looks while the leader has not answered a change.
+const ANSWER_INTERVAL: Duration = Duration::from_millis(10);
+
+impl ServerState {
+    /// Begins a run and returns its number, the limit of its requested chunks, and prompt and seed to begin with.
+    pub(crate) fn begin_run(&self) -> (u32, u32, Settings) {
+        let mut state = self.lock();
+        state.run += 1;
+        state.phase = StreamState::Starting;
+        let current = state.settings.last().map(|(_, settings)| settings.clone());
+        let settings = current.unwrap_or_else(|| state.settings_of(0).clone());
+        state.settings = vec![(0, settings.clone())];
+        state.pacer = Pacer::new(self.facts.lead, self.facts.frame_rate);
+        state.last_delivery = None;
+        let run = state.run;
+        state.status.run = run;
+        state.status.chunks = 0;
+        for (_, client) in state.connected() {
+            client.queue.fence(run, 0);
+            client.send(&ServerMessage::Fence { run, request: 0 });
+        }
+        self.send_status(&state);
+        self.metrics.runs.inc();
+        (run, state.pacer.first_limit(), settings)
+    }
+
+    /// Notes that the ranks were started. Returns false if the server stops.
+    pub(crate) fn set_control(&self, control: StreamControl) -> bool {
+        let mut state = self.lock();
+        state.control = Some(control);
+        !state.stops
+    }
+
+    /// Hands the frames of a chunk to every client.
+    pub(crate) fn deliver(&self, chunk: &LiveChunk, recent: &mut RecentChunks) {
+        let now = Instant::now();
+        recent.read_new_lines();
+        let frames = self.make_frames(chunk, now);
+        self.with_recorder(|recorder| frames.iter().for_each(|frame| recorder.add_frame(frame.rgb())));
+        let mut state = self.lock();
+        state.phase = StreamState::Running;
+        self.take_effects(&mut state);
+        self.update_status(&mut state, chunk, recent, now);
+        state.pacer.schedule(now, chunk.progress.request, frames.len() as u32);
+        state.latest = frames.last().cloned().or(state.latest.take());
+        for (_, client) in state.connected().filter(|(_, c)| c.format != FrameFormat::None) {
+            let dropped = frames.iter().map(|frame| client.queue.push_frame(Arc::clone(frame))).sum();
+            self.metrics.frames_dropped.inc_by(dropped);
+        }
+        self.send_status(&state);
+        drop(state);
+        self.pace_changed.notify_one();
+    }
+
+    /// Ends a run with its failure. `restarts` states whether another one follows.
+    pub(crate) fn fail_run(&self, ds: &Diagnostics, restarts: bool) {
+        let mut state = self.lock();
+        state.control = None;
+        state.phase = if restarts { StreamState::Restarting } else { StreamState::Ended };
+        self.refuse_pending(&mut state);
+        if let Some(d) = ds.first() {
+            let alarm = self.make_alarm(d, state.run, restarts);
+            self.metrics.failures.get_or_create(&CodeLabels { code: alarm.code.clone() }).inc();
+            tracing::error!(run = state.run, code = alarm.code, restarts, "{}", alarm.message);
+            let message = ServerMessage::Alarm(alarm.clone());
+            state.connected().for_each(|(_, client)| client.send(&message));
+            state.alarms.push_back(alarm);
+            if state.alarms.len() > KEPT_ALARMS {
+                state.alarms.pop_front();
+            }
+        }
+        self.send_status(&state);
+    }
+
+    /// Ends the last run.
+    pub(crate) fn end_runs(&self) {
+        let mut state = self.lock();
+        state.control = None;
+        state.phase = StreamState::Ended;
+        self.refuse_pending(&mut state);
+        self.send_status(&state);
+    }
+
+    /// Stops the stream: the run ends after the chunks that are under way.
+    pub(crate) fn stop(&self) {
+        let control = {
+            let mut state = self.lock();
+            state.stops = true;
+            state.control.clone()
+        };
+        control.inspect(StreamControl::stop);
+    }
+
+    /// Whether the server stops.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.lock().stops
+    }
+
+    /// Ends every connection with a reason.
+    pub(crate) fn end_clients(&self, reason: &Refusal) {
+        self.lock().clients.values().for_each(|client| client.queue.end(reason.clone()));
+    }
+
+    /// Lets the leader request what may be requested now, and returns when to ask again.
+    pub(crate) fn tick(&self) -> Instant {
+        let now = Instant::now();
+        let mut state = self.lock();
+        self.take_effects(&mut state);
+        self.forget_lost_clients(&mut state, now);
+        let is_held = state.is_paused || self.is_idle(&state);
+        state.pacer.set_held(is_held);
+        let (limit, next) = state.pacer.poll(now);
+        let latest = if state.pending.is_empty() { now + TICK_INTERVAL } else { now + ANSWER_INTERVAL };
+        let control = state.control.clone();
+        drop(state);
+        if let (Some(limit), Some(control)) = (limit, control)
+            && let Err(d) = control.limit_requests(limit)
+        {
+            // The run has ended, and the supervisor learns why.
+            tracing::debug!(code = d.code.id, "{}", d.message);
+        }
+        next.map_or(latest, |next| next.min(latest))
+    }
+
+    fn make_frames(&self, chunk: &LiveChunk, now: Instant) -> Vec<Arc<Frame>> {
+        let (run, first_number, is_jpeg_taken) = {
+            let state = self.lock();
+            let is_jpeg_taken = state.connected().any(|(_, client)| client.format == FrameFormat::Jpeg);
+            (state.run, state.status.frames, is_jpeg_taken)
+        };
+        let [count, height, width] = chunk.shape;
+        let header = FrameHeader {
+            format: FrameFormat::Raw,
+            is_first: false,
+            is_last: false,
+            run,
+            epoch: chunk.progress.epoch,
+            request: chunk.progress.request,
+            frame: 0,
+            delivered_us: (now - self.started).as_micros() as u64,
+            width: width as u16,
+            height: height as u16,
+            picture_bytes: 0,
+        };
+        let pictures = chunk.rgb.chunks_exact((height * width * 3).max(1)).enumerate();
+        let make = |(i, rgb): (usize, &[u8])| {
+            let frame = first_number + i as u64;
+            let header = FrameHeader { is_first: i == 0, is_last: i + 1 == count, frame, ..header };
+            let frame = Frame::new(header, rgb);
+            if is_jpeg_taken {
+                // Here, so that no client's connection spends the time.
+                frame.message(FrameFormat::Jpeg);
+            }
+            Arc::new(frame)
+        };
+        pictures.map(make).collect()
+    }
+
+    fn update_status(
+        &self,
+        state: &mut GuardedState,
+        chunk: &LiveChunk,
+        recent: &mut RecentChunks,
+        now: Instant,
+    ) {
+        let progress = &chunk.progress;
+        let frames = chunk.shape[0] as u64;
+        let Settings { prompt, seed } = state.settings_of(progress.request).clone();
+        if let Some(last) = state.last_delivery.replace(now) {
+            self.metrics.chunk_period.observe((now - last).as_secs_f64());
+        }
+        let call_seconds = progress.call_ns as f64 / 1e9;
+        let score = recent.overlap_score();
+        self.metrics.chunks.inc();
+        self.metrics.frames.inc_by(frames);
+        self.metrics.call_time.observe(call_seconds);
+        self.metrics.queued_requests.set(i64::from(progress.queued_in));
+        self.metrics.queued_results.set(i64::from(progress.queued_out));
+        self.metrics.overlap_score.set(score.unwrap_or_default());
+        for (name, ns) in &progress.phases {
+            let labels = PhaseLabels { phase: name.clone() };
+            self.metrics.phase_time.get_or_create(&labels).set(*ns as f64 / 1e9);
+        }
+        state.timeline = recent.timeline();
+        let status = &mut state.status;
+        status.chunks = progress.chunk + 1;
+        status.frames += frames;
+        status.request = Some(progress.request);
+        status.epoch = Some(progress.epoch);
+        (status.prompt, status.seed) = (prompt, seed);
+        status.generated_fps = progress.fps;
+        // The rate of the generator alone: waits between calls, and the leader's work beside it, are left out.
+        let busy: u64 = progress.phases.iter().map(|(_, ns)| ns).sum();
+        status.possible_fps = if busy > 0 { frames as f64 * 1e9 / busy as f64 } else { 0.0 };
+        status.call_ms = call_seconds * 1e3;
+        status.phases = progress.phases.iter().map(|(name, ns)| (name.clone(), *ns as f64 / 1e6)).collect();
+        (status.queued_in, status.queued_out) = (progress.queued_in, progress.queued_out);
+        status.overlap_score = score;
+        tracing::info!(
+            run = status.run,
+            chunk = progress.chunk,
+            request = progress.request,
+            epoch = progress.epoch,
+            rank = 0,
+            call_ms = status.call_ms,
+            "chunk delivered"
+        );
+    }
+
+    /// Takes the answers of the leader to changes.
+    fn take_effects(&self, state: &mut GuardedState) {
+        let Some(control) = state.control.clone() else { return };
+        let run = state.run;
+        let answered = |change: &mut PendingChange| control.chunk_of(change.number_in_run).is_some();
+        for change in state.pending.extract_if(.., answered).collect::<Vec<_>>() {
+            let Some(request) = control.chunk_of(change.number_in_run).map(u64::from) else { continue };
+            self.metrics.change_wait.observe(change.since.elapsed().as_secs_f64());
+            tracing::info!(run, request, change = change.kind, "change takes effect");
+            state.record_outcome(ChangeOutcome { change: change.number, run, request });
+            let current = state.settings_of(u64::MAX).clone();
+            match change.setting {
+                NewSetting::Prompt(prompt) => state.settings.push((request, Settings { prompt, ..current })),
+                NewSetting::Seed(seed) => state.settings.push((request, Settings { seed, ..current })),
+                NewSetting::Scene => {}
+                NewSetting::FlushedScene => {
+                    state.pacer.flush(Instant::now(), request);
+                    for (_, client) in state.connected() {
+                        client.queue.fence(run, request);
+                        client.send(&ServerMessage::Fence { run, request });
+                    }
+                }
+            }
+            if let Some((client, id)) = change.owner
+                && let Some(client) = state.clients.get(&client)
+            {
+                client.send(&ServerMessage::Effect { id, change: change.kind, run, request });
+            }
+        }
+    }
+
+    /// Answers the changes that no chunk of an ended run has taken.
+    fn refuse_pending(&self, state: &mut GuardedState) {
+        for change in std::mem::take(&mut state.pending) {
+            let Some((client, id)) = change.owner else { continue };
+            let message = format!("the run ended before a chunk took the change `{}`", change.kind);
+            let refusal = Refusal::from_diagnostic(&Diagnostic::error(&crate::codes::T1610, message));
+            if let Some(client) = state.clients.get(&client) {
+                client.send(&ServerMessage::Refused(refusal.with_id(id)));
+            }
+        }
+    }
+
+    fn forget_lost_clients(&self, state: &mut GuardedState, now: Instant) {
+        let holder = state.lease.holder(now);
+        let is_kept = |lost: Option<Instant>| {
+            lost.is_none_or(|lost| now.saturating_duration_since(lost) < RECONNECT_TIME)
+        };
+        state.clients.retain(|_, client| is_kept(client.lost));
+        // A holder that did not return has lost the control.
+        if holder.is_none() && state.lease.forget_lost() {
+            self.send_control(state, now);
+        }
+    }
+
+    fn make_alarm(&self, d: &Diagnostic, run: u32, restarts: bool) -> Alarm {
+        let labels = d.labels.iter().map(|label| format!("{}: {}", label.location, label.message));
+        let details = labels.chain(d.notes.iter().cloned()).chain(d.hint.clone());
+        Alarm {
+            code: d.code.id.to_string(),
+            title: d.code.title.to_string(),
+            message: d.message.clone(),
+            details: details.collect(),
+            explanation: (self.explain)(d.code.id).unwrap_or(d.code.page).to_string(),
+            restarts,
+            run,
+        }
+    }
+}
+
+impl GuardedState {
+    pub(super) fn record_outcome(&mut self, outcome: ChangeOutcome) {
+        self.outcomes.push_back(outcome);
+        if self.outcomes.len() > KEPT_EFFECTS {
+            self.outcomes.pop_front();
+        }
+    }
+}

@@ -1,0 +1,190 @@
+// The page of `tessera serve` in a real browser. `cargo xtask page` runs it, with TESSERA the program, MODEL the demo model, SCREENSHOTS a folder, and
+// CHROMIUM a browser if the machine has one.
+
+import assert from "node:assert/strict";
+import { spawn, execFileSync } from "node:child_process";
+import { mkdirSync, readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { join } from "node:path";
+import { after, afterEach, before, test } from "node:test";
+
+import puppeteer from "puppeteer-core";
+
+const { TESSERA, MODEL, SCREENSHOTS, CHROMIUM } = process.env;
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const PATIENCE = { timeout: 90_000 };
+
+let server, address, browser;
+
+/** Starts the server and returns its address. */
+function startServer() {
+  server = spawn(TESSERA, ["serve", MODEL, "--mesh", "tp=2", "--listen", "127.0.0.1:0", "--oversubscribe"]);
+  return new Promise((resolve, reject) => {
+    let text = "";
+    server.stderr.on("data", (bytes) => {
+      text += bytes;
+      const found = text.match(/serving .* at (http:\S+)/);
+      if (found) resolve(found[1]);
+    });
+    server.on("exit", (code) => reject(new Error(`the server ended with ${code}: ${text}`)));
+  });
+}
+
+async function startBrowser() {
+  const args = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"];
+  if (CHROMIUM) return puppeteer.launch({ executablePath: CHROMIUM, args });
+  const { default: chromium } = await import("@sparticuz/chromium");
+  return puppeteer.launch({ executablePath: await chromium.executablePath(), args: [...chromium.args, ...args] });
+}
+
+/** Opens the page and collects what a developer would see as an error. */
+async function openPage(path = "", { width = 1280, height = 1180, scheme = "light" } = {}) {
+  const page = await browser.newPage();
+  page.problems = [];
+  page.on("console", (message) => ["error", "warn"].includes(message.type()) && page.problems.push(message.text()));
+  page.on("pageerror", (error) => page.problems.push(String(error)));
+  page.on("request", (request) => request.url().startsWith(address) || /^(blob|data):/.test(request.url()) || page.problems.push(request.url()));
+  await page.setViewport({ width, height });
+  await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
+  await page.goto(address + path);
+  await page.waitForFunction(() => window.tessera?.latest, PATIENCE);
+  return page;
+}
+
+const shoot = (page, name) => page.screenshot({ path: join(SCREENSHOTS, `${name}.png`), fullPage: true });
+
+/** Returns the mean red, green and blue of the picture. */
+const meanColor = (page) =>
+  page.evaluate(() => {
+    const { width, height } = document.getElementById("video");
+    const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+    copy.drawImage(document.getElementById("video"), 0, 0);
+    const { data } = copy.getImageData(0, 0, width, height);
+    const sum = [0, 0, 0];
+    for (let i = 0; i < data.length; i += 4) for (let c = 0; c < 3; c++) sum[c] += data[i + c];
+    return sum.map((s) => (4 * s) / data.length);
+  });
+
+/** Fails for what disables somebody. */
+async function checkAccessibility(page) {
+  await page.evaluate(AXE);
+  const { violations } = await page.evaluate(() => axe.run());
+  const serious = violations.filter((v) => ["serious", "critical"].includes(v.impact));
+  assert.deepEqual(serious.map((v) => [v.id, v.nodes.map((n) => n.html)]), []);
+}
+
+before(async () => {
+  mkdirSync(SCREENSHOTS, { recursive: true });
+  address = await startServer();
+  browser = await startBrowser();
+}, PATIENCE);
+
+afterEach(async () => {
+  // A page frees the control, so that the next one has it.
+  for (const page of await browser.pages()) {
+    await page.evaluate(() => window.tessera?.stream.close());
+    await page.close();
+  }
+});
+
+after(async () => {
+  await browser?.close();
+  server?.removeAllListeners("exit");
+  const ended = new Promise((resolve) => server?.on("exit", resolve));
+  server?.kill("SIGINT");
+  assert.equal(await ended, 0);
+});
+
+test("a prompt changes the picture, and the page says from which chunk", async () => {
+  const page = await openPage();
+  const [red, , blue] = await meanColor(page);
+  await page.keyboard.press("/");
+  await page.keyboard.type("a blue square moves left");
+  await page.keyboard.press("Enter");
+  await page.waitForFunction(() => /holds from chunk \d+/.test(document.getElementById("answer").textContent), PATIENCE);
+  await page.waitForFunction(() => /\d/.test(document.getElementById("latency").textContent), PATIENCE);
+  const [redder, , bluer] = await meanColor(page);
+  assert.ok(bluer - redder > blue - red + 2, `${[red, blue, redder, bluer]}`);
+  assert.match(await page.$eval("#shown", (e) => e.textContent), /blue square/);
+  await page.waitForSelector("#timeline svg", PATIENCE);
+  await page.waitForFunction(() => window.tessera.status.chunks > 8, PATIENCE);
+  await checkAccessibility(page);
+  await shoot(page, "light");
+  assert.deepEqual(page.problems, []);
+});
+
+test("markup in a prompt stays text", async () => {
+  const page = await openPage();
+  await page.type("#prompt", "<img src=x onerror=alert(1)>");
+  await page.click("#send");
+  await page.waitForFunction(() => document.getElementById("answer").dataset.kind === "bad", PATIENCE);
+  assert.match(await page.$eval("#answer", (e) => e.textContent), /<img/);
+  assert.equal(await page.$("main img"), null);
+  assert.deepEqual(page.problems, []);
+});
+
+test("the stream pauses and resumes by keyboard", async () => {
+  const page = await openPage();
+  await page.click("h2");
+  await page.keyboard.press("Space");
+  await page.waitForFunction(() => document.getElementById("state").textContent === "paused", PATIENCE);
+  assert.equal(await page.$eval("#pause", (e) => e.textContent), "Resume");
+  await page.keyboard.press("Space");
+  await page.waitForFunction(() => document.getElementById("state").textContent === "running", PATIENCE);
+  assert.deepEqual(page.problems, []);
+});
+
+test("a second viewer watches, and gets the control when the first hands it over", async () => {
+  const first = await openPage();
+  const second = await openPage("", { width: 390, height: 844, scheme: "dark" });
+  assert.match(await second.$eval("#control", (e) => e.textContent), /controls the stream. You are viewer \d+ and watch/);
+  assert.ok(await second.$eval("#send", (e) => e.disabled));
+  await second.click("#take");
+  // A browser draws and runs only the page in front.
+  await first.bringToFront();
+  await first.waitForSelector("#give:not([hidden])", PATIENCE);
+  await first.click("#give");
+  await second.bringToFront();
+  await second.waitForFunction(() => !document.getElementById("send").disabled, PATIENCE);
+  await second.waitForSelector("#timeline svg", PATIENCE);
+  await checkAccessibility(second);
+  await shoot(second, "phone-dark");
+  await second.click("#take");
+  await first.bringToFront();
+  await first.waitForFunction(() => /Nobody controls/.test(document.getElementById("control").textContent), PATIENCE);
+  assert.deepEqual([...first.problems, ...second.problems], []);
+});
+
+test("recordings and snapshots can be downloaded", async () => {
+  const page = await openPage("?format=jpeg");
+  await page.click("#snapshot");
+  await page.waitForSelector("#downloads a[download$='.png']", PATIENCE);
+  await page.click("#lossless");
+  await page.waitForSelector("#recording:not([hidden])", PATIENCE);
+  const from = await page.evaluate(() => window.tessera.status.chunks);
+  await page.waitForFunction((chunks) => window.tessera.status.chunks > chunks + 2, PATIENCE, from);
+  await page.click("#lossless");
+  const href = await page.waitForSelector("#downloads a[download$='.y4m']", PATIENCE).then((a) => a.evaluate((e) => e.href));
+  const head = await page.evaluate(async (url) => (await (await fetch(url)).text()).slice(0, 24), href);
+  assert.match(head, /^YUV4MPEG2 W128 H128/);
+  assert.deepEqual(page.problems, []);
+});
+
+test("the client of the examples changes the prompt", async () => {
+  const watch = join(import.meta.dirname, "watch.mjs");
+  const output = execFileSync(process.execPath, [watch, address.replace("http", "ws") + "socket", "a green triangle moves up"], PATIENCE);
+  assert.match(String(output), /chunk \d+ is complete/);
+});
+
+test("a killed rank shows its code, and the stream starts again", async () => {
+  const page = await openPage("", { scheme: "dark" });
+  const ranks = execFileSync("ps", ["-o", "pid=", "--ppid", String(server.pid)]).toString().split("\n").map(Number).filter(Boolean);
+  assert.equal(ranks.length, 2);
+  process.kill(Math.max(...ranks), "SIGKILL");
+  await page.waitForSelector(".alarm .title", PATIENCE);
+  assert.match(await page.$eval(".alarm .title", (e) => e.textContent), /^T\d{4}: /);
+  await shoot(page, "alarm-dark");
+  await page.waitForFunction(() => window.tessera.latest?.run === 2 && window.tessera.status.state === "running", PATIENCE);
+  await checkAccessibility(page);
+  assert.deepEqual(page.problems, []);
+});

@@ -1,0 +1,163 @@
+//! A server with a stream of the demo model, and clients that behave and misbehave. This test executable starts itself again as
+//! each rank.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+#![allow(clippy::print_stdout, reason = "the test prints its results itself")]
+#![allow(
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    reason = "the test reads pages and kills ranks"
+)]
+
+mod access;
+mod client;
+mod control;
+mod hostile;
+mod interface;
+mod play;
+mod restart;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use tessera::plan::plan_model;
+use tessera::stream_options::StreamOptions;
+use tessera::{Mapping, Model, Overrides, StopHandle};
+use tessera_base::Diagnostics;
+use tessera_serve::protocol::Pace;
+use tessera_serve::{Access, ServeLimits, ServeOptions, ServedStream, ServerAddress, serve};
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().collect();
+    if args.get(1).map(String::as_str) == Some("as-rank") {
+        return u8::try_from(tessera::rank_main(|| {})).unwrap_or(1).into();
+    }
+    macro_rules! tests {
+        ($($module:ident::$name:ident)*) => {
+            [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as fn())),*]
+        };
+    }
+    let tests: &[(&str, fn())] = &tests![
+        play::frames_arrive_and_a_prompt_changes_the_picture
+        play::a_stalled_client_loses_its_own_frames_alone
+        play::a_paused_stream_requests_nothing_and_a_flush_discards_what_is_on_its_way
+        play::nothing_is_generated_while_nobody_watches
+        control::one_client_controls_and_hands_over
+        control::a_client_that_returns_keeps_the_control
+        control::further_clients_are_refused_with_a_reason
+        restart::a_killed_rank_ends_the_run_with_its_code_and_the_next_run_continues
+        restart::a_stream_that_cannot_start_says_why
+        hostile::malformed_messages_end_one_connection_and_no_other
+        hostile::connections_that_say_nothing_or_too_much_do_not_disturb_the_stream
+        access::foreign_sites_and_missing_tokens_are_refused
+        access::a_server_with_certificates_speaks_tls
+        interface::every_path_of_the_description_answers
+        interface::metrics_are_those_of_the_reference_page_and_of_the_dashboard
+        interface::a_recording_holds_every_frame
+    ];
+    if args.iter().any(|a| a == "--list") {
+        tests.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    let filter = args.iter().skip(1).find(|a| !a.starts_with('-'));
+    for (name, test) in tests {
+        if filter.is_none_or(|f| name.contains(f.as_str())) {
+            let start = Instant::now();
+            test();
+            println!("test {name} ... ok ({} ms)", start.elapsed().as_millis());
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// A server that runs on threads of this process. Dropping it stops it, and fails the test if it did not end well.
+pub(crate) struct TestServer {
+    pub(crate) at: ServerAddress,
+    stop: StopHandle,
+    thread: Option<JoinHandle<Result<(), Diagnostics>>>,
+}
+
+impl TestServer {
+    /// Starts a server of the demo model.
+    pub(crate) fn start(options: ServeOptions) -> TestServer {
+        TestServer::start_stream(demo_stream("tp=1"), options)
+    }
+
+    /// Starts a server of a stream.
+    pub(crate) fn start_stream(stream: ServedStream, options: ServeOptions) -> TestServer {
+        let (stop, (ready, address)) = (StopHandle::default(), channel());
+        let handle = stop.clone();
+        let thread = std::thread::spawn(move || {
+            serve(stream, options, &handle, &mut |at| {
+                ready.send(at.clone()).unwrap();
+            })
+        });
+        let at = address.recv().unwrap();
+        TestServer { at, stop, thread: Some(thread) }
+    }
+
+    /// Stops the server and returns how it ended.
+    pub(crate) fn stop(mut self) -> Result<(), Diagnostics> {
+        self.stop.request_stop();
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for TestServer {
+    fn drop(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            self.stop.request_stop();
+            let ended = thread.join();
+            if !std::thread::panicking() {
+                ended.unwrap().unwrap();
+            }
+        }
+    }
+}
+
+/// Options of a server that nobody but a test reaches, with short waits.
+pub(crate) fn test_options() -> ServeOptions {
+    ServeOptions {
+        listen: "127.0.0.1:0".parse().unwrap(),
+        access: Access::default(),
+        tls: None,
+        limits: ServeLimits { max_clients: 6, max_connections: 40, ..ServeLimits::default() },
+        pace: Pace::Model,
+        lead: 2,
+        keeps_running: false,
+        max_restarts: 3,
+        out: None,
+        recordings: None,
+    }
+}
+
+/// The demo model on a mesh.
+pub(crate) fn demo_stream(mesh: &str) -> ServedStream {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let model = Model::open(&folder, &Overrides::default()).unwrap();
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
+    let plan = plan_model(&model.video, &model.name, "", &mapping).unwrap();
+    let this = std::env::current_exe().unwrap().to_string_lossy().into_owned();
+    ServedStream {
+        plan: Arc::new(plan),
+        model,
+        options: StreamOptions {
+            prompt: "a red circle moves right".into(),
+            seed: 3,
+            oversubscribe: true,
+            ..StreamOptions::default()
+        },
+        argv: vec![this, "as-rank".into()],
+        examples: vec!["a blue square moves left".into()],
+        explain: |_| None,
+    }
+}
+
+/// Returns the root folder of the project.
+pub(crate) fn project_root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}

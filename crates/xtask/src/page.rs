@@ -1,0 +1,79 @@
+//! The tests of the page of `tessera serve` in a browser.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+/// The tests, and the client of the examples that they run.
+const FILES: [&str; 4] = [
+    "crates/tessera-serve/tests/page/package.json",
+    "crates/tessera-serve/tests/page/package-lock.json",
+    "crates/tessera-serve/tests/page/page.test.mjs",
+    "examples/clients/watch.mjs",
+];
+/// Names under which a machine may have the browser.
+const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
+
+/// Installs the test tools from the npm registry, and runs the tests with a browser of this machine, or else with one from
+/// that registry. Pictures of the page are left in target/page/screenshots.
+///
+/// Without Node.js the tests are skipped with a line that says so, unless TESSERA_REQUIRE_PAGE is 1.
+pub(crate) fn check_page(root: &Path) -> Result<()> {
+    match prepare(root) {
+        Ok(folder) => run_tests(root, &folder),
+        Err(why) if std::env::var_os("TESSERA_REQUIRE_PAGE").is_some_and(|v| v == "1") => Err(why),
+        Err(why) => {
+            println!("SKIPPED: the page is not tested in a browser: {why:#}");
+            Ok(())
+        }
+    }
+}
+
+/// Copies the tests to a folder of their own and installs their tools there, because Node.js looks for packages beside the
+/// file that imports them.
+fn prepare(root: &Path) -> Result<PathBuf> {
+    let folder = root.join("target/page");
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    for file in FILES {
+        let from = root.join(file);
+        let name = from.file_name().context("a file has a name")?;
+        std::fs::copy(&from, folder.join(name)).with_context(|| format!("cannot copy {file}"))?;
+    }
+    let mut npm = Command::new("npm");
+    npm.args(["ci", "--silent", "--no-audit", "--no-fund"]).current_dir(&folder);
+    if find_browser().is_some() {
+        npm.arg("--omit=optional");
+    }
+    run(&mut npm)?;
+    Ok(folder)
+}
+
+fn run_tests(root: &Path, folder: &Path) -> Result<()> {
+    run(Command::new("cargo").args(["build", "--package", "tessera-cli"]).current_dir(root))?;
+    let mut node = Command::new("node");
+    node.args(["--test", "--test-reporter=spec", "page.test.mjs"])
+        .current_dir(folder)
+        .env("TESSERA", root.join("target/debug/tessera"))
+        .env("MODEL", root.join("models/demo"))
+        .env("SCREENSHOTS", folder.join("screenshots"));
+    if let Some(browser) = find_browser() {
+        node.env("CHROMIUM", browser);
+    }
+    run(&mut node)
+}
+
+fn find_browser() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    let folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
+    BROWSERS.iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name))).find(|p| p.is_file())
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    println!("+ {command:?}");
+    let status = command.status().with_context(|| format!("cannot start {:?}", command.get_program()))?;
+    if !status.success() {
+        bail!("{command:?} failed ({status})");
+    }
+    Ok(())
+}
