@@ -244,18 +244,20 @@ impl ChangeIntake {
         Ok(taken)
     }
 
-    /// Receives every message that has arrived.
+    /// Receives every message that has arrived. A limit may stand behind as many changes as may wait.
     fn receive_all(&mut self) -> Result<(), Diagnostic> {
-        // The launching process lets no more changes wait than the limit, so the loop ends.
-        while self.arrived.len() < MAX_PENDING_CHANGES {
-            match self.link.receive()? {
-                Some(Message::StreamChange(change)) => self.arrived.push_back(change),
-                Some(Message::RequestLimit(limit)) => self.limit = Some(limit.chunks),
-                Some(message) => {
+        while let Some(message) = self.link.receive()? {
+            match message {
+                Message::StreamChange(_) if self.arrived.len() >= MAX_PENDING_CHANGES => {
+                    let what = format!("more than {MAX_PENDING_CHANGES} changes wait for a chunk");
+                    return Err(Diagnostic::error(&T0093, what));
+                }
+                Message::StreamChange(change) => self.arrived.push_back(change),
+                Message::RequestLimit(limit) => self.limit = Some(limit.chunks),
+                message => {
                     let what = format!("a {:?} message arrived in place of a change", message.kind());
                     return Err(Diagnostic::error(&T0093, what));
                 }
-                None => break,
             }
         }
         Ok(())
@@ -420,6 +422,22 @@ mod tests {
             sender.send(setting).unwrap();
         }
         assert_eq!(leader.take_changes(0).unwrap().cut, SceneCut::Flush);
+    }
+
+    #[test]
+    fn a_limit_behind_as_many_changes_as_may_wait_is_read() {
+        let (mut sender, mut leader) = pair();
+        let limit = |chunks| Message::RequestLimit(RequestLimit { chunks });
+        sender.link.send(&limit(1)).unwrap();
+        leader.take_changes(0).unwrap();
+        (0..MAX_PENDING_CHANGES).for_each(|seed| {
+            sender.send(ChangedSetting::Seed(seed as u64)).unwrap();
+        });
+        sender.link.send(&limit(2)).unwrap();
+        let (done, taken) = std::sync::mpsc::channel();
+        std::thread::spawn(move || done.send(leader.take_changes(1).unwrap().seed));
+        let seed = taken.recv_timeout(Duration::from_secs(20)).expect("the leader reads the limit");
+        assert_eq!(seed, Some(MAX_PENDING_CHANGES as u64 - 1));
     }
 
     #[test]
