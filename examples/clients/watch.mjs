@@ -11,18 +11,22 @@ const socket = new Socket(url);
 const send = (message) => socket.send(JSON.stringify(message));
 socket.binaryType = "arraybuffer";
 let effect = null;
+let chunkFrames = 0;
 
 socket.onopen = () => send({ type: "hello", version: 1, format: "jpeg", control: true, credits: 24 });
 socket.onmessage = ({ data }) => {
   if (typeof data !== "string") {
     const header = new DataView(data);
     const request = Number(header.getBigUint64(16, true));
-    send({ type: "credits", frames: 1 });
-    if (header.getUint8(5) & 2) console.log(`chunk ${request} is complete, ${header.getUint32(44, true)} bytes in its last frame`);
+    if (header.getUint8(5) & 2) {
+      console.log(`chunk ${request} is complete, ${header.getUint32(44, true)} bytes in its last frame`);
+      send({ type: "credits", frames: chunkFrames });
+    }
     if (effect !== null && request > effect) socket.close(1000);
     return;
   }
   const event = JSON.parse(data);
+  if (event.type === "hello") chunkFrames = event.stream.chunk_frames;
   if (event.type === "hello") send({ type: "change", id: 1, change: { prompt } });
   if (event.type === "effect") effect = event.request;
   if (["refused", "alarm", "bye"].includes(event.type)) {

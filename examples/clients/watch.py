@@ -21,6 +21,7 @@ with connect(url, max_size=None) as socket:
         if isinstance(message, str):
             event = json.loads(message)
             if event["type"] == "hello":
+                chunk_frames = event["stream"]["chunk_frames"]
                 print("model", event["stream"]["model"], "controls:", event["control"]["is_you"])
                 socket.send(json.dumps({"type": "change", "id": 1, "change": {"prompt": prompt}}))
             elif event["type"] == "effect":
@@ -29,8 +30,9 @@ with connect(url, max_size=None) as socket:
             elif event["type"] in ("refused", "alarm", "bye"):
                 sys.exit(f"{event['code']}: {event['message']}")
             continue
-        run, epoch, request, frame = struct.unpack_from("<IIQQ", message, 8)
+        request, frame = struct.unpack_from("<QQ", message, 16)
         (folder / f"{frame:06}.jpg").write_bytes(message[48:])
-        socket.send(json.dumps({"type": "credits", "frames": 1}))
+        if message[5] & 2:  # the last frame of its chunk
+            socket.send(json.dumps({"type": "credits", "frames": chunk_frames}))
         if effect is not None and request > effect:
             sys.exit(0)

@@ -16,6 +16,7 @@ let inControl = false;
 let client = 0;
 let wanted = 0;
 let latest = null;
+let usedUp = 0;
 const sent = new Map();
 const colors = new Map();
 const history = JSON.parse(sessionStorage.getItem("prompts") ?? "[]");
@@ -78,12 +79,20 @@ async function decode(frame) {
   return new ImageData(pixels, width, height);
 }
 
+/** Grants credits for frames that were shown or discarded, half a chunk at a time. */
+function replace(frames) {
+  usedUp += frames;
+  if (usedUp < facts.chunk_frames / 2) return;
+  stream.grant(usedUp);
+  usedUp = 0;
+}
+
 async function show(frame, now) {
   const picture = await frame.decoded;
   if (picture instanceof ImageData) painter.putImageData(picture, 0, 0);
   else painter.drawImage(picture, 0, 0);
   latest = frame;
-  stream.grant(1);
+  replace(1);
   element("veil").hidden = true;
   for (const [id, change] of sent) {
     if (change.request !== undefined && frame.run === change.run && frame.request >= change.request) {
@@ -116,7 +125,7 @@ stream.addEventListener("open", ({ detail: hello }) => {
   canvas.classList.toggle("small", facts.width <= 256);
   element("screen").style.setProperty("--shape", `${facts.width}/${facts.height}`);
   element("examples").replaceChildren(...facts.examples.map((text) => promptButton(text)));
-  player ??= new Player({ frameRate: facts.frame_rate, chunkFrames: facts.chunk_frames, show });
+  player ??= new Player({ frameRate: facts.frame_rate, chunkFrames: facts.chunk_frames, show, discard: replace });
   element("alarms").replaceChildren();
   showControl(hello.control);
 });

@@ -83,6 +83,8 @@ export class TesseraStream extends EventTarget {
         this.#wait = FIRST_WAIT_MS;
         this.#emit("open", message);
       }
+      // Another page is this client now: the next connection is a client of its own.
+      if (message.type === "bye" && message.code === "T1605") this.#secret = null;
       this.#emit(message.type, message);
     };
     socket.onclose = () => {
@@ -105,24 +107,25 @@ export class TesseraStream extends EventTarget {
 /**
  * Shows frames at the pace of the model. A chunk arrives at once, so its frames wait here, at most one chunk before the first
  * one is shown. If chunks arrive more slowly than they play, the pace follows them, so that frames stay evenly spaced.
+ * `show` gets each frame when it is due, and `discard` the number of frames that are never shown: both used up a credit.
  */
 export class Player {
   #queue = [];
   #due = 0;
   #playing = false;
   #lastChunk = 0;
+  #lastShown = 0;
   #period = 0;
 
-  constructor({ frameRate, chunkFrames, show }) {
+  constructor({ frameRate, chunkFrames, show, discard }) {
     this.frameMs = 1000 / frameRate;
     this.chunkFrames = chunkFrames;
     this.show = show;
+    this.discard = discard;
     this.stalls = 0;
     this.intervals = [];
-    this.#lastShown = 0;
     requestAnimationFrame((now) => this.#tick(now));
   }
-  #lastShown;
 
   /** Adds a frame behind the others. */
   push(frame, now = performance.now()) {
@@ -136,12 +139,14 @@ export class Player {
     this.#queue.push(frame);
     // A page that was hidden shows nothing old.
     const surplus = this.#queue.length - 3 * this.chunkFrames;
-    if (surplus > 0) this.#queue.splice(0, surplus);
+    if (surplus > 0) this.discard(this.#queue.splice(0, surplus).length);
   }
 
   /** Forgets frames that come before a request of a run. */
   fence(run, request) {
-    this.#queue = this.#queue.filter((f) => f.run > run || (f.run === run && f.request >= request));
+    const valid = this.#queue.filter((f) => f.run > run || (f.run === run && f.request >= request));
+    this.discard(this.#queue.length - valid.length);
+    this.#queue = valid;
     this.#period = 0;
     this.#lastChunk = 0;
   }

@@ -139,6 +139,34 @@ test("the stream pauses and resumes by keyboard", async () => {
   assert.deepEqual(page.problems, []);
 });
 
+test("frames that a flush discards are replaced", async () => {
+  const page = await openPage();
+  // More discarded frames than the credits with which the page begins.
+  for (let flush = 0; flush < 8; flush++) {
+    await page.click("#flush");
+    await page.waitForFunction(() => /Flush holds from chunk/.test(document.getElementById("answer").textContent), PATIENCE);
+    const from = await page.evaluate(() => window.tessera.status.chunks);
+    await page.waitForFunction((chunks) => window.tessera.status.chunks > chunks, PATIENCE, from);
+  }
+  const shown = await page.evaluate(() => window.tessera.latest.frame);
+  await page.waitForFunction((frame) => window.tessera.latest.frame > frame + 60, PATIENCE, shown);
+  assert.deepEqual(page.problems, []);
+});
+
+test("a second page of the same viewer becomes a viewer of its own", async () => {
+  const first = await openPage();
+  const secret = await first.evaluate(() => sessionStorage.getItem("resume"));
+  const copy = await browser.newPage();
+  // A browser copies the storage of a tab that a person duplicates.
+  await copy.evaluateOnNewDocument((resume) => sessionStorage.getItem("resume") ?? sessionStorage.setItem("resume", resume), secret);
+  await copy.goto(address);
+  await copy.waitForFunction(() => window.tessera?.latest, PATIENCE);
+  await first.bringToFront();
+  await first.waitForFunction((old) => ![null, old].includes(sessionStorage.getItem("resume")), PATIENCE, secret);
+  assert.match(await first.$eval("#state", (e) => e.textContent), /running/);
+  assert.equal(await copy.evaluate(() => sessionStorage.getItem("resume")), secret);
+});
+
 test("a second viewer watches, and gets the control when the first hands it over", async () => {
   const first = await openPage();
   const second = await openPage("", { width: 390, height: 844, scheme: "dark" });
