@@ -35,4 +35,4 @@ with connect(url, max_size=None) as socket:
         if message[5] & 2:  # the last frame of its chunk
             socket.send(json.dumps({"type": "credits", "frames": chunk_frames}))
         if effect is not None and request > effect:
-            sys.exit(0)
+            break  # a normal end of the connection frees the control

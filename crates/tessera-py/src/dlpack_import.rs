@@ -30,7 +30,7 @@ enum Managed {
 }
 
 // SAFETY: the struct behind the pointer belongs to this value alone and is only read; DLPack lets a consumer call
-// the deleter on any thread, and `drop` holds the interpreter's lock meanwhile.
+// the deleter on any thread, and `drop` holds the interpreter's lock during the call.
 unsafe impl Send for ImportedTensor {}
 // SAFETY: as above.
 unsafe impl Sync for ImportedTensor {}
@@ -127,7 +127,7 @@ impl ImportedTensor {
     /// Copies the elements of a tensor of f32 in host memory, in row-major order.
     ///
     /// # Safety
-    /// The tensor must have this type and lie in host memory, and nobody may write it meanwhile.
+    /// The tensor must have this type and lie in host memory, and nobody may write it during the call.
     pub(crate) unsafe fn copy_values(&self) -> Vec<f32> {
         let count: u64 = self.shape.iter().product();
         let mut values = Vec::with_capacity(count as usize);

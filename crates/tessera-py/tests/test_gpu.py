@@ -74,7 +74,7 @@ def test_redistribution_on_gpus_is_exact(rng: np.random.Generator) -> None:
 
 
 def import_torch() -> Any:
-    """Returns torch with a GPU, or skips the test where there is none."""
+    """Returns torch with a GPU, or skips the test on a machine without one."""
     if GPUS == 0:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 //! What a server offers, to whom, and within which limits.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -78,6 +78,24 @@ impl Default for ServeLimits {
     }
 }
 
+impl Default for ServeOptions {
+    /// A server for a person at this machine.
+    fn default() -> ServeOptions {
+        ServeOptions {
+            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 7860)),
+            access: Access::default(),
+            tls: None,
+            limits: ServeLimits::default(),
+            pace: Pace::Model,
+            lead: 2,
+            keeps_running: false,
+            max_restarts: 3,
+            out: None,
+            recordings: None,
+        }
+    }
+}
+
 impl ServeOptions {
     /// Returns what contradicts each other.
     #[must_use]
@@ -117,30 +135,15 @@ impl ServeOptions {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-
-    pub(crate) fn local_options() -> ServeOptions {
-        ServeOptions {
-            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-            access: Access::default(),
-            tls: None,
-            limits: ServeLimits::default(),
-            pace: Pace::Model,
-            lead: 2,
-            keeps_running: false,
-            max_restarts: 3,
-            out: None,
-            recordings: None,
-        }
-    }
 
     #[test]
     fn a_server_on_the_network_needs_a_token() {
         let with = |listen: [u8; 4], token: Option<&str>| {
             let access = Access { token: token.map(str::to_string), ..Access::default() };
             let listen = SocketAddr::from((listen, 80));
-            ServeOptions { listen, access, ..local_options() }.check().len()
+            ServeOptions { listen, access, ..ServeOptions::default() }.check().len()
         };
         assert_eq!(with([127, 0, 0, 1], None), 0);
         assert_eq!(with([0, 0, 0, 0], None), 1);

@@ -25,6 +25,18 @@ pub enum FrameFormat {
     None,
 }
 
+impl FrameFormat {
+    /// Returns the name, as messages spell it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            FrameFormat::Raw => "raw",
+            FrameFormat::Jpeg => "jpeg",
+            FrameFormat::None => "none",
+        }
+    }
+}
+
 /// A message of a client.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]

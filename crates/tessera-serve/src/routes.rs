@@ -169,7 +169,7 @@ async fn request_change(
     let client = match secret {
         None => None,
         Some(secret) => match shared.server.find_client(secret) {
-            Some(client) => Some((client, 0)),
+            Some(client) => Some(client),
             None => {
                 let unknown = Diagnostic::error(&T1604, "no client has this secret");
                 return refuse_with(&shared, StatusCode::CONFLICT, &unknown);
@@ -177,13 +177,14 @@ async fn request_change(
         },
     };
     let server = Arc::clone(&shared.server);
-    let requested = tokio::task::spawn_blocking(move || server.request_change(client, &body.change)).await;
+    let requested =
+        tokio::task::spawn_blocking(move || server.request_change(client, None, &body.change)).await;
     match requested {
         Ok(Ok(change)) => (StatusCode::ACCEPTED, Json(json!({ "change": change }))).into_response(),
         Ok(Err(refusal)) => {
             let status = match refusal.code {
-                "T1604" => StatusCode::CONFLICT,
-                "T1610" => StatusCode::SERVICE_UNAVAILABLE,
+                code if code == T1604.id => StatusCode::CONFLICT,
+                code if code == T1610.id => StatusCode::SERVICE_UNAVAILABLE,
                 _ => StatusCode::UNPROCESSABLE_ENTITY,
             };
             refuse(status, shared.server.count_refusal(refusal))

@@ -60,7 +60,7 @@ struct PendingChange {
     number: u64,
     /// Number among the changes of the run.
     number_in_run: u64,
-    /// The client that requested it, and its own number; `None` for the HTTP interface.
+    /// The client that is told, and its own number; `None` for the HTTP interface.
     owner: Option<(u64, u64)>,
     kind: &'static str,
     /// The new prompt or seed.
@@ -271,6 +271,10 @@ impl ServerState {
 impl GuardedState {
     fn connected(&self) -> impl Iterator<Item = (&u64, &Client)> {
         self.clients.iter().filter(|(_, client)| client.lost.is_none())
+    }
+
+    fn find_client(&self, secret: &str) -> Option<u64> {
+        self.clients.iter().find(|(_, client)| client.secret == secret).map(|(id, _)| *id)
     }
 
     fn control_of(&self, now: Instant, client: u64) -> ControlState {

@@ -103,11 +103,7 @@ async fn write_outgoing(server: &ServerState, joined: &Joined, format: FrameForm
                 let Some(message) = frame.message(format) else { continue };
                 let is_sent = send(server, sender, Message::Binary(message)).await;
                 if is_sent {
-                    server
-                        .metrics
-                        .frames_sent
-                        .get_or_create(&FormatLabels { format: format_name(format) })
-                        .inc();
+                    server.metrics.frames_sent.get_or_create(&FormatLabels { format: format.name() }).inc();
                     let header = frame.header();
                     if header.is_last {
                         server.mark_taken(joined.client, header.run, header.request);
@@ -188,14 +184,13 @@ async fn read_messages(server: &ServerState, joined: &Joined, receiver: &mut Rec
             continue;
         }
         match parse_client_message(&text) {
-            Ok(message) => handle_message(server, joined, message).await?,
+            Ok(message) => handle_message(server, joined, message),
             Err(what) => return Some(Refusal::from_diagnostic(&Diagnostic::error(&T1603, what))),
         }
     }
 }
 
-/// Handles a message. Returns `None` if the connection is to end.
-async fn handle_message(server: &ServerState, joined: &Joined, message: ClientMessage) -> Option<()> {
+fn handle_message(server: &ServerState, joined: &Joined, message: ClientMessage) {
     let outcome = match message {
         ClientMessage::Hello(_) => {
             let again = Diagnostic::error(&T1603, "a second hello");
@@ -208,26 +203,17 @@ async fn handle_message(server: &ServerState, joined: &Joined, message: ClientMe
         ClientMessage::Control { action } => server.change_control(joined.client, action),
         ClientMessage::Change { id, change } => {
             // It may encode a prompt, and wait for the socket to the leader.
-            tokio::task::block_in_place(|| server.request_change(Some((joined.client, id)), &change))
+            tokio::task::block_in_place(|| server.request_change(Some(joined.client), Some(id), &change))
                 .map(|_| ())
         }
     };
     if let Err(refusal) = outcome {
         refuse(server, &joined.queue, refusal);
     }
-    Some(())
 }
 
 fn refuse(server: &ServerState, queue: &ClientQueue, refusal: Refusal) {
     queue.push_message(to_text(&ServerMessage::Refused(server.count_refusal(refusal))));
-}
-
-fn format_name(format: FrameFormat) -> &'static str {
-    match format {
-        FrameFormat::Raw => "raw",
-        FrameFormat::Jpeg => "jpeg",
-        FrameFormat::None => "none",
-    }
 }
 
 /// How many messages a client may send now.

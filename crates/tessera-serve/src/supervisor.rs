@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tessera::files::RunFolder;
+use tessera::record::RECORD_FILE;
 use tessera::stream::LiveStream;
 use tessera::stream_options::{OutputOptions, StreamOptions};
 use tessera::{Model, Plan};
@@ -13,8 +14,6 @@ use tessera_base::Diagnostics;
 use crate::recent_chunks::RecentChunks;
 use crate::server_state::ServerState;
 
-/// Name of the record in the folder of a run.
-const RECORD_FILE: &str = "record.jsonl";
 /// Wait before the first restart; each further one waits twice as long.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 /// Longest wait before a restart.

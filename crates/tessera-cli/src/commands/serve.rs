@@ -3,7 +3,6 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use tessera::files::read_text;
 use tessera::stream_options::{DEFAULT_PROMPT, RunDevice, StreamOptions};
@@ -19,7 +18,7 @@ use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::parse_weights_base;
-use crate::progress::stop_on_signals;
+use crate::progress::{STOPPING_MESSAGE, stop_on_signals};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -126,10 +125,6 @@ pub struct Args {
     #[arg(long)]
     pub oversubscribe: bool,
 
-    /// Longest time for which a client may take nothing or answer no ping, in seconds
-    #[arg(long, hide = true, value_name = "SECONDS", default_value_t = 10)]
-    pub client_patience: u64,
-
     /// Print a line per chunk, change and client: as text or as JSON
     #[arg(long, value_parser = named_values(LOGS), default_value = "none")]
     pub log: LogFormat,
@@ -155,11 +150,11 @@ const PACES: &[(&str, Pace, &str)] = &[
 /// Format of the lines about chunks, changes and clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
-    /// No lines.
+    /// The server prints no such lines.
     None,
-    /// Text.
+    /// A line of text for a person.
     Text,
-    /// JSON.
+    /// A JSON object for a program.
     Json,
 }
 
@@ -175,18 +170,13 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         listen: args.listen,
         access: Access { token: read_token(args)?, hosts: args.host.clone(), origins: args.origin.clone() },
         tls: args.tls_cert.clone().zip(args.tls_key.clone()),
-        limits: ServeLimits {
-            max_clients: args.max_clients,
-            send: Duration::from_secs(args.client_patience),
-            ping: Duration::from_secs(args.client_patience) / 2,
-            ..ServeLimits::default()
-        },
+        limits: ServeLimits { max_clients: args.max_clients, ..ServeLimits::default() },
         pace: args.pace,
         lead: args.lead,
         keeps_running: args.keep_running,
         max_restarts: args.restarts,
         out: args.out.clone(),
-        recordings: None,
+        ..ServeOptions::default()
     };
     let wrong = options.check();
     if !wrong.is_empty() {
@@ -215,8 +205,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         print_stderr_line(&format!("serving {} at {scheme}://{}/{token}", args.model.display(), at.address));
         print_stderr_line(&format!("recordings go to {}; Ctrl-C stops", at.recordings.display()));
     };
-    let stopping = "stopping after the current chunk; interrupt again to kill the ranks";
-    stop_on_signals(stopping, |stop| serve(stream, options, stop, &mut |at| show_address(at)))?;
+    stop_on_signals(STOPPING_MESSAGE, |stop| serve(stream, options, stop, &mut |at| show_address(at)))?;
     Ok(0)
 }
 
@@ -255,7 +244,7 @@ fn read_examples(args: &Args, model: &Path) -> Vec<String> {
     if !args.example.is_empty() {
         return args.example.clone();
     }
-    // Suggestions are no part of the model, so a file that cannot be read is none.
+    // Suggestions are no part of the model, so a folder without a readable file has no suggestions.
     let text = read_text(&model.join(EXAMPLES_FILE), &T1609).unwrap_or_default();
     text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_string).collect()
 }

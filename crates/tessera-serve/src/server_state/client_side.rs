@@ -31,9 +31,7 @@ impl ServerState {
     pub(crate) fn join(&self, hello: &ClientHello) -> Result<Joined, Refusal> {
         let now = Instant::now();
         let mut state = self.lock();
-        let known = hello.resume.as_deref().and_then(|secret| {
-            state.clients.iter().find(|(_, client)| client.secret == secret).map(|(id, _)| *id)
-        });
+        let known = hello.resume.as_deref().and_then(|secret| state.find_client(secret));
         if known.is_none() && state.connected().count() >= self.limits.max_clients {
             let message = format!("{} clients are connected", self.limits.max_clients);
             let full = Diagnostic::error(&T1605, message).with_hint("close one, or raise --max-clients");
@@ -134,26 +132,28 @@ impl ServerState {
         Ok(())
     }
 
-    /// Requests a change for a client and returns its number among those of the server. `client` is `None` for the HTTP
-    /// interface, which may change the stream while nobody controls it.
+    /// Requests a change for a client and returns its number among those of the server. `id` is the number by which the
+    /// client knows it on its socket; the HTTP interface gives none, and no client while nobody controls the stream.
     ///
     /// # Errors
     /// T1604 if the client is not in control, T1610 if nothing runs, T0093 if too many changes wait, or why the model
     /// cannot take the prompt.
-    pub(crate) fn request_change(&self, client: Option<(u64, u64)>, change: &Change) -> Result<u64, Refusal> {
-        let outcome = self.try_change(client, change);
+    pub(crate) fn request_change(
+        &self,
+        client: Option<u64>,
+        id: Option<u64>,
+        change: &Change,
+    ) -> Result<u64, Refusal> {
+        let outcome = self.try_change(client, id, change);
         let labels = |outcome| ChangeLabels { change: change.kind(), outcome };
         let counted = if outcome.is_ok() { "accepted" } else { "refused" };
         self.metrics.changes.get_or_create(&labels(counted)).inc();
-        outcome.map_err(|refusal| match client {
-            Some((_, id)) => refusal.with_id(id),
-            None => refusal,
-        })
+        outcome.map_err(|refusal| Refusal { id, ..refusal })
     }
 
     /// Returns the client with a secret.
     pub(crate) fn find_client(&self, secret: &str) -> Option<u64> {
-        self.lock().clients.iter().find(|(_, client)| client.secret == secret).map(|(id, _)| *id)
+        self.lock().find_client(secret)
     }
 
     /// Counts a refusal and returns it.
@@ -182,13 +182,13 @@ impl ServerState {
         state.alarms.iter().for_each(|alarm| client.send(&ServerMessage::Alarm(alarm.clone())));
     }
 
-    fn try_change(&self, client: Option<(u64, u64)>, change: &Change) -> Result<u64, Refusal> {
-        let now = Instant::now();
+    fn try_change(&self, client: Option<u64>, id: Option<u64>, change: &Change) -> Result<u64, Refusal> {
+        let (now, owner) = (Instant::now(), client.zip(id));
         let (control, number) = {
             let mut state = self.lock();
-            self.check_control(&state, now, client.map(|(client, _)| client))?;
+            self.check_control(&state, now, client)?;
             if let Change::Pause | Change::Resume = change {
-                return Ok(self.set_paused(&mut state, client, change));
+                return Ok(self.set_paused(&mut state, owner, change));
             }
             let control = state.control.clone().filter(|_| state.phase == StreamState::Running);
             let Some(control) = control else {
@@ -213,9 +213,9 @@ impl ServerState {
             // Without one more request, the flush would wait for the chunks that it shall discard.
             state.pacer.admit_one();
         }
-        let (owner, kind) = (client, change.kind());
+        let kind = change.kind();
         state.pending.push(PendingChange { number, number_in_run, owner, kind, setting, since: now });
-        if let Some((client, id)) = client
+        if let Some((client, id)) = owner
             && let Some(client) = state.clients.get(&client)
         {
             client.send(&ServerMessage::Accepted { id, change: kind });
@@ -237,12 +237,12 @@ impl ServerState {
     }
 
     /// Pauses or resumes the stream, which the leader need not be asked for.
-    fn set_paused(&self, state: &mut GuardedState, client: Option<(u64, u64)>, change: &Change) -> u64 {
+    fn set_paused(&self, state: &mut GuardedState, owner: Option<(u64, u64)>, change: &Change) -> u64 {
         state.is_paused = *change == Change::Pause;
         state.changes += 1;
         let (number, run, request) = (state.changes, state.run, state.pacer.first_held_request());
         state.record_outcome(ChangeOutcome { change: number, run, request });
-        if let Some((client, id)) = client
+        if let Some((client, id)) = owner
             && let Some(client) = state.clients.get(&client)
         {
             client.send(&ServerMessage::Effect { id, change: change.kind(), run, request });

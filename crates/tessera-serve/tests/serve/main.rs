@@ -28,8 +28,7 @@ use tessera::plan::plan_model;
 use tessera::stream_options::StreamOptions;
 use tessera::{Mapping, Model, Overrides, StopHandle};
 use tessera_base::Diagnostics;
-use tessera_serve::protocol::Pace;
-use tessera_serve::{Access, ServeLimits, ServeOptions, ServedStream, ServerAddress, serve};
+use tessera_serve::{ServeLimits, ServeOptions, ServedStream, ServerAddress, serve};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
@@ -119,19 +118,12 @@ impl Drop for TestServer {
     }
 }
 
-/// Options of a server that nobody but a test reaches, with short waits.
+/// Options of a server that nobody but a test reaches, with few places.
 pub(crate) fn test_options() -> ServeOptions {
     ServeOptions {
         listen: "127.0.0.1:0".parse().unwrap(),
-        access: Access::default(),
-        tls: None,
         limits: ServeLimits { max_clients: 6, max_connections: 40, ..ServeLimits::default() },
-        pace: Pace::Model,
-        lead: 2,
-        keeps_running: false,
-        max_restarts: 3,
-        out: None,
-        recordings: None,
+        ..ServeOptions::default()
     }
 }
 
