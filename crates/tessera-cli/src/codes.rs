@@ -65,4 +65,11 @@ exception itself is the cause of this one.";
     T1508: "search cannot be asked like this",
     "`graph.search` plans a model of the zoo, or of a config.json, on a machine of the catalog. Its objective is throughput, latency or \
 memory. Pins are the knobs of `tessera plan --pin`, written as keywords: `search(\"deepseek-v3\", tp=8)`.";
+
+    T1509: "experts cannot be registered for prefetch",
+    "`runtime.register_prefetch` keeps the experts of a layer in host memory and `resident` of them in fast memory. It takes what \
+`op.moe` returns, a window of at least one layer, the tiers HBM and Grace in this order, a policy (lru or lru_hotness), the stream \
+io, and 1 expert up to all. It holds for the programs that are traced afterwards, because a plan states its tiers: register the layer \
+before the first trace. In a program the experts are arrays from outside of the function, since inputs come with each call, and the \
+program uses them once.";
 }

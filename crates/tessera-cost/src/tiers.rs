@@ -7,8 +7,6 @@ mod expert_cache;
 mod kv_residency;
 mod prefetch;
 
-pub use expert_cache::{
-    EvictionPolicy, HotExperts, RoutingTrace, expert_hit_rate, sample_routing_trace, select_hot_experts,
-};
+pub use expert_cache::{HotExperts, RoutingTrace, expert_hit_rate, sample_routing_trace, select_hot_experts};
 pub use kv_residency::{KvResidency, SegmentReads, TierHits, replay_reads, spill_bytes};
 pub use prefetch::{LayerTimes, PrefetchResult, choose_window, simulate_prefetch};

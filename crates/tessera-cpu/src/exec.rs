@@ -8,6 +8,8 @@
 mod collective_ops;
 mod data_movement;
 mod dispatch;
+mod expert_io;
+mod expert_tiers;
 mod memory;
 mod memory_check;
 mod op_support;
@@ -21,14 +23,16 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CacheChecks, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher,
-    JoinedCommunicator, LoadedProgram, MemoryUse, MeshRank, Observer, ProgramHandle, T0801, WeightSource,
+    AbortFn, AuditResult, Backend, CacheChecks, CallData, CommRoute, ExpertReport, Fault, Fingerprint,
+    FingerprintHasher, JoinedCommunicator, LoadedProgram, MemoryUse, MeshRank, Observer, ProgramHandle,
+    T0801, WeightSource,
 };
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Slots, ValueId, WeightLoad};
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use collective_ops::contribution_bytes;
 use dispatch::Kernel;
+use expert_tiers::ExpertTiers;
 use memory::{BackendMemory, ValueLocation};
 use op_support::read_supported;
 use weights::{LoadedShard, WeightAuditCursor};
@@ -59,6 +63,8 @@ pub struct CpuBackend {
     shards: Vec<LoadedShard>,
     /// Fingerprints of the RoPE tables, time tables and normal draws that the loaded programs use.
     derived_fingerprints: Vec<Fingerprint>,
+    /// Weights whose experts lie in two tiers of memory.
+    tiers: ExpertTiers,
     audit_cursor: WeightAuditCursor,
     buffer_index: BTreeMap<String, usize>,
     scratch: Scratch,
@@ -154,6 +160,7 @@ impl CpuBackend {
             matmul_weights: BTreeSet::new(),
             shards: Vec::new(),
             derived_fingerprints: Vec::new(),
+            tiers: ExpertTiers::default(),
             audit_cursor: WeightAuditCursor::default(),
             buffer_index: BTreeMap::new(),
             scratch: Scratch::new(),
@@ -301,6 +308,10 @@ impl Backend for CpuBackend {
         pool.install(|| self.run_prepared(&prepared, call, observer))
     }
 
+    fn take_expert_report(&mut self) -> ExpertReport {
+        self.tiers.take_report()
+    }
+
     fn output(&self, name: &str) -> Option<&[f32]> {
         self.outputs.get(name).filter(|o| o.written).map(|o| o.values.as_slice())
     }
@@ -324,6 +335,7 @@ impl Backend for CpuBackend {
         for b in &mut self.memory.buffers {
             b.fill(0.0);
         }
+        self.tiers.reset();
     }
 
     fn reset_count(&self) -> u64 {
@@ -331,11 +343,12 @@ impl Backend for CpuBackend {
     }
 
     fn memory_bytes(&self) -> [u64; 3] {
-        self.memory.allocated_bytes()
+        let [weights, buffers, temporaries] = self.memory.allocated_bytes();
+        [weights + self.tiers.allocated_bytes(), buffers, temporaries]
     }
 
     fn memory_use(&self) -> MemoryUse {
-        let kinds = self.memory.allocated_bytes();
+        let kinds = self.memory_bytes();
         let outputs: usize = self.outputs.values().map(|o| o.values.capacity()).sum();
         let audited = self.audit_cursor.row_capacity();
         let workspace = self.scratch.allocated_bytes()

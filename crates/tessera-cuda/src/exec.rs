@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_base::Diagnostic;
-use tessera_device::{CommRoute, MeshRank, T0801};
+use tessera_device::{CommRoute, MeshRank, T0801, T0806};
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Type};
 
 use crate::attention_cudnn::CudnnAttention;
@@ -330,7 +330,7 @@ impl CudaBackend {
     }
 
     /// Checks a whole program before any rank starts. Returns T0801 for the first op that no kernel
-    /// of this backend supports, or for ops that share memory on several streams, as
+    /// of this backend supports, or for ops that share memory on several streams, and T0806 for experts in two tiers, as
     /// [`load`](tessera_device::Backend::load) would.
     #[must_use]
     pub fn find_unsupported(p: &Program) -> Option<Diagnostic> {
@@ -343,6 +343,12 @@ impl CudaBackend {
             read_supported(p, i).map_err(|why| CudaBackend::unsupported_op_error(p, &p.ops[i], &why))
         };
         let views = (0..p.ops.len()).map(read).collect::<Result<_, _>>()?;
+        if let Some(weight) = p.ops.iter().find(|op| op.states_tier()) {
+            let name = weight.name.as_deref().unwrap_or_default();
+            let message =
+                format!("@{} of {}: the experts of `{name}` lie in two tiers of memory", p.name, p.role);
+            return Err(Diagnostic::error(&T0806, message).with_label("backend", "cuda"));
+        }
         match unsupported_streams(p) {
             Some(why) => Err(Diagnostic::error(&T0801, format!("@{} of {}: {why}", p.name, p.role))
                 .with_label("backend", "cuda")),

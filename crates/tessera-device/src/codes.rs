@@ -33,4 +33,11 @@ rank they differ from the sum in the sealed plan by more than 5 %. The run conti
 budget that was computed from the plan is wrong by as much, and a rank that barely fits may not fit.\n\n\
 The record states both numbers for each rank and chunk, and the temporaries of each phase. A weight that the backend \
 holds in two layouts, or padding of very small shapes, explains a small model; on a large model, report it as a bug.";
+
+    T0806: "backend has no second tier of memory for experts",
+    "The plan states that experts lie in host memory and a few of them in fast memory. Ranks on CPUs move them; ranks on GPUs \
+and the simulator do not, and an estimate has no price for it. The run or the estimate is refused before a rank starts, \
+because it would otherwise hold every expert, or leave out the transfers, and say nothing.\n\n\
+Run the plan on CPU ranks, or plan without `runtime.register_prefetch`. `tessera plan --cluster` prices tiers of experts by \
+estimate.";
 }

@@ -13,16 +13,18 @@ mod call_data;
 mod codes;
 mod communicator;
 pub mod dtype;
+mod expert_transfers;
 mod fingerprint;
 mod memory_use;
 mod timing_model;
 
 pub use cache_checks::CacheChecks;
 pub use call_data::{CallData, Scalar, check_input};
-pub use codes::{CODES, T0801, T0802, T0803, T0804, T0805};
+pub use codes::{CODES, T0801, T0802, T0803, T0804, T0805, T0806};
 pub use communicator::{
     CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, exchanged_shape, shard_ranges,
 };
+pub use expert_transfers::{ExpertBank, ExpertReport, ExpertTransfer, LayerTransfers};
 pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice, first_nonfinite};
 pub use memory_use::MemoryUse;
 pub use timing_model::TimingModel;
@@ -80,6 +82,19 @@ pub trait WeightSource {
         rank: &MeshRank,
     ) -> Result<(), Diagnostic> {
         self.read(name, ty, load, rank).map(drop)
+    }
+
+    /// Opens the experts of a weight of which a backend keeps a few, with the local type of the weight.
+    ///
+    /// # Errors
+    /// T0806 for a source that lends no single experts, or any problem with the tensor.
+    fn open_experts(
+        &mut self,
+        name: &str,
+        _ty: &Type,
+        _rank: &MeshRank,
+    ) -> Result<Arc<dyn ExpertBank>, Diagnostic> {
+        Err(Diagnostic::error(&T0806, format!("the experts of `{name}` cannot be read one by one here")))
     }
 
     /// Checks that every element of the stored tensor is finite, and otherwise returns where the
@@ -319,6 +334,12 @@ pub trait Backend {
         observer: &mut dyn Observer,
     ) -> Result<(), Fault>;
 
+    /// Returns what the layers with experts in two tiers did in the last run, and forgets it. A backend without tiers
+    /// reports none.
+    fn take_expert_report(&mut self) -> ExpertReport {
+        ExpertReport::default()
+    }
+
     /// Returns an output value of the last run.
     fn output(&self, name: &str) -> Option<&[f32]>;
 
@@ -328,7 +349,8 @@ pub trait Backend {
     /// Overwrites a buffer. Returns `false` if there is no buffer with this name and length.
     fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool;
 
-    /// Zeroes every named buffer that keeps state between runs; weights stay.
+    /// Zeroes every named buffer that keeps state between runs; weights stay. A backend forgets which experts of two
+    /// tiers were used, so that runs after a reset repeat.
     fn reset_buffers(&mut self);
 
     /// Returns how often every buffer was zeroed, for whatever reason. There is no default: a backend

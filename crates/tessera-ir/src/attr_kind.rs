@@ -7,6 +7,7 @@ use tessera_mesh::{Axis, Reduction};
 
 use crate::DType;
 use crate::attr::Attr;
+use crate::expert_cache::EvictionPolicy;
 
 /// Maximum number of elements of a value on one rank, and maximum of every count; a larger number
 /// is assumed to be a mistake.
@@ -105,6 +106,8 @@ attr_kinds! {
     TransportName: Transport, "p2p or nccl", |a| parse_choice(a, &Transport::ALL, Transport::name);
     /// The form in which the elements of a collective travel.
     WireFormat: Wire, "fp8_e4m3", |a| parse_choice(a, &Wire::ALL, Wire::name);
+    /// The rule by which experts stay in fast memory.
+    PolicyName: EvictionPolicy, "lru or lru_hotness", |a| EvictionPolicy::from_name(parse_text(a)?);
     /// The transformation of a weight at load.
     LoadName: WeightLoad, "patch, conv, conv.past, e4m3, e4m3.scale, conv.e4m3 or conv.e4m3.scale", |a| parse_choice(a, &WeightLoad::ALL, WeightLoad::name);
 }

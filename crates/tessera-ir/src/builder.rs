@@ -170,6 +170,14 @@ impl Builder {
         self.add_source(Opcode::Weight, name, ty)
     }
 
+    /// Sets attributes of a source that was added before. A value that no source defines stays as it is.
+    pub fn set_source_attrs(&mut self, source: ValueId, attrs: Attrs) {
+        let op = self.definitions.get(source.0 as usize).copied().flatten();
+        if let Some(op) = op.and_then(|i| self.program.ops.get_mut(i)).filter(|op| op.is_source()) {
+            op.attrs.extend(attrs);
+        }
+    }
+
     fn add_source(&mut self, opcode: Opcode, name: &str, ty: Type) -> ValueId {
         // A source that is requested twice is the same value.
         let derived = self.pending.attrs.get("load").and_then(|l| match l {

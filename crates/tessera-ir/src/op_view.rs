@@ -225,8 +225,20 @@ mod tests {
 
     /// Values of every type of attribute, some of which each kind accepts.
     fn sample_attrs() -> Vec<Attr> {
-        let texts =
-            ["tp", "world", "sum", "nccl", "patch", "gelu_tanh", "f32", "fp8_e4m3", "sigmoid", "odd", ""];
+        let texts = [
+            "tp",
+            "world",
+            "sum",
+            "nccl",
+            "patch",
+            "gelu_tanh",
+            "f32",
+            "fp8_e4m3",
+            "sigmoid",
+            "lru",
+            "odd",
+            "",
+        ];
         let numbers = [Attr::Int(-1), Attr::Int(0), Attr::Int(2), Attr::Float(0.5), Attr::Float(f64::NAN)];
         let lists = [vec![1, 2], vec![2, 1], vec![1, 2, 3], vec![0, 1, 2]].map(Attr::Ints);
         texts

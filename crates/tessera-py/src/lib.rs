@@ -16,6 +16,7 @@ mod dtensor;
 mod dtensor_ops;
 mod eager;
 mod errors;
+mod expert_tier;
 mod generate;
 mod layers;
 mod local_array;
@@ -24,6 +25,8 @@ mod moe;
 mod numeric;
 mod plan;
 mod planning;
+mod prefetch;
+mod prefetch_report;
 mod program;
 mod session;
 mod settings;
@@ -67,6 +70,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<planning::Search>()?;
     module.add_class::<planning::Topology>()?;
     module.add_class::<session::Session>()?;
+    module.add_class::<prefetch_report::PrefetchReport>()?;
+    module.add_class::<prefetch_report::LayerPrefetch>()?;
+    module.add_class::<prefetch_report::IoEvent>()?;
     module.add_class::<stream::VideoChunk>()?;
     module.add_class::<stream::VideoStream>()?;
     module.add_class::<generate::TextStream>()?;
@@ -86,6 +92,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(session::open_session, module)?,
         wrap_pyfunction!(stream::stream, module)?,
         wrap_pyfunction!(generate::generate, module)?,
+        wrap_pyfunction!(prefetch::register_prefetch, module)?,
         wrap_pyfunction!(settings::set_stream_map, module)?,
         wrap_pyfunction!(settings::enable_overlap, module)?,
         wrap_pyfunction!(settings::stream_settings, module)?,

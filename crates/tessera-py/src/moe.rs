@@ -12,6 +12,7 @@ use tessera_mesh::Axis;
 use tessera_plan::ExpertMap;
 
 use crate::errors::{OrRaise, raise_one};
+use crate::expert_tier::LayerTier;
 use crate::layers::apply;
 use crate::mesh::Spec;
 use crate::numeric::Numeric;
@@ -44,6 +45,8 @@ pub(crate) struct Moe {
     policy: Option<Numeric>,
     router: Mutex<Option<Py<PyAny>>>,
     regularizer: Mutex<Option<f64>>,
+    /// Where the experts lie in the programs that are traced with this layer.
+    pub(crate) tier: LayerTier,
 }
 
 /// Creates a mixture of experts.
@@ -105,6 +108,7 @@ pub(crate) fn moe(
         policy,
         router: Mutex::new(None),
         regularizer: Mutex::new(None),
+        tier: LayerTier::default(),
     })
 }
 
@@ -147,7 +151,10 @@ impl Moe {
             let logits = self.add_logits(py, &values[..2])?;
             let operands: Vec<Operand> =
                 [&values[0], &logits].into_iter().chain(&values[2..]).cloned().map(Operand::Value).collect();
-            emit(py, values[0].state(), &operands, |t, ids| Ok(self.add_experts(t, ids)))
+            emit(py, values[0].state(), &operands, |t, ids| {
+                self.tier.state_in_program(t, &ids[2..], self.experts)?;
+                Ok(self.add_experts(t, ids))
+            })
         })
     }
 
@@ -205,6 +212,14 @@ impl Moe {
 }
 
 impl Moe {
+    pub(crate) fn expert_count(&self) -> u64 {
+        self.experts
+    }
+
+    pub(crate) fn experts_per_token(&self) -> u64 {
+        self.top_k
+    }
+
     /// Adds the logits of x and the router, as the gate and the user's function change them.
     fn add_logits(&self, py: Python<'_>, values: &[Value]) -> PyResult<Value> {
         let state = values[0].state();

@@ -31,7 +31,7 @@ pub(crate) struct Plan {
     pub(crate) mesh: Mesh,
     pub(crate) plan: Arc<ArrayPlan>,
     /// The settings of streams with which the plan was made.
-    settings: StreamSettings,
+    pub(crate) settings: StreamSettings,
 }
 
 /// Plans several programs for one run, whose ranks load all of them.
@@ -217,6 +217,7 @@ impl Plan {
     /// hides, bytes that all ranks send, and floating-point operations of all ranks.
     #[pyo3(signature = (cluster="laptop"))]
     fn estimate(&self, py: Python<'_>, cluster: &str) -> PyResult<(f64, f64, f64, f64)> {
+        self.plan.check_one_tier().or_raise(py)?;
         let sealed = &self.plan.sealed;
         let machine =
             load_machine(name_in_catalog(cluster), None, Some(sealed.mesh().mesh_size())).or_raise(py)?;

@@ -16,6 +16,7 @@ use crate::device_memory::import_device_tensor;
 use crate::dtensor::DTensor;
 use crate::errors::OrRaise;
 use crate::plan::Plan;
+use crate::prefetch_report::PrefetchReport;
 use crate::program::Graph;
 use crate::waiting::{lock_patiently, wait_for};
 
@@ -139,6 +140,16 @@ impl Session {
     #[getter]
     fn process_ids(&self) -> Vec<u32> {
         self.process_ids.clone()
+    }
+
+    /// Returns what the ranks did with the experts of registered layers, in the last calls.
+    fn prefetch_report(&self, py: Python<'_>) -> PyResult<PrefetchReport> {
+        let mut guard = lock_patiently(py, &self.run)?;
+        let Some(run) = guard.as_mut() else {
+            return Err(PyRuntimeError::new_err("the session is closed"));
+        };
+        let calls = py.detach(move || run.list_expert_transfers()).or_raise(py)?;
+        Ok(PrefetchReport::new(calls, &self.plan.settings.ids))
     }
 
     /// Ends the ranks and waits for them. A signal handler that interrupts a call ends that call.

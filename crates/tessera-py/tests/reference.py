@@ -24,7 +24,7 @@ GUIDE = [
     ("4.4", "`rt.enable_overlap(…)`", "`runtime.enable_overlap`", "test_guide.py::test_only_listed_streams_overlap"),
     ("10.1", "`op.set_router(MoE, fn)`, `meta.apply(cost)`", "`op.set_router`, `op.RouterMeta`", "test_guide.py::test_router_as_printed"),
     ("10.1", "`op.moe(...)` with three dots", "refused, T1503", "test_guide.py::test_three_dots_are_no_arguments"),
-    ("10.2", "`rt.register_prefetch(…)`", "missing: no run moves experts between tiers of memory", ""),
+    ("10.2", "`rt.register_prefetch(…)`", "`runtime.register_prefetch`, `Session.prefetch_report`", "test_guide.py::test_prefetch_as_printed"),
     ("2.1", "recipes A, B and C", "`graph.recipe`", "test_planning.py::test_a_recipe_has_the_mesh_of_the_guide"),
     ("6", "P, A, K, E, H", "`graph.plan_memory`", "test_planning.py::test_memory_is_counted_per_token"),
 ]

@@ -68,6 +68,11 @@ op.set_router(MoE, lambda logits, meta: logits - 0.05 * meta.apply(locality_cost
 """
 
 
+PREFETCH = """
+rt.register_prefetch(MoE, window=2, tier_order=["HBM","Grace"], policy="lru_hotness", stream="io")
+"""
+
+
 def run_snippet(text: str, **names: object) -> dict[str, object]:
     """Runs a snippet and returns its names."""
     scope: dict[str, object] = {"dist": dist, "op": op, "graph": graph, "rt": rt, **names}
@@ -264,3 +269,24 @@ def test_the_package_is_the_command_line_too() -> None:
     assert "T0103" in shown.stdout
     refused = subprocess.run([sys.executable, "-m", "tessera", "plan"], capture_output=True, text=True)
     assert refused.returncode == 2 and "T0031" in refused.stderr
+
+
+def test_prefetch_as_printed(rng: np.random.Generator) -> None:
+    mesh = make_mesh(ep=2)
+    mixture = op.moe(num_experts=8, top_k=2, capacity_factor=8.0)
+    run_snippet(PREFETCH, MoE=mixture)
+    x, router = draw(rng, 6, 5), draw(rng, 8, 5)
+    banks = [draw(rng, 8, *shape) for shape in ((7, 5), (7, 5), (5, 7))]
+    spread = [dist.distribute(bank, mesh, shard(experts="ep")) for bank in banks]
+    whole = dist.distribute(router, mesh, REPLICATED)
+    spec = graph.ArraySpec((6, 5), mesh, dims=("token", "hidden"))
+    plan = graph.trace(lambda x: mixture(x, whole, *spread), spec).compile()
+    # Two experts per token: four of the eight are resident, and a rank has four.
+    assert "tier_resident = 4" in plan.text() and "tier_window = 2" in plan.text()
+    expected = mix_experts(x, x.astype(np.float64) @ router.T, banks, 2)
+    with rt.open_session(plan) as run:
+        for _ in range(3):
+            assert relative_error(run(x).gather(), expected) < 2e-6
+        report = run.prefetch_report()
+    assert [layer.stalls for layer in report.layers if layer.call > 1] == [0] * 4
+    assert {event.stream for event in report.events} == {"io"}

@@ -291,4 +291,14 @@ waits in peer memory: a hang, although op, type and count agree.\n\n\
 In a plan, all roles must be made with the same `collectives.transport` of the mapping: plan \
 again. In a program written by hand, set the same `transport` on a send and its receive, and on \
 the collective of every member.";
+
+    T0345: "experts cannot lie in two tiers of memory",
+    "A weight [experts, n, k] with the attributes `tier_layer`, `tier_policy`, `tier_resident` and `tier_window` lies in \
+host memory, and a rank holds at most `tier_resident` of its experts in fast memory. Its only reader is a grouped_matmul, \
+which takes one expert after another; every other op would need all of them at once. The weights of one layer state the \
+same tiers, have the same experts, and their readers take the rows of experts from the same counts, because the layer \
+fetches the three matrices of an expert for these counts. Layers are numbered from 0 in the order in which the program \
+uses them, so that a window of layers means the same on every rank. The message names the weight and what it lacks.\n\n\
+Shard the experts over ep, or the columns of gate and up and the rows of down over tp: in another layout a rank may gather the weight \
+before it reads it. Otherwise leave the weight in one tier.";
 }

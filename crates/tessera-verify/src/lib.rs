@@ -17,6 +17,7 @@
 mod captured_graph;
 mod codes;
 mod display;
+mod expert_tiers;
 mod graph_mixing;
 mod happens_before;
 mod launch_order;

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
-use tessera_ir::{Opcode, Phase, Program, Slots, Type, ValueId, WeightLoad};
+use tessera_ir::{ExpertTier, Opcode, Phase, Program, Slots, Type, ValueId, WeightLoad};
 
 use crate::codes::{T0324, T0325, T0326, T0327, T0328, T0340};
 use crate::happens_before::HappensBefore;
@@ -23,7 +23,7 @@ pub struct DeviceLimits {
 /// The device memory of one rank in bytes, computed from local shapes alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RoleMemory {
-    /// Bytes of distinct weight shards over all phases of calls.
+    /// Bytes of distinct weight shards over all phases of calls; of experts in two tiers, those of the first.
     pub weights: Bytes,
     /// Bytes of buffers over all phases of calls.
     pub buffers: Bytes,
@@ -198,7 +198,7 @@ pub(crate) fn role_memory(
     in_calls: impl Fn(&str) -> bool,
 ) -> (RoleMemory, Diagnostics) {
     let mut out = Vec::new();
-    let mut weights: BTreeSet<(&str, String, Option<WeightLoad>)> = BTreeSet::new();
+    let mut weights: BTreeSet<(&str, String, Option<WeightLoad>, Option<ExpertTier>)> = BTreeSet::new();
     let mut buffers: BTreeMap<&str, (&Program, &Type)> = BTreeMap::new();
     let mut memory = RoleMemory::default();
     let (mut weight_bytes, mut buffer_bytes) = (Vec::new(), BTreeMap::new());
@@ -212,9 +212,9 @@ pub(crate) fn role_memory(
                     // Equal shards loaded in the same way are one copy, regardless of the program
                     // that names them.
                     let name = op.name.as_deref().unwrap_or("");
-                    let load = op.weight_load();
-                    if weights.insert((name, ty.display_on(&p.mesh), load)) {
-                        weight_bytes.push(ty.byte_size().0);
+                    let key = (name, ty.display_on(&p.mesh), op.weight_load(), op.expert_tier());
+                    if weights.insert(key) {
+                        weight_bytes.push(op.weight_bytes(ty).0);
                     }
                 }
                 Opcode::Input | Opcode::Call => inputs.push(ty.byte_size().0),

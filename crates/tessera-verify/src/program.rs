@@ -6,7 +6,7 @@ use tessera_ir::{DType, OpKind, OpView, Opcode, Program, Type, views};
 use tessera_mesh::{AxisLayout, Reduction};
 
 use crate::codes::{T0309, T0310, T0313, T0314, T0315, T0317, T0321, T0323, T0339};
-use crate::{captured_graph, display, happens_before, structure};
+use crate::{captured_graph, display, expert_tiers, happens_before, structure};
 
 /// Checks one program: form, types, tokens, partial values, call scalars, groups, order and views.
 ///
@@ -44,6 +44,7 @@ pub fn check_program(p: &Program) -> Diagnostics {
         let runs = captured_graph::captured_graphs(p);
         out.extend(captured_graph::check(p, &definitions, &runs));
         out.extend(happens_before::check(p, &definitions, &runs));
+        out.extend(expert_tiers::check(p));
     }
     out
 }

@@ -29,6 +29,7 @@ mod generator;
 mod header;
 mod lora;
 mod lora_file;
+mod mapped_pages;
 mod resolve;
 mod scales;
 mod stored_tensor;

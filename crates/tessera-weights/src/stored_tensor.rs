@@ -1,11 +1,13 @@
 //! A tensor as it lies in a mapped weight file, with the scales that belong to it, or as a seed defines it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use memmap2::Mmap;
 
 use crate::generator::Generator;
 use crate::header::TensorEntry;
+use crate::mapped_pages::release_pages;
 
 /// Where one tensor comes from.
 #[derive(Debug, Clone)]
@@ -74,6 +76,13 @@ impl StoredTensor {
         match &self.content {
             TensorContent::Mapped { .. } => None,
             TensorContent::Generated(generator) => Some(generator),
+        }
+    }
+
+    /// Gives the pages of these bytes of the tensor back, if it lies in a mapped file.
+    pub(crate) fn release(&self, bytes: Range<usize>) {
+        if let TensorContent::Mapped { map, start, end } = &self.content {
+            release_pages(map, start + bytes.start..(start + bytes.end).min(*end));
         }
     }
 

@@ -103,6 +103,21 @@ impl WeightSet {
         Ok(out)
     }
 
+    /// Gives the memory in which a slice is mapped back to the operating system. A later read maps it again, from the
+    /// system's cache of the file while it has room for it.
+    ///
+    /// # Errors
+    /// T0507: the tensor does not exist, or the ranges do not fit its shape.
+    pub fn release_slice(&self, name: &str, ranges: &[Range<u64>]) -> Result<(), Diagnostic> {
+        let (dtype, t) = self.find_slice(name, ranges)?;
+        let runs = ByteRuns::new(&t.shape, ranges, dtype.byte_size());
+        let whole = runs.fold(None, |whole: Option<Range<usize>>, run| {
+            Some(whole.map_or(run.clone(), |whole| whole.start..run.end))
+        });
+        whole.into_iter().for_each(|bytes| t.release(bytes));
+        Ok(())
+    }
+
     /// Checks that a slice can be read: after success, no read of this slice fails.
     ///
     /// # Errors

@@ -6,6 +6,7 @@
 //! of every other run.
 
 mod array_config;
+mod array_experts;
 mod array_leader;
 mod array_link;
 mod array_plan;
@@ -21,6 +22,7 @@ mod process_run;
 mod run_end;
 mod thread_run;
 
+pub use crate::transfer_log::{CallTransfers, REPORTED_CALLS, TransferEvent};
 pub(crate) use array_config::ArrayConfig;
 pub(crate) use array_leader::run_array_leader;
 pub use array_plan::ArrayPlan;
@@ -31,4 +33,5 @@ pub use host_array::HostArray;
 pub use launch::ArrayProcessOptions;
 pub use run_end::ArrayInterrupt;
 pub use tessera_cuda::{GpuArray, GpuStream};
+pub use tessera_device::LayerTransfers;
 pub use tessera_report::record::RunDevice;

@@ -43,6 +43,7 @@ use crate::plan::is_leader_phase;
 use crate::rgb::{PIXELS, PixelConverter};
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 use crate::synthetic_delays::ForwardDelay;
+use crate::transfer_log::TransferLog;
 
 /// Iterates over the phases that the ranks of the mesh run in calls.
 pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
@@ -139,6 +140,8 @@ pub struct MeshEngine {
     delay: Option<ForwardDelay>,
     /// Inputs and outputs of calls in GPU memory; `None` if all are tensors of the calls.
     call_arrays: Option<Arc<GpuCallArrays>>,
+    /// Where the transfers of experts are reported; `None` for a plan without any.
+    transfer_log: Option<TransferLog>,
     /// Whether the engine rejects a collective or a capture outside the plan before it is launched, and
     /// a halo with wrong rows before it is read.
     guards: ArmedGuards,
@@ -283,6 +286,7 @@ impl MeshEngine {
             flight_record: None,
             delay: None,
             call_arrays: None,
+            transfer_log: None,
             guards: ArmedGuards { collectives: true, captures: true, halos: true },
             weights_are_checked: false,
             position: CallPosition::default(),
@@ -302,6 +306,11 @@ impl MeshEngine {
     /// Makes phases read the inputs that are in GPU memory there, and leave their outputs there.
     pub(crate) fn set_call_arrays(&mut self, arrays: Option<Arc<GpuCallArrays>>) {
         self.call_arrays = arrays;
+    }
+
+    /// Makes the engine report the transfers of experts.
+    pub(crate) fn set_transfer_log(&mut self, log: Option<TransferLog>) {
+        self.transfer_log = log;
     }
 
     /// Arms or disarms the rejection of collectives (T0751) and of captured graphs (T0785) that the
@@ -403,6 +412,7 @@ impl Engine for MeshEngine {
     fn begin_call(&mut self, call: &ReadyCall) {
         self.weight_fingerprints.begin_call(call.action);
         self.in_warmup = call.action == CallAction::Warmup;
+        self.transfer_log.iter_mut().for_each(|log| log.begin_call(call.action));
         self.outputs.clear();
         self.position = CallPosition::from_call(call);
     }
@@ -442,6 +452,10 @@ impl Engine for MeshEngine {
         let classes = phase.op_times.add_up(monotonic_ns());
         run.map_err(|f| to_engine_fault(f, guard.refusal_code()))?;
         self.caches.note_written(&phase.written_buffers);
+        if let Some(log) = &mut self.transfer_log {
+            let appended = log.append(&call.program, self.backend.take_expert_report());
+            appended.map_err(|d| EngineFault::local_failure(d.message))?;
+        }
         if self.executed.insert(call.program.clone()) {
             let new = if self.warmed_up {
                 &mut self.program_count.new_since_warmup

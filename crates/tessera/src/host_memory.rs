@@ -61,7 +61,12 @@ fn held_bytes(sealed: &SealedPlan, rank: Rank) -> u64 {
         held.extend(weights.filter_map(|op| {
             let name = op.name.as_deref()?;
             let ty = p.type_of(*op.results.first()?);
-            let bytes = if ty.dtype == DType::F32 { cpu_bytes(ty) } else { cpu_bytes(ty) / 2 };
+            let bytes = match op.expert_tier() {
+                // An expert takes as much as its share of the weight.
+                Some(tier) => tier.resident_bytes(&Type { dtype: DType::F32, ..ty.clone() }).0,
+                None => cpu_bytes(ty),
+            };
+            let bytes = if ty.dtype == DType::F32 { bytes } else { bytes / 2 };
             Some(((name, Some(op.weight_load())), bytes))
         }));
     }

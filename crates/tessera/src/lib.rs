@@ -81,6 +81,7 @@ pub mod summary;
 pub mod synthetic_delays;
 pub mod terminal;
 mod text_encoder;
+mod transfer_log;
 mod vae_weights;
 mod video_encoder;
 mod video_file;

@@ -42,6 +42,8 @@ struct WeightShard {
     tensor: String,
     ty: Type,
     load: Option<String>,
+    /// Whether the shard lies in host memory and is read expert by expert.
+    has_tiers: bool,
 }
 
 /// The weight fingerprints of one rank, and the state of their rolling check.
@@ -133,10 +135,7 @@ impl WeightFingerprints {
         let (neighbor, pieces) = &self.neighbor_shards;
         let mut next = Vec::new();
         for p in pieces {
-            let mut hash = FingerprintHasher::default();
-            let rows = source.read(&p.tensor, &p.ty, p.load.as_deref(), neighbor)?;
-            hash.update_as(&rows, p.ty.dtype);
-            let print = hash.finish(&p.tensor, p.slice_text(neighbor));
+            let print = p.fingerprint_of(neighbor, source)?;
             if self.nonfinite.is_none() {
                 self.nonfinite = find_nonfinite(self.rank, &print, source);
             }
@@ -366,6 +365,7 @@ fn weight_shards(plan: &SealedPlan, rank: Rank) -> Vec<WeightShard> {
                 tensor: op.name.clone().unwrap_or_default(),
                 ty: program.type_of(op.results[0]).clone(),
                 load: op.weight_load().map(|l| l.name().to_string()),
+                has_tiers: op.expert_tier().is_some(),
             };
             if names.insert((piece.tensor.clone(), piece.slice_text(&mesh_rank))) {
                 all.push(piece);
@@ -378,6 +378,26 @@ fn weight_shards(plan: &SealedPlan, rank: Rank) -> Vec<WeightShard> {
 impl WeightShard {
     fn slice_text(&self, mesh_rank: &MeshRank) -> String {
         describe_slice(&self.ty, self.load.as_deref(), mesh_rank)
+    }
+
+    /// Fingerprints the shard of another rank from this rank's source.
+    fn fingerprint_of(
+        &self,
+        place: &MeshRank,
+        source: &mut dyn WeightSource,
+    ) -> Result<Fingerprint, Diagnostic> {
+        let mut hash = FingerprintHasher::default();
+        if self.has_tiers {
+            let experts = source.open_experts(&self.tensor, &self.ty, place)?;
+            let mut matrix = vec![0.0; self.ty.shape.iter().skip(1).product::<u64>() as usize];
+            for expert in 0..self.ty.shape[0] {
+                experts.read_rows(expert, 0, &mut matrix)?;
+                hash.update_as(&matrix, self.ty.dtype);
+            }
+        } else {
+            hash.update_as(&source.read(&self.tensor, &self.ty, self.load.as_deref(), place)?, self.ty.dtype);
+        }
+        Ok(hash.finish(&self.tensor, self.slice_text(place)))
     }
 }
 

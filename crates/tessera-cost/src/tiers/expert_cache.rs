@@ -1,9 +1,8 @@
 //! Experts in two memory tiers: pinning by popularity, and the hit rate of an expert cache on a
 //! routing trace.
 
-use std::collections::BTreeMap;
-
 use tessera_base::random::Rng;
+use tessera_ir::{EvictionPolicy, ExpertCache};
 
 /// Experts that are pinned in device memory.
 #[derive(Debug, Clone, PartialEq)]
@@ -92,21 +91,11 @@ pub fn sample_routing_trace(
     trace
 }
 
-/// Which expert a full cache evicts when it fetches another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EvictionPolicy {
-    /// Evicts the least recently used expert.
-    Lru,
-    /// Evicts the expert with the lowest count, halved for every 64 steps since its last use.
-    LruHotness,
-}
-
 /// Returns the share of requests that hit a cache of `capacity` experts, on a trace. With `ahead`,
 /// the predicted experts of a step are fetched before the step; they never evict each other.
 #[must_use]
 pub fn expert_hit_rate(trace: &RoutingTrace, capacity: usize, keep: EvictionPolicy, ahead: bool) -> f64 {
-    let mut cache =
-        ExpertCache { capacity, policy: keep, last_use: BTreeMap::new(), request_counts: BTreeMap::new() };
+    let mut cache = ExpertCache::new(capacity, keep);
     let (mut hits, mut requests) = (0u64, 0u64);
     for (step, (asked, foretold)) in trace.requested.iter().zip(&trace.predicted).enumerate() {
         let foretold: &[usize] = if ahead { foretold } else { &[] };
@@ -115,65 +104,12 @@ pub fn expert_hit_rate(trace: &RoutingTrace, capacity: usize, keep: EvictionPoli
         }
         for e in asked {
             requests += 1;
-            hits += u64::from(cache.last_use.contains_key(e));
+            hits += u64::from(cache.holds(*e));
             cache.fetch_expert(*e, step, foretold);
             cache.count_request(*e, step);
         }
     }
     if requests > 0 { hits as f64 / requests as f64 } else { 0.0 }
-}
-
-/// Number of steps after which a count is halved.
-const HALF_LIFE: f64 = 64.0;
-
-struct ExpertCache {
-    capacity: usize,
-    policy: EvictionPolicy,
-    /// Cached experts, with the step of the last use.
-    last_use: BTreeMap<usize, usize>,
-    /// Decayed request count of an expert, with the step of the last request.
-    request_counts: BTreeMap<usize, (f64, usize)>,
-}
-
-impl ExpertCache {
-    /// Fetches an expert that is not cached and evicts the lowest-ranked one that is not in
-    /// `spared`.
-    fn fetch_expert(&mut self, e: usize, step: usize, spared: &[usize]) {
-        if self.last_use.contains_key(&e) || self.capacity == 0 {
-            return;
-        }
-        if self.last_use.len() >= self.capacity {
-            let open = self.last_use.keys().copied().filter(|x| !spared.contains(x));
-            let Some(least) =
-                open.min_by(|a, b| self.retention_score(*a, step).total_cmp(&self.retention_score(*b, step)))
-            else {
-                return;
-            };
-            self.last_use.remove(&least);
-        }
-        self.last_use.insert(e, step);
-    }
-
-    /// Records a request for expert `e` at `step`: decays its earlier count, then adds 1.
-    fn count_request(&mut self, e: usize, step: usize) {
-        if let Some(held) = self.last_use.get_mut(&e) {
-            *held = step;
-        }
-        let (count, last) = self.request_counts.get(&e).copied().unwrap_or((0.0, step));
-        self.request_counts.insert(e, (decayed_count(count, step - last) + 1.0, step));
-    }
-
-    fn retention_score(&self, e: usize, step: usize) -> f64 {
-        let (count, last) = self.request_counts.get(&e).copied().unwrap_or((0.0, step));
-        match self.policy {
-            EvictionPolicy::Lru => self.last_use.get(&e).map_or(0.0, |last| *last as f64),
-            EvictionPolicy::LruHotness => decayed_count(count, step - last),
-        }
-    }
-}
-
-fn decayed_count(count: f64, steps: usize) -> f64 {
-    count * 0.5f64.powf(steps as f64 / HALF_LIFE)
 }
 
 #[cfg(test)]

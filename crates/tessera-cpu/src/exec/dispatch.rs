@@ -13,6 +13,7 @@ use tessera_mesh::AxisLayout;
 use super::data_movement::{
     TableRows, add_modulation, compact_padding, pad_zeros, take_range, take_rows_by_id,
 };
+use super::expert_tiers::ExpertTiers;
 use super::memory::{MemoryView, ValueLocation, WeightData};
 use super::{CpuBackend, PreparedProgram};
 use crate::Pool;
@@ -56,6 +57,7 @@ impl CpuBackend {
                 pool: &self.pool,
                 scratch: &mut self.scratch,
                 tables: &mut self.rope_cache,
+                tiers: &mut self.tiers,
                 out,
                 out_ty,
                 nth_result,
@@ -112,6 +114,16 @@ impl<'a> KernelInputs<'a> {
         })
     }
 
+    /// Returns which of the weights with tiers the matrices of a grouped matmul are.
+    fn tiered_weight(&self, v: ValueId) -> Option<usize> {
+        match self.location(v) {
+            ValueLocation::Weight(w) if let WeightData::Tiered(bank) = &self.memory.weights[*w] => {
+                Some(*bank)
+            }
+            _ => None,
+        }
+    }
+
     fn type_of(&self, v: ValueId) -> &'a Type {
         self.program.type_of(v)
     }
@@ -150,6 +162,7 @@ struct KernelRun<'a> {
     pool: &'a Pool,
     scratch: &'a mut Scratch,
     tables: &'a mut RopeCache,
+    tiers: &'a mut ExpertTiers,
     out: &'a mut [f32],
     out_ty: &'a Type,
     /// Which result of the op `out` is.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use tessera_device::{CallData, Fault, Scalar};
+use tessera_ir::{DType, Type};
 
 use crate::kernels::PackedWeight;
 
@@ -29,6 +30,8 @@ pub(super) enum WeightData {
     Packed(Vec<PackedWeight>),
     /// Rows that only `embed` reads, each number exact in bf16.
     Bf16(Vec<u16>),
+    /// Experts in two tiers, by index of the weight among them; their pools are counted there.
+    Tiered(usize),
 }
 
 impl WeightData {
@@ -38,6 +41,7 @@ impl WeightData {
             WeightData::Plain(v) => v.capacity() * ELEMENT_BYTES,
             WeightData::Packed(p) => p.iter().map(PackedWeight::allocated_bytes).sum(),
             WeightData::Bf16(v) => v.capacity() * size_of::<u16>(),
+            WeightData::Tiered(_) => 0,
         }
     }
 }
@@ -140,6 +144,11 @@ impl<'a> MemoryView<'a> {
                 WeightData::Bf16(_) => {
                     return Err(Fault::Failed("a weight in bf16 is used outside an embed".into()));
                 }
+                WeightData::Tiered(_) => {
+                    return Err(Fault::Failed(
+                        "experts in two tiers are used outside a grouped matmul".into(),
+                    ));
+                }
             },
             ValueLocation::Input(name) => call
                 .inputs
@@ -177,4 +186,9 @@ impl ValueLocation {
             _ => Err(Fault::Failed("an integer attribute does not refer to a call scalar".into())),
         }
     }
+}
+
+/// Returns whether bf16 represents every number of a type's dtype.
+pub(super) fn is_narrow(ty: &Type) -> bool {
+    matches!(ty.dtype, DType::Bf16 | DType::E4m3)
 }

@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_device::{AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
-use tessera_ir::{DType, Op, OpView, Opcode, Program, Type, WeightLoad, views};
+use tessera_ir::{DType, ExpertTier, Op, OpView, Opcode, Program, Type, WeightLoad, views};
 
-use super::memory::WeightData;
+use super::expert_tiers::ExpertTiers;
+use super::memory::{WeightData, is_narrow};
 use super::{CpuBackend, WeightForm, WeightKey};
 use crate::Pool;
 use crate::kernels::{
@@ -82,6 +83,11 @@ impl CpuBackend {
             }
         }
         key.form = form;
+        if let Some(tier) = op.expert_tier() {
+            return self.load_tiered_weight((p, &key.name), (tier, ty), source).inspect(|index| {
+                self.weight_index.insert(key, *index);
+            });
+        }
         let bytes = ty.element_count().saturating_mul(4);
         self.budget.reserve_bytes(&format!("weight {}", key.name), bytes)?;
         let mut piece = LoadedShard {
@@ -106,6 +112,33 @@ impl CpuBackend {
         Ok(index)
     }
 
+    /// Allocates the pool of a weight whose experts lie in two tiers, and fingerprints all of its experts in host memory.
+    fn load_tiered_weight(
+        &mut self,
+        (p, name): (&Program, &str),
+        (tier, ty): (ExpertTier, &Type),
+        source: &mut dyn WeightSource,
+    ) -> Result<usize, Diagnostic> {
+        let wide = Type { dtype: DType::F32, ..ty.clone() };
+        let bytes = tier.resident_bytes(&wide).0;
+        let reserved = if is_narrow(ty) { bytes / 2 } else { bytes };
+        self.budget.reserve_bytes(&format!("pool of weight {name}"), reserved)?;
+        let experts = source.open_experts(name, ty, &self.placement)?;
+        let bank = self.tiers.add_bank((&p.name, name), (tier, ty), &self.placement, experts)?;
+        let mut piece = LoadedShard {
+            name: name.to_string(),
+            ty: ty.clone(),
+            load: None,
+            may_be_bf16: is_narrow(ty),
+            fingerprint: FingerprintHasher::default().finish("", ""),
+        };
+        let rows = &mut self.audit_cursor.rows;
+        piece.take_fingerprint(&WeightData::Tiered(bank), &self.tiers, &self.placement, rows);
+        self.memory.weights.push(WeightData::Tiered(bank));
+        self.shards.push(piece);
+        Ok(self.memory.weights.len() - 1)
+    }
+
     /// Returns the stored form of the weights of matmuls, by type.
     pub(super) fn describe_matmul_routes(&self) -> BTreeMap<String, String> {
         let mut routes = BTreeMap::new();
@@ -114,6 +147,7 @@ impl CpuBackend {
                 WeightData::Packed(_) if self.memory.weights[*index].is_bf16() => "packed weight in bf16",
                 WeightData::Packed(_) => "packed weight",
                 WeightData::Plain(_) | WeightData::Bf16(_) => "plain weight",
+                WeightData::Tiered(_) => "packed weight in a pool",
             };
             let forms: &mut BTreeSet<&str> = routes.entry(format!("route: matmul by {ty}")).or_default();
             forms.insert(form);
@@ -164,15 +198,15 @@ impl CpuBackend {
         while audited.rounds == 0
             && let Some(weight) = self.memory.weights.get(*piece)
         {
-            let size = weight.unit_bytes(*unit);
+            let size = weight.unit_bytes(&self.tiers, *unit);
             if size > budget {
                 break;
             }
-            weight.hash_unit(*unit, self.shards[*piece].ty.dtype, hash, rows);
+            weight.hash_unit(&self.tiers, *unit, self.shards[*piece].ty.dtype, hash, rows);
             budget -= size;
             audited.bytes += size;
             *unit += 1;
-            if *unit < weight.unit_count() {
+            if *unit < weight.unit_count(&self.tiers) {
                 continue;
             }
             let (print, found) = (&self.shards[*piece].fingerprint, std::mem::take(hash).digest());
@@ -195,8 +229,15 @@ impl CpuBackend {
         }
         self.audit_cursor = WeightAuditCursor::default();
         for (piece, weight) in self.shards.iter_mut().zip(&mut self.memory.weights) {
+            let rows = &mut self.audit_cursor.rows;
+            if let WeightData::Tiered(bank) = weight {
+                let experts = source.open_experts(&piece.name, &piece.ty, &self.placement)?;
+                self.tiers.replace_source(*bank, experts);
+                piece.take_fingerprint(weight, &self.tiers, &self.placement, rows);
+                continue;
+            }
             let packed = matches!(weight, WeightData::Packed(_));
-            *weight = piece.read(&self.pool, &self.placement, packed, source, &mut self.audit_cursor.rows)?;
+            *weight = piece.read(&self.pool, &self.placement, packed, source, rows)?;
         }
         Ok(())
     }
@@ -211,6 +252,7 @@ impl CpuBackend {
             }
             WeightData::Plain(v) => v.get(index).copied(),
             WeightData::Bf16(v) => v.get(index).map(|x| widen_to_f32(*x)),
+            WeightData::Tiered(bank) => self.tiers.read_element(*bank, index),
         })
     }
 
@@ -224,6 +266,7 @@ impl CpuBackend {
                 }
                 WeightData::Plain(v) => v.get_mut(index).map(|x| *x = value).is_some(),
                 WeightData::Bf16(v) => v.get_mut(index).map(|x| *x = narrow_to_bf16(value)).is_some(),
+                WeightData::Tiered(bank) => self.tiers.write_element(*bank, index, value),
             }
         })
     }
@@ -295,10 +338,24 @@ impl LoadedShard {
             }
             _ => WeightData::Plain(data),
         };
-        let mut hash = FingerprintHasher::default();
-        (0..weight.unit_count()).for_each(|unit| weight.hash_unit(unit, self.ty.dtype, &mut hash, rows));
-        self.fingerprint = hash.finish(&self.name, describe_slice(&self.ty, load, mesh_rank));
+        self.take_fingerprint(&weight, &ExpertTiers::default(), mesh_rank, rows);
         Ok(weight)
+    }
+
+    /// Computes the fingerprint of the weight as it is stored.
+    fn take_fingerprint(
+        &mut self,
+        weight: &WeightData,
+        tiers: &ExpertTiers,
+        mesh_rank: &MeshRank,
+        rows: &mut Vec<f32>,
+    ) {
+        let mut hash = FingerprintHasher::default();
+        for unit in 0..weight.unit_count(tiers) {
+            weight.hash_unit(tiers, unit, self.ty.dtype, &mut hash, rows);
+        }
+        let load = self.load.map(WeightLoad::name);
+        self.fingerprint = hash.finish(&self.name, describe_slice(&self.ty, load, mesh_rank));
     }
 }
 
@@ -332,18 +389,20 @@ impl WeightData {
             WeightData::Plain(_) => false,
             WeightData::Packed(p) => p.iter().all(PackedWeight::is_bf16),
             WeightData::Bf16(_) => true,
+            WeightData::Tiered(_) => false,
         }
     }
 
-    fn unit_count(&self) -> usize {
+    fn unit_count(&self, tiers: &ExpertTiers) -> usize {
         match self {
             WeightData::Plain(v) => v.len().div_ceil(UNIT_ELEMENTS).max(1),
             WeightData::Bf16(v) => v.len().div_ceil(UNIT_ELEMENTS).max(1),
             WeightData::Packed(p) => p.len() * p.first().map_or(0, units_of_matrix),
+            WeightData::Tiered(bank) => tiers.unit_count(*bank),
         }
     }
 
-    fn unit_bytes(&self, unit: usize) -> u64 {
+    fn unit_bytes(&self, tiers: &ExpertTiers, unit: usize) -> u64 {
         let elements = match self {
             WeightData::Plain(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
             WeightData::Bf16(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
@@ -352,13 +411,21 @@ impl WeightData {
                 let (n, k) = p[matrix].shape();
                 (n - first).min(UNPACK_ROWS) * k
             }
+            WeightData::Tiered(bank) => tiers.unit_elements(*bank, unit),
         };
         elements as u64 * 4
     }
 
     /// Hashes unit number `unit`, which is [`UNIT_ELEMENTS`] elements or [`UNPACK_ROWS`] rows, in
     /// the order of the tensor's elements, as numbers of the dtype of its type: a GPU stores these.
-    fn hash_unit(&self, unit: usize, dtype: DType, hash: &mut FingerprintHasher, rows: &mut Vec<f32>) {
+    fn hash_unit(
+        &self,
+        tiers: &ExpertTiers,
+        unit: usize,
+        dtype: DType,
+        hash: &mut FingerprintHasher,
+        rows: &mut Vec<f32>,
+    ) {
         match self {
             WeightData::Plain(v) => {
                 hash.update_as(v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default(), dtype);
@@ -375,11 +442,10 @@ impl WeightData {
                 p[matrix].unpack_rows(first, rows);
                 hash.update_as(rows, dtype);
             }
+            WeightData::Tiered(bank) => {
+                tiers.read_unit(*bank, unit, rows);
+                hash.update_as(rows, dtype);
+            }
         }
     }
-}
-
-/// Returns whether bf16 represents every number of a type's dtype.
-fn is_narrow(ty: &Type) -> bool {
-    matches!(ty.dtype, DType::Bf16 | DType::E4m3)
 }

@@ -311,15 +311,65 @@ pub fn grouped_matmul(
     act: Option<Activation>,
 ) {
     let token_groups = counts.len() * slots * m / out.len().max(1);
-    let capacity = slots / token_groups.max(1);
-    for (part, count) in counts.iter().enumerate() {
-        let (filled, empty) = out[part * capacity * m..][..capacity * m].split_at_mut(*count as usize * m);
-        let rows = &x[part * capacity * k..][..*count as usize * k];
-        if !filled.is_empty() {
-            let (w, extents) = (w.matrix_of_group(part / token_groups, m * k), (*count as usize, m, k));
-            matmul(pool, scratch, filled, rows, w, extents, None, act, 1);
+    let mut slots_of_groups = GroupSlots { out, x, counts, token_groups, extents: [slots, m, k] };
+    for group in 0..counts.len() / token_groups.max(1) {
+        // An expert without rows needs no matrix.
+        if slots_of_groups.has_rows(group) {
+            slots_of_groups.multiply(pool, scratch, group, w.matrix_of_group(group, m * k), act);
+        } else {
+            slots_of_groups.clear(group);
         }
-        empty.fill(0.0);
+    }
+}
+
+/// The slots of a grouped matmul, whose groups are multiplied one by one, in any order.
+#[derive(Debug)]
+pub struct GroupSlots<'a> {
+    /// `[groups, slots, m]`.
+    pub out: &'a mut [f32],
+    /// `[groups, slots, k]`.
+    pub x: &'a [f32],
+    /// `[groups, token groups]`.
+    pub counts: &'a [f32],
+    /// Token groups that share the slots of a group in equal parts.
+    pub token_groups: usize,
+    /// Slots of a group, m and k.
+    pub extents: [usize; 3],
+}
+
+impl GroupSlots<'_> {
+    /// Returns whether a slot of the group is filled.
+    #[must_use]
+    pub fn has_rows(&self, group: usize) -> bool {
+        self.counts[group * self.token_groups..][..self.token_groups].iter().any(|count| *count > 0.0)
+    }
+
+    /// Multiplies the filled slots of a group with its matrix, and clears the others.
+    pub fn multiply(
+        &mut self,
+        pool: &Pool,
+        scratch: &mut Scratch,
+        group: usize,
+        w: MatmulWeight<'_>,
+        act: Option<Activation>,
+    ) {
+        let [slots, m, k] = self.extents;
+        let capacity = slots / self.token_groups.max(1);
+        for part in group * self.token_groups..(group + 1) * self.token_groups {
+            let count = self.counts[part] as usize;
+            let (filled, empty) = self.out[part * capacity * m..][..capacity * m].split_at_mut(count * m);
+            if !filled.is_empty() {
+                let rows = &self.x[part * capacity * k..][..count * k];
+                matmul(pool, scratch, filled, rows, w, (count, m, k), None, act, 1);
+            }
+            empty.fill(0.0);
+        }
+    }
+
+    /// Clears the slots of a group.
+    pub fn clear(&mut self, group: usize) {
+        let [slots, m, _] = self.extents;
+        self.out[group * slots * m..][..slots * m].fill(0.0);
     }
 }
 

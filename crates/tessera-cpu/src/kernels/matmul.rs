@@ -67,6 +67,39 @@ impl PackedWeight {
         Some(PackedWeight { n, k, panels: Panels::Bf16(panels) })
     }
 
+    /// Creates a weight `[n, k]` of zeros, whose elements [`PackedWeight::replace`] sets.
+    #[must_use]
+    pub fn zeros(n: usize, k: usize, is_bf16: bool) -> PackedWeight {
+        let len = n.div_ceil(PANEL) * PANEL * k;
+        let panels = match is_bf16 {
+            true => Panels::Bf16(vec![0; len]),
+            false => {
+                let mut panels = AlignedBuffer::default();
+                panels.ensure_len(len);
+                Panels::F32(panels)
+            }
+        };
+        PackedWeight { n, k, panels }
+    }
+
+    /// Packs `w[n, k]` into the memory of this weight. One that is stored in bf16 keeps the upper half of each number.
+    ///
+    /// # Panics
+    /// Panics if `w` has another number of elements.
+    pub fn replace(&mut self, pool: &Pool, w: &[f32]) {
+        assert_eq!(w.len(), self.n * self.k, "weight [{}, {}]", self.n, self.k);
+        match &mut self.panels {
+            Panels::F32(panels) => pack_weight(pool, w, self.n, self.k, panels.get_mut()),
+            Panels::Bf16(panels) => {
+                let mut panel = vec![0.0; PANEL * self.k];
+                for (rows, out) in w.chunks(PANEL * self.k).zip(panels.chunks_exact_mut(PANEL * self.k)) {
+                    pack_weight(pool, rows, rows.len() / self.k, self.k, &mut panel);
+                    out.iter_mut().zip(&panel).for_each(|(out, x)| *out = narrow_to_bf16(*x));
+                }
+            }
+        }
+    }
+
     /// Returns whether the weight is stored in bf16.
     #[must_use]
     pub fn is_bf16(&self) -> bool {

@@ -10,9 +10,9 @@ use tessera_cost::moe::{
 };
 use tessera_cost::params::ExpertStorage;
 use tessera_cost::tiers::{
-    EvictionPolicy, LayerTimes, choose_window, expert_hit_rate, sample_routing_trace, select_hot_experts,
-    simulate_prefetch,
+    LayerTimes, choose_window, expert_hit_rate, sample_routing_trace, select_hot_experts, simulate_prefetch,
 };
+use tessera_ir::EvictionPolicy;
 use tessera_ir::analytic_model::LayerOpKind;
 use tessera_mesh::MemoryTier;
 use tessera_plan::search::advice::{ExpertLayer, advise_experts};

@@ -51,9 +51,10 @@ fn role_memory(bundle: &Bundle, role: usize) -> RankMemory {
         let program = &phase.programs[role];
         for op in &program.ops {
             let (Some(name), Some(result)) = (op.name.as_deref(), op.results.first()) else { continue };
-            let bytes = program.type_of(*result).byte_size().0;
+            let ty = program.type_of(*result);
+            let bytes = ty.byte_size().0;
             match op.opcode {
-                Opcode::Weight => weights.insert((name, op.weight_load()), bytes),
+                Opcode::Weight => weights.insert((name, op.weight_load()), op.weight_bytes(ty).0),
                 Opcode::Input => inputs.insert(name, bytes),
                 _ => None,
             };

@@ -494,6 +494,8 @@ class Session:
     @property
     def process_ids(self) -> list[int]:
         """Process ids of the ranks, in rank order; empty if they are threads."""
+    def prefetch_report(self) -> PrefetchReport:
+        """Returns what the ranks did with the experts of registered layers, in the last 4096 calls."""
     def close(self) -> None:
         """Ends the ranks and waits for them."""
     def __enter__(self) -> Session: ...
@@ -516,6 +518,104 @@ def open_session(
     Processes write the record of the run to the folder ``out``, by default a temporary one that is removed with the session.
     An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.
     """
+
+def register_prefetch(
+    layer: Moe,
+    window: int = 2,
+    tier_order: Sequence[str] = ("HBM", "Grace"),
+    policy: str = "lru_hotness",
+    stream: str = "io",
+    *,
+    resident: int | None = None,
+) -> None:
+    """Keeps the experts of a layer in host memory and a few of them in fast memory, in the programs that are traced from now on.
+
+    A rank has a pool for ``resident`` experts of each bank, by default for two times the experts of a token: those that it
+    uses, and as many that arrive meanwhile. When a layer starts, the thread of the stream ``io`` is asked for the experts that
+    the registered layer ``window`` layers later will likely use, in this call or in the next one, and for those that this
+    layer uses and its pool does not hold. ``policy`` says which are likely, and which leave the pool: ``"lru_hotness"`` counts uses and halves
+    a count every 64 calls, ``"lru"`` goes by the last use. Results keep their bits, whatever ``resident`` is.
+
+    The tiers are ``"HBM"`` and ``"Grace"``: on CPU ranks, the pools of the rank, and the host memory that all ranks share. Ranks on GPUs refuse
+    such a plan with T0806.
+    """
+
+class PrefetchReport:
+    """What a session did with the experts of registered layers."""
+
+    @property
+    def layers(self) -> list[LayerPrefetch]:
+        """One entry per call, rank and layer, in this order."""
+    @property
+    def events(self) -> list[IoEvent]:
+        """The transfers of single matrices, by call and rank, in the order in which they ended."""
+    @property
+    def stalls(self) -> int:
+        """Number of experts for whose transfer layers had to wait, because nothing had requested them before."""
+    @property
+    def hits(self) -> int:
+        """Number of used experts that lay in fast memory, or were on their way, when their layer started."""
+
+class LayerPrefetch:
+    """What one rank did with the experts of one layer in one call.
+
+    Every number but ``waited_ns`` follows from the routing alone, and not from the speed of transfers.
+    """
+
+    @property
+    def call(self) -> int:
+        """Number of the call, from 1."""
+    @property
+    def rank(self) -> int: ...
+    @property
+    def program(self) -> str: ...
+    @property
+    def layer(self) -> int:
+        """Number of the layer among the registered ones of its program, from 0."""
+    @property
+    def hits(self) -> int:
+        """Used experts that lay in fast memory, or were on their way there, when the layer started."""
+    @property
+    def stalls(self) -> int:
+        """Used experts that nothing had requested when the layer started, so that it waited for them."""
+    @property
+    def prefetches(self) -> int:
+        """Experts that were requested ahead of this use of the layer."""
+    @property
+    def prefetches_used(self) -> int: ...
+    @property
+    def prefetches_unused(self) -> int: ...
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the matrices of all experts that were requested since the use before."""
+    @property
+    def evicted(self) -> list[int]:
+        """Experts that left the pool since the use before, in order."""
+    @property
+    def waited_ns(self) -> int:
+        """Time for which the layer waited for transfers."""
+
+class IoEvent:
+    """A transfer of one matrix of an expert."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def call(self) -> int:
+        """The call with which the transfer was reported: it may have been requested by the one before."""
+    @property
+    def stream(self) -> str: ...
+    @property
+    def stream_id(self) -> int | None:
+        """Number of the stream in the plan."""
+    @property
+    def op(self) -> str:
+        """What was moved, such as ``prefetch f.w2 expert 5``."""
+    @property
+    def start_ns(self) -> int:
+        """Begin on the monotonic clock of the host."""
+    @property
+    def end_ns(self) -> int: ...
 
 class VideoChunk:
     """The frames of one chunk of a stream."""

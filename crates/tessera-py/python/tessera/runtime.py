@@ -1,6 +1,9 @@
 """Runs: sealed plans on threads of this process or processes of this host, streams of video, and texts."""
 
 from ._native import (
+    IoEvent,
+    LayerPrefetch,
+    PrefetchReport,
     Session,
     TextStream,
     VideoChunk,
@@ -8,12 +11,16 @@ from ._native import (
     enable_overlap,
     generate,
     open_session,
+    register_prefetch,
     set_stream_map,
     stream,
     stream_settings,
 )
 
 __all__ = [
+    "IoEvent",
+    "LayerPrefetch",
+    "PrefetchReport",
     "Session",
     "TextStream",
     "VideoChunk",
@@ -21,6 +28,7 @@ __all__ = [
     "enable_overlap",
     "generate",
     "open_session",
+    "register_prefetch",
     "set_stream_map",
     "stream",
     "stream_settings",

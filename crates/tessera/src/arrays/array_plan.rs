@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_device::T0806;
 use tessera_ir::Bundle;
+use tessera_mesh::Rank;
 use tessera_plan::Mapping;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
@@ -71,6 +73,19 @@ impl ArrayPlan {
     #[must_use]
     pub fn program(&self, name: &str) -> Option<&ArrayProgram> {
         self.programs.by_name.get(name)
+    }
+
+    /// Checks that no experts lie in two tiers of memory, for whoever does not know the second one.
+    ///
+    /// # Errors
+    /// T0806, with the first weight that has tiers.
+    pub fn check_one_tier(&self) -> Result<(), Diagnostic> {
+        let phases = self.sealed.phase_names().iter();
+        let programs = phases.filter_map(|phase| self.sealed.rank_program(phase, Rank(0)));
+        let weight = programs.flat_map(|program| &program.ops).find(|op| op.states_tier());
+        weight.and_then(|op| op.name.as_deref()).map_or(Ok(()), |name| {
+            Err(Diagnostic::error(&T0806, format!("the experts of `{name}` lie in two tiers of memory")))
+        })
     }
 
     /// Returns the name and the whole shape of every weight, in order of name.

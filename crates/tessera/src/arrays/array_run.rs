@@ -15,6 +15,7 @@ use super::process_run::ProcessRun;
 use super::run_end::{ArrayInterrupt, CallError};
 use super::thread_run::ThreadRun;
 use crate::codes::T0092;
+use crate::transfer_log::CallTransfers;
 
 /// The loaded ranks of a plan. Dropping a run ends its threads or processes at once.
 pub struct ArrayRun {
@@ -132,6 +133,19 @@ impl ArrayRun {
             Ranks::Threads(run) => run.interrupt_handle(),
             Ranks::Processes(run) => run.interrupt_handle(),
             Ranks::Gone => ArrayInterrupt::new(|| {}),
+        }
+    }
+
+    /// Returns what the ranks reported of the experts that they used and fetched, by call and rank: of the last
+    /// [`super::REPORTED_CALLS`] calls of a run that has not ended.
+    ///
+    /// # Errors
+    /// T0011 for a report that cannot be read.
+    pub fn list_expert_transfers(&self) -> Result<Vec<CallTransfers>, Diagnostic> {
+        match &self.ranks {
+            Ranks::Threads(run) => Ok(run.list_transfers()),
+            Ranks::Processes(run) => run.read_transfers(),
+            Ranks::Gone => Ok(Vec::new()),
         }
     }
 

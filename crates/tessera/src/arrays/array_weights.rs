@@ -8,10 +8,11 @@ use std::sync::Arc;
 
 use safetensors::tensor::{Dtype, View};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_device::{MeshRank, WeightSource};
+use tessera_device::{ExpertBank, MeshRank, WeightSource};
 use tessera_ir::Type;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
+use super::array_experts::{ArrayExperts, ExpertsPlace};
 use super::array_program::ArrayPrograms;
 use super::host_array::HostArray;
 use crate::codes::{T0014, T0090, T0091};
@@ -41,6 +42,11 @@ impl HostWeights {
             hash.update(&to_bytes(array.values()));
         }
         HostWeights { arrays, digest: *hash.finalize().as_bytes() }
+    }
+
+    fn find(&self, name: &str, whole: &[u64]) -> Result<&HostArray, Diagnostic> {
+        let array = self.arrays.get(name).filter(|array| array.shape() == whole);
+        array.ok_or_else(|| Diagnostic::error(&T0091, format!("no weight `{name}` of shape {whole:?}")))
     }
 }
 
@@ -96,7 +102,7 @@ fn to_bytes(values: &[f32]) -> Vec<u8> {
 #[derive(Debug)]
 pub(super) enum ArrayWeights {
     Memory(Arc<HostWeights>),
-    File(WeightSet),
+    File(Arc<WeightSet>),
 }
 
 impl ArrayWeights {
@@ -119,7 +125,7 @@ impl ArrayWeights {
                         shape: shape.clone(),
                     })
                     .collect();
-                files.resolve(&expected).map(ArrayWeights::File)
+                files.resolve(&expected).map(|set| ArrayWeights::File(Arc::new(set)))
             }
         }
     }
@@ -153,13 +159,31 @@ impl WeightSource for ArrayWeights {
             }
             ArrayWeights::Memory(weights) => {
                 let whole = ty.layout.global_shape(&ty.shape, &rank.mesh);
-                match weights.arrays.get(name) {
-                    Some(array) if array.shape() == whole => {
-                        Ok(ArrayShard { whole, ranges }.copy_from(array.values()))
-                    }
-                    _ => Err(Diagnostic::error(&T0091, format!("no weight `{name}` of shape {whole:?}"))),
-                }
+                let array = weights.find(name, &whole)?;
+                Ok(ArrayShard { whole, ranges }.copy_from(array.values()))
             }
         }
+    }
+
+    fn open_experts(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        rank: &MeshRank,
+    ) -> Result<Arc<dyn ExpertBank>, Diagnostic> {
+        let whole = ty.layout.global_shape(&ty.shape, &rank.mesh);
+        let shard = ArrayShard {
+            ranges: ty.layout.global_ranges(&ty.shape, &rank.mesh, rank.coord()),
+            whole: whole.clone(),
+        };
+        let place = match self {
+            ArrayWeights::Memory(weights) => ExpertsPlace::Memory(weights.find(name, &whole)?.clone()),
+            ArrayWeights::File(set) => {
+                let ranges: Vec<_> = shard.ranges.iter().map(|(start, len)| *start..start + len).collect();
+                set.check(name, &ranges)?;
+                ExpertsPlace::File(Arc::clone(set))
+            }
+        };
+        Ok(Arc::new(ArrayExperts { name: name.to_string(), place, shard }))
     }
 }

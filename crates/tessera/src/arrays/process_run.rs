@@ -1,7 +1,7 @@
 //! Calls of array programs on ranks that are processes of this host, under a leader.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -21,6 +21,7 @@ use crate::codes::{T0017, T0092};
 use crate::rank_launch::settle_launch;
 use crate::run_dir_writer::close_record;
 use crate::run_failure::failure_diagnostic;
+use crate::transfer_log::{CallTransfers, read_transfers};
 
 /// The processes of a plan, and the thread that launched them.
 pub(super) struct ProcessRun {
@@ -29,6 +30,8 @@ pub(super) struct ProcessRun {
     /// Returns how the run ended, after its last process; `None` once that was read.
     launch: Option<JoinHandle<LaunchEnd>>,
     pids: Vec<u32>,
+    /// The run directory.
+    out: PathBuf,
     last_call: u64,
 }
 
@@ -58,9 +61,9 @@ impl ProcessRun {
             .name("array launch".into())
             .spawn(move || launch_and_settle(spec, &requests, &folder, &known))
             .map_err(|e| one(Diagnostic::error(&T0017, format!("the thread that launches ranks: {e}"))))?;
-        let mut run = ProcessRun { link, stop, launch: Some(launch), pids: Vec::new(), last_call: 0 };
+        let mut run = ProcessRun { link, stop, launch: Some(launch), pids: Vec::new(), out, last_call: 0 };
         let loaded = run.receive_outputs(0);
-        remove_weights_file(&out);
+        remove_weights_file(&run.out);
         loaded.map_err(one)?;
         run.pids = pids.lock().unwrap_or_else(PoisonError::into_inner).clone();
         Ok(run)
@@ -92,6 +95,14 @@ impl ProcessRun {
 
     pub(super) fn process_ids(&self) -> &[u32] {
         &self.pids
+    }
+
+    /// Returns what the ranks reported of the experts that they used and fetched.
+    ///
+    /// # Errors
+    /// T0011 for a report that cannot be read.
+    pub(super) fn read_transfers(&self) -> Result<Vec<CallTransfers>, Diagnostic> {
+        read_transfers(&self.out, self.pids.len() as u32)
     }
 
     /// Requests no further call, and waits for the last process.

@@ -22,6 +22,7 @@ use crate::rank::RankContext;
 use crate::rank_launch::prepare_device;
 use crate::run_failure::find_code;
 use crate::synthetic_delays::SyntheticDelays;
+use crate::transfer_log::{CallTransfers, TransferMemory, TransferPlace};
 
 /// The loaded ranks of a plan.
 pub(super) struct ThreadRun {
@@ -29,6 +30,7 @@ pub(super) struct ThreadRun {
     ranks: InProcessRanks,
     director: ArrayDirector,
     next_call: u64,
+    transfers: TransferMemory,
     interrupted: Arc<AtomicBool>,
     /// The GPU of the only rank; `None` if the ranks run on CPUs.
     gpu: Option<GpuThread>,
@@ -70,17 +72,20 @@ impl ThreadRun {
     }
 
     fn load(
-        context: RankContext<ArrayPlan>,
+        mut context: RankContext<ArrayPlan>,
         place: &ArrayWeightsPlace,
         threads: usize,
         gpu: Option<GpuThread>,
     ) -> Result<ThreadRun, Diagnostics> {
+        let transfers = TransferMemory::default();
+        context.transfers = Some(TransferPlace::Memory(transfers.clone()));
         let ranks = InProcessRanks::start(&context, place, threads).map_err(|d| vec![with_cause(d)])?;
         Ok(ThreadRun {
             context,
             ranks,
             director: ArrayDirector::default(),
             next_call: 1,
+            transfers,
             interrupted: Arc::default(),
             gpu,
         })
@@ -94,6 +99,11 @@ impl ThreadRun {
             flag.store(true, Ordering::Release);
             aborts.iter().for_each(|abort| abort());
         })
+    }
+
+    /// Returns what the ranks reported of the experts that they used and fetched.
+    pub(super) fn list_transfers(&self) -> Vec<CallTransfers> {
+        self.transfers.list()
     }
 
     /// Plans a call as the leader of a run of processes does, and runs it on every rank. `inputs` are those of which

@@ -10,7 +10,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_cuda::{CudaBackend, GpuCallArrays};
 use tessera_device::{MeshRank, WeightSource};
-use tessera_ir::Program;
+use tessera_ir::{Op, Program};
 use tessera_mesh::Rank;
 use tessera_report::flight::{FlightEntry, FlightMark};
 use tessera_runtime::call_state::SessionSpec;
@@ -42,6 +42,7 @@ use crate::parity::{ExecutorState, rank_parity};
 use crate::rank_config::RankSettings;
 use crate::run_settings::build_id;
 use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
+use crate::transfer_log::{TransferLog, TransferPlace};
 use crate::wire_dump::{dump_path, dump_sent_messages};
 
 /// Maximum wait inside one collective. The lockstep detects stalls from progress and learned
@@ -102,6 +103,8 @@ pub(crate) struct RankContext<P> {
     pub(super) wire_dump: Option<PathBuf>,
     /// Whether the backend poisons temporaries that hold no value.
     pub(super) poison: bool,
+    /// Where this rank reports the transfers of experts, if its plan has any.
+    pub(crate) transfers: Option<TransferPlace>,
     /// Fault injector of this rank; `None` outside of drills.
     pub(crate) fault_injector: Option<FaultInjector>,
 }
@@ -123,6 +126,7 @@ impl<P: RankPlan> RankContext<P> {
             call_arrays: None,
             wire_dump: None,
             poison: false,
+            transfers: None,
             fault_injector: None,
             plan,
         }
@@ -142,6 +146,7 @@ impl<P: RankPlan> RankContext<P> {
     pub(super) fn apply_settings(&mut self, settings: &RankSettings<'_>, rank: Rank) {
         self.gpus = settings.gpus.cloned();
         self.poison = settings.poison;
+        self.transfers = Some(TransferPlace::Folder(settings.out.to_path_buf()));
         self.wire_dump = settings.wire_dump.then(|| dump_path(settings.out, rank.0));
         let Some(arming) = settings.drill else { return };
         let hand = FaultInjector::new(arming, rank, settings.out);
@@ -269,7 +274,7 @@ impl<P: RankPlan> RankContext<P> {
         let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
-        let (poison, call_arrays) = (self.poison, self.call_arrays.clone());
+        let (poison, call_arrays, transfers) = (self.poison, self.call_arrays.clone(), self.transfers.clone());
         Box::new(move || {
             let sealed = plan.sealed();
             let mut model = plan.open_model(place, drill.as_ref())?;
@@ -297,6 +302,8 @@ impl<P: RankPlan> RankContext<P> {
             engine.set_flight_record(flight.clone());
             engine.set_delay(delay);
             engine.set_call_arrays(call_arrays);
+            let reported = transfers.filter(|_| has_expert_tiers(sealed, rank));
+            engine.set_transfer_log(reported.map(|place| TransferLog::open(&place, rank)).transpose()?);
             let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);
             engine.arm_guards(ArmedGuards {
                 collectives: is_guarded && tripwires.is_armed(&T0751),
@@ -337,6 +344,12 @@ fn keep_gpu_backend(mut cuda: CudaBackend, call_arrays: Option<&Arc<GpuCallArray
             EngineBackend::Owned(Box::new(cuda))
         }
     }
+}
+
+/// Returns whether experts of a rank lie in two tiers of memory.
+fn has_expert_tiers(plan: &SealedPlan, rank: Rank) -> bool {
+    let mut programs = mesh_phases(plan).filter_map(|phase| plan.rank_program(phase, rank));
+    programs.any(|program| program.ops.iter().any(Op::states_tier))
 }
 
 /// Loads the engine of a rank with the changes of a drill.

@@ -4,7 +4,7 @@ use tessera_device::Fault;
 use tessera_ir::{ValueId, views};
 
 use super::{KernelInputs, KernelRun};
-use crate::kernels::{self, TokenGroups};
+use crate::kernels::{self, GroupSlots, MatmulWeight, TokenGroups};
 
 /// Some ops know no number of experts: whole numbers below this one are experts.
 const MAX_EXPERTS: u64 = 1 << 24;
@@ -161,8 +161,33 @@ impl KernelRun<'_> {
             return Err(Fault::Failed(format!("{n} of {capacity} slots")));
         }
         let extents = [shape[1] as usize, x.shape(v.w)[1] as usize, shape[2] as usize];
+        if let Some(bank) = x.tiered_weight(v.w) {
+            return self.multiply_tiered(v, bank, extents);
+        }
         let (operands, w) = ([x.values(v.x)?, counts], x.group_weights(v.w)?);
         kernels::grouped_matmul(self.pool, self.scratch, self.out, operands, w, extents, v.act);
+        Ok(())
+    }
+
+    /// Multiplies experts as their matrices arrive in fast memory, and returns each matrix after its use.
+    fn multiply_tiered(
+        &mut self,
+        v: &views::GroupedMatmul,
+        bank: usize,
+        extents: [usize; 3],
+    ) -> Result<(), Fault> {
+        let (x, counts) = (self.inputs.values(v.x)?, self.inputs.values(v.counts)?);
+        let token_groups = self.inputs.width(v.counts);
+        let mut slots = GroupSlots { out: &mut *self.out, x, counts, token_groups, extents };
+        let (needed, unused): (Vec<usize>, Vec<usize>) =
+            (0..counts.len() / token_groups.max(1)).partition(|expert| slots.has_rows(*expert));
+        unused.into_iter().for_each(|expert| slots.clear(expert));
+        for used in self.tiers.begin_pass(bank, &needed)? {
+            let matrix = self.tiers.lend_expert(bank, used)?;
+            slots.multiply(self.pool, self.scratch, used.expert, MatmulWeight::Packed(&matrix), v.act);
+            self.tiers.return_expert(bank, used, matrix);
+        }
+        self.tiers.end_pass(bank);
         Ok(())
     }
 
