@@ -1,4 +1,5 @@
 //! Counter-based random numbers: a draw is a pure function of (seed, chunk, draw, element).
+//! [`fill_normals`] gives noise, and [`fill_words`] the bits by which values are rounded.
 //!
 //! Philox4x32-10 (Salmon et al., 2011) feeds a Box–Muller transform that uses only additions,
 //! multiplications and one square root, so every rank, mesh, thread count and machine gets the same
@@ -40,6 +41,29 @@ pub fn fill_normals_inline(key: DrawKey, first: u64, out: &mut [f32]) {
     }
 }
 
+/// The `chunk` of draws that belong to no chunk of a stream: those by which an op rounds. No stream is so long.
+pub const ROUNDING_CHUNK: u32 = u32::MAX;
+
+/// Fills `out` with the uniform 32-bit words of elements `first..first + out.len()` of a draw.
+pub fn fill_words(key: DrawKey, first: u64, out: &mut [u32]) {
+    fill_words_inline(key, first, out);
+}
+
+/// Inlined version of [`fill_words`], so that a caller can compile it for a wider vector unit.
+#[inline(always)]
+pub fn fill_words_inline(key: DrawKey, first: u64, out: &mut [u32]) {
+    let mut at = 0;
+    while at < out.len() {
+        let next = first + at as u64;
+        let words = random_words(key, next / 4);
+        // A Philox block has four elements, and a shard may begin inside a block.
+        for (word, to) in words_in_order(&words, (next % 4) as usize).zip(&mut out[at..]) {
+            *to = word;
+        }
+        at += (4 * BLOCKS_PER_GROUP - (next % 4) as usize).min(out.len() - at);
+    }
+}
+
 /// Computes one Philox4x32-10 block: four 32-bit words for a counter and a key.
 #[must_use]
 #[inline(always)]
@@ -64,12 +88,11 @@ pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 /// lanes of every vector unit, and small enough that the arrays of a loop stay in the L1 cache.
 const BLOCKS_PER_GROUP: usize = 64;
 
-/// Computes the four normals of each Philox block from `first` to `first + 63`.
+/// Computes the words of the Philox blocks from `first` to `first + 63`: the first word of every block, then the second
+/// ones, and so on.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
-fn normal_blocks(key: DrawKey, first: u64) -> [[f32; 4]; BLOCKS_PER_GROUP] {
-    // Three separate loops over independent elements of one width, so that the compiler vectorizes
-    // each of them.
+fn random_words(key: DrawKey, first: u64) -> [[u32; BLOCKS_PER_GROUP]; 4] {
     let mut words = [[0u32; BLOCKS_PER_GROUP]; 4];
     for l in 0..BLOCKS_PER_GROUP {
         // The block index occupies the two low words of the counter. Its high bits get a word of
@@ -82,6 +105,21 @@ fn normal_blocks(key: DrawKey, first: u64) -> [[f32; 4]; BLOCKS_PER_GROUP] {
         words[2][l] = w[2];
         words[3][l] = w[3];
     }
+    words
+}
+
+/// Iterates over words in the order of elements, without the first `skip`.
+#[inline(always)]
+fn words_in_order(words: &[[u32; BLOCKS_PER_GROUP]; 4], skip: usize) -> impl Iterator<Item = u32> + '_ {
+    (skip..4 * BLOCKS_PER_GROUP).map(|i| words[i % 4][i / 4])
+}
+
+/// Computes the four normals of each Philox block from `first` to `first + 63`.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)]
+fn normal_blocks(key: DrawKey, first: u64) -> [[f32; 4]; BLOCKS_PER_GROUP] {
+    // Separate loops over independent elements of one width, so that the compiler vectorizes each of them.
+    let words = random_words(key, first);
     let mut normal = [[0.0f32; BLOCKS_PER_GROUP]; 4];
     for l in 0..BLOCKS_PER_GROUP {
         (normal[0][l], normal[1][l]) = box_muller(words[0][l], words[1][l]);
@@ -222,6 +260,20 @@ mod tests {
             fill_normals(key, start as u64, &mut part);
             assert_eq!(part, whole[start..start + len]);
         }
+    }
+
+    #[test]
+    fn a_shard_draws_its_words_of_the_global_tensor() {
+        let key = DrawKey { seed: 7 << 40 | 9, chunk: ROUNDING_CHUNK, draw: 1 };
+        let mut whole = vec![0; 901];
+        fill_words(key, 0, &mut whole);
+        for (start, len) in [(0, 1), (1, 2), (3, 9), (250, 600), (900, 1), (5, 0)] {
+            let mut part = vec![0; len];
+            fill_words(key, start as u64, &mut part);
+            assert_eq!(part, whole[start..start + len]);
+        }
+        let block = philox4x32([1, 0, 1, u32::MAX], [9, 7 << 8]);
+        assert_eq!(whole[4..8], block, "element 4 has the first word of block 1");
     }
 
     // proves: D-08, R-07

@@ -50,7 +50,8 @@ ops returned: numbers and numpy arrays are known before the program runs and do 
 
     T1505: "precision policy does not exist",
     "`op.numeric` has the dtypes f32, bf16 and fp8_e4m3. Matmuls add in f32 under each of them, and a program has one of them. Values of fp8_e4m3 have one scale per row \
-of a matrix, which `scale=\"per_channel\"` may state. Rounding is to the nearest value, ties to even.";
+of a matrix, which `scale=\"per_channel\"` may state. Rounding is to the nearest value, ties to even, or with `stochastic_round=True` to one of the two \
+neighbours. Only that draws numbers, so only there a `seed` from 0 to 2^40 may be stated, and it needs a dtype below f32.";
 
     T1506: "streams cannot be numbered like this",
     "`set_stream_map` numbers each of the streams compute, tp_collective, a2a and io once; pp may be left out. The numbers identify \

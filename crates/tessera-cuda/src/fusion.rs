@@ -10,7 +10,7 @@ mod language_fusion;
 pub(crate) mod launch_step;
 mod slot_check;
 
-use tessera_ir::{Activation, DType, OpView, Opcode, Program, Slots};
+use tessera_ir::{Activation, DType, Op, OpView, Opcode, Program, Slots};
 
 use crate::gemm::shape::uses_few_rows_kernel;
 use kernel_fusion::plan_launch_steps;
@@ -29,6 +29,15 @@ pub fn launched_ops(p: &Program, slots: &Slots) -> Vec<Vec<usize>> {
     // Horizontal fusion joins launches of one kernel, which stays the same.
     let launches = plan_launch_steps(p, slots, &[]).into_iter().map(|step| step.all_ops());
     launches.filter(|ops| !ops.iter().any(is_whole_gemm)).collect()
+}
+
+/// Returns whether a conversion rounds to nearest, as fused kernels do.
+fn rounds_to_nearest(op: &Op) -> bool {
+    match op.view() {
+        Ok(OpView::Cast(v)) => v.stochastic_rounding().is_none(),
+        Ok(OpView::Quantize(v)) => v.stochastic_rounding().is_none(),
+        _ => true,
+    }
 }
 
 /// Returns whether the op writes rows of a matrix into a buffer whose rows have the same width.

@@ -16,6 +16,14 @@ kernel_signatures! {
         CAST_F32_BF16 "cast_f32_bf16", CAST_BF16_F32 "cast_bf16_f32", CAST_F32_E4M3 "cast_f32_e4m3",
         CAST_BF16_E4M3 "cast_bf16_e4m3";
 
+    /// Converts `n` elements by random words. The rows of `width` elements lie `pitch` apart in the whole tensor, and the
+    /// first element has the index `first` there.
+    CastByWord {
+        x: DevicePtr<Element>, out: DevicePtr<Stored>, seed: u32, seed_high: u32, draw: u32, first: i64, width: i64,
+        pitch: i64, n: i64,
+    } = CAST_BY_WORD_F32_BF16 "cast_by_word_f32_bf16", CAST_BY_WORD_F32_E4M3 "cast_by_word_f32_e4m3",
+        CAST_BY_WORD_BF16_E4M3 "cast_by_word_bf16_e4m3";
+
     /// Adds a bias per column, unless it is absent, and applies an activation.
     BiasAct {
         x: DevicePtr<Element>, b: DevicePtr<Element>, out: DevicePtr<Element>, columns: i32, act: i32, n: i64,
@@ -373,6 +381,12 @@ kernel_signatures! {
     /// Quantises rows to e4m3.
     Quantize { rows: i32, x: DevicePtr<Element>, out: DevicePtr<E4m3>, scales: DevicePtr<f32> } =
         QUANTIZE "quantize";
+
+    /// Quantises rows to e4m3 by random words, of which the first is row `first_row` of the whole tensor.
+    QuantizeByWord {
+        rows: i32, x: DevicePtr<Element>, out: DevicePtr<E4m3>, scales: DevicePtr<f32>, seed: u32, seed_high: u32,
+        draw: u32, first_row: i64,
+    } = QUANTIZE_BY_WORD "quantize_by_word";
 
     /// Applies an RMS norm and RoPE, and stores the rows here or at the members of a group.
     RmsRope {

@@ -183,6 +183,7 @@ const ROW_SOURCES: [(&str, &str, u64, &[&str]); 2] = [
             kernel_table::RESIDUAL_RMS.name(),
             kernel_table::ROW_SQUARE_SUM.name(),
             kernel_table::QUANTIZE.name(),
+            kernel_table::QUANTIZE_BY_WORD.name(),
         ],
     ),
     ("rms_rope", RMS_ROPE, 16, &[kernel_table::RMS_ROPE.name()]),

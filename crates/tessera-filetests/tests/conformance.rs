@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use common::{cpu_backend, open_cpu_backends, read_files};
 use tessera_base::Diagnostic;
-use tessera_cpu::CpuBackend;
+use tessera_base::random::{DrawKey, ROUNDING_CHUNK, fill_words};
+use tessera_cpu::kernels::round_by_words;
+use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{
     AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, JoinedCommunicator, LoadedProgram,
     MemoryUse, Observer, ProgramHandle, T0801, WeightSource,
@@ -22,6 +24,7 @@ use tessera_mesh::Mesh;
 use tessera_models::{DecoderModel, PagedCache, TokenBucket, TokenOutput, TokenPhase, build_token_phases};
 use tessera_plan::precision::apply_dtype_policy;
 use tessera_plan::{DecoderPrecision, DtypePolicy, Strategy};
+use tessera_reference::rounding_to;
 
 #[test]
 fn the_cpu_backend_agrees_with_the_reference() {
@@ -94,6 +97,31 @@ fn every_op_of_a_language_model_runs_in_the_dtypes_of_every_policy() {
     let skipped: Vec<&str> = report.skipped.iter().map(|(name, _)| name.as_str()).collect();
     // `cast.tir` covers f16 too, which no policy names.
     assert!(report.failed.is_empty() && skipped == ["eval/cast.tir"], "{report}");
+}
+
+#[test]
+fn stochastic_rounding_on_the_cpu_has_the_bits_of_the_reference() {
+    let key = DrawKey { seed: 3 << 33 | 5, chunk: ROUNDING_CHUNK, draw: 1 };
+    // Numbers of every exponent and of odd mantissas.
+    let numbers: Vec<f32> =
+        (0..=u32::MAX).step_by(16_411).map(f32::from_bits).filter(|x| !x.is_nan()).collect();
+    let (width, first) = (1001, (1 << 33) + 3);
+    let mut words = vec![0; numbers.len()];
+    fill_words(key, first, &mut words);
+    for dtype in [DType::Bf16, DType::E4m3] {
+        let mut found = numbers.clone();
+        let first_of_row = |row: usize| first + (row * width) as u64;
+        round_by_words(&Pool::new(2).unwrap(), &mut found, width, dtype, key, first_of_row);
+        let exact = rounding_to(dtype).unwrap();
+        for ((x, word), found) in numbers.iter().zip(&words).zip(&found) {
+            let expected = exact.round_by_word(f64::from(*x), *word) as f32;
+            assert_eq!(
+                found.to_bits(),
+                expected.to_bits(),
+                "{x:e} by {word} to {dtype}: {found:e} for {expected:e}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -93,6 +93,8 @@ attr_kinds! {
     Act: Activation, "gelu_tanh or silu", |a| parse_choice(a, &Activation::ALL, Activation::name);
     /// The function that makes scores of the logits of a router.
     ScoreName: RouterScore, "softmax or sigmoid", |a| parse_choice(a, &RouterScore::ALL, RouterScore::name);
+    /// How a conversion to a narrower dtype rounds.
+    RoundingName: RoundingMode, "nearest or stochastic", |a| parse_choice(a, &RoundingMode::ALL, RoundingMode::name);
     /// A mesh axis.
     MeshAxis: Axis, "a mesh axis: tp, ep, pp or dp", |a| parse_text(a)?.parse().ok();
     /// The ranks among which a collective runs.
@@ -150,8 +152,8 @@ impl<K: AttrKind> AttrKind for Opt<K> {
     }
 }
 
-/// An attribute with a default that is the integer `D`: for D = 0, `false` of a [`Flag`] and softmax of a
-/// [`ScoreName`].
+/// An attribute with a default that is the integer `D`: for D = 0, `false` of a [`Flag`], softmax of a
+/// [`ScoreName`] and nearest of a [`RoundingName`].
 #[derive(Debug)]
 pub struct Or<K, const D: u32>(K);
 
@@ -205,6 +207,12 @@ impl DefaultValue for RouterScore {
     }
 }
 
+impl DefaultValue for RoundingMode {
+    fn from_default(default: u32) -> RoundingMode {
+        if default == 0 { RoundingMode::Nearest } else { RoundingMode::Stochastic }
+    }
+}
+
 /// The activation of a fused op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Activation {
@@ -245,6 +253,28 @@ impl RouterScore {
         match self {
             RouterScore::Softmax => "softmax",
             RouterScore::Sigmoid => "sigmoid",
+        }
+    }
+}
+
+/// How a conversion to a narrower dtype rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RoundingMode {
+    /// To the nearest number, ties to even.
+    Nearest,
+    /// To one of the two neighbours, drawn so that the mean of many draws is the number itself.
+    Stochastic,
+}
+
+impl RoundingMode {
+    const ALL: [RoundingMode; 2] = [RoundingMode::Nearest, RoundingMode::Stochastic];
+
+    /// Returns the name in the text form.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            RoundingMode::Nearest => "nearest",
+            RoundingMode::Stochastic => "stochastic",
         }
     }
 }

@@ -32,7 +32,9 @@ mod types;
 mod view_reader;
 
 pub use attr::{Attr, Attrs};
-pub use attr_kind::{Activation, CommAxis, RouterScore, Transport, WIRE_BLOCK, WeightLoad, Wire};
+pub use attr_kind::{
+    Activation, CommAxis, RoundingMode, RouterScore, Transport, WIRE_BLOCK, WeightLoad, Wire,
+};
 pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use codes::CODES;
@@ -46,7 +48,7 @@ pub use op_table::{
     AttrRow, CollectiveOp, ComputeOp, HINT_ATTRS, KeyedRow, OP_TABLE, OpByKind, OpKind, OpRow, OpView,
     Opcode, OrderOp, SinkOp, SourceOp, views,
 };
-pub use op_view::{Gate, PeerPosition};
+pub use op_view::{Gate, PeerPosition, StochasticRounding};
 pub use parse::{is_fragment, parse, parse_all, parse_fragment};
 pub use print::{canonical_text, print, program_digest};
 pub use program::{Buffer, CapturedGraph, Dialect, Op, Program, Value};

@@ -238,10 +238,10 @@ Compute ComputeOp {
         "x · sigmoid(x).";
     Relu "relu" (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(1), FirstOperand, Aligned(1), ByRow],
         "The larger of x and 0, element by element; NaN stays NaN.";
-    Cast "cast" (x: Operand) [] {to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],
-        "Converts x to the dtype `to` (f32, f64, bf16 or f16), rounding to nearest, ties to even.";
-    Quantize "quantize" (x: Operand) [] {} -> 2, false, [Elementwise, PerOperand(3), Fixed(F32), Aligned(1), Own],
-        "Quantizes the rows of x [n, k] to e4m3 and returns a scale [n]: the maximum of |x| in the row divided by 448, or 1 for a row of zeros. Scales and x / scale are computed in f32; x / scale is then rounded to nearest, ties to even, and saturates at ±448.";
+    Cast "cast" (x: Operand) [] {draw: Or<Index, 0>, first_row: Or<Index, 0>, rounding: Or<RoundingName, 0>, seed: Opt<Index>, to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],
+        "Converts x to the dtype `to` (f32, f64, bf16, f16 or e4m3), rounding to nearest, ties to even. With `rounding = \"stochastic\"`, to bf16 or e4m3 alone: a number between two neighbours of the dtype, at the fraction f of their distance from the one nearer to 0, goes to the farther one if a 32-bit word is below ⌊f · 2³²⌋, and to the nearer one otherwise. The word is keyed by (seed, draw, index of the element in the global tensor), where the rows of x start at the row `first_row`. A number beyond the largest one of the dtype is rounded to nearest.";
+    Quantize "quantize" (x: Operand) [] {draw: Or<Index, 0>, first_row: Or<Index, 0>, rounding: Or<RoundingName, 0>, seed: Opt<Index>} -> 2, false, [Elementwise, PerOperand(3), Fixed(F32), Aligned(1), Own],
+        "Quantizes the rows of x [n, k] to e4m3 and returns a scale [n]: the maximum of |x| in the row divided by 448, or 1 for a row of zeros. Scales and x / scale are computed in f32; x / scale is then rounded to nearest, ties to even, and saturates at ±448. `rounding`, `seed`, `draw` and `first_row` as in cast, for x / scale.";
     LayerNorm "layer_norm" (x: Operand, w: Vector, b: Vector) [] {eps: NonNegative} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
         "Normalises the rows of x to zero mean and unit variance, multiplies by w [d] and adds b [d].";
     Modulation "modulation" (table: Operand, embedding: Operand) [] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Whole, ByRow],

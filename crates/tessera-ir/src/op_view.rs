@@ -3,11 +3,12 @@
 
 use std::ops::Range;
 
+use tessera_base::random::{DrawKey, ROUNDING_CHUNK};
 use tessera_mesh::{Axis, Group, Reduction};
 
 use crate::attr::Attr;
 use crate::attr_kind::{
-    AttrKind, CommAxis, GroupAxis, Opt, ReductionName, Transport, TransportName, WeightLoad,
+    AttrKind, CommAxis, GroupAxis, Opt, ReductionName, RoundingMode, Transport, TransportName, WeightLoad,
 };
 use crate::ids::ValueId;
 use crate::op_table::{OpView, Opcode, views};
@@ -179,6 +180,43 @@ impl views::GateResidual {
     }
 }
 
+/// The draws by which an op rounds stochastically.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StochasticRounding {
+    /// Key of the words; an element's index in the global tensor selects its word.
+    pub key: DrawKey,
+    /// Row of the global tensor at which the rows of the operand start.
+    pub first_row: u64,
+}
+
+impl StochasticRounding {
+    fn new(mode: RoundingMode, seed: Option<u64>, draw: u64, first_row: u64) -> Option<StochasticRounding> {
+        match mode {
+            RoundingMode::Nearest => None,
+            RoundingMode::Stochastic => Some(StochasticRounding {
+                key: DrawKey { seed: seed?, chunk: ROUNDING_CHUNK, draw: u32::try_from(draw).ok()? },
+                first_row,
+            }),
+        }
+    }
+}
+
+impl views::Cast {
+    /// Returns the draws of a stochastic rounding; `None` if the cast rounds to nearest.
+    #[must_use]
+    pub fn stochastic_rounding(&self) -> Option<StochasticRounding> {
+        StochasticRounding::new(self.rounding, self.seed, self.draw, self.first_row)
+    }
+}
+
+impl views::Quantize {
+    /// Returns the draws of a stochastic rounding; `None` if the op rounds to nearest.
+    #[must_use]
+    pub fn stochastic_rounding(&self) -> Option<StochasticRounding> {
+        StochasticRounding::new(self.rounding, self.seed, self.draw, self.first_row)
+    }
+}
+
 impl views::MoeRoute {
     /// Returns the number of tokens that an expert accepts of each group, for this many tokens and experts.
     #[must_use]
@@ -236,6 +274,7 @@ mod tests {
             "fp8_e4m3",
             "sigmoid",
             "lru",
+            "nearest",
             "odd",
             "",
         ];

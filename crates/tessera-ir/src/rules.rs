@@ -142,7 +142,7 @@ impl RuleContext<'_> {
                 one(self.operands[0].clone())
             }
             V::Cast(v) => one(self.cast_type(v)?),
-            V::Quantize(_) => self.quantize_types(),
+            V::Quantize(v) => self.quantize_types(v),
             V::ToX0(_) | V::Guide(_) => one(self.same_type(0, 1)?),
             V::LayerNorm(_) => one(self.row_norm_type(&[1, 2], 1)?),
             V::RmsNorm(v) => one(self.row_norm_type(&[1], v.segments)?),

@@ -10,6 +10,7 @@ mod emission;
 mod redistribution;
 mod steps;
 mod stream_overlap;
+mod token_groups;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,7 +22,7 @@ use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, RankMap, Shard};
 use crate::codes::{T0614, T0615};
 use crate::memory;
 pub use redistribution::emit_redistribution;
-use steps::{named_ops, on_active_axes, program_diagnostic};
+use steps::{is_scale_of_rows, named_ops, on_active_axes, program_diagnostic};
 pub use stream_overlap::StreamOverlap;
 
 /// A logical program whose sources arrive in stated layouts.
@@ -58,7 +59,9 @@ pub fn lower_by_layouts(
     }
     let mut first = Vec::new();
     for laid_out in programs {
-        let lowered = steps::plan_steps(laid_out, mesh).and_then(|plan| {
+        let grouped = token_groups::group_sharded_tokens(laid_out, mesh);
+        let planned = grouped.and_then(|grouped| steps::plan_steps(&grouped, mesh));
+        let lowered = planned.and_then(|plan| {
             emission::emit_program(&plan, mesh, coordinates::ROLE, overlap)
                 .map_err(|es| es.iter().map(|e| rule_diagnostic(&plan.name, e)).collect())
         });
@@ -117,7 +120,10 @@ fn check_program(laid_out: &LaidOutProgram, mesh: &Mesh) -> Diagnostics {
         program_diagnostic(p, format!("buffer @{}: an array program keeps nothing between its calls", b.name))
             .with_hint("pass the values in as inputs, and return them as outputs")
     }));
-    let sources = named_ops(p, &[Opcode::Input, Opcode::Weight]);
+    // The scales of a quantized weight follow it.
+    let is_scale = |v: &ValueId| p.ops.iter().any(|op| op.results.first() == Some(v) && is_scale_of_rows(op));
+    let mut sources = named_ops(p, &[Opcode::Input, Opcode::Weight]);
+    sources.retain(|(_, v)| !is_scale(v));
     let outputs = named_ops(p, &[Opcode::Output]);
     for (kind, layouts, named) in
         [("source", &laid_out.sources, &sources), ("output", &laid_out.outputs, &outputs)]

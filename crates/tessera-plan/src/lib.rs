@@ -29,6 +29,7 @@ mod router_features;
 mod row_chunks;
 pub mod search;
 mod stages;
+mod stochastic_rounding;
 mod strategy;
 pub mod video;
 
@@ -46,3 +47,4 @@ pub use memory::assign_slots;
 pub use precision::DecoderPrecision;
 pub use router_features::ROUTER_BIAS;
 pub use stages::balance_stages;
+pub use stochastic_rounding::round_stochastically;

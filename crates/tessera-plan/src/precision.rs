@@ -30,6 +30,10 @@
 //! times its weight, far from both ends of the range of e4m3. The weights have a scale per channel of the
 //! result. Only the bias and the sum with a residual stay bf16.
 //!
+//! A program of arrays has no blocks. There, every matmul whose result chooses no experts reads e4m3 under `dtype = "fp8"`. A
+//! second operand that is no weight is quantized as the first one is. Where a matmul has terms of a sum on several ranks, they
+//! exchange shards of its first operand to quantize whole rows, so that scales do not depend on the mesh.
+//!
 //! Weights keep their names, and all ops except casts keep their order: without casts and scales
 //! and with every dtype f32 the result equals the original program. Lowering adds collectives
 //! later; each has the dtype of its operand.
@@ -66,6 +70,22 @@ pub fn apply_dtype_policy(
     }
 }
 
+/// Applies a dtype policy to a program of arrays; returns a copy under f32.
+///
+/// # Errors
+/// Returns T0606 if an op does not accept operands of the dtypes that the policy assigns.
+pub fn apply_dtype_policy_to_arrays(p: &Program, dtype: DtypePolicy) -> Result<Program, Diagnostics> {
+    if dtype == DtypePolicy::F32 {
+        return Ok(p.clone());
+    }
+    let mut pass = DtypePass::new(p, DecoderPrecision::Exact);
+    if dtype == DtypePolicy::Fp8 {
+        pass.has_blocks = false;
+        pass.select_quantized_weights(Strategy::Ulysses);
+    }
+    pass.emit_program()
+}
+
 /// The precision of a decoder's convolutions under a policy other than f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecoderPrecision {
@@ -96,6 +116,8 @@ struct DtypePass<'a> {
     fast_frames: Vec<bool>,
     /// Whether each buffer is the history of such frames.
     fast_histories: Vec<bool>,
+    /// Whether matmuls in e4m3 are those of blocks alone.
+    has_blocks: bool,
 }
 
 impl<'a> DtypePass<'a> {
@@ -109,6 +131,7 @@ impl<'a> DtypePass<'a> {
             quantized: vec![false; p.values.len()],
             fast_frames: vec![false; p.values.len()],
             fast_histories: vec![false; p.buffers.len()],
+            has_blocks: true,
         };
         if decoder == DecoderPrecision::Fast {
             pass.select_fast_convolutions();
@@ -153,12 +176,15 @@ impl<'a> DtypePass<'a> {
         self.dtypes[result] = is;
     }
 
-    /// Returns whether experts are chosen by a value, given by index.
+    /// Returns whether experts are chosen by a value, given by index, or by what is added to it or multiplied by it.
     fn chooses_experts(&self, value: usize) -> bool {
-        // Where something stands between the logits and the choice, the weights still read them.
-        let reads =
-            |i: &usize| matches!(self.program.ops[*i].opcode, Opcode::TopKExperts | Opcode::ExpertWeights);
-        self.readers[value].iter().any(reads)
+        let follow = |op: &Op| op.results.first().is_some_and(|r| self.chooses_experts(r.0 as usize));
+        self.readers[value].iter().map(|i| &self.program.ops[*i]).any(|op| match op.opcode {
+            Opcode::TopKExperts | Opcode::ExpertWeights => true,
+            Opcode::ExpertDistance | Opcode::ExpertDistanceGradient => true,
+            Opcode::ExpertLocality | Opcode::BiasAct | Opcode::Add | Opcode::Mul => follow(op),
+            _ => false,
+        })
     }
 
     /// Selects the convolutions of a fast decoder, with their weights and histories.
@@ -224,7 +250,8 @@ impl<'a> DtypePass<'a> {
 
     /// Returns whether an op is a bf16 matmul of a block on a value that a block produces.
     fn is_block_matmul(&self, op: &Op) -> bool {
-        let in_block = |op: &Op| op.placement_hint().is_some_and(|at| at.starts_with("block."));
+        let in_block =
+            |op: &Op| !self.has_blocks || op.placement_hint().is_some_and(|at| at.starts_with("block."));
         let maker = op.operands.first().and_then(|x| self.defs[x.0 as usize]).map(|d| &self.program.ops[d]);
         op.opcode == Opcode::Matmul
             && in_block(op)
@@ -332,8 +359,7 @@ impl<'a> DtypePass<'a> {
             .map(|(k, v)| (*k, self.value_as(*v, self.keyed_operand_dtype(op, k), out)))
             .collect();
         if let (Opcode::Matmul, [x, w]) = (op.opcode, &op.operands[..])
-            && self.quantized[w.0 as usize]
-            && let Some([w, w_scale]) = out.scaled.get(w).copied()
+            && let Some([w, w_scale]) = self.quantized_matrix(op, *w, operands[1], out)
         {
             let [x, x_scale] = self.quantized_value(*x, operands[0], out);
             operands = vec![x, w];
@@ -408,6 +434,22 @@ impl<'a> DtypePass<'a> {
         let scales = load(scales.name(), &format!("{label}.scale"), Type::new(DType::F32, [rows]));
         out.values.insert(v, numbers);
         out.scaled.insert(v, [numbers, scales]);
+    }
+
+    /// Returns the second operand of a matmul in e4m3 with its scales, if the matmul reads e4m3. `rounded` is the operand in
+    /// bf16.
+    fn quantized_matrix(
+        &self,
+        op: &Op,
+        w: ValueId,
+        rounded: ValueId,
+        out: &mut RoundedProgram,
+    ) -> Option<[ValueId; 2]> {
+        if self.quantized[w.0 as usize] {
+            return out.scaled.get(&w).copied();
+        }
+        let is_value = !self.has_blocks && !self.is_weight(w);
+        (is_value && self.is_block_matmul(op)).then(|| self.quantized_value(w, rounded, out))
     }
 
     /// Returns a value in e4m3 with the scales of its rows, quantized once, where the value is

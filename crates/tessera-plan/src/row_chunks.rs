@@ -343,6 +343,8 @@ fn first_row_of(view: &OpView) -> Option<u64> {
         OpView::Rope(v) => Some(v.first_row),
         OpView::CacheWrite(v) => Some(v.first_row),
         OpView::GateResidual(v) => v.m.map(|_| v.first_row),
+        OpView::Cast(v) => v.stochastic_rounding().map(|r| r.first_row),
+        OpView::Quantize(v) => v.stochastic_rounding().map(|r| r.first_row),
         _ => None,
     }
 }

@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 
 use tessera_base::Diagnostics;
-use tessera_ir::{Bundle, DType, Opcode, Program, StreamKind, parse_all};
-use tessera_mesh::{Axis, AxisLayout, DimName, Layout, Mesh, RankMap, Reduction, Shard, ShardSpec};
+use tessera_ir::{Bundle, DType, OpView, Opcode, Program, StreamKind, WeightLoad, parse_all};
+use tessera_mesh::{Axis, AxisLayout, DimName, Group, Layout, Mesh, RankMap, Reduction, Shard, ShardSpec};
 use tessera_plan::layouts::{LaidOutProgram, StreamOverlap, lower_by_layouts};
 
 fn mesh(text: &str) -> Mesh {
@@ -288,4 +288,79 @@ fn programs_that_ranks_cannot_run_are_refused() {
     let x = wrong.ops[at].operands[0];
     wrong.ops[at].operands = vec![x, x];
     assert_eq!(codes(wrong, "tp=2"), ["T0615"]);
+}
+
+/// A layer of four experts over so many tokens.
+fn experts(tokens: u64) -> String {
+    format!(
+        "%x = input \"x\" : f32[{tokens}, 6] %r = weight \"r\" : f32[4, 6] %g = weight \"g\" : f32[4, 5, 6] \
+         %d = weight \"d\" : f32[4, 6, 5] %l = toperator.matmul %x, %r %c = toperator.top_k_experts %l {{top_k = 2}} \
+         %w = toperator.expert_weights %l, %c %s = toperator.expert_slots %c {{capacity = 5}} \
+         %n = toperator.expert_counts %c, %s {{groups = 4}} \
+         %p = toperator.expert_pack %x, %c, %s {{capacity = 5, groups = 4}} \
+         %h = toperator.grouped_matmul %p, %g, %n {{act = \"silu\", rows = 16}} \
+         %o = toperator.grouped_matmul %h, %d, %n {{rows = 16}} \
+         %y = toperator.expert_combine %o, %c, %s, %w output \"y\", %y"
+    )
+}
+
+#[test]
+fn sharded_tokens_reach_sharded_experts_by_all_to_all_within_ep() {
+    let m = mesh("tp=2,ep=2");
+    let by_ep: (&[&str], &[&str]) = (&["experts"], &["ep"]);
+    let specs = [("x", &["col"][..], &["ep"][..]), ("g", by_ep.0, by_ep.1), ("d", by_ep.0, by_ep.1)];
+    let p = lower_first(&m, laid_out(&m, &experts(8), &specs), &StreamOverlap::none());
+    assert_eq!(collectives(&p), ["all_to_all"; 3], "rows, counts and results");
+    let mut slots = Vec::new();
+    for op in &p.ops {
+        match op.view() {
+            Ok(OpView::AllToAll(_)) => assert_eq!(op.comm_group(), Some(Group::whole_axis(Axis::Ep))),
+            Ok(OpView::ExpertSlots(v)) => slots.push((v.group_tokens, v.capacity)),
+            Ok(OpView::GroupedMatmul(v)) => {
+                let ty = p.type_of(v.x);
+                assert_eq!(
+                    (&ty.shape[..2], v.rows),
+                    (&[2, 6][..], 16),
+                    "two experts, three slots of each rank"
+                );
+                assert_eq!(ty.layout.on_axis(Axis::Tp), AxisLayout::Replicated, "tp peers have equal rows");
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(slots, [(Some(4), 3)], "a rank's four tokens share ⌈5 / 2⌉ slots of an expert");
+    let replicated = lower_first(&m, laid_out(&m, &experts(8), &specs[1..]), &StreamOverlap::none());
+    assert_eq!(collectives(&replicated), ["all_reduce"]);
+}
+
+#[test]
+fn tokens_in_unequal_shards_share_the_slots_of_an_expert() {
+    let m = mesh("ep=2");
+    let specs = [
+        ("x", &["col"][..], &["ep"][..]),
+        ("g", &["experts"][..], &["ep"][..]),
+        ("d", &["experts"][..], &["ep"][..]),
+    ];
+    let p = lower_first(&m, laid_out(&m, &experts(7), &specs), &StreamOverlap::none());
+    assert!(!collectives(&p).contains(&"all_to_all") && collectives(&p).contains(&"all_gather"));
+    let slots = p.ops.iter().find_map(|op| match op.view() {
+        Ok(OpView::ExpertSlots(v)) => Some((v.group_tokens, v.capacity)),
+        _ => None,
+    });
+    assert_eq!(slots, Some((None, 5)));
+}
+
+#[test]
+fn the_scales_of_a_quantized_weight_follow_its_rows_and_a_bias_its_sum() {
+    let body = "%x = input \"x\" : f32[5, 6] %b = toperator.cast %x {to = \"bf16\"} \
+        %q, %s = toperator.quantize %b {rounding = \"stochastic\", seed = 3, draw = 1} \
+        %w = weight \"w\" {load = \"e4m3\"} : e4m3[8, 6] %v = weight \"w\" {load = \"e4m3.scale\"} : f32[8] \
+        %k = weight \"k\" : bf16[8] %y = toperator.matmul %q, %w, bias=%k, x_scale=%s, w_scale=%v %z = toperator.cast %y {to = \"f32\"} output \"y\", %z";
+    let m = mesh("tp=2");
+    for (dim, moved) in [("col", vec![]), ("row", vec!["reduce_scatter"])] {
+        let p = lower_first(&m, laid_out(&m, body, &[("w", &[dim], &["tp"])]), &StreamOverlap::none());
+        assert_eq!(collectives(&p), moved, "sharded by {dim}");
+        let scales = p.ops.iter().find(|op| op.weight_load() == Some(WeightLoad::E4m3Scale)).unwrap();
+        assert_eq!(p.type_of(scales.results[0]).shape, [if dim == "col" { 4 } else { 8 }]);
+    }
 }

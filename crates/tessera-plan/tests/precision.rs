@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use tessera_ir::{Bundle, DType, Op, OpKind, Opcode, Program, ValueId, print};
+use tessera_ir::{Bundle, DType, Op, OpKind, OpView, Opcode, Program, ValueId, print};
 use tessera_models::{
     DecoderModel, PagedCache, TEXT_DEVICE_PHASE, TEXT_PHASE, TokenBucket, TokenOutput, TokenPhase,
     Umt5Config, VideoModel, build_token_phases,
@@ -384,5 +384,60 @@ fn caches_of_every_kind_of_attention_are_in_bf16() {
             precision::apply_dtype_policy(&logical, DtypePolicy::Bf16, Strategy::Megatron, exact).unwrap();
         assert!(!p.buffers.is_empty() && p.buffers.iter().all(|b| b.name.starts_with(prefix)), "{family}");
         assert!(p.buffers.iter().all(|b| b.ty.dtype == DType::Bf16), "{family}");
+    }
+}
+
+const ARRAYS: &str = "program @p { %x = input : f32[4, 6] %w = weight \"w\" : f32[8, 6] %u = weight \"u\" : f32[5, 8] \
+    %r = weight \"r\" : f32[3, 5] %k = weight \"k\" : f32[4, 3] %h = toperator.matmul %x, %w \
+    %y = toperator.matmul %h, %u %a = toperator.matmul %x, %x %l = toperator.matmul %y, %r %m = toperator.add %l, %k \
+    %e = toperator.top_k_experts %m {top_k = 2} output \"y\", %y output \"a\", %a output \"e\", %e }";
+
+#[test]
+fn a_program_of_arrays_multiplies_in_e4m3_and_chooses_experts_in_f32() {
+    let p = tessera_ir::parse_all(ARRAYS, "test").unwrap().remove(0);
+    let fp8 = precision::apply_dtype_policy_to_arrays(&p, DtypePolicy::Fp8).unwrap();
+    let matmuls = fp8.ops.iter().filter(|op| op.opcode == Opcode::Matmul);
+    let operands: Vec<DType> = matmuls.map(|op| fp8.type_of(op.operands[1]).dtype).collect();
+    assert_eq!(operands, [DType::E4m3, DType::E4m3, DType::E4m3, DType::F32], "{}", print(&fp8));
+    let quantized = fp8.ops.iter().filter(|op| op.opcode == Opcode::Quantize).count();
+    assert_eq!(quantized, 2, "x once for both of its places, and h\n{}", print(&fp8));
+    for policy in [DtypePolicy::F32, DtypePolicy::Bf16] {
+        let p = precision::apply_dtype_policy_to_arrays(&p, policy).unwrap();
+        assert!(p.ops.iter().all(|op| op.opcode != Opcode::Quantize), "{}", policy.name());
+    }
+}
+
+#[test]
+fn every_value_that_becomes_narrow_draws_by_a_number_of_its_own_and_weights_draw_nothing() {
+    // A weight that a router and another matmul read is f32, and is cast for the latter.
+    let more = "%t = weight \"t\" : f32[3, 8] %n = toperator.matmul %h, %t %f = toperator.top_k_experts %n {top_k = 1} \
+        %z = toperator.matmul %t, %u output \"f\", %f output \"z\", %z }";
+    let text = format!("{} {more}", ARRAYS.trim_end_matches('}'));
+    let p = tessera_ir::parse_all(&text, "test").unwrap().remove(0);
+    for policy in [DtypePolicy::Bf16, DtypePolicy::Fp8] {
+        let mut p = precision::apply_dtype_policy_to_arrays(&p, policy).unwrap();
+        let nearest = p.clone();
+        tessera_plan::round_stochastically(&mut p, 9);
+        let draws: Vec<u32> = p
+            .ops
+            .iter()
+            .filter_map(|op| match op.view().unwrap() {
+                OpView::Cast(v) => v.stochastic_rounding(),
+                OpView::Quantize(v) => v.stochastic_rounding(),
+                _ => None,
+            })
+            .map(|rounding| {
+                assert_eq!((rounding.key.seed, rounding.first_row), (9, 0));
+                rounding.key.draw
+            })
+            .collect();
+        let expected = if policy == DtypePolicy::Fp8 { 3 } else { 1 };
+        assert_eq!(draws, (0..expected).collect::<Vec<u32>>(), "{}", print(&p));
+        let defs = p.defining_ops();
+        for (op, before) in p.ops.iter().zip(&nearest.ops).filter(|(op, before)| op != before) {
+            assert!(matches!(op.opcode, Opcode::Cast | Opcode::Quantize) && op.results == before.results);
+            let from = defs[op.operands[0].0 as usize].map(|d| p.ops[d].opcode);
+            assert_ne!(from, Some(Opcode::Weight));
+        }
     }
 }

@@ -15,7 +15,7 @@ use crate::errors::{OrRaise, raise_one};
 use crate::expert_tier::LayerTier;
 use crate::layers::apply;
 use crate::mesh::Spec;
-use crate::numeric::Numeric;
+use crate::numeric::{MAX_SEED, Numeric};
 use crate::trace::{Operand, TraceState, Value, emit, lock};
 
 /// What a gate subtracts from the logit of an expert on another rank of `ep` than the token.
@@ -39,7 +39,10 @@ const GATES: [Gate; 3] = [
 #[pyclass(frozen, module = "tessera.op")]
 pub(crate) struct Moe {
     experts: u64,
-    top_k: u64,
+    /// Experts per token. With a fraction, each token draws whether it has one more than the whole number.
+    top_k: f64,
+    /// Seed of that draw.
+    seed: u64,
     capacity_factor: f64,
     gate: Gate,
     policy: Option<Numeric>,
@@ -51,14 +54,15 @@ pub(crate) struct Moe {
 
 /// Creates a mixture of experts.
 #[pyfunction]
-#[pyo3(signature = (num_experts, top_k=None, capacity_factor=1.25, gate="topk_softmax", experts_layout=None, policy=None))]
+#[pyo3(signature = (num_experts, top_k=None, capacity_factor=1.25, gate="topk_softmax", experts_layout=None, policy=None, *, seed=0))]
 pub(crate) fn moe(
     num_experts: &Bound<'_, PyAny>,
-    top_k: Option<u64>,
+    top_k: Option<f64>,
     capacity_factor: f64,
     gate: &str,
     experts_layout: Option<Spec>,
     policy: Option<Numeric>,
+    seed: u64,
 ) -> PyResult<Moe> {
     let py = num_experts.py();
     let refuse =
@@ -73,11 +77,14 @@ pub(crate) fn moe(
     let Some(top_k) = top_k else {
         return Err(PyTypeError::new_err("moe() misses the argument top_k"));
     };
-    if top_k == 0 || top_k > experts {
+    if !(1.0..=experts as f64).contains(&top_k) {
         return refuse(
             format!("top_k = {top_k} of {experts} experts"),
             "choose 1 expert per token, or up to all",
         );
+    }
+    if seed > MAX_SEED {
+        return refuse(format!("seed = {seed} is above 2^40"), "choose a smaller seed");
     }
     if !(capacity_factor.is_finite() && capacity_factor > 0.0) {
         return refuse(
@@ -103,6 +110,7 @@ pub(crate) fn moe(
     Ok(Moe {
         experts,
         top_k,
+        seed,
         capacity_factor,
         gate,
         policy,
@@ -162,9 +170,22 @@ impl Moe {
     fn route(&self, py: Python<'_>, x: Operand, router: Operand) -> PyResult<Py<PyAny>> {
         apply(py, &[x, router], |py, values| {
             let logits = self.add_logits(py, values)?;
+            emit(py, values[0].state(), &[logits.into()], |t, ids| Ok(self.add_choice(t, ids[0])))
+        })
+    }
+
+    /// Returns counts per expert [experts, 4] for x [tokens, d]: tokens that chose it, those of them that have a slot, 0, and those
+    /// that are dropped.
+    fn count_tokens(&self, py: Python<'_>, x: Operand, router: Operand) -> PyResult<Py<PyAny>> {
+        apply(py, &[x, router], |py, values| {
+            let logits = self.add_logits(py, values)?;
             emit(py, values[0].state(), &[logits.into()], |t, ids| {
-                t.builder.set_attr("top_k", self.top_k).set_attr("score", self.gate.score);
-                Ok(t.builder.add_op(Opcode::TopKExperts, &ids[..1]))
+                let chosen = self.add_choice(t, ids[0]);
+                let slots = self.add_slots(t, chosen);
+                t.builder.set_attr("groups", self.experts);
+                let counts = t.builder.add_op(Opcode::ExpertStatistics, &[chosen, chosen, slots]);
+                t.set_dims(counts, (tessera_mesh::DimName::of_weight(2).unwrap_or_default(), vec![1, 1]));
+                Ok(counts)
             })
         })
     }
@@ -196,7 +217,7 @@ impl Moe {
 
     /// The largest number of tokens that each expert takes of so many.
     fn capacity(&self, tokens: u64) -> u64 {
-        let even = self.capacity_factor * tokens as f64 * self.top_k as f64 / self.experts as f64;
+        let even = self.capacity_factor * tokens as f64 * self.top_k / self.experts as f64;
         (even.ceil() as u64).clamp(1, tokens.max(1))
     }
 
@@ -297,21 +318,45 @@ impl Moe {
         Ok(t.builder.add_op(Opcode::Matmul, ids))
     }
 
+    /// The largest number of experts of a token.
+    fn most_experts(&self) -> u64 {
+        self.top_k.ceil() as u64
+    }
+
+    /// Adds the experts that tokens choose by their logits.
+    fn add_choice(&self, t: &mut TraceState, logits: ValueId) -> ValueId {
+        let b = &mut t.builder;
+        b.set_attr("top_k", self.most_experts()).set_attr("score", self.gate.score);
+        let chosen = b.add_op(Opcode::TopKExperts, &[logits]);
+        let keep = self.top_k.fract();
+        if keep == 0.0 {
+            return chosen;
+        }
+        b.set_attr("keep", keep).set_attr("layer", 0_u64);
+        b.set_attr("seeds", to_integers(&[self.seed, 0]));
+        b.add_op(Opcode::ExpertDraw, &[chosen])
+    }
+
+    /// Adds the slots that experts give to the tokens that chose them.
+    fn add_slots(&self, t: &mut TraceState, chosen: ValueId) -> ValueId {
+        let tokens = t.shape_of(chosen).first().copied().unwrap_or(1);
+        t.builder.set_attr("capacity", self.capacity(tokens)).add_op(Opcode::ExpertSlots, &[chosen])
+    }
+
     /// Adds the choice of experts, their matmuls and the weighted sum.
     fn add_experts(&self, t: &mut TraceState, ids: &[ValueId]) -> ValueId {
         let [x, logits, gate, up, down] = ids else { return ids[0] };
         let tokens = t.shape_of(*x).first().copied().unwrap_or(1);
         let (experts, capacity) = (self.experts, self.capacity(tokens));
+        let chosen = self.add_choice(t, *logits);
+        t.builder.set_attr("score", self.gate.score).set_attr("renormalise", Attr::Bool(true));
+        let weights = t.builder.add_op(Opcode::ExpertWeights, &[*logits, chosen]);
+        let slots = self.add_slots(t, chosen);
         let b = &mut t.builder;
-        b.set_attr("top_k", self.top_k).set_attr("score", self.gate.score);
-        let chosen = b.add_op(Opcode::TopKExperts, &[*logits]);
-        b.set_attr("score", self.gate.score).set_attr("renormalise", Attr::Bool(true));
-        let weights = b.add_op(Opcode::ExpertWeights, &[*logits, chosen]);
-        let slots = b.set_attr("capacity", capacity).add_op(Opcode::ExpertSlots, &[chosen]);
         let counts = b.set_attr("groups", experts).add_op(Opcode::ExpertCounts, &[chosen, slots]);
         b.set_attr("capacity", capacity).set_attr("groups", experts);
         let packed = b.add_op(Opcode::ExpertPack, &[*x, chosen, slots]);
-        let rows = tokens.saturating_mul(self.top_k).min(experts.saturating_mul(capacity));
+        let rows = tokens.saturating_mul(self.most_experts()).min(experts.saturating_mul(capacity));
         let mut multiply = |x: ValueId, w: ValueId, act: Option<&str>| {
             if let Some(act) = act {
                 b.set_attr("act", act);

@@ -19,11 +19,17 @@ pub(crate) struct Numeric {
     policy: DtypePolicy,
     deterministic: bool,
     scale: Option<String>,
+    /// The seed of stochastic rounding; `None` rounds to nearest.
+    rounding_seed: Option<u64>,
 }
+
+/// Largest seed that a program can state.
+pub(crate) const MAX_SEED: u64 = 1 << 40;
 
 /// Creates a precision policy.
 #[pyfunction]
-#[pyo3(signature = (dtype="f32", accum="f32", *, deterministic=true, scale=None, stochastic_round=false))]
+#[pyo3(signature = (dtype="f32", accum="f32", *, deterministic=true, scale=None, stochastic_round=false, seed=None))]
+#[allow(clippy::too_many_arguments, reason = "they are the keywords of the guide")]
 pub(crate) fn numeric(
     py: Python<'_>,
     dtype: &str,
@@ -31,6 +37,7 @@ pub(crate) fn numeric(
     deterministic: bool,
     scale: Option<String>,
     stochastic_round: bool,
+    seed: Option<u64>,
 ) -> PyResult<Numeric> {
     let refuse =
         |message: String, hint: &str| Err(raise_one(py, Diagnostic::error(&T1505, message).with_hint(hint)));
@@ -49,13 +56,23 @@ pub(crate) fn numeric(
     if scale.is_some() && policy != DtypePolicy::Fp8 {
         return refuse(format!("a scale for {dtype}, whose values have none"), "state it with fp8_e4m3");
     }
-    if stochastic_round {
+    if stochastic_round && policy == DtypePolicy::F32 {
         return refuse(
-            "stochastic rounding exists in no backend yet: quantize rounds to nearest, ties to even".into(),
-            "leave stochastic_round out",
+            "stochastic rounding of f32, whose values nothing converts".into(),
+            "state dtype=\"bf16\" or dtype=\"fp8_e4m3\"",
         );
     }
-    Ok(Numeric { dtype, policy, deterministic, scale })
+    if seed.is_some() && !stochastic_round {
+        return refuse(
+            "a seed without stochastic rounding, which alone draws numbers".into(),
+            "state stochastic_round=True",
+        );
+    }
+    if let Some(seed) = seed.filter(|seed| *seed > MAX_SEED) {
+        return refuse(format!("seed = {seed} is above 2^40"), "choose a smaller seed");
+    }
+    let rounding_seed = stochastic_round.then(|| seed.unwrap_or(0));
+    Ok(Numeric { dtype, policy, deterministic, scale, rounding_seed })
 }
 
 #[pymethods]
@@ -84,19 +101,43 @@ impl Numeric {
         self.scale.as_deref()
     }
 
+    /// Whether values are rounded stochastically where they become bf16 or e4m3.
+    #[getter]
+    fn stochastic_round(&self) -> bool {
+        self.rounding_seed.is_some()
+    }
+
+    /// The seed of stochastic rounding, or `None`.
+    #[getter]
+    fn seed(&self) -> Option<u64> {
+        self.rounding_seed
+    }
+
     fn __repr__(&self) -> String {
-        format!("numeric(dtype={:?}, accum=\"f32\", deterministic={})", self.dtype, self.deterministic)
+        let rounding = self
+            .rounding_seed
+            .map_or_else(String::new, |seed| format!(", stochastic_round=True, seed={seed}"));
+        let deterministic = if self.deterministic { "True" } else { "False" };
+        format!("numeric(dtype={:?}, accum=\"f32\", deterministic={deterministic}{rounding})", self.dtype)
     }
 }
 
 impl Numeric {
-    /// Returns the name of the dtype.
-    pub(crate) fn name(&self) -> &'static str {
-        self.dtype
-    }
-
     /// Returns the policy of a plan.
     pub(crate) fn policy(&self) -> DtypePolicy {
         self.policy
+    }
+
+    /// Returns the seed of stochastic rounding; `None` rounds to nearest.
+    pub(crate) fn rounding_seed(&self) -> Option<u64> {
+        self.rounding_seed
+    }
+
+    /// Returns the dtype and the rounding in words.
+    pub(crate) fn describe(&self) -> String {
+        match self.rounding_seed {
+            None => self.dtype.to_string(),
+            Some(seed) => format!("{}, rounded stochastically with seed {seed}", self.dtype),
+        }
     }
 }

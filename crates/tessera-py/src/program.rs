@@ -12,8 +12,8 @@ use tessera_cli::codes::T1504;
 use tessera_ir::{Program, ValueId, print};
 use tessera_mesh::{DimName, Layout};
 use tessera_plan::layouts::LaidOutProgram;
-use tessera_plan::precision::apply_dtype_policy;
-use tessera_plan::{DecoderPrecision, DtypePolicy, Strategy};
+use tessera_plan::precision::apply_dtype_policy_to_arrays;
+use tessera_plan::{DtypePolicy, round_stochastically};
 
 use crate::dtensor::DTensor;
 use crate::errors::{OrRaise, raise_one};
@@ -38,6 +38,8 @@ pub(crate) struct Graph {
     pub(crate) stated: BTreeMap<ValueId, Layout>,
     /// The precision in which matmuls read their operands.
     pub(crate) policy: DtypePolicy,
+    /// The seed with which values are rounded stochastically where they become bf16 or e4m3, if they are.
+    pub(crate) rounding_seed: Option<u64>,
     /// Layouts in which outputs leave; others leave as they are.
     pub(crate) output_layouts: BTreeMap<String, Layout>,
     /// Whether the function returned one value, and no tuple.
@@ -150,7 +152,7 @@ pub(crate) fn finish(
         (name.clone(), dims, units)
     });
     let named = named.collect();
-    let policy = trace.policy();
+    let (policy, rounding_seed) = trace.policy();
     let TraceState { mut builder, mesh, layouts, inputs, weights, constants, stated, .. } = trace;
     for (name, id) in &outputs {
         builder.add_output(name, *id);
@@ -169,6 +171,7 @@ pub(crate) fn finish(
         constants,
         stated,
         policy,
+        rounding_seed,
         output_layouts: BTreeMap::new(),
         returns_one,
     })
@@ -217,13 +220,10 @@ impl Graph {
 impl Graph {
     /// Returns the program as the planner takes it: with the casts of its precision.
     pub(crate) fn laid_out(&self, py: Python<'_>) -> PyResult<LaidOutProgram> {
-        let program = match self.policy {
-            DtypePolicy::F32 => Program::clone(&self.program),
-            policy => {
-                let exact = DecoderPrecision::Exact;
-                apply_dtype_policy(&self.program, policy, Strategy::Megatron, exact).or_raise(py)?
-            }
-        };
+        let mut program = apply_dtype_policy_to_arrays(&self.program, self.policy).or_raise(py)?;
+        if let Some(seed) = self.rounding_seed {
+            round_stochastically(&mut program, seed);
+        }
         // Casts give values other numbers, and their names stay.
         let find = |id: &ValueId| {
             let name = &self.program.value(*id).name;

@@ -141,9 +141,11 @@ impl TraceState {
         std::mem::replace(self, TraceState { closed: Some(closed), ..TraceState::new("ended") })
     }
 
-    /// Returns the precision of the program.
-    pub(crate) fn policy(&self) -> DtypePolicy {
-        self.policy.as_ref().map_or(DtypePolicy::F32, Numeric::policy)
+    /// Returns the precision of the program, and the seed of stochastic rounding.
+    pub(crate) fn policy(&self) -> (DtypePolicy, Option<u64>) {
+        self.policy
+            .as_ref()
+            .map_or((DtypePolicy::F32, None), |policy| (policy.policy(), policy.rounding_seed()))
     }
 
     /// Notes the precision that a layer states; a program has one.
@@ -152,10 +154,12 @@ impl TraceState {
     /// T1505 if another layer states another one.
     pub(crate) fn state_policy(&mut self, policy: &Numeric) -> Result<(), Diagnostic> {
         match &self.policy {
-            Some(known) if known.policy() != policy.policy() => {
+            Some(known)
+                if (known.policy(), known.rounding_seed()) != (policy.policy(), policy.rounding_seed()) =>
+            {
                 Err(Diagnostic::error(&T1505, "layers of one program state two precisions")
-                    .with_label("first", known.name())
-                    .with_label("second", policy.name())
+                    .with_label("first", known.describe())
+                    .with_label("second", policy.describe())
                     .with_hint("state one policy, or trace two programs"))
             }
             _ => {

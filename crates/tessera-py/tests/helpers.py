@@ -28,6 +28,15 @@ def draw(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
+def draw_weight(rng: np.random.Generator, *shape: int) -> Array:
+    """Draws a weight whose rows have a length of about 1, as in a trained network.
+
+    Layers of longer rows amplify a rounding of f32: with scores of some hundreds, a softmax computed by numpy in f32 is wrong by
+    1e-6, too.
+    """
+    return draw(rng, *shape) / np.float32(np.sqrt(shape[-1]))
+
+
 def relative_error(found: Array, expected: NDArray[np.float64]) -> float:
     """Returns the largest difference, relative to the largest expected number."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
@@ -46,7 +55,9 @@ def silu(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return y
 
 
-def attend(q: Array, k: Array, v: Array, heads: int, causal: bool) -> NDArray[np.float64]:
+def attend(
+    q: NDArray[np.floating], k: NDArray[np.floating], v: NDArray[np.floating], heads: int, causal: bool
+) -> NDArray[np.float64]:
     """Attention of one sequence, in float64."""
     split = [x.astype(np.float64).reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (q, k, v)]
     scores = split[0] @ split[1].transpose(0, 2, 1) / np.sqrt(split[0].shape[-1])
@@ -56,7 +67,7 @@ def attend(q: Array, k: Array, v: Array, heads: int, causal: bool) -> NDArray[np
 
 
 def mix_experts(
-    x: Array, logits: NDArray[np.float64], banks: Sequence[NDArray[np.floating]], top_k: int
+    x: NDArray[np.floating], logits: NDArray[np.float64], banks: Sequence[NDArray[np.floating]], top_k: int
 ) -> NDArray[np.float64]:
     """A mixture of experts without a capacity, token by token, in float64."""
     gate, up, down = (bank.astype(np.float64) for bank in banks)

@@ -16,7 +16,7 @@ GUIDE = [
     ("4.1", "`dist.ShardSpec(partition, mesh_axes)`", "`dist.ShardSpec`", "test_dtensor.py::test_local_shapes_are_those_of_the_layout"),
     ("0", "DTensor", "`dist.DTensor`, `dist.distribute`", "test_dtensor.py::test_every_layout_becomes_every_other_and_back"),
     ("4.1", "`op.numeric(dtype, accum, deterministic)`", "`op.numeric`", "test_guide.py::test_numerics_are_checked"),
-    ("10.3", "`op.numeric(…, scale, stochastic_round)`", "`op.numeric`; stochastic rounding is refused, T1505", "test_guide.py::test_numerics_are_checked"),
+    ("10.3", "`op.numeric(…, scale, stochastic_round)`", "`op.numeric`", "test_guide.py::test_stochastic_numerics_as_printed"),
     ("4.1", "`op.flash_attention(…)`", "`op.flash_attention`", "test_graph.py::test_attention_with_sharded_heads"),
     ("4.1", "`op.moe(…)`", "`op.moe`", "test_graph.py::test_experts_equal_a_dense_reference"),
     ("4.1", "`op.set_router_regularizer(…)`", "`op.set_router_regularizer`", "test_guide.py::test_the_regularizer_is_a_loss_of_its_own"),

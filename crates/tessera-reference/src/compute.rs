@@ -10,12 +10,12 @@ mod norms;
 mod pixels;
 mod rows;
 
-use tessera_base::random::{DrawKey, fill_normals};
-use tessera_ir::{Activation, ComputeOp, DType, Op, Type, ValueId, views};
+use tessera_base::random::{DrawKey, fill_normals, fill_words};
+use tessera_ir::{Activation, ComputeOp, DType, Op, StochasticRounding, Type, ValueId, views};
 use tessera_mesh::{Coord, Mesh, Rank};
 
 use crate::rank_values::RankValues;
-use crate::round::rounding_to;
+use crate::round::{Rounding, rounding_to};
 use crate::tensor::TensorResult;
 use crate::{Tensor, tile_ops};
 
@@ -37,6 +37,18 @@ impl GlobalPosition {
             start: ranges.iter().map(|(s, _)| *s as usize).collect(),
             global: ty.layout.global_shape(&ty.shape, mesh).iter().map(|n| *n as usize).collect(),
         }
+    }
+
+    /// Returns the index in the global tensor of element `i` of a shard of this shape.
+    fn global_index(&self, shape: &[usize], i: usize) -> usize {
+        // Convert the local index to coordinates and these to the global index.
+        let (mut rest, mut global, mut step) = (i, 0, 1);
+        for dim in (0..shape.len()).rev() {
+            global += (rest % shape[dim] + self.start[dim]) * step;
+            rest /= shape[dim];
+            step *= self.global[dim];
+        }
+        global
     }
 
     /// Returns the global index of local row `i`.
@@ -85,10 +97,20 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec
         V::Relu(v) => Ok(map_elements(cx.tensor(v.x)?, |x| if x < 0.0 { 0.0 } else { x })),
         V::Cast(v) => {
             let round = rounding_to(v.to).ok_or_else(|| format!("no rounding for {}", v.to))?;
-            Ok(map_elements(cx.tensor(v.x)?, |x| round.round_nearest(x)))
+            let x = cx.tensor(v.x)?;
+            Ok(match v.stochastic_rounding() {
+                None => map_elements(x, |x| round.round_nearest(x)),
+                Some(draws) => round_stochastically(x, &round, draws, &cx.position(v.x)),
+            })
         }
         V::Quantize(v) => {
-            let (rows, scales) = quantize_rows(cx.tensor(v.x)?)?;
+            let (rows, scales) = match v.stochastic_rounding() {
+                None => quantize_rows(cx.tensor(v.x)?)?,
+                Some(draws) => {
+                    let (rows, scales) = divide_by_row_scales(cx.tensor(v.x)?)?;
+                    (round_stochastically(&rows, &e4m3_rounding()?, draws, &cx.position(v.x)), scales)
+                }
+            };
             return Ok(vec![rows, scales]);
         }
         V::LayerNorm(v) => norms::layer_norm(cx, v),
@@ -199,21 +221,44 @@ pub(crate) fn flatten_past_convolution(w: &Tensor) -> TensorResult {
     }))
 }
 
-/// Quantizes a matrix to e4m3 with one f32 scale per row. Returns the elements and the scales.
+/// Rounds each element by the word of its place in the global tensor, where x starts at a row of its own.
+fn round_stochastically(
+    x: &Tensor,
+    to: &Rounding,
+    draws: StochasticRounding,
+    position: &GlobalPosition,
+) -> Tensor {
+    let row_elements: usize = position.global.iter().skip(1).product();
+    let skipped = draws.first_row as usize * row_elements;
+    Tensor::from_fn(x.shape(), |i| {
+        let mut word = [0];
+        fill_words(draws.key, (skipped + position.global_index(x.shape(), i)) as u64, &mut word);
+        to.round_by_word(x.data()[i], word[0])
+    })
+}
+
+/// Quantizes a matrix to e4m3 with one f32 scale per row, to nearest. Returns the elements and the scales.
 pub(crate) fn quantize_rows(x: &Tensor) -> Result<(Tensor, Tensor), String> {
+    let (rows, scales) = divide_by_row_scales(x)?;
+    let e4m3 = e4m3_rounding()?;
+    Ok((map_elements(&rows, |x| e4m3.round_nearest(x)), scales))
+}
+
+/// Divides the rows of a matrix by their scales, in f32. Returns the quotients and the scales.
+fn divide_by_row_scales(x: &Tensor) -> Result<(Tensor, Tensor), String> {
     let (n, k) = matrix_extents(x)?;
-    let (Some(f32), Some(e4m3)) = (rounding_to(DType::F32), rounding_to(DType::E4m3)) else {
-        return Err("no rounding for f32 or e4m3".to_string());
-    };
+    let f32 = rounding_to(DType::F32).ok_or("no rounding for f32")?;
     let scale = |i: usize| match x.row(i).iter().fold(0.0, |max_abs: f64, x| max_abs.max(x.abs())) {
         0.0 => 1.0,
         max_abs => f32.round_nearest(max_abs / 448.0),
     };
     let scales = Tensor::from_fn(&[n], scale);
-    let rows = Tensor::from_fn(&[n, k], |i| {
-        e4m3.round_nearest(f32.round_nearest(x.data()[i] / scales.data()[i / k]))
-    });
+    let rows = Tensor::from_fn(&[n, k], |i| f32.round_nearest(x.data()[i] / scales.data()[i / k]));
     Ok((rows, scales))
+}
+
+fn e4m3_rounding() -> Result<Rounding, String> {
+    rounding_to(DType::E4m3).ok_or_else(|| "no rounding for e4m3".to_string())
 }
 
 fn matmul(cx: &OpContext<'_>, v: &views::Matmul) -> TensorResult {
@@ -278,15 +323,8 @@ fn renoise(cx: &OpContext<'_>, v: &views::Renoise) -> TensorResult {
     };
     let shape = x.shape();
     Ok(Tensor::from_fn(shape, |i| {
-        // Convert the local index to coordinates and these to the global index.
-        let (mut rest, mut global, mut step) = (i, 0, 1);
-        for dim in (0..shape.len()).rev() {
-            global += (rest % shape[dim] + position.start[dim]) * step;
-            rest /= shape[dim];
-            step *= position.global[dim];
-        }
         let mut draw = [0.0f32];
-        fill_normals(key, global as u64, &mut draw);
+        fill_normals(key, position.global_index(shape, i) as u64, &mut draw);
         (1.0 - sigma) * x.data()[i] + sigma * f64::from(draw[0])
     }))
 }

@@ -1,4 +1,4 @@
-//! Rounds numbers to a narrower dtype: to nearest, ties to even.
+//! Rounds numbers to a narrower dtype: to nearest, ties to even, or stochastically.
 
 use tessera_ir::DType;
 
@@ -39,8 +39,7 @@ impl Rounding {
         if self.digits == 53 || x == 0.0 || !x.is_finite() {
             return if x.is_infinite() && self.saturates { self.max_value.copysign(x) } else { x };
         }
-        let exponent = ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023;
-        let step = power_of_two(exponent.max(self.min_exponent) - (self.digits - 1));
+        let step = self.spacing_at(x);
         // Division and multiplication by a power of two are exact.
         let y = (x / step).round_ties_even() * step;
         match y.abs() > self.max_value {
@@ -48,6 +47,26 @@ impl Rounding {
             true if self.saturates => self.max_value.copysign(x),
             true => f64::INFINITY.copysign(x),
         }
+    }
+
+    /// Rounds to one of the two neighbours of a number: at the fraction f of their distance from the one nearer to 0, to the
+    /// farther one if the word is below ⌊f · 2³²⌋. A number beyond the largest one of the dtype is rounded to nearest.
+    #[must_use]
+    pub fn round_by_word(&self, x: f64, word: u32) -> f64 {
+        if x == 0.0 || x.abs() > self.max_value || x.is_nan() {
+            return self.round_nearest(x);
+        }
+        let step = self.spacing_at(x);
+        let steps = x.abs() / step;
+        let threshold = (steps.fract() * 4_294_967_296.0).floor();
+        let up = if f64::from(word) < threshold { 1.0 } else { 0.0 };
+        ((steps.floor() + up) * step).copysign(x)
+    }
+
+    /// Returns the distance of the two neighbours of a number that is neither 0 nor infinite.
+    fn spacing_at(&self, x: f64) -> f64 {
+        let exponent = ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023;
+        power_of_two(exponent.max(self.min_exponent) - (self.digits - 1))
     }
 }
 
@@ -90,6 +109,23 @@ mod tests {
             assert_eq!(to(DType::Bf16, f64::from(x)), f64::from(f32::from_bits(up)), "{x:e}");
         }
         assert_eq!([1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0].map(|x| to(DType::Bf16, x)), [1.0, 1.015625]);
+    }
+
+    #[test]
+    fn a_word_decides_between_the_two_neighbours() {
+        let by = |d: DType, x: f64, word: u32| rounding_to(d).unwrap().round_by_word(x, word);
+        // 1.0 and 1.125 are neighbours in e4m3; 1.03125 lies at a quarter of their distance.
+        let quarter = 1 << 30;
+        assert_eq!([quarter - 1, quarter].map(|w| by(DType::E4m3, 1.031_25, w)), [1.125, 1.0]);
+        assert_eq!([quarter - 1, quarter].map(|w| by(DType::E4m3, -1.031_25, w)), [-1.125, -1.0]);
+        assert_eq!([0, u32::MAX].map(|w| by(DType::E4m3, 1.125, w)), [1.125, 1.125]);
+        // Below 2^-6 the spacing is 2^-9, down to 0; the last step below 448 leads to it.
+        assert_eq!([0, u32::MAX].map(|w| by(DType::E4m3, 0.001, w)), [0.001_953_125, 0.0]);
+        assert_eq!([0, u32::MAX].map(|w| by(DType::E4m3, 447.0, w)), [448.0, 416.0]);
+        assert_eq!([450.0, 1e9, -1e9].map(|x| by(DType::E4m3, x, 0)), [448.0, 448.0, -448.0]);
+        let largest = f64::from(f32::from_bits(0x7f7f_0000));
+        assert_eq!(by(DType::Bf16, largest * (1.0 + 1.0 / 4096.0), 0), largest);
+        assert_eq!(by(DType::Bf16, f64::from(f32::MAX), 0), f64::INFINITY);
     }
 
     #[test]

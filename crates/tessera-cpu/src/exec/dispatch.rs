@@ -4,6 +4,7 @@
 mod expert_features;
 mod experts;
 mod language;
+mod rounding;
 
 use tessera_base::random::DrawKey;
 use tessera_device::{CallData, Fault, MeshRank};
@@ -196,11 +197,17 @@ pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
         C::Silu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, silu)),
         C::Relu(v) => bind_values(v, [v.x], |r, _, [x]| map_elements(r.pool, r.out, x, relu)),
         // The result of every kernel is rounded to its dtype.
-        C::Cast(v) => bind_values(v, [v.x], |r, _, [x]| r.out.copy_from_slice(x)),
+        C::Cast(v) => bind_values(v, [v.x], |r, v, [x]| {
+            r.out.copy_from_slice(x);
+            r.round_stochastically(v.x, v.stochastic_rounding());
+        }),
         C::Quantize(v) => bind_values(v, [v.x], |r, v, [x]| {
             let width = r.inputs.width(v.x);
             match r.nth_result {
-                0 => divide_rows_by_scales(r.pool, r.out, x, width),
+                0 => {
+                    divide_rows_by_scales(r.pool, r.out, x, width);
+                    r.round_stochastically(v.x, v.stochastic_rounding());
+                }
                 _ => compute_row_scales(r.pool, r.out, x, width),
             }
         }),

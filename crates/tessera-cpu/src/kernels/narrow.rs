@@ -1,6 +1,7 @@
 //! Values in dtypes narrower than f32. Kernels hold them as f32 numbers that the dtype represents exactly, so that
 //! every kernel reads every dtype, and what an op computes in f32 is rounded once, at its end.
 
+use tessera_base::random::{DrawKey, fill_words_inline};
 use tessera_device::dtype::row_scale;
 use tessera_ir::{Activation, DType};
 
@@ -20,6 +21,27 @@ pub fn round_to_dtype(pool: &Pool, values: &mut [f32], dtype: DType) {
     };
     let work = 4 * values.len();
     pool.for_each_block(values, BLOCK_ELEMENTS, work, |_, block| round(block));
+}
+
+/// Rounds rows of `width` values to bf16 or e4m3 by the words of a draw: a number between two neighbours goes to the one
+/// farther from 0 if its word is below ⌊f · 2³²⌋, where f is the fraction of their distance at which it lies. `first_of_row`
+/// gives the index of a row's first element in the global tensor. Numbers that the dtype cannot hold are rounded as by
+/// [`round_to_dtype`]. Other dtypes round nothing.
+pub fn round_by_words(
+    pool: &Pool,
+    values: &mut [f32],
+    width: usize,
+    dtype: DType,
+    key: DrawKey,
+    first_of_row: impl Fn(usize) -> u64 + Sync,
+) {
+    let round: fn(&mut [f32], DrawKey, u64) = match dtype {
+        DType::Bf16 => round_block_to_bf16_by_words,
+        DType::E4m3 => round_block_to_e4m3_by_words,
+        _ => return,
+    };
+    let work = 32 * values.len();
+    pool.for_each_block(values, width.max(1), work, |row, block| round(block, key, first_of_row(row)));
 }
 
 /// Divides each row of `width` numbers by its scale (see [`compute_row_scales`]); [`round_to_dtype`] then gives the
@@ -88,6 +110,62 @@ fn nearest_e4m3(x: f32) -> f32 {
     let rounded = if size < SMALLEST_NORMAL { subnormal } else { normal };
     let limited = if rounded > MAX { MAX } else { rounded };
     if x.is_nan() { x } else { limited.copysign(x) }
+}
+
+#[inline(always)]
+fn bf16_by_word(x: f32, word: u32) -> f32 {
+    let bits = x.to_bits();
+    // The fraction of the distance is the lower half of the bits, so its first 32 bits are these and 16 zeros.
+    let up = u32::from(word < bits << 16) << 16;
+    let rounded = f32::from_bits((bits & 0xffff_0000).wrapping_add(up));
+    const MAX: f32 = f32::from_bits(0x7f7f_0000);
+    // Beyond the largest number there is no second neighbour. NaN is in no range.
+    if x.abs() <= MAX { rounded } else { nearest_bf16(x) }
+}
+
+#[inline(always)]
+fn e4m3_by_word(x: f32, word: u32) -> f32 {
+    const MAX: f32 = 448.0;
+    const SMALLEST_NORMAL: f32 = 1.0 / 64.0;
+    const SUBNORMALS_PER_UNIT: f32 = 512.0;
+    let (size, bits) = (x.abs(), x.abs().to_bits());
+    let up = u32::from(word < bits << 12) << 20;
+    let normal = f32::from_bits((bits & 0xfff0_0000).wrapping_add(up));
+    // Multiples of 2^-9. Neither multiplying nor the difference rounds.
+    let steps = size * SUBNORMALS_PER_UNIT;
+    let floor = steps.trunc();
+    let threshold = ((steps - floor) * 4_294_967_296.0) as u32;
+    let subnormal = (floor + if word < threshold { 1.0 } else { 0.0 }) / SUBNORMALS_PER_UNIT;
+    let rounded = if size < SMALLEST_NORMAL { subnormal } else { normal };
+    if size <= MAX { rounded.copysign(x) } else { nearest_e4m3(x) }
+}
+
+/// Words that one loop draws.
+const WORDS_PER_LOOP: usize = 256;
+
+/// Rounds values by the words of the elements from `first` on.
+#[inline(always)]
+fn round_each_by_word(values: &mut [f32], key: DrawKey, first: u64, round: impl Fn(f32, u32) -> f32) {
+    let mut words = [0u32; WORDS_PER_LOOP];
+    for (i, values) in values.chunks_mut(WORDS_PER_LOOP).enumerate() {
+        let words = &mut words[..values.len()];
+        fill_words_inline(key, first + (i * WORDS_PER_LOOP) as u64, words);
+        for (x, word) in values.iter_mut().zip(words) {
+            *x = round(*x, *word);
+        }
+    }
+}
+
+vectorized! {
+    fn round_block_to_bf16_by_words(values: &mut [f32], key: DrawKey, first: u64) {
+        round_each_by_word(values, key, first, bf16_by_word);
+    }
+}
+
+vectorized! {
+    fn round_block_to_e4m3_by_words(values: &mut [f32], key: DrawKey, first: u64) {
+        round_each_by_word(values, key, first, e4m3_by_word);
+    }
 }
 
 vectorized! {
@@ -171,6 +249,8 @@ mod tests {
         }
     }
 
+    const KEY: DrawKey = DrawKey { seed: 7, chunk: u32::MAX, draw: 2 };
+
     #[test]
     fn nan_keeps_its_payload() {
         for bits in [0x7fa5_dead, 0xffc0_0001] {
@@ -178,7 +258,65 @@ mod tests {
                 let mut values = [f32::from_bits(bits)];
                 round_to_dtype(&Pool::single_thread(), &mut values, dtype);
                 assert_eq!(values[0].to_bits(), bits, "{dtype}");
+                round_by_words(&Pool::single_thread(), &mut values, 1, dtype, KEY, |_| 0);
+                assert_eq!(values[0].to_bits(), bits, "{dtype}");
             }
+        }
+    }
+
+    /// Rounds one number a million times by words of one draw, and returns the mean error in units of the distance between
+    /// its two neighbours.
+    fn mean_error(x: f32, dtype: DType) -> f64 {
+        const DRAWS: usize = 1_000_000;
+        let mut values = vec![x; DRAWS];
+        round_by_words(&Pool::single_thread(), &mut values, DRAWS, dtype, KEY, |_| 0);
+        let (least, most) = values.iter().fold((f32::MAX, f32::MIN), |(a, b), x| (a.min(*x), b.max(*x)));
+        assert!(least < x && x < most, "{least} and {most} are the neighbours of {x}");
+        let sum: f64 = values.iter().map(|v| f64::from(*v) - f64::from(x)).sum();
+        sum / DRAWS as f64 / (f64::from(most) - f64::from(least))
+    }
+
+    #[test]
+    fn the_mean_of_a_million_stochastic_roundings_is_the_number() {
+        // The standard deviation of such a mean is at most 0.5 / 1000 of the distance, at half of it.
+        for x in [1.003, -2.5e-3, 447.0, 0.3, 5.0e-4, -17.01] {
+            for dtype in [DType::Bf16, DType::E4m3] {
+                let error = mean_error(x, dtype);
+                assert!(error.abs() < 1e-3, "{x} in {dtype}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn stochastic_rounding_depends_on_the_place_alone() {
+        let x: Vec<f32> = (0..7 * 301).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();
+        for dtype in [DType::Bf16, DType::E4m3] {
+            let mut whole = x.clone();
+            round_by_words(&Pool::single_thread(), &mut whole, 301, dtype, KEY, |row| 301 * row as u64);
+            for (row, from, to) in [(0, 0, 301), (3, 5, 290), (6, 150, 151)] {
+                let mut part = x[row * 301..][from..to].to_vec();
+                let first = (301 * row + from) as u64;
+                round_by_words(&Pool::single_thread(), &mut part, to - from, dtype, KEY, |_| first);
+                assert_eq!(part, whole[row * 301..][from..to]);
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_of_a_dtype_stay_and_too_large_ones_round_to_nearest() {
+        for dtype in [DType::Bf16, DType::E4m3] {
+            let mut exact: Vec<f32> = sample_numbers().filter(|x| !x.is_nan()).collect();
+            let mut nearest = exact.clone();
+            round_to_dtype(&Pool::single_thread(), &mut nearest, dtype);
+            exact.copy_from_slice(&nearest);
+            round_by_words(&Pool::single_thread(), &mut exact, 64, dtype, KEY, |row| 64 * row as u64);
+            assert!(exact.iter().zip(&nearest).all(|(a, b)| a.to_bits() == b.to_bits()), "{dtype}");
+            let largest = if dtype == DType::Bf16 { f32::MAX } else { 449.0 };
+            let mut large = [largest, f32::INFINITY, -f32::INFINITY];
+            let mut rounded = large;
+            round_by_words(&Pool::single_thread(), &mut large, 3, dtype, KEY, |_| 0);
+            round_to_dtype(&Pool::single_thread(), &mut rounded, dtype);
+            assert_eq!(large, rounded, "{dtype}");
         }
     }
 

@@ -12,7 +12,7 @@ use tessera_ir::{DType, Op, OpKind, OpView, Opcode, Program, Slots, ValueId, vie
 use super::language_fusion::language_fusion_from;
 use super::launch_step::{FusedGroup, LaunchStep};
 use super::slot_check::slots_stay_valid;
-use super::writes_matrix_rows;
+use super::{rounds_to_nearest, writes_matrix_rows};
 use crate::gemm::shape::uses_few_rows_kernel;
 
 /// Groups the ops of a program into steps, in order. Each of the `joined` groups becomes one step
@@ -53,7 +53,9 @@ fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: u
             _ => None,
         }
     };
-    let quantized = |norm: usize| only(norm).filter(|j| p.ops[*j].opcode == Opcode::Quantize);
+    let quantized = |norm: usize| {
+        only(norm).filter(|j| p.ops[*j].opcode == Opcode::Quantize && rounds_to_nearest(&p.ops[*j]))
+    };
     let reads_first = |j: usize, from: usize| p.ops[j].operands.first() == p.ops[from].results.first();
     match op.view().ok()? {
         OpView::GateResidual(add) => {
@@ -75,7 +77,8 @@ fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: u
         OpView::RmsNorm(v) if p.type_of(v.x).shape.len() == 4 => {
             let silu = only(i).filter(|j| p.ops[*j].opcode == Opcode::Silu)?;
             let is_e4m3 = |j: &usize| p.type_of(p.ops[*j].results[0]).dtype == DType::E4m3;
-            let cast = only(silu).filter(|j| p.ops[*j].opcode == Opcode::Cast).filter(is_e4m3);
+            let is_cast = |j: &usize| p.ops[*j].opcode == Opcode::Cast && rounds_to_nearest(&p.ops[*j]);
+            let cast = only(silu).filter(is_cast).filter(is_e4m3);
             Some(LaunchStep::NormSilu { norm: i, silu, cast })
         }
         OpView::TakeRows(v) if p.type_of(v.x).shape.len() == 4 => {
@@ -167,6 +170,32 @@ mod tests {
         %n = toperator.layer_norm %s, %w, %w {eps = 1e-6} : f32[4, 8] \
         %r = toperator.rms_norm %n, %w {eps = 1e-6} : f32[4, 8] \
         %z = toperator.add %s, %r : f32[4, 8] output \"z\", %z }";
+
+    #[test]
+    fn conversions_that_round_stochastically_join_no_launch() {
+        let tail = |attrs: &str| {
+            format!(
+                "program @p {{ %f = input : f32[4, 16] %w = weight \"w\" : f32[16] %x = toperator.cast %f {{to = \"bf16\"}} \
+                 %n = toperator.layer_norm %x, %w, %w {{eps = 1e-6}} %q, %s = toperator.quantize %n{attrs} \
+                 %a = input : f32[4, 16] %t = toperator.add %f, %a %r = toperator.rms_norm %t, %w {{eps = 1e-6}} \
+                 %b = toperator.cast %r {{{} to = \"bf16\"}} output \"s\", %s output \"t\", %t \
+                 %o = toperator.cast %b {{to = \"f32\"}} output \"o\", %o }}",
+                attrs.trim_matches([' ', '{', '}']).replace("seed = 1", "seed = 1,")
+            )
+        };
+        let fused_with = |text: &str| {
+            let p = program(text);
+            let steps = plan_launch_steps(&p, &distinct_slots(&p, &[]), &[]);
+            let joins = |step: &LaunchStep| match *step {
+                LaunchStep::ResidualNorm { quantize, .. } => quantize.is_some(),
+                LaunchStep::ResidualRms { narrow, .. } => narrow.is_some(),
+                _ => false,
+            };
+            steps.iter().filter(|step| joins(step)).count()
+        };
+        assert_eq!(fused_with(&tail("")), 2);
+        assert_eq!(fused_with(&tail(" {rounding = \"stochastic\", seed = 1}")), 0);
+    }
 
     #[test]
     fn a_sum_and_its_norm_are_one_step_unless_memory_forbids_it() {

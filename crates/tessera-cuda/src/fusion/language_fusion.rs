@@ -4,6 +4,7 @@
 use tessera_ir::{DType, Op, OpView, Opcode, Program, ValueId, views};
 
 use super::launch_step::{HeadRows, LaunchStep};
+use super::rounds_to_nearest;
 use crate::gemm::shape::uses_few_rows_kernel;
 use crate::kernel_table::{MAX_HEAD_PARTS, MAX_ROW_MATRICES};
 
@@ -79,7 +80,8 @@ impl FusionSearch<'_> {
     /// Returns a sum, its norm and the casts around them, of which op `i` is the first.
     fn residual_rms(&self, i: usize) -> Option<LaunchStep> {
         let cast_to = |j: usize, dtype: DType| {
-            self.opcode(j) == Opcode::Cast && self.p.type_of(self.p.ops[j].results[0]).dtype == dtype
+            let op = &self.p.ops[j];
+            op.opcode == Opcode::Cast && self.p.type_of(op.results[0]).dtype == dtype && rounds_to_nearest(op)
         };
         let from_bf16 = |j: usize| self.p.type_of(self.p.ops[j].operands[0]).dtype == DType::Bf16;
         let widen = (cast_to(i, DType::F32) && from_bf16(i)).then_some(i);

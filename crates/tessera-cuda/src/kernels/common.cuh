@@ -41,6 +41,46 @@ __device__ __forceinline__ void from_f32(float x, e4m3 &out) {
     out.bits = (unsigned char)(x != x ? 0x7f : sign | e4m3_bits);
 #endif
 }
+// Computes one block of Philox4x32-10.
+__device__ __forceinline__ uint4 philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
+    for (int r = 0; r < 10; r++) {
+        u64 p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
+        u32 n0 = (u32)(p1 >> 32) ^ c1 ^ k0, n2 = (u32)(p0 >> 32) ^ c3 ^ k1;
+        c1 = (u32)p1;
+        c3 = (u32)p0;
+        c0 = n0;
+        c2 = n2;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return make_uint4(c0, c1, c2, c3);
+}
+// The word by which an element of the whole, unsharded tensor is rounded.
+__device__ __forceinline__ u32 rounding_word(u64 element, u32 seed, u32 seed_high, u32 draw) {
+    u64 block = element / 4;
+    uint4 w = philox((u32)block, (u32)(block >> 32), draw, 0xffffffffu, seed, seed_high);
+    u32 lane[4] = {w.x, w.y, w.z, w.w};
+    return lane[element % 4];
+}
+// Rounds to one of the two neighbours of x: to the one farther from 0 if the word is below the fraction of their distance at
+// which x lies, as 32 bits. Numbers that the dtype cannot hold are rounded to nearest.
+__device__ __forceinline__ void round_by_word(float x, u32 word, bf16 &out) {
+    u32 bits = __float_as_uint(x);
+    if (fabsf(x) <= __uint_as_float(0x7f7f0000u)) x = __uint_as_float((bits & 0xffff0000u) + (word < bits << 16 ? 0x10000u : 0u));
+    from_f32(x, out);
+}
+__device__ __forceinline__ void round_by_word(float x, u32 word, e4m3 &out) {
+    float size = fabsf(x);
+    if (size < 0.015625f) {
+        // Values below 2^-6 are subnormal: they lie 2^-9 apart.
+        float steps = size * 512.0f, lower = truncf(steps);
+        size = (lower + (word < (u32)((steps - lower) * 4294967296.0f) ? 1.0f : 0.0f)) / 512.0f;
+    } else if (size <= 448.0f) {
+        u32 bits = __float_as_uint(size);
+        size = __uint_as_float((bits & 0xfff00000u) + (word < bits << 12 ? 0x100000u : 0u));
+    }
+    from_f32(copysignf(size, x), out);
+}
 // Returns the value that x has after a round trip through T.
 template <typename T> __device__ __forceinline__ float rounded(float x) {
     T t;

@@ -21,6 +21,27 @@ extern "C" __global__ void cast_bf16_e4m3(const bf16 *x, e4m3 *out, i64 n) {
     cast_element(x, out, n);
 }
 
+// Casts rows of `width` elements by random words. The first one has the index `first` in the whole, unsharded tensor, whose
+// rows begin `pitch` elements apart.
+template <typename A, typename B>
+__device__ void cast_by_word(const A *x, B *out, u32 seed, u32 seed_high, u32 draw, i64 first, i64 width, i64 pitch, i64 n) {
+    ELEMENT_INDEX(n);
+    u64 element = (u64)(first + i / width * pitch + i % width);
+    round_by_word(to_f32(x[i]), rounding_word(element, seed, seed_high, draw), out[i]);
+}
+extern "C" __global__ void cast_by_word_f32_bf16(const float *x, bf16 *out, u32 seed, u32 seed_high, u32 draw, i64 first,
+                                                 i64 width, i64 pitch, i64 n) {
+    cast_by_word(x, out, seed, seed_high, draw, first, width, pitch, n);
+}
+extern "C" __global__ void cast_by_word_f32_e4m3(const float *x, e4m3 *out, u32 seed, u32 seed_high, u32 draw, i64 first,
+                                                 i64 width, i64 pitch, i64 n) {
+    cast_by_word(x, out, seed, seed_high, draw, first, width, pitch, n);
+}
+extern "C" __global__ void cast_by_word_bf16_e4m3(const bf16 *x, e4m3 *out, u32 seed, u32 seed_high, u32 draw, i64 first,
+                                                  i64 width, i64 pitch, i64 n) {
+    cast_by_word(x, out, seed, seed_high, draw, first, width, pitch, n);
+}
+
 // `act` selects the function of each element: 0 is the identity, 1 is SiLU, 2 is GELU, 3 is ReLU. A new number
 // is the argument of PointwiseFunction where the op is dispatched.
 __device__ __forceinline__ float activate(float x, int act) {
@@ -234,20 +255,6 @@ extern "C" __global__ void rope_frame_table(const i64 *start, int stride, int pa
     out[i] = make_float2((float)cos(angle), (float)sin(angle));
 }
 
-// Computes one block of Philox4x32-10.
-__device__ uint4 philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
-    for (int r = 0; r < 10; r++) {
-        u64 p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
-        u32 n0 = (u32)(p1 >> 32) ^ c1 ^ k0, n2 = (u32)(p0 >> 32) ^ c3 ^ k1;
-        c1 = (u32)p1;
-        c3 = (u32)p0;
-        c0 = n0;
-        c2 = n2;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return make_uint4(c0, c1, c2, c3);
-}
 // The logarithm of m / 2^24, and the sine and cosine of a fraction of a full turn. They use f32
 // additions and multiplications only, so that the bits equal the host's.
 __device__ float ln_unit(u32 m) {

@@ -13,8 +13,10 @@ __device__ __forceinline__ Moments moments(const Row &r, float eps) {
     return {mean, rsqrtf(block_sum<THREADS>(squares) * (1.0f / WIDTH) + eps)};
 }
 
-// Quantises a row to e4m3 with its own scale, which maps the row's largest magnitude to 448.
-__device__ __forceinline__ void quantize_row(const Row &r, e4m3 *out, float *scales, i64 row) {
+// Quantises a row to e4m3 with its own scale, which maps the row's largest magnitude to 448. `round` takes a number, its
+// column and the place of the result.
+template <typename Round>
+__device__ __forceinline__ void quantize_row_by(const Row &r, e4m3 *out, float *scales, i64 row, Round round) {
     float largest = 0.0f;
     for_each_element(r, [&](float x) { largest = fmaxf(largest, fabsf(x)); });
     largest = block_max<THREADS>(largest);
@@ -25,9 +27,12 @@ __device__ __forceinline__ void quantize_row(const Row &r, e4m3 *out, float *sca
         if (!in_row(p)) continue;
         Vec<e4m3, V> q;
 #pragma unroll
-        for (int i = 0; i < V; i++) from_f32(to_f32(r.e[p].e[i]) / scale, q.e[i]);
+        for (int i = 0; i < V; i++) round(to_f32(r.e[p].e[i]) / scale, vector_index(p) * V + i, q.e[i]);
         ((Vec<e4m3, V> *)(out + row * WIDTH))[vector_index(p)] = q;
     }
+}
+__device__ __forceinline__ void quantize_row(const Row &r, e4m3 *out, float *scales, i64 row) {
+    quantize_row_by(r, out, scales, row, [](float x, int, e4m3 &to) { from_f32(x, to); });
 }
 
 // Writes x (+ y (· gate)) to `total` and its norm to `out`, or to `quantized` in e4m3 with one
@@ -98,6 +103,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(int rows, const T
         Row r;
         load_row(r, x, row);
         quantize_row(r, out, scales, row);
+    }
+}
+
+// As `quantize`, by random words. The first row has the number `first_row` in the whole, unsharded tensor.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    quantize_by_word(int rows, const T *x, e4m3 *out, float *scales, u32 seed, u32 seed_high, u32 draw, i64 first_row) {
+    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+        Row r;
+        load_row(r, x, row);
+        i64 first = (first_row + row) * WIDTH;
+        quantize_row_by(r, out, scales, row, [&](float x, int column, e4m3 &to) {
+            round_by_word(x, rounding_word((u64)(first + column), seed, seed_high, draw), to);
+        });
     }
 }
 

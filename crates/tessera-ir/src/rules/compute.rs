@@ -4,7 +4,7 @@ use tessera_mesh::{AxisLayout, Shard};
 
 use super::{RuleContext, RuleResult, multiply_extents, rule_error};
 use crate::codes::{T0203, T0210, T0213, T0214, T0215};
-use crate::{DType, Type, WeightLoad, views};
+use crate::{DType, RoundingMode, Type, WeightLoad, views};
 
 impl RuleContext<'_> {
     pub(super) fn matmul_type(&self, v: &views::Matmul) -> RuleResult<Type> {
@@ -35,7 +35,8 @@ impl RuleContext<'_> {
             let b = b.display_on(self.mesh);
             return rule_error(&T0210, format!("bias {b} for a matmul with a {result} result"));
         }
-        let plain = bias.is_none() && v.act.is_none() && v.x_scale.is_none();
+        // The scales of e4m3 multiply every term of a sum alike.
+        let plain = bias.is_none() && v.act.is_none();
         let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1]) {
             (R, R) => Some(R),
             (S(s), R) if s.dim == 0 => Some(S(s)),
@@ -114,9 +115,10 @@ impl RuleContext<'_> {
         rule_error(&T0210, message)
     }
 
-    pub(super) fn quantize_types(&self) -> RuleResult<Vec<Type>> {
+    pub(super) fn quantize_types(&self, v: &views::Quantize) -> RuleResult<Vec<Type>> {
         use AxisLayout::{Replicated as R, Shard as S};
         let [n, _] = self.matrix_shape(0)?;
+        check_rounding((v.rounding, v.seed), (v.draw, v.first_row), DType::E4m3)?;
         if self.operands[0].dtype != DType::Bf16 {
             return rule_error(
                 &T0210,
@@ -408,8 +410,9 @@ impl RuleContext<'_> {
         Ok(self.type_like_first(self.operands[0].shape.clone(), layout))
     }
 
-    pub(super) fn cast_type(&self, &views::Cast { to, .. }: &views::Cast) -> RuleResult<Type> {
-        let from = self.operands[0].dtype;
+    pub(super) fn cast_type(&self, v: &views::Cast) -> RuleResult<Type> {
+        let (from, to) = (self.operands[0].dtype, v.to);
+        check_rounding((v.rounding, v.seed), (v.draw, v.first_row), to)?;
         // Values in e4m3 may have a scale, which the op that reads them applies.
         if !matches!(from, DType::F32 | DType::F64 | DType::Bf16 | DType::F16) {
             return rule_error(&T0210, format!("cannot cast {}", self.display_operand(0)));
@@ -459,6 +462,29 @@ impl RuleContext<'_> {
             p / block,
         ];
         Ok(Type::new(self.operands[0].dtype, shape))
+    }
+}
+
+/// Checks the attributes of a rounding to a dtype: `mode` with the seed, and the draw with the first row.
+fn check_rounding(
+    (mode, seed): (RoundingMode, Option<u64>),
+    (draw, first_row): (u64, u64),
+    to: DType,
+) -> RuleResult<()> {
+    let refuse = |message: String| rule_error(&T0215, message);
+    match (mode, seed) {
+        (RoundingMode::Stochastic, None) => refuse("stochastic rounding without a `seed`".to_string()),
+        (RoundingMode::Stochastic, Some(_)) if !matches!(to, DType::Bf16 | DType::E4m3) => {
+            refuse(format!("stochastic rounding to {to}: only bf16 and e4m3 are rounded so"))
+        }
+        (RoundingMode::Stochastic, Some(_)) if u32::try_from(draw).is_err() => {
+            refuse(format!("`draw` is {draw}, beyond 32 bits"))
+        }
+        (RoundingMode::Stochastic, Some(_)) => Ok(()),
+        (RoundingMode::Nearest, _) if seed.is_some() || draw != 0 || first_row != 0 => {
+            refuse("`seed`, `draw` or `first_row` of a rounding to nearest, which draws nothing".to_string())
+        }
+        (RoundingMode::Nearest, _) => Ok(()),
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::rules::RuleError;
-use tessera_ir::{Attrs, Op, OpKind, OpView, Opcode, Program, ValueId, views};
+use tessera_ir::{Attrs, Op, OpKind, OpView, Opcode, Program, ValueId, WeightLoad, views};
 use tessera_mesh::{AxisLayout, Layout, Mesh};
 
 use super::choice::{LayoutChoice, PlannedValue, RuleTrials, strip_hints};
@@ -97,7 +97,14 @@ impl StepPlanner<'_> {
     fn plan_source(&mut self, op: &Op) -> Result<(), RuleError> {
         let stated = op.name.as_ref().filter(|_| op.opcode != Opcode::Call);
         let layout = stated.and_then(|n| self.laid_out.sources.get(n)).copied().unwrap_or_default();
-        let layout = on_active_axes(self.mesh, layout);
+        let mut layout = on_active_axes(self.mesh, layout);
+        if is_scale_of_rows(op) {
+            // A shard of columns has the scales of all rows.
+            layout = self.mesh.active_axes().fold(layout, |l, axis| match l.on_axis(axis) {
+                AxisLayout::Shard(shard) if shard.dim > 0 => l.with_axis(axis, AxisLayout::Replicated),
+                _ => l,
+            });
+        }
         let Some(result) = op.results.first() else { return Ok(()) };
         self.plan.values[result.0 as usize].is_weight = op.opcode == Opcode::Weight;
         self.trials.check_source(op, &self.plan.values[result.0 as usize], layout)?;
@@ -137,12 +144,13 @@ impl StepPlanner<'_> {
     /// Splits a matmul with a bias into the sum and the bias, if the terms of the sum stay where they
     /// are and fewer bytes travel: a bias inside of the matmul would be added to every term.
     fn split_bias(&mut self, op: &Op, whole: &LayoutChoice) -> Result<Option<(Op, Op)>, RuleError> {
-        let Ok(OpView::Matmul(views::Matmul { bias: Some(bias), x_scale: None, .. })) = op.view() else {
+        let Ok(OpView::Matmul(views::Matmul { bias: Some(bias), .. })) = op.view() else {
             return Ok(None);
         };
         let Some(result) = op.results.first().copied() else { return Ok(None) };
         let mut sum = op.clone();
-        sum.keyed.clear();
+        // The scales of e4m3 belong to the terms of the sum.
+        sum.keyed.retain(|(name, _)| *name != "bias");
         sum.attrs.remove("act");
         if self.choose(&sum)?.bytes >= whole.bytes {
             return Ok(None);
@@ -186,6 +194,11 @@ impl StepPlanner<'_> {
         self.plan.steps.push(Step { op, reads });
         Ok(())
     }
+}
+
+/// Returns whether an op loads the scales of a weight's rows, which has the name of the weight.
+pub(super) fn is_scale_of_rows(op: &Op) -> bool {
+    op.weight_load() == Some(WeightLoad::E4m3Scale)
 }
 
 /// Returns the values that an op reads: positional operands, followed by keyed ones.

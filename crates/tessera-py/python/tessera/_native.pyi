@@ -186,6 +186,10 @@ class Numeric:
     def deterministic(self) -> bool: ...
     @property
     def scale(self) -> str | None: ...
+    @property
+    def stochastic_round(self) -> bool: ...
+    @property
+    def seed(self) -> int | None: ...
 
 def numeric(
     dtype: str = "f32",
@@ -194,8 +198,17 @@ def numeric(
     deterministic: bool = True,
     scale: str | None = None,
     stochastic_round: bool = False,
+    seed: int | None = None,
 ) -> Numeric:
     """Creates a precision policy: ``f32``, ``bf16`` or ``fp8_e4m3``, in which matmuls add in f32.
+
+    Under fp8 the linear layers multiply in e4m3, with one scale per row of each operand, and their results are bf16; logits of
+    experts stay f32, and experts and attention compute in bf16.
+
+    With ``stochastic_round``, a value that becomes bf16 or e4m3 goes to one of its two neighbours, drawn so that the mean of many
+    draws is the value. The draw is a function of ``seed`` (0 by default), the place of the conversion in the program and the place of
+    the element in the whole array: every run and every mesh rounds alike, and so does every call. Weights, and the results that
+    ops themselves round to bf16, are rounded to nearest.
 
     A program has one precision: layers that state one agree, and the others follow. In bf16 and fp8 the partial sums of ranks are
     rounded to bf16 before they are added, so results differ between meshes in the last digits.
@@ -286,6 +299,10 @@ class Moe:
     def regularizer_loss(self, x: DTensor, router: DTensor) -> DTensor: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def regularizer_loss(self, x: Operand, router: Operand) -> Value: ...
+    @overload
+    def count_tokens(self, x: DTensor, router: DTensor) -> DTensor: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def count_tokens(self, x: Operand, router: Operand) -> Value: ...
     def capacity(self, tokens: int) -> int:
         """Returns the largest number of tokens that each expert takes of so many."""
     @property
@@ -293,11 +310,13 @@ class Moe:
 
 def moe(
     num_experts: int,
-    top_k: int | None = None,
+    top_k: float | None = None,
     capacity_factor: float = 1.25,
     gate: str = "topk_softmax",
     experts_layout: Spec | None = None,
     policy: Numeric | None = None,
+    *,
+    seed: int = 0,
 ) -> Moe:
     """Creates a mixture of experts, called as ``layer(x, router, gate, up, down)``.
 
@@ -305,6 +324,14 @@ def moe(
     ``"topk_softmax"``, ``"topk_sigmoid"`` and ``"topk_softmax_locality_penalized"``, which subtracts 0.05 from the logits of
     experts on another rank of ``ep`` than the token. Weights of the chosen experts are divided by their sum, and equal scores
     go to the lower expert.
+
+    An expert takes ⌈capacity_factor · tokens · top_k / num_experts⌉ tokens, in their order; a token that finds no slot of an expert
+    does without it. Where x is sharded by equal shards of tokens, each rank routes its own: the tokens in the formula are then those
+    of a rank. With the experts sharded over the same axis, an all-to-all takes the slots to their experts and another one takes the
+    results back. ``count_tokens`` gives, for each expert, the tokens that chose it, those with a slot, 0, and those without one.
+
+    With a fraction, such as ``top_k=1.5``, each token draws whether it has the last of ⌈top_k⌉ experts. The draw is a function of
+    ``seed`` and the token's row. Layers whose tokens shall draw differently need different seeds.
     """
 
 def set_router(layer: Moe, router: Router) -> None:

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tessera_base::{Diagnostic, Diagnostics, closest_name};
-use tessera_ir::{Opcode, Program, Type};
+use tessera_ir::{Op, Opcode, Program, Type, WeightLoad};
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Rank};
 use tessera_runtime::array_director::ArrayRequest;
 use tessera_runtime::wire::{PhaseCall, ScalarArg, Tensor, Tensors};
@@ -281,9 +281,11 @@ fn describe_kind(kind: Opcode) -> &'static str {
     }
 }
 
-/// Lists the inputs, the weights or the outputs of a program, each with its type.
+/// Lists the inputs, the weights or the outputs of a program, each with its type. The scales of a weight come from the array
+/// that the weight itself names.
 fn list_arrays(program: &Program, kind: Opcode) -> impl Iterator<Item = (String, &Type)> {
-    program.ops.iter().filter(move |op| op.opcode == kind).filter_map(|op| {
+    let is_array = move |op: &&Op| op.opcode == kind && op.weight_load() != Some(WeightLoad::E4m3Scale);
+    program.ops.iter().filter(is_array).filter_map(|op| {
         let value = op.results.first().or_else(|| op.operands.first())?;
         Some((op.name.clone()?, program.type_of(*value)))
     })
@@ -329,10 +331,11 @@ fn find_refused_op(name: &str, program: &Program) -> Option<Diagnostic> {
     }
     for op in &program.ops {
         let array = op.name.as_deref().unwrap_or_default();
-        if let Some(load) = op.weight_load() {
+        let load = op.weight_load();
+        if let Some(load) = load.filter(|l| !matches!(l, WeightLoad::E4m3 | WeightLoad::E4m3Scale)) {
             let what =
                 format!("`{name}` reads the weight `{array}` with the transformation `{}`", load.name());
-            return refuse(what, "the weights of array programs are read as they are");
+            return refuse(what, "the weights of array programs are read as they are, or quantized");
         }
     }
     None

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use safetensors::tensor::{Dtype, View};
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{ExpertBank, MeshRank, WeightSource};
 use tessera_ir::Type;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
@@ -44,9 +45,8 @@ impl HostWeights {
         HostWeights { arrays, digest: *hash.finalize().as_bytes() }
     }
 
-    fn find(&self, name: &str, whole: &[u64]) -> Result<&HostArray, Diagnostic> {
-        let array = self.arrays.get(name).filter(|array| array.shape() == whole);
-        array.ok_or_else(|| Diagnostic::error(&T0091, format!("no weight `{name}` of shape {whole:?}")))
+    fn find(&self, name: &str) -> Result<&HostArray, Diagnostic> {
+        self.arrays.get(name).ok_or_else(|| Diagnostic::error(&T0091, format!("no weight `{name}`")))
     }
 }
 
@@ -147,20 +147,21 @@ impl WeightSource for ArrayWeights {
         load: Option<&str>,
         rank: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
-        if let Some(load) = load {
-            let what = format!("the weight `{name}` is read with the transformation `{load}`");
-            return Err(Diagnostic::error(&T0090, what));
-        }
         let ranges = ty.layout.global_ranges(&ty.shape, &rank.mesh, rank.coord());
-        match self {
-            ArrayWeights::File(set) => {
-                let ranges: Vec<_> = ranges.into_iter().map(|(start, len)| start..start + len).collect();
-                set.read_f32(name, &ranges)
+        match load {
+            None => self.read_shard(name, ranges),
+            // A scale is that of a whole row, whichever columns the shard has.
+            Some("e4m3" | "e4m3.scale") => {
+                let width = self.matrix_width(name)?;
+                let mut rows = self.read_shard(name, vec![ranges[0], (0, width)])?;
+                let [_, (first, columns)] = ranges[..] else { return Ok(row_scales(&rows, width as usize)) };
+                divide_by_row_scales(&mut rows, width as usize);
+                let columns = first as usize..(first + columns) as usize;
+                Ok(rows.chunks(width as usize).flat_map(|row| &row[columns.clone()]).copied().collect())
             }
-            ArrayWeights::Memory(weights) => {
-                let whole = ty.layout.global_shape(&ty.shape, &rank.mesh);
-                let array = weights.find(name, &whole)?;
-                Ok(ArrayShard { whole, ranges }.copy_from(array.values()))
+            Some(load) => {
+                let what = format!("the weight `{name}` is read with the transformation `{load}`");
+                Err(Diagnostic::error(&T0090, what))
             }
         }
     }
@@ -177,7 +178,14 @@ impl WeightSource for ArrayWeights {
             whole: whole.clone(),
         };
         let place = match self {
-            ArrayWeights::Memory(weights) => ExpertsPlace::Memory(weights.find(name, &whole)?.clone()),
+            ArrayWeights::Memory(weights) => {
+                let array = weights.find(name)?;
+                if array.shape() != whole {
+                    let what = format!("the weight `{name}` of shape {:?} is not {whole:?}", array.shape());
+                    return Err(Diagnostic::error(&T0091, what));
+                }
+                ExpertsPlace::Memory(array.clone())
+            }
             ArrayWeights::File(set) => {
                 let ranges: Vec<_> = shard.ranges.iter().map(|(start, len)| *start..start + len).collect();
                 set.check(name, &ranges)?;
@@ -185,5 +193,39 @@ impl WeightSource for ArrayWeights {
             }
         };
         Ok(Arc::new(ArrayExperts { name: name.to_string(), place, shard }))
+    }
+}
+
+impl ArrayWeights {
+    /// Reads ranges (start, length) of the dims of a whole weight.
+    fn read_shard(&mut self, name: &str, ranges: Vec<(u64, u64)>) -> Result<Vec<f32>, Diagnostic> {
+        match self {
+            ArrayWeights::File(set) => {
+                let ranges: Vec<_> = ranges.into_iter().map(|(start, len)| start..start + len).collect();
+                set.read_f32(name, &ranges)
+            }
+            ArrayWeights::Memory(weights) => {
+                let array = weights.find(name)?;
+                let fits = |((start, len), whole): (&(u64, u64), &u64)| start + len <= *whole;
+                if array.shape().len() != ranges.len() || !ranges.iter().zip(array.shape()).all(fits) {
+                    let what =
+                        format!("the weight `{name}` of shape {:?} has no shard {ranges:?}", array.shape());
+                    return Err(Diagnostic::error(&T0091, what));
+                }
+                Ok(ArrayShard { whole: array.shape().to_vec(), ranges }.copy_from(array.values()))
+            }
+        }
+    }
+
+    /// Returns the length of the rows of a matrix.
+    fn matrix_width(&self, name: &str) -> Result<u64, Diagnostic> {
+        let shape = match self {
+            ArrayWeights::File(set) => set.tensor_shape(name),
+            ArrayWeights::Memory(weights) => Some(weights.find(name)?.shape()),
+        };
+        match shape {
+            Some([_, width]) => Ok(*width),
+            _ => Err(Diagnostic::error(&T0091, format!("the weight `{name}` is no matrix"))),
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Arguments and grids of the elementwise kernels and of the row kernels that no neighbour shares.
 
-use tessera_ir::{Activation, DType, Op, ValueId, views};
+use tessera_ir::{Activation, DType, Op, StochasticRounding, ValueId, views};
 use tessera_mesh::AxisLayout;
 
 use super::site::{LaunchSite, last_extent, refuse_segments, row_bytes};
@@ -10,10 +10,12 @@ use crate::gemm::shape::GemmShape;
 use crate::kernel_params::Kernel;
 use crate::kernel_table::{
     ADD_BF16, ADD_F32, Add, BIAS_ACT_BF16, BIAS_ACT_F32, BMM, BiasAct, Bmm, CAST_BF16_E4M3, CAST_BF16_F32,
-    CAST_F32_BF16, CAST_F32_E4M3, Cast, EMBED_BF16, EMBED_F32, Embed, GUIDE, Guide, MODULATION, MUL_BF16,
-    MUL_F32, Modulation, Mul, PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, Quantize, RENOISE,
-    ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM, SOFTMAX_BF16,
-    SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0, TimeEmbed, ToX0,
+    CAST_BY_WORD_BF16_E4M3, CAST_BY_WORD_F32_BF16, CAST_BY_WORD_F32_E4M3, CAST_F32_BF16, CAST_F32_E4M3, Cast,
+    CastByWord, EMBED_BF16, EMBED_F32, Embed, GUIDE, Guide, MODULATION, MUL_BF16, MUL_F32, Modulation, Mul,
+    PUT_ROWS_2, PUT_ROWS_4, PUT_ROWS_16, PutRows, QUANTIZE, QUANTIZE_BY_WORD, Quantize, QuantizeByWord,
+    RENOISE, ROPE_FRAME_TABLE, ROW_SQUARE_SUM, Renoise, RopeFrameTable, RowSquareSum, SMALL_GEMM,
+    SOFTMAX_BF16, SOFTMAX_F32, SPACE_TO_DEPTH, SmallGemm, Softmax, SpaceToDepth, TIME_EMBED, TO_X0,
+    TimeEmbed, ToX0,
 };
 use crate::kernels::KernelLaunch;
 
@@ -62,8 +64,15 @@ pub(super) fn build_row_square_sum(s: &LaunchSite<'_>, v: &views::RowSquareSum, 
 pub(super) fn build_quantize(s: &LaunchSite<'_>, v: &views::Quantize, results: &[ValueId]) -> Built {
     let ty = s.p.type_of(v.x);
     let (out, scales) = (s.at(results[0])?, s.at(results[1])?);
-    let args = Quantize { rows: ty.shape[0] as i32, x: s.at(v.x)?, out, scales };
-    Ok(KernelLaunch::for_rows(QUANTIZE, (ty.shape[0], last_extent(ty), ty.dtype), args))
+    let (rows, x) = (ty.shape[0] as i32, s.at(v.x)?);
+    let of_rows = (ty.shape[0], last_extent(ty), ty.dtype);
+    let Some(draws) = v.stochastic_rounding() else {
+        return Ok(KernelLaunch::for_rows(QUANTIZE, of_rows, Quantize { rows, x, out, scales }));
+    };
+    let (seed, seed_high, draw) = (draws.key.seed as u32, (draws.key.seed >> 32) as u32, draws.key.draw);
+    let first_row = s.first_global_row(ty, draws.first_row) as i64;
+    let args = QuantizeByWord { rows, x, out, scales, seed, seed_high, draw, first_row };
+    Ok(KernelLaunch::for_rows(QUANTIZE_BY_WORD, of_rows, args))
 }
 
 pub(super) fn build_add(s: &LaunchSite<'_>, v: &views::Add, out: ValueId) -> Built {
@@ -202,6 +211,9 @@ pub(super) fn build_bmm(s: &LaunchSite<'_>, v: &views::Bmm, out: ValueId) -> Bui
 
 /// Builds a cast to another dtype.
 pub(super) fn build_cast(s: &LaunchSite<'_>, v: &views::Cast, out: ValueId) -> Built {
+    if let Some(draws) = v.stochastic_rounding() {
+        return build_cast_by_word(s, v.x, out, draws);
+    }
     let n = s.p.type_of(out).element_count();
     let kernel = match (s.p.type_of(v.x).dtype, s.p.type_of(out).dtype) {
         (DType::F32, DType::Bf16) => CAST_F32_BF16,
@@ -211,6 +223,40 @@ pub(super) fn build_cast(s: &LaunchSite<'_>, v: &views::Cast, out: ValueId) -> B
         (a, b) => return cuda_failure(format!("no kernel casts from {a} to {b}")),
     };
     Ok(KernelLaunch::elements(kernel, n, Cast { x: s.at(v.x)?, out: s.at(out)?, n: n as i64 }))
+}
+
+/// Builds a cast by the words of a draw.
+fn build_cast_by_word(s: &LaunchSite<'_>, x: ValueId, out: ValueId, draws: StochasticRounding) -> Built {
+    let ty = s.p.type_of(x);
+    let kernel = match (ty.dtype, s.p.type_of(out).dtype) {
+        (DType::F32, DType::Bf16) => CAST_BY_WORD_F32_BF16,
+        (DType::F32, DType::E4m3) => CAST_BY_WORD_F32_E4M3,
+        (DType::Bf16, DType::E4m3) => CAST_BY_WORD_BF16_E4M3,
+        (a, b) => return cuda_failure(format!("no kernel casts stochastically from {a} to {b}")),
+    };
+    let last = ty.shape.len().saturating_sub(1);
+    let is_inner =
+        |a| matches!(ty.layout.on_axis(a), AxisLayout::Shard(shard) if (1..last).contains(&shard.dim));
+    if s.p.mesh.active_axes().any(is_inner) {
+        return cuda_failure(
+            "stochastic rounding of a value sharded over a dim that is neither the first nor the last",
+        );
+    }
+    let whole = ty.layout.global_shape(&ty.shape, &s.p.mesh);
+    let row_elements: u64 = whole.iter().skip(1).product();
+    let column = if last == 0 { 0 } else { s.first_global_column(x) };
+    let args = CastByWord {
+        x: s.at(x)?,
+        out: s.at(out)?,
+        seed: draws.key.seed as u32,
+        seed_high: (draws.key.seed >> 32) as u32,
+        draw: draws.key.draw,
+        first: (s.first_global_row(ty, draws.first_row) * row_elements + column) as i64,
+        width: ty.shape.last().copied().unwrap_or(1).max(1) as i64,
+        pitch: whole.last().copied().unwrap_or(1) as i64,
+        n: ty.element_count() as i64,
+    };
+    Ok(KernelLaunch::elements(kernel, ty.element_count(), args))
 }
 
 /// Builds the launch that adds the embedding to `tables` consecutive modulation tables, starting with
