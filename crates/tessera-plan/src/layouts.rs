@@ -8,6 +8,7 @@ mod choice;
 mod coordinates;
 mod emission;
 mod redistribution;
+mod segments;
 mod steps;
 mod stream_overlap;
 mod token_groups;
@@ -20,6 +21,7 @@ use tessera_ir::{Bundle, Dialect, Opcode, Phase, Program, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, RankMap, Shard};
 
 use crate::codes::{T0614, T0615};
+use crate::mapping::Numerics;
 use crate::memory;
 pub use redistribution::emit_redistribution;
 use steps::{is_scale_of_rows, named_ops, on_active_axes, program_diagnostic};
@@ -52,6 +54,29 @@ pub fn lower_by_layouts(
     rank_map: RankMap,
     overlap: &StreamOverlap,
 ) -> Result<Bundle, Diagnostics> {
+    lower_programs(programs, mesh, rank_map, (overlap, Numerics::Standard))
+}
+
+/// As [`lower_by_layouts`], and no bit of an output depends on the mesh. A sum is split over ranks only if one binary tree
+/// adds its segments on every mesh; otherwise the operands are gathered before it.
+///
+/// # Errors
+/// As [`lower_by_layouts`].
+pub fn lower_mesh_invariant(
+    programs: &[LaidOutProgram],
+    mesh: &Mesh,
+    rank_map: RankMap,
+    overlap: &StreamOverlap,
+) -> Result<Bundle, Diagnostics> {
+    lower_programs(programs, mesh, rank_map, (overlap, Numerics::MeshInvariant))
+}
+
+fn lower_programs(
+    programs: &[LaidOutProgram],
+    mesh: &Mesh,
+    rank_map: RankMap,
+    (overlap, numerics): (&StreamOverlap, Numerics),
+) -> Result<Bundle, Diagnostics> {
     let mut ds: Diagnostics = programs.iter().flat_map(|p| check_program(p, mesh)).collect();
     ds.extend(check_names(programs));
     if !ds.is_empty() {
@@ -59,8 +84,8 @@ pub fn lower_by_layouts(
     }
     let mut first = Vec::new();
     for laid_out in programs {
-        let grouped = token_groups::group_sharded_tokens(laid_out, mesh);
-        let planned = grouped.and_then(|grouped| steps::plan_steps(&grouped, mesh));
+        let grouped = token_groups::group_sharded_tokens(laid_out, mesh, numerics);
+        let planned = grouped.and_then(|grouped| steps::plan_steps(&grouped, mesh, numerics));
         let lowered = planned.and_then(|plan| {
             emission::emit_program(&plan, mesh, coordinates::ROLE, overlap)
                 .map_err(|es| es.iter().map(|e| rule_diagnostic(&plan.name, e)).collect())

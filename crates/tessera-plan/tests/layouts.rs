@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 
 use tessera_base::Diagnostics;
-use tessera_ir::{Bundle, DType, OpView, Opcode, Program, StreamKind, WeightLoad, parse_all};
+use tessera_ir::{Attr, Bundle, DType, OpView, Opcode, Program, StreamKind, WeightLoad, parse_all};
 use tessera_mesh::{Axis, AxisLayout, DimName, Group, Layout, Mesh, RankMap, Reduction, Shard, ShardSpec};
-use tessera_plan::layouts::{LaidOutProgram, StreamOverlap, lower_by_layouts};
+use tessera_plan::layouts::{LaidOutProgram, StreamOverlap, lower_by_layouts, lower_mesh_invariant};
 
 fn mesh(text: &str) -> Mesh {
     text.parse().unwrap()
@@ -363,4 +363,78 @@ fn the_scales_of_a_quantized_weight_follow_its_rows_and_a_bias_its_sum() {
         let scales = p.ops.iter().find(|op| op.weight_load() == Some(WeightLoad::E4m3Scale)).unwrap();
         assert_eq!(p.type_of(scales.results[0]).shape, [if dim == "col" { 4 } else { 8 }]);
     }
+}
+
+/// Returns the ops of the first role under mesh-invariant numerics, with the segments of each matmul and the reduction of
+/// each collective.
+fn invariant_ops(mesh: &Mesh, p: LaidOutProgram) -> Vec<String> {
+    let ranks = RankMap::from_device_kind(mesh, "cpu");
+    let bundle = lower_mesh_invariant(&[p], mesh, ranks, &StreamOverlap::none());
+    let p = bundle.unwrap_or_else(|ds| panic!("{ds:#?}")).phases.remove(0).programs.remove(0);
+    let shown = |op: &tessera_ir::Op| {
+        let attr = |name: &str| match op.attrs.get(name) {
+            Some(Attr::Int(number)) => format!(" {number}"),
+            Some(Attr::Str(word)) => format!(" {word}"),
+            _ => String::new(),
+        };
+        match op.opcode {
+            Opcode::Matmul => Some(format!("matmul{}", attr("segments"))),
+            o if o.is_collective() => Some(format!("{}{}", o.name(), attr("reduction"))),
+            _ => None,
+        }
+    };
+    p.ops.iter().filter_map(shown).collect()
+}
+
+#[test]
+fn a_mesh_invariant_sum_is_split_only_where_a_tree_adds_whole_segments() {
+    let row_parallel = |mesh: &Mesh, k: u64| {
+        let body = format!(
+            "%x = input \"x\" : f32[5, {k}] %w = weight \"w\" : f32[9, {k}] \
+             %y = toperator.matmul %x, %w : f32[5, 9] output \"y\", %y"
+        );
+        let row: (&[&str], &[&str]) = (&["row"], &["tp"]);
+        laid_out(mesh, &body, &[("x", row.0, row.1), ("w", row.0, row.1)])
+    };
+    let ops = |tp: &str, k: u64| {
+        let mesh = mesh(tp);
+        invariant_ops(&mesh, row_parallel(&mesh, k))
+    };
+    assert_eq!(ops("tp=1", 24), ["matmul 8"]);
+    assert_eq!(ops("tp=2", 24), ["matmul 4", "all_reduce tree"]);
+    assert_eq!(ops("tp=8", 24), ["matmul 1", "all_reduce tree"]);
+    // Three ranks would not have whole segments, and neither would four of an extent with two.
+    assert_eq!(ops("tp=3", 24), ["all_gather", "all_gather", "matmul 8"]);
+    assert_eq!(ops("tp=2", 6), ["matmul 1", "all_reduce tree"]);
+    assert_eq!(ops("tp=4", 20), ["matmul 1", "all_reduce tree"]);
+    assert_eq!(ops("tp=4", 6), ["all_gather", "all_gather", "matmul 2"]);
+    // Columns need no sum between ranks, so they stay where they are.
+    let mesh = mesh("tp=3");
+    let body = "%x = input \"x\" : f32[5, 24] %w = weight \"w\" : f32[9, 24] \
+        %y = toperator.matmul %x, %w : f32[5, 9] output \"y\", %y";
+    assert_eq!(invariant_ops(&mesh, laid_out(&mesh, body, &[("w", &["col"], &["tp"])])), ["matmul 8"]);
+}
+
+#[test]
+fn a_mesh_invariant_program_completes_a_sum_before_it_goes_on() {
+    let body = "%x = input \"x\" : f32[4, 8] %y = input \"y\" : f32[4, 8] %w = weight \"w\" : f32[8, 8] \
+        %a = toperator.matmul %x, %w : f32[4, 8] %b = toperator.matmul %y, %w : f32[4, 8] \
+        %s = toperator.add %a, %b : f32[4, 8] output \"s\", %s";
+    let mesh = mesh("tp=2");
+    let row: (&[&str], &[&str]) = (&["row"], &["tp"]);
+    let p = laid_out(&mesh, body, &[("x", row.0, row.1), ("y", row.0, row.1), ("w", row.0, row.1)]);
+    let ops = invariant_ops(&mesh, p.clone());
+    let reductions = ops.iter().filter(|op| op.ends_with("tree")).count();
+    assert_eq!(reductions, 2, "{ops:?}");
+    assert_eq!(collectives(&lower_first(&mesh, p, &StreamOverlap::none())), ["all_reduce"]);
+}
+
+#[test]
+fn a_mesh_invariant_sum_in_a_narrow_dtype_stays_whole() {
+    let body = "%x = input \"x\" : bf16[5, 24] %w = weight \"w\" : bf16[9, 24] \
+        %y = toperator.matmul %x, %w : bf16[5, 9] output \"y\", %y";
+    let mesh = mesh("tp=2");
+    let row: (&[&str], &[&str]) = (&["row"], &["tp"]);
+    let p = laid_out(&mesh, body, &[("x", row.0, row.1), ("w", row.0, row.1)]);
+    assert_eq!(invariant_ops(&mesh, p), ["all_gather", "all_gather", "matmul"]);
 }

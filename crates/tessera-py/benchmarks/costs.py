@@ -46,8 +46,10 @@ def main() -> None:
     plan = graph.trace(lambda x: linear(x, w), graph.ArraySpec((8, 8), mesh, dims=("token", "hidden"))).compile()
     x = np.zeros((8, 8), np.float32)
     for ranks in ("threads", "processes"):
-        with rt.open_session(plan, ranks=ranks, oversubscribe=True) as run:
-            print(f"call of 2 ranks with one all-reduce, {ranks}: {measure(lambda: run(x), 100):.0f} us")
+        for trace in (False, True):
+            with rt.open_session(plan, ranks=ranks, oversubscribe=True, trace=trace) as run:
+                label = f"{ranks}, traced" if trace else ranks
+                print(f"call of 2 ranks with one all-reduce, {label}: {measure(lambda: run(x), 100):.0f} us")
 
 
 if __name__ == "__main__":

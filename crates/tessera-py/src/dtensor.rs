@@ -254,7 +254,7 @@ impl DTensor {
         Err(PyTypeError::new_err("a DTensor has no truth value: gather() it and compare numbers"))
     }
 
-    fn __repr__(&self) -> String {
+    pub(crate) fn __repr__(&self) -> String {
         let dims = self.dims.iter().zip(self.values.shape()).map(|(dim, n)| format!("{}={n}", dim.name()));
         let dims: Vec<String> = dims.collect();
         let sharded = Axis::ALL.into_iter().filter_map(|axis| match self.layout.on_axis(axis) {
@@ -313,7 +313,7 @@ impl DTensor {
     }
 
     /// Returns the start and length of every dim of a rank's shard.
-    fn ranges_of(&self, rank: u32) -> PyResult<Vec<(u64, u64)>> {
+    pub(crate) fn ranges_of(&self, rank: u32) -> PyResult<Vec<(u64, u64)>> {
         let coord = self.mesh.coord_of(rank)?;
         let local = self.layout.local_shape(self.values.shape(), &self.mesh.mesh, coord);
         Ok(self.layout.global_ranges(&local, &self.mesh.mesh, coord))

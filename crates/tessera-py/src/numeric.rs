@@ -28,7 +28,7 @@ pub(crate) const MAX_SEED: u64 = 1 << 40;
 
 /// Creates a precision policy.
 #[pyfunction]
-#[pyo3(signature = (dtype="f32", accum="f32", *, deterministic=true, scale=None, stochastic_round=false, seed=None))]
+#[pyo3(signature = (dtype="f32", accum="f32", *, deterministic=false, scale=None, stochastic_round=false, seed=None))]
 #[allow(clippy::too_many_arguments, reason = "they are the keywords of the guide")]
 pub(crate) fn numeric(
     py: Python<'_>,
@@ -89,7 +89,7 @@ impl Numeric {
         "f32"
     }
 
-    /// Whether ranks must add partial sums in the order of their numbers, which they do in any case.
+    /// Whether no bit of a result may depend on the mesh.
     #[getter]
     fn deterministic(&self) -> bool {
         self.deterministic
@@ -123,6 +123,16 @@ impl Numeric {
 }
 
 impl Numeric {
+    /// Returns whether no bit of a result may depend on the mesh.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.deterministic
+    }
+
+    /// Returns the name of the dtype.
+    pub(crate) fn name(&self) -> &'static str {
+        self.dtype
+    }
+
     /// Returns the policy of a plan.
     pub(crate) fn policy(&self) -> DtypePolicy {
         self.policy

@@ -8,12 +8,13 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tessera::arrays::{ArrayPlan, ArrayValues, HostArray};
 use tessera::sim::to_bundle;
+use tessera_base::Diagnostics;
 use tessera_estimate::load_machine;
-use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, Program, print};
-use tessera_mesh::{Axis, AxisLayout, Layout, Rank};
-use tessera_plan::layouts::lower_by_layouts;
+use tessera_ir::{Bundle, CollectiveOp, CommAxis, Op, OpByKind, Program, print};
+use tessera_mesh::{Axis, AxisLayout, Layout, Rank, RankMap};
+use tessera_plan::layouts::{LaidOutProgram, StreamOverlap, lower_by_layouts, lower_mesh_invariant};
 use tessera_plan::video::estimate_call;
-use tessera_plan::{DtypePolicy, Mapping};
+use tessera_plan::{DtypePolicy, Mapping, Numerics};
 
 use crate::dtensor::DTensor;
 use crate::errors::OrRaise;
@@ -33,6 +34,9 @@ pub(crate) struct Plan {
     /// The settings of streams with which the plan was made.
     pub(crate) settings: StreamSettings,
 }
+
+type LowerPrograms =
+    fn(&[LaidOutProgram], &tessera_mesh::Mesh, RankMap, &StreamOverlap) -> Result<Bundle, Diagnostics>;
 
 /// Plans several programs for one run, whose ranks load all of them.
 #[pyfunction]
@@ -63,8 +67,13 @@ impl Plan {
         }
         let constants = graphs.iter().flat_map(|graph| graph.constants.clone()).collect();
         let plan = py.detach(|| {
-            let bundle = lower_by_layouts(&laid_out, &mesh.mesh, rank_map, &settings.overlap)?;
-            let mapping = Mapping { mesh: mesh.mesh, dtype, ..Mapping::default() };
+            let (lower, numerics): (LowerPrograms, _) =
+                match graphs.iter().any(|graph| graph.is_deterministic) {
+                    true => (lower_mesh_invariant, Numerics::MeshInvariant),
+                    false => (lower_by_layouts, Numerics::Standard),
+                };
+            let bundle = lower(&laid_out, &mesh.mesh, rank_map, &settings.overlap)?;
+            let mapping = Mapping { mesh: mesh.mesh, dtype, numerics, ..Mapping::default() };
             ArrayPlan::with_constants(bundle, &mapping, constants)
         });
         Ok(Plan { graphs: graphs.into(), mesh, plan: Arc::new(plan.or_raise(py)?), settings })
@@ -85,7 +94,7 @@ impl Plan {
     }
 
     /// Returns a program of a rank.
-    fn program_of(&self, graph: &Graph, rank: u32) -> Option<&Program> {
+    pub(crate) fn program_of(&self, graph: &Graph, rank: u32) -> Option<&Program> {
         let phase = format!("array.{}", graph.program.name);
         self.plan.sealed.rank_program(&phase, Rank(rank)).map(|program| &**program)
     }
@@ -99,6 +108,11 @@ impl Plan {
             Some(program.type_of(*output.operands.first()?).layout)
         });
         layout.unwrap_or_default()
+    }
+
+    /// Returns the numbers of the streams when the plan was made, by name.
+    pub(crate) fn stream_ids(&self) -> BTreeMap<String, u32> {
+        self.settings.ids.clone()
     }
 
     /// Returns every weight of the plan.
@@ -165,9 +179,9 @@ impl Plan {
     }
 
     /// The numbers of the streams when the plan was made, by name.
-    #[getter]
-    fn stream_ids(&self) -> BTreeMap<String, u32> {
-        self.settings.ids.clone()
+    #[getter(stream_ids)]
+    fn py_stream_ids(&self) -> BTreeMap<String, u32> {
+        self.stream_ids()
     }
 
     /// The programs before they were sharded.
@@ -253,7 +267,7 @@ impl Plan {
         self.plan.write(&folder).or_raise(py)
     }
 
-    fn __repr__(&self) -> String {
+    pub(crate) fn __repr__(&self) -> String {
         let names: Vec<&str> = self.graphs.iter().map(|graph| graph.program.name.as_str()).collect();
         format!("Plan({}, mesh {}, digest {})", names.join(", "), self.mesh.mesh, &self.digest()[..12])
     }
@@ -269,7 +283,7 @@ impl Graph {
 }
 
 /// Returns the collectives of a program in order: op, axis, and bytes of the operand.
-fn list_collectives(program: &Program) -> Vec<(String, String, u64)> {
+pub(crate) fn list_collectives(program: &Program) -> Vec<(String, String, u64)> {
     let collectives = program.collective_ops().map(|(_, op)| {
         let bytes = op.operands.first().map_or(0, |v| program.type_of(*v).byte_size().0);
         let axis = match op.view().as_ref().map(tessera_ir::OpView::by_kind) {

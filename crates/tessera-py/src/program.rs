@@ -40,6 +40,8 @@ pub(crate) struct Graph {
     pub(crate) policy: DtypePolicy,
     /// The seed with which values are rounded stochastically where they become bf16 or e4m3, if they are.
     pub(crate) rounding_seed: Option<u64>,
+    /// Whether a layer wants results whose bits do not depend on the mesh.
+    pub(crate) is_deterministic: bool,
     /// Layouts in which outputs leave; others leave as they are.
     pub(crate) output_layouts: BTreeMap<String, Layout>,
     /// Whether the function returned one value, and no tuple.
@@ -153,7 +155,9 @@ pub(crate) fn finish(
     });
     let named = named.collect();
     let (policy, rounding_seed) = trace.policy();
-    let TraceState { mut builder, mesh, layouts, inputs, weights, constants, stated, .. } = trace;
+    let TraceState {
+        mut builder, mesh, layouts, inputs, weights, constants, stated, is_deterministic, ..
+    } = trace;
     for (name, id) in &outputs {
         builder.add_output(name, *id);
     }
@@ -172,6 +176,7 @@ pub(crate) fn finish(
         stated,
         policy,
         rounding_seed,
+        is_deterministic,
         output_layouts: BTreeMap::new(),
         returns_one,
     })

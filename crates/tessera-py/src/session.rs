@@ -8,7 +8,9 @@ use std::thread::ThreadId;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tessera::arrays::{ArrayInterrupt, ArrayProcessOptions, ArrayRun, ArrayValues, CopyRule, RunDevice};
+use tessera::arrays::{
+    ArrayInterrupt, ArrayProcessOptions, ArrayRun, ArrayRunLog, ArrayValues, CopyRule, RunDevice, StreamIds,
+};
 use tessera::files::RunFolder;
 
 use crate::array_memory::take_array;
@@ -18,6 +20,7 @@ use crate::errors::OrRaise;
 use crate::plan::Plan;
 use crate::prefetch_report::PrefetchReport;
 use crate::program::Graph;
+use crate::session_trace::{SessionRecord, SessionTrace};
 use crate::waiting::{lock_patiently, wait_for};
 
 /// The loaded ranks of a plan.
@@ -27,6 +30,7 @@ pub(crate) struct Session {
     run: Mutex<Option<ArrayRun>>,
     process_ids: Vec<u32>,
     interrupt: ArrayInterrupt,
+    log: Arc<ArrayRunLog>,
     /// The thread that calls the ranks now. A signal handler runs on that thread, and may not wait for its call.
     caller: Mutex<Option<ThreadId>>,
     /// The folder of a run of processes.
@@ -37,7 +41,10 @@ pub(crate) struct Session {
 
 /// Loads a plan on ranks.
 #[pyfunction]
-#[pyo3(signature = (plan, *, ranks="threads", device="cpu", threads_per_rank=1, out=None, oversubscribe=false))]
+#[pyo3(signature = (
+    plan, *, ranks="threads", device="cpu", threads_per_rank=1, out=None, oversubscribe=false, trace=false
+))]
+#[allow(clippy::too_many_arguments, reason = "they are the keywords of a Python function")]
 pub(crate) fn open_session(
     py: Python<'_>,
     plan: Plan,
@@ -46,12 +53,14 @@ pub(crate) fn open_session(
     threads_per_rank: usize,
     out: Option<PathBuf>,
     oversubscribe: bool,
+    trace: bool,
 ) -> PyResult<Session> {
     let refuse = |message: String| Err(PyValueError::new_err(message));
     let device = parse_device(device)?;
     if threads_per_rank == 0 {
         return refuse("threads_per_rank = 0: a rank has at least one thread".into());
     }
+    let trace_ids = trace.then(|| StreamIds::new(plan.stream_ids()));
     let weights = plan.weights();
     let shared = Arc::clone(&plan.plan);
     match ranks {
@@ -61,7 +70,11 @@ pub(crate) fn open_session(
         }
         "threads" => {
             // Loading only copies weights, so an interrupt waits for its end.
-            let run = wait_for(py, || ArrayRun::start_threads(&shared, weights, threads_per_rank), || ())?;
+            let load = || match trace_ids {
+                None => ArrayRun::start_threads(&shared, weights, threads_per_rank),
+                Some(ids) => ArrayRun::start_traced_threads(&shared, weights, threads_per_rank, ids),
+            };
+            let run = wait_for(py, load, || ())?;
             Ok(Session::new(plan, run.or_raise(py)?, None))
         }
         "processes" => {
@@ -71,6 +84,7 @@ pub(crate) fn open_session(
                 device,
                 threads: Some(threads_per_rank),
                 oversubscribe,
+                trace: trace_ids,
                 ..ArrayProcessOptions::new(argv, folder.path().to_path_buf())
             };
             let stop = options.stop.clone();
@@ -152,6 +166,19 @@ impl Session {
         Ok(PrefetchReport::new(calls, &self.plan.settings.ids))
     }
 
+    /// The trace of the calls so far; it stays available after the end of the session.
+    fn trace(&self, py: Python<'_>) -> PyResult<SessionTrace> {
+        match py.detach(|| self.log.trace()) {
+            Some(trace) => Ok(SessionTrace { trace }),
+            None => Err(PyRuntimeError::new_err("the session is not traced: open it with trace=True")),
+        }
+    }
+
+    /// The record of the calls so far; it stays available after the end of the session.
+    fn record(&self) -> SessionRecord {
+        SessionRecord { record: self.log.record() }
+    }
+
     /// Ends the ranks and waits for them. A signal handler that interrupts a call ends that call.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.is_called_here() {
@@ -181,6 +208,7 @@ impl Session {
             plan,
             process_ids: run.process_ids().to_vec(),
             interrupt: run.interrupt_handle(),
+            log: run.log(),
             run: Mutex::new(Some(run)),
             caller: Mutex::new(None),
             folder: Mutex::new(folder),

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
+use tessera::arrays::StreamIds;
 use tessera_base::Diagnostic;
 use tessera_cli::codes::T1506;
 use tessera_plan::layouts::StreamOverlap;
@@ -28,8 +29,7 @@ static SETTINGS: Mutex<Option<StreamSettings>> = Mutex::new(None);
 
 impl StreamSettings {
     fn new() -> StreamSettings {
-        let names = STREAMS.into_iter().chain([OPTIONAL_STREAM]);
-        let ids = names.zip(0..).map(|(name, id)| (name.to_string(), id)).collect();
+        let ids = StreamIds::default().by_name().clone();
         StreamSettings { ids, pairs: Vec::new(), overlap: StreamOverlap::none() }
     }
 

@@ -112,6 +112,8 @@ pub(crate) struct TraceState {
     pub(crate) stated: BTreeMap<ValueId, Layout>,
     /// The precision that layers state.
     policy: Option<Numeric>,
+    /// Whether a layer wants results whose bits do not depend on the mesh.
+    pub(crate) is_deterministic: bool,
     /// The arrays that became weights.
     captured: Vec<(DTensor, ValueId)>,
     /// Why no further op can be added.
@@ -130,6 +132,7 @@ impl TraceState {
             dims: BTreeMap::new(),
             stated: BTreeMap::new(),
             policy: None,
+            is_deterministic: false,
             captured: Vec::new(),
             closed: None,
         }
@@ -163,6 +166,7 @@ impl TraceState {
                     .with_hint("state one policy, or trace two programs"))
             }
             _ => {
+                self.is_deterministic |= policy.is_deterministic();
                 self.policy = Some(policy.clone());
                 Ok(())
             }

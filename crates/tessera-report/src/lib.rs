@@ -19,6 +19,7 @@ pub mod expert_load;
 pub mod flight;
 pub mod gantt;
 pub mod html;
+pub mod lane_chart;
 mod markup;
 mod memory_record;
 pub mod mermaid;

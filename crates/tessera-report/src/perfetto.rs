@@ -1,6 +1,7 @@
 //! Writes a trace for Perfetto and `chrome://tracing`: one process per rank, one thread per stream.
 
 use crate::timeline::{Timeline, TimelineChunk, TimelineMark, TimelineSpan, stream_order};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Maximum number of span, chunk and mark events in a trace; a longer run keeps its beginning and
@@ -19,11 +20,20 @@ pub fn trace_json(timeline: &Timeline) -> String {
 #[must_use]
 pub fn trace_json_within(timeline: &Timeline, limit: usize) -> String {
     let mut events: Vec<(u64, TraceEvent<'_>)> = Vec::new();
-    events.extend(timeline.spans.iter().map(|s| (s.start_ns, TraceEvent::Span(s))));
+    for (span, straddles) in timeline.spans.iter().zip(find_straddling(timeline)) {
+        match straddles {
+            None => events.push((span.start_ns, TraceEvent::Span(span))),
+            Some(id) => events.extend([
+                (span.start_ns, TraceEvent::SpanBegin(span, id)),
+                (span.end_ns, TraceEvent::SpanEnd(span, id)),
+            ]),
+        }
+    }
+    let name = timeline.generates.chunk_name();
     for c in &timeline.chunks {
         events.extend([
-            (c.start_ns, TraceEvent::Begin(c)),
-            (c.end_ns, TraceEvent::End(c)),
+            (c.start_ns, TraceEvent::Begin(c, name)),
+            (c.end_ns, TraceEvent::End(c, name)),
             (c.start_ns, TraceEvent::Queues(c)),
         ]);
     }
@@ -55,10 +65,34 @@ pub fn trace_json_within(timeline: &Timeline, limit: usize) -> String {
     out
 }
 
+/// Returns an id for each span that begins inside an earlier span of its lane and ends after it, in the order of the
+/// timeline. Slices of a thread must nest, so such a span becomes a pair of asynchronous events.
+fn find_straddling(timeline: &Timeline) -> Vec<Option<usize>> {
+    let mut found = Vec::with_capacity(timeline.spans.len());
+    for lane in timeline.spans_by_lane() {
+        let mut open_ends: Vec<u64> = Vec::new();
+        for span in lane {
+            while open_ends.last().is_some_and(|end| *end <= span.start_ns) {
+                open_ends.pop();
+            }
+            let straddles = open_ends.last().is_some_and(|end| *end < span.end_ns);
+            if !straddles {
+                open_ends.push(span.end_ns);
+            }
+            found.push(straddles.then_some(found.len()));
+        }
+    }
+    found
+}
+
 enum TraceEvent<'a> {
     Span(&'a TimelineSpan),
-    Begin(&'a TimelineChunk),
-    End(&'a TimelineChunk),
+    /// The two ends of a span that straddles another one, with its id.
+    SpanBegin(&'a TimelineSpan, usize),
+    SpanEnd(&'a TimelineSpan, usize),
+    /// The two ends of a chunk, with the word for a chunk.
+    Begin(&'a TimelineChunk, &'static str),
+    End(&'a TimelineChunk, &'static str),
     Queues(&'a TimelineChunk),
     Mark(&'a TimelineMark),
 }
@@ -67,8 +101,16 @@ impl TraceEvent<'_> {
     fn write(&self, out: &mut String, threads: &ThreadIds<'_>) {
         let (ph, pid, tid, at_ns, fields) = match self {
             // Chunks are asynchronous events because they overlap when the pipeline is full.
-            TraceEvent::Begin(c) => ('b', 0, Some(0), c.start_ns, chunk_fields(c)),
-            TraceEvent::End(c) => ('e', 0, Some(0), c.end_ns, chunk_fields(c)),
+            TraceEvent::Begin(c, name) => ('b', 0, Some(0), c.start_ns, chunk_fields(c, name)),
+            TraceEvent::End(c, name) => ('e', 0, Some(0), c.end_ns, chunk_fields(c, name)),
+            TraceEvent::SpanBegin(s, id) => {
+                let fields = format!("\"id\":{id},{}", span_fields(s));
+                ('b', process_id(s.rank), Some(threads.thread_id(&s.stream)), s.start_ns, fields)
+            }
+            TraceEvent::SpanEnd(s, id) => {
+                let fields = format!("\"id\":{id},{}", span_fields(s));
+                ('e', process_id(s.rank), Some(threads.thread_id(&s.stream)), s.end_ns, fields)
+            }
             TraceEvent::Span(s) => {
                 ('X', process_id(s.rank), Some(threads.thread_id(&s.stream)), s.start_ns, span_fields(s))
             }
@@ -89,9 +131,9 @@ impl TraceEvent<'_> {
     }
 }
 
-fn chunk_fields(c: &TimelineChunk) -> String {
+fn chunk_fields(c: &TimelineChunk, name: &str) -> String {
     format!(
-        "\"id\":{0},\"cat\":\"chunk\",\"name\":\"chunk {0}\",\"args\":{{\"frames\":{1}}}",
+        "\"id\":{0},\"cat\":\"chunk\",\"name\":\"{name} {0}\",\"args\":{{\"frames\":{1}}}",
         c.chunk, c.frames
     )
 }
@@ -123,7 +165,11 @@ fn metadata_events(t: &Timeline, threads: &ThreadIds<'_>) -> Vec<String> {
     }
     for lane in t.spans_by_lane() {
         let (pid, tid) = (process_id(lane[0].rank), threads.thread_id(&lane[0].stream));
-        out.push(meta(pid, tid, "thread_name", format!("\"name\":{}", json_string(&lane[0].stream))));
+        let name = match t.stream_ids.get(&lane[0].stream) {
+            Some(id) => format!("{} (stream {id})", lane[0].stream),
+            None => lane[0].stream.clone(),
+        };
+        out.push(meta(pid, tid, "thread_name", format!("\"name\":{}", json_string(&name))));
         out.push(meta(pid, tid, "thread_sort_index", format!("\"sort_index\":{tid}")));
     }
     out
@@ -133,8 +179,10 @@ fn process_id(rank: u32) -> u64 {
     u64::from(rank) + 1
 }
 
-/// Thread ids of streams, the same on every rank: known streams first, then the others by name.
+/// Thread ids of streams, the same on every rank: the numbers that the timeline states; without them known streams
+/// first, then the others by name.
 struct ThreadIds<'a> {
+    stated: &'a BTreeMap<String, u32>,
     others: Vec<&'a str>,
 }
 
@@ -144,10 +192,13 @@ impl<'a> ThreadIds<'a> {
         let mut others: Vec<&str> = streams.filter(|s| stream_order(s) == stream_order("")).collect();
         others.sort_unstable();
         others.dedup();
-        ThreadIds { others }
+        ThreadIds { stated: &t.stream_ids, others }
     }
 
     fn thread_id(&self, stream: &str) -> usize {
+        if let Some(id) = self.stated.get(stream) {
+            return *id as usize;
+        }
         1 + stream_order(stream) + self.others.iter().position(|s| *s == stream).unwrap_or(0)
     }
 }
@@ -199,6 +250,26 @@ mod tests {
         assert_eq!(json["otherData"]["omitted"], "340 events between the first and the last were left out");
         let whole: serde_json::Value = serde_json::from_str(&trace_json(&t)).unwrap();
         assert_eq!(whole["otherData"].get("omitted"), None);
+    }
+
+    #[test]
+    fn stated_stream_ids_are_those_of_threads_and_overlapping_spans_are_asynchronous() {
+        let mut t = Timeline::from_record(&sample(1));
+        t.generates = crate::record::RunKind::Arrays;
+        t.stream_ids = BTreeMap::from([("compute".to_string(), 12), ("decode".to_string(), 0)]);
+        t.spans[2].start_ns -= 5;
+        t.sort_and_name();
+        let text = trace_json(&t);
+        for line in [
+            r#"{"ph":"M","pid":2,"tid":12,"name":"thread_name","args":{"name":"compute (stream 12)"}}"#,
+            r#"{"ph":"M","pid":1,"tid":0,"name":"thread_name","args":{"name":"decode (stream 0)"}}"#,
+            r#"{"ph":"X","pid":2,"tid":12,"ts":1000,"dur":4000,"name":"denoise.0""#,
+            r#"{"ph":"b","pid":2,"tid":12,"ts":4999.995,"id":2,"dur":4000.005,"name":"denoise.1""#,
+            r#"{"ph":"e","pid":2,"tid":12,"ts":9000,"id":2,"dur":4000.005,"name":"denoise.1""#,
+            r#""name":"call 0""#,
+        ] {
+            assert!(text.contains(line), "{line}\nis not in\n{text}");
+        }
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! A timeline, of a run or of an estimate, which is the common input of all charts and traces.
 
+use std::collections::BTreeMap;
+
 use crate::record::{RunKind, RunRecord, StreamWaits};
 
 /// The phases that ran on each stream of each rank, with the chunks and events of the run.
@@ -17,6 +19,8 @@ pub struct Timeline {
     pub omitted_frames: u64,
     /// What the run generates, which names its chunks.
     pub generates: RunKind,
+    /// Numbers that the user of the run gave its streams; empty if nobody did.
+    pub stream_ids: BTreeMap<String, u32>,
 }
 
 /// A rank and its display name.

@@ -12,8 +12,8 @@ use crate::director::CallPlan;
 use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
 use crate::wire::{
-    CallAction, CallMeta, CallObservation, OpClassWork, PhaseCall, RankMemory, Reload, ShardFingerprint,
-    Tensor, Tensors, TokenEvent,
+    CallAction, CallMeta, CallObservation, OpClassWork, PhaseCall, PhaseOpTimes, RankMemory, Reload,
+    ShardFingerprint, Tensor, Tensors, TokenEvent,
 };
 use crate::{Digest, FailureClass};
 
@@ -37,6 +37,8 @@ pub struct PhaseReport {
     pub temporary_bytes: u64,
     /// Work of the phase by class of op; empty if the engine does not time single ops.
     pub classes: Vec<OpClassWork>,
+    /// Times of the phase's ops, if the run asks for them and the backend reports single ops.
+    pub op_times: Option<PhaseOpTimes>,
 }
 
 /// Whether an engine fault originates on this rank.
@@ -387,6 +389,7 @@ pub fn run_call(
         observed.phase_ns.push(phase_report.ns);
         observed.phase_bytes.push(phase_report.temporary_bytes);
         observed.phase_classes.push(phase_report.classes);
+        observed.phase_op_times.extend(phase_report.op_times);
         trace.push((phase.program.as_str(), phase_report.trace));
     }
     run.check_call_end()?;

@@ -18,10 +18,10 @@ pub use envelope_fields::{ENVELOPE_FIELDS, EnvelopeField, envelope_reference};
 pub(crate) use frame::with_unlisted_bytes;
 pub use frame::{FrameHeader, decode, decode_body, decode_header, encode};
 pub use message::{
-    ArrayCall, ArrayOutputs, CallContext, CallObservation, ChangeEffect, ChangedSetting, Commit, Done,
-    DuplicatePolicy, FaultReport, FinishReason, Heartbeat, HelloAck, Init, Message, MessageKind, OpClassWork,
-    Progress, RankMemory, Ready, Refused, RequestLimit, SenderRole, ShardFingerprint, StreamChange,
-    TokenEvent, Welcome,
+    ArrayCall, ArrayOutputs, CallContext, CallObservation, ChangeEffect, ChangedSetting, CollectiveTimes,
+    Commit, Done, DuplicatePolicy, FaultReport, FinishReason, Heartbeat, HelloAck, Init, Message,
+    MessageKind, OpClassWork, PhaseOpTimes, Progress, RankMemory, Ready, Refused, RequestLimit, SenderRole,
+    ShardFingerprint, StreamChange, TokenEvent, Welcome,
 };
 pub use tensor::{Dtype, Tensor, TensorSpec, Tensors};
 

@@ -9,12 +9,12 @@ use support::{plan_digest, prompt_tensor, test_programs, test_stream};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
-    ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, ChangeEffect, ChangedSetting, Commit,
-    Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, FaultReport, FinishReason, HEADER_BYTES,
-    Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message, MessageKind, OpClassWork, PhaseCall,
-    Progress, RankMemory, Ready, Refused, Reload, RequestLimit, ScalarArg, SenderRole, ShardFingerprint,
-    StreamChange, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode, decode_header, encode,
-    envelope_reference,
+    ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, ChangeEffect, ChangedSetting,
+    CollectiveTimes, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, FaultReport,
+    FinishReason, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message, MessageKind,
+    OpClassWork, PhaseCall, PhaseOpTimes, Progress, RankMemory, Ready, Refused, Reload, RequestLimit, ScalarArg,
+    SenderRole, ShardFingerprint, StreamChange, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode,
+    decode_header, encode, envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 
@@ -45,6 +45,11 @@ fn envelope() -> Envelope {
     Envelope { header, meta: plan_of.meta, reload: None, tensors: Tensors(vec![prompt_tensor(3)]) }
 }
 
+fn phase_op_times() -> PhaseOpTimes {
+    let collective = CollectiveTimes { op: 1, issued_ns: 7, waiting_ns: 8, completed_ns: u64::MAX };
+    PhaseOpTimes { start_ns: 1 << 50, begins_ns: vec![0, 5, 8], end_ns: 9, collectives: vec![collective] }
+}
+
 fn every_message() -> Vec<Message> {
     let parity = Parity::default().with_key("k", ParityClass::BestEffort, "v");
     let observed = CallObservation {
@@ -70,6 +75,7 @@ fn every_message() -> Vec<Message> {
             Vec::new(),
             vec![OpClassWork { class: "matmul".into(), ops: 3, ns: 9, sent_bytes: 0 }],
         ],
+        phase_op_times: vec![phase_op_times()],
     };
     let fingerprint = ShardFingerprint {
         tensor: "ffn".into(),
@@ -133,7 +139,11 @@ fn every_message() -> Vec<Message> {
             program: "array.f".into(),
             inputs: Tensors(vec![prompt_tensor(1)]),
         }),
-        Message::ArrayOutputs(ArrayOutputs { number: 1, outputs: Tensors(vec![prompt_tensor(2)]) }),
+        Message::ArrayOutputs(ArrayOutputs {
+            number: 1,
+            op_times: vec![(3, phase_op_times())],
+            outputs: Tensors(vec![prompt_tensor(2)]),
+        }),
         Message::StreamChange(StreamChange {
             number: 1,
             setting: ChangedSetting::Prompt("a red kite".into()),

@@ -137,6 +137,7 @@ pub struct MeshEngine {
     /// Outputs of the phases that the current call has run, in order.
     outputs: Vec<Tensor>,
     flight_record: Option<Arc<FlightRecord>>,
+    times_single_ops: bool,
     delay: Option<ForwardDelay>,
     /// Inputs and outputs of calls in GPU memory; `None` if all are tensors of the calls.
     call_arrays: Option<Arc<GpuCallArrays>>,
@@ -284,6 +285,7 @@ impl MeshEngine {
             phases_ns: 0,
             output_at_ns: 0,
             flight_record: None,
+            times_single_ops: false,
             delay: None,
             call_arrays: None,
             transfer_log: None,
@@ -296,6 +298,11 @@ impl MeshEngine {
     /// Makes the engine write its phases and collectives to a flight record.
     pub(crate) fn set_flight_record(&mut self, flight: Option<Arc<FlightRecord>>) {
         self.flight_record = flight;
+    }
+
+    /// Makes the engine report the times of single ops.
+    pub(crate) fn time_single_ops(&mut self, wanted: bool) {
+        self.times_single_ops = wanted;
     }
 
     /// Makes generator forwards last at least a synthetic time.
@@ -448,8 +455,10 @@ impl Engine for MeshEngine {
             progress,
         );
         let (start, before) = (Instant::now(), self.backend.compensated_sums());
-        let run = self.backend.run(phase.loaded, &data, &mut phase.op_times.observe(&mut guard));
-        let classes = phase.op_times.add_up(monotonic_ns());
+        let mut clock = phase.op_times.observe(&mut guard, self.times_single_ops);
+        let run = self.backend.run(phase.loaded, &data, &mut clock);
+        let end_ns = monotonic_ns();
+        let (classes, op_times) = (phase.op_times.add_up(end_ns), phase.op_times.single_ops(end_ns));
         run.map_err(|f| to_engine_fault(f, guard.refusal_code()))?;
         self.caches.note_written(&phase.written_buffers);
         if let Some(log) = &mut self.transfer_log {
@@ -495,6 +504,7 @@ impl Engine for MeshEngine {
             compensated: self.backend.compensated_sums() - before,
             temporary_bytes: self.backend.memory_use().run_temporary_bytes,
             classes,
+            op_times,
         };
         self.check_device_outputs(&call.program).map(|()| report)
     }

@@ -13,7 +13,7 @@ use tessera_mesh::Rank;
 use tessera_runtime::Tripwires;
 use tessera_runtime::driver::{EngineEvent, EngineThread};
 use tessera_runtime::engine::{AbortHandle, CallReport, ReadyCall};
-use tessera_runtime::wire::{CallMeta, Tensors};
+use tessera_runtime::wire::{CallMeta, PhaseOpTimes, Tensors};
 
 use crate::codes::{T0017, T0087};
 use crate::communicators;
@@ -29,6 +29,8 @@ pub(crate) struct InProcessRanks {
     aborts: Vec<AbortHandle>,
     events: Receiver<(u32, EngineEvent)>,
     output_groups: Vec<Vec<u32>>,
+    /// Times of the ops of the last call on each rank, phase by phase; empty unless the ranks time single ops.
+    op_times: BTreeMap<u32, Vec<PhaseOpTimes>>,
     /// Whether no rank runs a call.
     idle: bool,
 }
@@ -54,6 +56,7 @@ impl InProcessRanks {
             aborts: Vec::new(),
             events,
             output_groups: context.plan.output_groups(),
+            op_times: BTreeMap::new(),
             idle: false,
         };
         for rank in context.plan.computing_ranks() {
@@ -126,6 +129,8 @@ impl InProcessRanks {
                     .with_label("observed", format!("state {}, trace {}", seen.state, seen.trace)));
             }
         }
+        let times = |report: &mut CallReport| std::mem::take(&mut report.observed.phase_op_times);
+        self.op_times = reports.iter_mut().map(|(rank, report)| (*rank, times(report))).collect();
         let mut outputs = Tensors::default();
         for group in &self.output_groups {
             let mut members = group.iter().filter_map(|rank| Some((*rank, reports.remove(rank)?)));
@@ -141,6 +146,11 @@ impl InProcessRanks {
             outputs.0.extend(report.outputs.0);
         }
         Ok(outputs)
+    }
+
+    /// Takes the times of the ops of the last call on each rank, phase by phase.
+    pub(crate) fn take_op_times(&mut self) -> BTreeMap<u32, Vec<PhaseOpTimes>> {
+        std::mem::take(&mut self.op_times)
     }
 
     /// Returns the handles that end the running call of each rank.

@@ -1,9 +1,9 @@
-//! Times the ops of a phase on the host, and adds them up by class of op.
+//! Times the ops of a phase on the host, adds them up by class of op, and keeps the times of single ops if a run wants them.
 
 use tessera_cost::op_class::OpClass;
 use tessera_device::Observer;
 use tessera_ir::{CapturedGraph, Opcode, Program};
-use tessera_runtime::wire::OpClassWork;
+use tessera_runtime::wire::{CollectiveTimes, OpClassWork, PhaseOpTimes};
 
 use crate::clock::monotonic_ns;
 
@@ -22,6 +22,10 @@ pub(crate) struct OpTimes {
     /// reports only how far it has come.
     is_op_by_op: bool,
     sent_bytes: Vec<u64>,
+    /// Times of the collectives on the monotonic clock, in the order of their issue; empty unless the run keeps the
+    /// times of single ops.
+    collectives: Vec<CollectiveTimes>,
+    keeps_single_ops: bool,
 }
 
 impl OpTimes {
@@ -37,20 +41,29 @@ impl OpTimes {
             begins_ns: Vec::with_capacity(classes.len()),
             is_op_by_op: true,
             sent_bytes: vec![0; all.len()],
+            collectives: Vec::new(),
+            keeps_single_ops: false,
         }
     }
 
-    /// Returns an observer of one run, which passes everything on to `inner`.
-    pub(crate) fn observe<'a>(&'a mut self, inner: &'a mut dyn Observer) -> OpClock<'a> {
+    /// Returns an observer of one run, which passes everything on to `inner`. With `keeps_single_ops`,
+    /// [`OpTimes::single_ops`] returns the times of the run.
+    pub(crate) fn observe<'a>(
+        &'a mut self,
+        inner: &'a mut dyn Observer,
+        keeps_single_ops: bool,
+    ) -> OpClock<'a> {
         self.begins_ns.clear();
         self.is_op_by_op = true;
         self.sent_bytes.fill(0);
+        self.collectives.clear();
+        self.keeps_single_ops = keeps_single_ops;
         OpClock { times: self, inner }
     }
 
     /// Returns the work of the run that has just ended, by class; nothing if the backend did not report each op.
     pub(crate) fn add_up(&self, end_ns: u64) -> Vec<OpClassWork> {
-        if !self.is_op_by_op || self.begins_ns.len() != self.class_of_op.len() {
+        if !self.has_every_op() {
             return Vec::new();
         }
         let named = |(name, sent): (&String, &u64)| OpClassWork {
@@ -68,6 +81,39 @@ impl OpTimes {
             }
         }
         classes
+    }
+
+    /// Returns the times of each op of the run that has just ended; `None` if the run keeps none, or if the backend did
+    /// not report each op.
+    pub(crate) fn single_ops(&self, end_ns: u64) -> Option<PhaseOpTimes> {
+        let start_ns = *self.begins_ns.first().filter(|_| self.keeps_single_ops && self.has_every_op())?;
+        let since = |ns: u64| ns.saturating_sub(start_ns);
+        let collectives = self.collectives.iter().map(|c| CollectiveTimes {
+            op: c.op,
+            issued_ns: since(c.issued_ns),
+            waiting_ns: since(c.waiting_ns),
+            completed_ns: since(c.completed_ns),
+        });
+        Some(PhaseOpTimes {
+            start_ns,
+            begins_ns: self.begins_ns.iter().map(|ns| since(*ns)).collect(),
+            end_ns: since(end_ns),
+            collectives: collectives.collect(),
+        })
+    }
+
+    fn has_every_op(&self) -> bool {
+        self.is_op_by_op && self.begins_ns.len() == self.class_of_op.len()
+    }
+
+    /// Sets a time of the collective that an op has issued. Few are in flight, so the search from the end is short.
+    fn set_time(&mut self, op: usize, set: impl Fn(&mut CollectiveTimes, u64)) {
+        if !self.keeps_single_ops {
+            return;
+        }
+        if let Some(times) = self.collectives.iter_mut().rev().find(|times| times.op as usize == op) {
+            set(times, monotonic_ns());
+        }
     }
 }
 
@@ -91,6 +137,15 @@ impl Observer for OpClock<'_> {
     }
 
     fn on_issued(&mut self, op: usize) {
+        if self.times.keeps_single_ops {
+            let now = monotonic_ns();
+            self.times.collectives.push(CollectiveTimes {
+                op: u32::try_from(op).unwrap_or(u32::MAX),
+                issued_ns: now,
+                waiting_ns: now,
+                completed_ns: now,
+            });
+        }
         self.inner.on_issued(op);
     }
 
@@ -102,10 +157,12 @@ impl Observer for OpClock<'_> {
     }
 
     fn on_waiting(&mut self, op: usize) {
+        self.times.set_time(op, |times, now| times.waiting_ns = now);
         self.inner.on_waiting(op);
     }
 
     fn on_completed(&mut self, op: usize) {
+        self.times.set_time(op, |times, now| times.completed_ns = now);
         self.inner.on_completed(op);
     }
 
@@ -143,11 +200,19 @@ mod tests {
         %y = ttile.collective.wait %t : f32[4, 8] \
         %z = ttile.silu %y output \"z\", %z }";
 
-    fn run(times: &mut OpTimes, reports: &[u32]) -> Vec<OpClassWork> {
+    fn run(times: &mut OpTimes, reports: &[u32], keeps: bool) -> Vec<OpClassWork> {
         let mut nothing = Nothing;
-        let mut clock = times.observe(&mut nothing);
+        let mut clock = times.observe(&mut nothing, keeps);
         for ops in reports {
             clock.on_progress(*ops);
+            match ops {
+                1 => clock.on_issued(1),
+                2 => {
+                    clock.on_waiting(1);
+                    clock.on_completed(1);
+                }
+                _ => {}
+            }
         }
         clock.on_sent(1, 128);
         times.add_up(monotonic_ns())
@@ -158,11 +223,36 @@ mod tests {
         let program = parse_all(PROGRAM, "p").unwrap().remove(0);
         let mut times = OpTimes::new(&program);
         for _ in 0..2 {
-            let classes = run(&mut times, &[0, 1, 2, 3, 4]);
+            let classes = run(&mut times, &[0, 1, 2, 3, 4], false);
             let counts: Vec<_> = classes.iter().map(|c| (c.class.as_str(), c.ops, c.sent_bytes)).collect();
             assert_eq!(counts, [("memory-bound", 2, 0), ("all_reduce tp", 1, 128)]);
         }
-        assert_eq!(run(&mut times, &[2, 4]), [], "a device that replays the program");
-        assert_eq!(run(&mut times, &[0, 1, 2]), [], "a run that ended early");
+        assert_eq!(run(&mut times, &[2, 4], false), [], "a device that replays the program");
+        assert_eq!(run(&mut times, &[0, 1, 2], false), [], "a run that ended early");
+    }
+
+    #[test]
+    fn single_ops_are_kept_on_request_with_issue_and_wait_in_order() {
+        let program = parse_all(PROGRAM, "p").unwrap().remove(0);
+        let mut times = OpTimes::new(&program);
+        run(&mut times, &[0, 1, 2, 3, 4], false);
+        assert_eq!(times.single_ops(monotonic_ns()), None, "nobody asked");
+        run(&mut times, &[2, 4], true);
+        assert_eq!(times.single_ops(monotonic_ns()), None, "a device that replays the program");
+        run(&mut times, &[0, 1, 2, 3, 4], true);
+        let ops = times.single_ops(monotonic_ns()).unwrap();
+        let [collective] = ops.collectives[..] else { panic!("{ops:?}") };
+        assert_eq!((ops.begins_ns.len(), ops.begins_ns[0], collective.op), (5, 0, 1));
+        let in_order = [
+            ops.begins_ns[1],
+            collective.issued_ns,
+            ops.begins_ns[2],
+            collective.waiting_ns,
+            collective.completed_ns,
+            ops.begins_ns[3],
+            ops.begins_ns[4],
+            ops.end_ns,
+        ];
+        assert!(in_order.is_sorted(), "{ops:?}");
     }
 }

@@ -85,6 +85,8 @@ pub(crate) struct RankSettings<'a> {
     pub(crate) wire_dump: bool,
     /// Whether each rank poisons temporaries that hold no value.
     pub(crate) poison: bool,
+    /// Whether each rank reports the times of single ops.
+    pub(crate) times_single_ops: bool,
     /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
     pub(crate) gpus: Option<&'a GpuRankConfig>,
     /// Fault, limits and disabled tripwires of a drill; `None` in every other run.
@@ -156,6 +158,7 @@ impl RankConfig {
             threads: self.threads,
             wire_dump: self.wire_dump,
             poison: self.poison,
+            times_single_ops: false,
             gpus: self.gpus.as_ref(),
             drill: self.drill.as_ref(),
         }

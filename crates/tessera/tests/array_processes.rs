@@ -16,7 +16,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use array_cases::{CASES, Extents, MATMUL_TEXT, assert_close, matmul_arrays, seal_text};
+use array_cases::{
+    CASES, Extents, MATMUL_TEXT, OVERLAP_TEXT, assert_close, assert_overlap_trace, matmul_arrays,
+    overlap_ids, overlap_inputs, seal_text,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use tessera::arrays::{ArrayPlan, ArrayProcessOptions, ArrayRun, RunDevice};
 use tessera_base::Diagnostics;
@@ -31,6 +34,7 @@ fn main() -> ExitCode {
     }
     let tests: &[(&str, fn())] = &tests![
         processes_and_threads_return_equal_bits
+        a_traced_run_shows_each_op_and_what_overlapped
         a_refused_call_leaves_the_run_usable
         a_killed_rank_ends_the_call_and_every_process
         an_interrupt_ends_a_call_and_every_process
@@ -121,6 +125,27 @@ fn processes_and_threads_return_equal_bits() {
         assert!(end.contains(r#""kind":"end","status":"complete""#), "{end}");
         assert!(tessera::opened_run::open_run_dir(&out).unwrap().record.start.model == "arrays");
     }
+}
+
+fn a_traced_run_shows_each_op_and_what_overlapped() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = seal_text(OVERLAP_TEXT).unwrap();
+    let traced = ArrayProcessOptions { trace: Some(overlap_ids()), ..options(dir.path()) };
+    let mut run = ArrayRun::start_processes(&plan, Default::default(), traced).unwrap();
+    let outputs = [0, 1].map(|_| run.call("overlap", &overlap_inputs()).unwrap());
+    assert_eq!(outputs[0], outputs[1]);
+    let log = run.log();
+    run.close().unwrap();
+    let trace = log.trace().unwrap();
+    assert_overlap_trace(&trace, 2);
+    let file = std::fs::read_to_string(dir.path().join("run/trace.json")).unwrap();
+    assert_eq!(file, trace.to_perfetto());
+    let on_gpus = ArrayProcessOptions {
+        trace: Some(overlap_ids()),
+        device: RunDevice::Cuda,
+        ..options(&dir.path().join("other"))
+    };
+    assert!(ArrayRun::start_processes(&plan, Default::default(), on_gpus).is_err());
 }
 
 fn a_refused_call_leaves_the_run_usable() {

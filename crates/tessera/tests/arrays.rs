@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use array_cases::{
-    Arrays, CASES, Extents, MATMUL_TEXT, assert_close, bundle, mapping, matmul_arrays, numbers, seal_text,
+    Arrays, CASES, Extents, MATMUL_TEXT, OVERLAP_TEXT, assert_close, assert_overlap_trace, bundle, mapping,
+    matmul_arrays, numbers, overlap_ids, overlap_inputs, seal_text,
 };
 use tessera::arrays::{ArrayPlan, ArrayRun, HostArray};
 use tessera_base::Diagnostics;
@@ -185,4 +186,45 @@ fn an_interrupt_ends_a_call() {
     other.join().unwrap();
     assert_eq!(ids(&ended), ["T0092"]);
     assert!(ended[0].message.contains("interrupted"), "{ended:?}");
+}
+
+#[test]
+fn a_traced_run_shows_each_op_and_what_overlapped() {
+    let plan = seal_text(OVERLAP_TEXT).unwrap();
+    let mut run = ArrayRun::start_traced_threads(&plan, BTreeMap::new(), 1, overlap_ids()).unwrap();
+    let inputs = overlap_inputs();
+    let first = run.call("overlap", &inputs).unwrap();
+    run.call("overlap", &BTreeMap::new()).unwrap_err();
+    assert_eq!(run.call("overlap", &inputs).unwrap(), first);
+    let log = run.log();
+    run.close().unwrap();
+    let trace = log.trace().unwrap();
+    assert_overlap_trace(&trace, 2);
+    let perfetto: serde_json::Value = serde_json::from_str(&trace.to_perfetto()).unwrap();
+    let events = perfetto["traceEvents"].as_array().unwrap();
+    let threads: Vec<_> = events.iter().filter(|e| e["name"] == "thread_name" && e["pid"] == 2).collect();
+    let named: Vec<_> = threads.iter().map(|e| (e["tid"].as_u64(), e["args"]["name"].as_str())).collect();
+    assert_eq!(
+        named,
+        [
+            (Some(0), Some("compute (stream 0)")),
+            (Some(7), Some("tp_collective (stream 7)")),
+            (Some(2), Some("a2a (stream 2)"))
+        ]
+    );
+}
+
+#[test]
+fn a_run_that_is_not_traced_has_a_record_alone() {
+    let case = CASES[0];
+    let mut run = start(case);
+    for program in ["linear", "gather", "linear"] {
+        run.call(program, &case.inputs(program, 0)).unwrap();
+    }
+    let record = run.log().record();
+    assert_eq!(run.log().trace(), None);
+    let calls: Vec<_> = record.calls.iter().map(|call| (call.number, call.program.as_str())).collect();
+    assert_eq!(calls, [(1, "linear"), (2, "gather"), (3, "linear")]);
+    assert!(record.calls.windows(2).all(|pair| pair[0].end_ns <= pair[1].start_ns));
+    assert_eq!(record.plan, seal_text(&case.to_text()).unwrap().sealed.digest_hex());
 }

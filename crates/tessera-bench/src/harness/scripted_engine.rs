@@ -104,6 +104,7 @@ impl Engine for ScriptedEngine {
             compensated: 0,
             temporary_bytes: 0,
             classes: Vec::new(),
+            op_times: None,
         })
     }
 

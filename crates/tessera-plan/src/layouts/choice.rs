@@ -14,7 +14,9 @@ use tessera_mesh::{Axis, AxisLayout, Coord, Layout, Mesh, Shard};
 
 use super::coordinates::role_at;
 use super::redistribution::{local_elements, moved_bytes, plan_moves, sharded_dim};
+use super::segments::{are_invariant, set_local_segments};
 use crate::codes::T0615;
+use crate::mapping::Numerics;
 
 /// Maximum number of combinations of operand layouts that are compared on one axis. An op with more
 /// operands than that allows replicates those that cannot stay as they are.
@@ -87,16 +89,17 @@ pub(super) struct RuleTrials {
     /// A coordinate with the largest and one with the smallest uneven shards, each with an empty
     /// program.
     corners: [(Coord, Program); 2],
+    numerics: Numerics,
 }
 
 impl RuleTrials {
-    pub(super) fn new(mesh: &Mesh) -> RuleTrials {
+    pub(super) fn new(mesh: &Mesh, numerics: Numerics) -> RuleTrials {
         let program = |at: Coord| {
             let b = Builder::new_role("trial", &role_at(mesh, at), *mesh, &[StreamKind::Compute]);
             (at, b.program().clone())
         };
         let last = Coord(Axis::ALL.map(|a| mesh.axis_size(a) - 1));
-        RuleTrials { mesh: *mesh, corners: [program(Coord::default()), program(last)] }
+        RuleTrials { mesh: *mesh, corners: [program(Coord::default()), program(last)], numerics }
     }
 
     /// Chooses the layouts of an op. `results` are its global result types.
@@ -262,6 +265,12 @@ impl RuleTrials {
             .zip(ids)
             .for_each(|(v, id)| *v = id);
         local.results.clear();
+        if self.numerics == Numerics::MeshInvariant
+            && let (Some(x), Some(layout)) = (operands.first(), layouts.first())
+            && !set_local_segments(&mut local, (x.shape.len(), layout), &self.mesh)
+        {
+            return Err(not_invariant(op));
+        }
         let mut made: Option<Vec<Layout>> = None;
         for (at, empty) in &self.corners {
             let value = |(v, l): (&&PlannedValue, &Layout)| Value {
@@ -274,7 +283,11 @@ impl RuleTrials {
             self.check_results(op, &types, results)?;
             made.get_or_insert_with(|| types.iter().map(|t| t.layout).collect());
         }
-        Ok(made.unwrap_or_default())
+        let made = made.unwrap_or_default();
+        match self.numerics {
+            Numerics::MeshInvariant if !are_invariant(layouts, &made, &self.mesh) => Err(not_invariant(op)),
+            Numerics::MeshInvariant | Numerics::Standard => Ok(made),
+        }
     }
 
     /// Checks that the shards of the results make up the results of the logical op.
@@ -308,6 +321,11 @@ impl RuleTrials {
         };
         made.iter().zip(results).map(bytes).fold(0, u64::saturating_add)
     }
+}
+
+fn not_invariant(op: &Op) -> RuleError {
+    let message = format!("the bits of this {} would depend on the mesh", op.opcode.name());
+    RuleError { code: &T0615, message }
 }
 
 /// A layout on one axis in which an operand can be read.

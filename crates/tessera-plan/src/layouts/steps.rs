@@ -9,8 +9,10 @@ use tessera_ir::{Attrs, Op, OpKind, OpView, Opcode, Program, ValueId, WeightLoad
 use tessera_mesh::{AxisLayout, Layout, Mesh};
 
 use super::choice::{LayoutChoice, PlannedValue, RuleTrials, strip_hints};
+use super::segments::{divide_sum, set_local_segments};
 use super::{LaidOutProgram, rule_diagnostic};
 use crate::codes::T0615;
+use crate::mapping::Numerics;
 
 /// A program whose values have layouts. Its values are those of the logical program, followed by
 /// the partial results of ops that were split.
@@ -48,7 +50,11 @@ impl LayoutPlan {
 ///
 /// # Errors
 /// T0615, or the broken rule, for each op that no layouts suit.
-pub(super) fn plan_steps(laid_out: &LaidOutProgram, mesh: &Mesh) -> Result<LayoutPlan, Diagnostics> {
+pub(super) fn plan_steps(
+    laid_out: &LaidOutProgram,
+    mesh: &Mesh,
+    numerics: Numerics,
+) -> Result<LayoutPlan, Diagnostics> {
     let p = &laid_out.program;
     let value = |(v, id): (&tessera_ir::Value, u32)| PlannedValue {
         name: v.name.clone(),
@@ -60,7 +66,7 @@ pub(super) fn plan_steps(laid_out: &LaidOutProgram, mesh: &Mesh) -> Result<Layou
     };
     let values = p.values.iter().zip(0..).map(value).collect();
     let plan = LayoutPlan { name: p.name.clone(), values, steps: vec![] };
-    let mut planner = StepPlanner { laid_out, mesh, trials: RuleTrials::new(mesh), plan };
+    let mut planner = StepPlanner { laid_out, mesh, trials: RuleTrials::new(mesh, numerics), numerics, plan };
     let mut ds = Vec::new();
     for op in &p.ops {
         if let Err(e) = planner.plan_op(&strip_hints(op)) {
@@ -78,6 +84,7 @@ struct StepPlanner<'a> {
     laid_out: &'a LaidOutProgram,
     mesh: &'a Mesh,
     trials: RuleTrials,
+    numerics: Numerics,
     plan: LayoutPlan,
 }
 
@@ -124,13 +131,29 @@ impl StepPlanner<'_> {
     }
 
     fn plan_compute(&mut self, op: &Op) -> Result<(), RuleError> {
+        let mut op = op.clone();
+        if self.numerics == Numerics::MeshInvariant {
+            let operands: Vec<&PlannedValue> =
+                read_values(&op).map(|v| &self.plan.values[v.0 as usize]).collect();
+            divide_sum(&mut op, &operands);
+        }
+        let op = &op;
         let choice = self.choose(op)?;
         match self.split_bias(op, &choice)? {
             Some((sum, rest)) => {
                 self.plan_op(&sum)?;
                 self.plan_op(&rest)
             }
-            None => self.push_step(op.clone(), &choice.operands, &choice.results),
+            None => {
+                let mut local = op.clone();
+                if self.numerics == Numerics::MeshInvariant
+                    && let (Some(x), Some(layout)) = (op.operands.first(), choice.operands.first())
+                {
+                    let dim_count = self.plan.values[x.0 as usize].shape.len();
+                    set_local_segments(&mut local, (dim_count, layout), self.mesh);
+                }
+                self.push_step(local, &choice.operands, &choice.results)
+            }
         }
     }
 

@@ -6,7 +6,8 @@
 //! sharded by groups, and where the experts are sharded over the same axis, the planner finds by itself that an all-to-all
 //! brings them there and another one back.
 //!
-//! Shards of tokens that are not equal stay one group: their tokens are gathered.
+//! Shards of tokens that are not equal stay one group: their tokens are gathered. So do those of a program whose bits may not
+//! depend on the mesh, because groups decide which tokens find no slot.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -18,6 +19,7 @@ use tessera_mesh::{AxisLayout, Mesh, Shard};
 use super::steps::{LayoutPlan, plan_steps};
 use super::{LaidOutProgram, rule_diagnostic};
 use crate::copy_op::copy_op;
+use crate::mapping::Numerics;
 
 /// Gives the sharded tokens of a program groups of their own; returns a program without such tokens as it is.
 ///
@@ -26,12 +28,14 @@ use crate::copy_op::copy_op;
 pub(super) fn group_sharded_tokens<'a>(
     laid_out: &'a LaidOutProgram,
     mesh: &Mesh,
+    numerics: Numerics,
 ) -> Result<Cow<'a, LaidOutProgram>, Diagnostics> {
     let p = &laid_out.program;
-    if !p.ops.iter().any(|op| matches!(op.view(), Ok(OpView::ExpertSlots(v)) if v.group_tokens.is_none())) {
+    let chooses_experts = p.ops.iter().any(|op| matches!(op.view(), Ok(OpView::ExpertSlots(v)) if v.group_tokens.is_none()));
+    if !chooses_experts || numerics == Numerics::MeshInvariant {
         return Ok(Cow::Borrowed(laid_out));
     }
-    let groups = find_groups(p, mesh, &plan_steps(laid_out, mesh)?);
+    let groups = find_groups(p, mesh, &plan_steps(laid_out, mesh, numerics)?);
     if groups.is_empty() {
         return Ok(Cow::Borrowed(laid_out));
     }

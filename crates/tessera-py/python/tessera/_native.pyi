@@ -55,6 +55,7 @@ class Mesh:
         """Returns the position of a rank on each axis."""
     def rank(self, **position: int) -> int:
         """Returns the rank at a position; an axis that is not given has position 0."""
+    def _repr_html_(self) -> str: ...
 
 class ReplicateSpec:
     """A layout that is replicated over mesh axes."""
@@ -106,6 +107,7 @@ class DTensor:
         """Returns the whole tensor as a read-only array: over the memory of this tensor, or a copy of the shards on GPUs."""
     def redistribute(self, spec: Spec) -> DTensor:
         """Returns this tensor in another layout. The ranks exchange shards by a planned and verified program."""
+    def _repr_html_(self) -> str: ...
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]: ...
     def __dlpack__(
         self,
@@ -195,7 +197,7 @@ def numeric(
     dtype: str = "f32",
     accum: str = "f32",
     *,
-    deterministic: bool = True,
+    deterministic: bool = False,
     scale: str | None = None,
     stochastic_round: bool = False,
     seed: int | None = None,
@@ -212,8 +214,11 @@ def numeric(
 
     A program has one precision: layers that state one agree, and the others follow. In bf16 and fp8 the partial sums of ranks are
     rounded to bf16 before they are added, so results differ between meshes in the last digits.
+    A program has one precision: layers that state one agree, and the others follow. Ranks add partial sums in the order of their
+    numbers, in bf16 and fp8 after rounding them to bf16, so a plan always gives the same bits, and two meshes differ in the last digits.
 
-    Ranks add partial sums in the order of their numbers, whatever ``deterministic`` states; ``False`` would permit another order.
+    If a layer states ``deterministic``, no bit of the results of its plan depends on the mesh. Sums in f32 are then added in one tree on
+    every mesh, and operands whose sums would depend on it are gathered, as in bf16, in fp8 and for sharded experts.
     """
 
 class Layer:
@@ -434,6 +439,7 @@ class Plan:
         """Plans and proves the programs again, under the settings with which the plan was made, and returns the digest."""
     def save(self, folder: str) -> None:
         """Writes the plan to a new folder, which ``tessera check`` proves again. Weights are not part of a plan."""
+    def _repr_html_(self) -> str: ...
 
 class Search:
     """A question about the mappings of a model on a machine."""
@@ -523,10 +529,110 @@ class Session:
         """Process ids of the ranks, in rank order; empty if they are threads."""
     def prefetch_report(self) -> PrefetchReport:
         """Returns what the ranks did with the experts of registered layers, in the last 4096 calls."""
+    def trace(self) -> SessionTrace:
+        """Returns the trace of the calls so far, of a session that was opened with ``trace=True``.
+
+        It stays available after the end of the session.
+        """
+    def record(self) -> SessionRecord:
+        """Returns the record of the calls so far. It stays available after the end of the session."""
     def close(self) -> None:
         """Ends the ranks and waits for them."""
     def __enter__(self) -> Session: ...
     def __exit__(self, *exception: object) -> None: ...
+
+class TraceEvent:
+    """An op on a rank: when it ran, and on which stream. A collective has three events, from its issue to its wait."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def call(self) -> int:
+        """Number of the call, from 1."""
+    @property
+    def program(self) -> str: ...
+    @property
+    def stream(self) -> str:
+        """Name of the stream: a wait is on the stream that waits, issue and flight are on that of the collective."""
+    @property
+    def stream_id(self) -> int:
+        """Number of the stream, as ``set_stream_map`` gave it to the plan."""
+    @property
+    def op(self) -> str:
+        """Name of the op; for a wait, of the collective that it waits for."""
+    @property
+    def kind(self) -> str:
+        """What the rank did.
+
+        ``"compute"``; or for a collective ``"issue"``, in which the rank passes its part on, ``"in flight"`` from there to the end
+        of the wait, and ``"wait"``, in which it waits for the other ranks and takes the result.
+        """
+    @property
+    def op_index(self) -> int:
+        """Index of the op in the program of the rank."""
+    @property
+    def issued_by(self) -> int | None:
+        """Index of the op that issued the collective; ``None`` for compute."""
+    @property
+    def start(self) -> float:
+        """Start in seconds since the ranks were loaded, on the monotonic clock of the host."""
+    @property
+    def end(self) -> float:
+        """End in seconds, on the same clock."""
+
+class SessionTrace:
+    """The trace of the calls of a session: the newest 10 000, as long as all ranks together have run at most 500 000 ops in them."""
+
+    @property
+    def events(self) -> list[TraceEvent]:
+        """The events of all ranks, in order of their start; those of one rank at one instant are in program order."""
+    @property
+    def record(self) -> SessionRecord:
+        """The record of the session when the trace was taken."""
+    @property
+    def stream_ids(self) -> dict[str, int]:
+        """The numbers of the streams, by name."""
+    def save(self, path: Path) -> None:
+        """Writes the trace as JSON for Perfetto and chrome://tracing: a process per rank, and a thread per stream with its number."""
+    def _repr_html_(self) -> str: ...
+
+class CallRecord:
+    """A completed call of a session."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def program(self) -> str: ...
+    @property
+    def start(self) -> float:
+        """Time at which the caller passed the inputs, in seconds since the ranks were loaded."""
+    @property
+    def end(self) -> float:
+        """Time at which the caller got the outputs."""
+    @property
+    def seconds(self) -> float: ...
+
+class SessionRecord:
+    """What a session ran: its plan, its ranks, and its newest 10 000 calls."""
+
+    @property
+    def plan_digest(self) -> str: ...
+    @property
+    def mesh(self) -> str: ...
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+    @property
+    def place(self) -> str:
+        """Where the ranks are: ``"threads"`` or ``"processes"``."""
+    @property
+    def device(self) -> str: ...
+    @property
+    def calls(self) -> list[CallRecord]:
+        """The completed calls, oldest first."""
+    @property
+    def call_count(self) -> int:
+        """Number of all completed calls."""
 
 def open_session(
     plan: Plan,
@@ -536,6 +642,7 @@ def open_session(
     threads_per_rank: int = 1,
     out: str | None = None,
     oversubscribe: bool = False,
+    trace: bool = False,
 ) -> Session:
     """Loads a plan on ranks that are ``"threads"`` of this process or ``"processes"`` of this host.
 
@@ -544,6 +651,9 @@ def open_session(
 
     Processes write the record of the run to the folder ``out``, by default a temporary one that is removed with the session.
     An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.
+
+    With ``trace`` each rank times every op, ``Session.trace`` returns the times, and a folder ``out`` gets a ``trace.json``. Ranks on
+    GPUs cannot be traced, because a GPU replays a program as a whole.
     """
 
 def register_prefetch(
@@ -748,9 +858,10 @@ def generate(
 ) -> TextStream[tuple[int, str]]: ...
 
 def set_stream_map(streams: Mapping[str, int]) -> None:
-    """Numbers the streams of the plans that are made from now on, as ``Plan.stream_ids`` shows them.
+    """Numbers the streams of the plans that are made from now on, as ``Plan.stream_ids`` and the traces of their sessions show them.
 
-    Runs of array programs write no traces yet.
+    Without a map ``compute`` is 0, ``tp_collective`` 1, ``a2a`` 2, ``io`` 3 and ``pp`` 4. If a map leaves ``pp`` out, traces give it the
+    smallest number that is left.
     """
 
 def enable_overlap(pairs: Sequence[tuple[str, str]]) -> None:

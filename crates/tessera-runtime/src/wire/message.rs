@@ -225,10 +225,12 @@ pub struct ArrayCall {
 }
 
 /// The outputs of an [`ArrayCall`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ArrayOutputs {
     /// Number of the call; 0 reports that every rank is loaded and has run every program once.
     pub number: u64,
+    /// Times of the ops of each rank, in rank order; empty unless the run times single ops.
+    pub op_times: Vec<(u32, PhaseOpTimes)>,
     /// The whole arrays that the program returns.
     pub outputs: Tensors,
 }
@@ -382,6 +384,35 @@ pub struct CallObservation {
     pub phase_bytes: Vec<u64>,
     /// Work of each phase by class of op, in order of the phases; a phase whose ops were not timed has none.
     pub phase_classes: Vec<Vec<OpClassWork>>,
+    /// Times of the ops of each phase; empty unless the run times single ops.
+    pub phase_op_times: Vec<PhaseOpTimes>,
+}
+
+/// Times of the ops of a phase on one rank, in nanoseconds since its start. Offsets instead of times of the clock keep
+/// the message short.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct PhaseOpTimes {
+    /// Start of the first op on the monotonic clock of the rank's host, in nanoseconds.
+    pub start_ns: u64,
+    /// Begin of each op, in program order.
+    pub begins_ns: Vec<u64>,
+    /// End of the last op.
+    pub end_ns: u64,
+    /// The collectives, in the order of their issue.
+    pub collectives: Vec<CollectiveTimes>,
+}
+
+/// Times of a collective on one rank, in nanoseconds since the start of its phase.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CollectiveTimes {
+    /// Index of the issuing op in its program.
+    pub op: u32,
+    /// End of the issue.
+    pub issued_ns: u64,
+    /// Begin of the wait; that of a collective without a wait op begins with the end of its issue.
+    pub waiting_ns: u64,
+    /// End of the wait.
+    pub completed_ns: u64,
 }
 
 /// Work of all ops of one class in a phase on one rank.

@@ -297,6 +297,7 @@ impl Engine for FakeEngine {
             compensated: 0,
             temporary_bytes: 0,
             classes: Vec::new(),
+            op_times: None,
             trace: trace_of(&phase.program),
         };
         let mut bytes = std::mem::take(&mut self.state);

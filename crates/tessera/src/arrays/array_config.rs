@@ -23,6 +23,8 @@ pub(crate) struct ArrayConfig {
     pub(crate) threads: usize,
     /// Whether each rank writes the messages that it sends to a file.
     pub(crate) wire_dump: bool,
+    /// Whether each rank reports the times of single ops with every call.
+    pub(crate) times_single_ops: bool,
     /// GPU configuration of the ranks; `None` if they run on CPUs.
     pub(crate) gpus: Option<GpuRankConfig>,
 }
@@ -40,6 +42,7 @@ impl ArrayConfig {
             threads: self.threads,
             wire_dump: self.wire_dump,
             poison: false,
+            times_single_ops: self.times_single_ops,
             gpus: self.gpus.as_ref(),
             drill: None,
         }

@@ -1,7 +1,7 @@
 //! Runs the leader of array programs: rank 0, which takes calls from the launching process, returns their outputs and
 //! writes the record.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tessera_base::{Diagnostic, Diagnostics};
@@ -9,8 +9,10 @@ use tessera_runtime::Failure;
 use tessera_runtime::array_director::ArrayRequest;
 use tessera_runtime::driver::{CallRequest, LeaderParts};
 use tessera_runtime::engine::{Delivery, MediaPipeline};
-use tessera_runtime::leader::RecordEntry;
-use tessera_runtime::wire::{ArrayCall, ArrayOutputs, CallAction, Message, PhaseCall, Tensor, Tensors};
+use tessera_runtime::leader::{CallRecord, RecordEntry};
+use tessera_runtime::wire::{
+    ArrayCall, ArrayOutputs, CallAction, CallObservation, Message, PhaseCall, PhaseOpTimes, Tensor, Tensors,
+};
 
 use super::array_config::ArrayConfig;
 use super::array_link::ArrayLink;
@@ -60,6 +62,7 @@ fn build_parts(
     let outputs = Arc::new(Mutex::new(requests.try_clone().map_err(one)?));
     let (requested, delivered, called) = (Arc::clone(calls), Arc::clone(calls), Arc::clone(&plan));
     let (writer, recorder, warm) = (Arc::clone(record), Arc::clone(record), Arc::clone(&outputs));
+    let timed = Arc::clone(calls);
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
         local_rank: context.local_rank(config.weights_place(), config.threads, communicators),
@@ -79,7 +82,9 @@ fn build_parts(
                 record.record_call(call, Some(&settings), None);
                 if call.plan.action == CallAction::Warmup {
                     // The launching process that does not read this has ended, which the control link reports.
-                    let _ = send_outputs(&warm, 0, Tensors::default());
+                    let _ = send_outputs(&warm, ArrayOutputs::default());
+                } else {
+                    timed.keep_op_times(call);
                 }
             }
         }),
@@ -89,9 +94,9 @@ fn build_parts(
     })
 }
 
-fn send_outputs(link: &Mutex<ArrayLink>, number: u64, outputs: Tensors) -> Result<(), Diagnostic> {
+fn send_outputs(link: &Mutex<ArrayLink>, outputs: ArrayOutputs) -> Result<(), Diagnostic> {
     let mut link = link.lock().unwrap_or_else(PoisonError::into_inner);
-    let frame = link.encode(&Message::ArrayOutputs(ArrayOutputs { number, outputs }))?;
+    let frame = link.encode(&Message::ArrayOutputs(outputs))?;
     link.send(&frame)
 }
 
@@ -103,6 +108,8 @@ struct OpenCalls(Mutex<CallQueue>);
 struct CallQueue {
     /// Number and phase of each call whose outputs are due, oldest first.
     due: VecDeque<(u64, String)>,
+    /// Times of the ops of each rank in calls whose outputs are due, by the call's index; empty unless the run is traced.
+    op_times: BTreeMap<u32, Vec<(u32, PhaseOpTimes)>>,
     /// Why no further call can be received.
     failure: Option<Diagnostic>,
     /// Whether the launching process requests no further call.
@@ -112,6 +119,17 @@ struct CallQueue {
 impl OpenCalls {
     fn lock(&self) -> MutexGuard<'_, CallQueue> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the times of a call's ops until its outputs are returned. A call of arrays has one phase.
+    fn keep_op_times(&self, call: &CallRecord) {
+        let of_rank = |(rank, observed): (&u32, &CallObservation)| {
+            observed.phase_op_times.first().map(|times| (*rank, times.clone()))
+        };
+        let times: Vec<_> = call.observed.iter().filter_map(of_rank).collect();
+        if !times.is_empty() {
+            self.lock().op_times.insert(call.plan.chunk, times);
+        }
     }
 
     /// Waits for the next call; `None` ends the run.
@@ -159,7 +177,10 @@ impl MediaPipeline for ArrayPipeline {
     }
 
     fn deliver_chunk(&mut self, chunk: u32, returned: &Tensors, _: bool) -> Result<Delivery, Diagnostic> {
-        let due = self.calls.lock().due.pop_front();
+        let (due, op_times) = {
+            let mut calls = self.calls.lock();
+            (calls.due.pop_front(), calls.op_times.remove(&chunk).unwrap_or_default())
+        };
         let Some((number, phase)) = due else {
             return Err(Diagnostic::error(&T0092, format!("call {chunk} was not requested")));
         };
@@ -171,7 +192,7 @@ impl MediaPipeline for ArrayPipeline {
         let outputs = Tensors(tensors.collect::<Result<_, _>>()?);
         let bytes: Vec<u8> = outputs.0.iter().flat_map(|tensor| tensor.data()).copied().collect();
         let count = outputs.0.len() as u32;
-        send_outputs(&self.link, number, outputs)?;
+        send_outputs(&self.link, ArrayOutputs { number, op_times, outputs })?;
         lock_record(&self.record).record_delivery(chunk, count, &bytes, None)?;
         Ok(Delivery { frames: count, ids: Vec::new() })
     }

@@ -124,7 +124,8 @@ mod tests {
         let frame = here.encode(&call).unwrap();
         here.send(&frame).unwrap();
         assert_eq!(leader.receive().unwrap(), Some(call));
-        let outputs = Message::ArrayOutputs(ArrayOutputs { number: 1, outputs: inputs });
+        let outputs =
+            Message::ArrayOutputs(ArrayOutputs { number: 1, op_times: Vec::new(), outputs: inputs });
         let frame = leader.encode(&outputs).unwrap();
         leader.send(&frame).unwrap();
         assert_eq!(here.receive().unwrap(), Some(outputs));

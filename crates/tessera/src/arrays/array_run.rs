@@ -2,25 +2,35 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_report::record::RunDevice;
 
 use super::array_plan::ArrayPlan;
 use super::device_array::{ArrayValues, on_host};
 use super::gpu_thread::refuse_device_inputs;
+use super::call_log::ArrayRunLog;
 use super::host_array::HostArray;
 use super::launch::ArrayProcessOptions;
 use super::process_run::ProcessRun;
-use super::run_end::{ArrayInterrupt, CallError};
+use super::run_end::{ArrayInterrupt, CallError, TimedOutputs};
+use super::run_record::RankPlace;
+use super::stream_ids::StreamIds;
 use super::thread_run::ThreadRun;
+use crate::clock::monotonic_ns;
 use crate::codes::T0092;
 use crate::transfer_log::CallTransfers;
+use crate::files::write_file;
 
 /// The loaded ranks of a plan. Dropping a run ends its threads or processes at once.
 pub struct ArrayRun {
     plan: Arc<ArrayPlan>,
     ranks: Ranks,
+    log: Arc<ArrayRunLog>,
+    /// File for the trace of a run that is traced and has a folder.
+    trace_file: Option<PathBuf>,
     /// Why the run has ended.
     ended: Option<Diagnostic>,
 }
@@ -42,9 +52,21 @@ impl ArrayRun {
         weights: BTreeMap<String, HostArray>,
         threads_per_rank: usize,
     ) -> Result<ArrayRun, Diagnostics> {
-        plan.programs.check_weights(&weights)?;
-        let ranks = Ranks::Threads(Box::new(ThreadRun::start(plan, weights, threads_per_rank)?));
-        Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
+        ArrayRun::load_threads(plan, weights, threads_per_rank, None)
+    }
+
+    /// As [`ArrayRun::start_threads`], and the ranks time every op. [`ArrayRunLog::trace`] returns the times, with these
+    /// numbers of streams.
+    ///
+    /// # Errors
+    /// As [`ArrayRun::start_threads`].
+    pub fn start_traced_threads(
+        plan: &Arc<ArrayPlan>,
+        weights: BTreeMap<String, HostArray>,
+        threads_per_rank: usize,
+        stream_ids: StreamIds,
+    ) -> Result<ArrayRun, Diagnostics> {
+        ArrayRun::load_threads(plan, weights, threads_per_rank, Some(stream_ids))
     }
 
     /// Loads a plan of one rank on its GPU, on a thread of this process. Calls read inputs in the memory of that GPU
@@ -59,7 +81,8 @@ impl ArrayRun {
     ) -> Result<ArrayRun, Diagnostics> {
         plan.programs.check_weights(&weights)?;
         let ranks = Ranks::Threads(Box::new(ThreadRun::start_on_gpu(plan, weights)?));
-        Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
+        let log = ArrayRunLog::begin(plan, (RankPlace::Threads, RunDevice::Cuda), None);
+        Ok(ArrayRun { plan: Arc::clone(plan), ranks, log, trace_file: None, ended: None })
     }
 
     /// Starts a process for each rank and waits until all are loaded and have run every program once.
@@ -73,8 +96,11 @@ impl ArrayRun {
         options: ArrayProcessOptions,
     ) -> Result<ArrayRun, Diagnostics> {
         plan.programs.check_weights(&weights)?;
+        let (device, stream_ids) = (options.device, options.trace.clone());
+        let trace_file = stream_ids.is_some().then(|| options.out.join(TRACE_FILE));
         let ranks = Ranks::Processes(ProcessRun::start(plan, &weights, options)?);
-        Ok(ArrayRun { plan: Arc::clone(plan), ranks, ended: None })
+        let log = ArrayRunLog::begin(plan, (RankPlace::Processes, device), stream_ids);
+        Ok(ArrayRun { plan: Arc::clone(plan), ranks, log, trace_file, ended: None })
     }
 
     /// Runs one program of the plan. Inputs and outputs are whole arrays in host memory.
@@ -83,10 +109,10 @@ impl ArrayRun {
     /// As [`ArrayRun::call_with`].
     pub fn call(
         &mut self,
-        program: &str,
+        name: &str,
         inputs: &BTreeMap<String, HostArray>,
     ) -> Result<BTreeMap<String, HostArray>, Diagnostics> {
-        let outputs = self.call_with(program, &on_host(inputs.clone()))?;
+        let outputs = self.call_with(name, &on_host(inputs.clone()))?;
         let gathered = outputs.into_iter().map(|(name, array)| Ok((name, array.gather()?)));
         gathered.collect::<Result<_, Diagnostic>>().map_err(|d| vec![d])
     }
@@ -99,31 +125,43 @@ impl ArrayRun {
     /// T0092.
     pub fn call_with(
         &mut self,
-        program: &str,
+        name: &str,
         inputs: &BTreeMap<String, ArrayValues>,
     ) -> Result<BTreeMap<String, ArrayValues>, Diagnostics> {
         if let Some(cause) = &self.ended {
             let d = Diagnostic::error(&T0092, "the run has ended, so it takes no further call");
             return Err(vec![d.with_note(format!("it ended with {}: {}", cause.code.id, cause.message))]);
         }
-        let program = self.plan.programs.get(program).map_err(|d| vec![d])?;
+        let program = self.plan.programs.get(name).map_err(|d| vec![d])?;
+        let begun_ns = monotonic_ns();
         let request = program.make_request(inputs)?;
         let outcome = match &mut self.ranks {
             Ranks::Threads(run) => run.call(program, request, inputs),
             Ranks::Processes(run) => refuse_device_inputs(inputs)
                 .map_err(CallError::Refused)
-                .and_then(|()| run.call(program, request))
-                .map(on_host),
+                .and_then(|()| run.call(program, request)),
             Ranks::Gone => Err(CallError::Refused(Vec::new())),
         };
-        outcome.map_err(|error| match error {
-            CallError::Refused(ds) => ds,
-            CallError::Ended(d) => {
+        match outcome {
+            Ok(TimedOutputs { outputs, op_times }) => {
+                self.log.end_call(name, begun_ns, op_times);
+                Ok(outputs)
+            }
+            Err(CallError::Refused(ds)) => Err(ds),
+            Err(CallError::Ended(d)) => {
                 self.ended = Some(d.clone());
                 self.ranks = Ranks::Gone;
-                vec![d]
+                // The cause of the end says more than a file that is missing, too.
+                let _ = self.write_trace();
+                Err(vec![d])
             }
-        })
+        }
+    }
+
+    /// Returns the log of the calls, which stays readable after the end of the run.
+    #[must_use]
+    pub fn log(&self) -> Arc<ArrayRunLog> {
+        Arc::clone(&self.log)
     }
 
     /// Returns a handle that ends the run from another thread, during a call too.
@@ -161,10 +199,11 @@ impl ArrayRun {
     /// Ends the run after its last call, and waits for its processes.
     ///
     /// # Errors
-    /// The failure of a rank, with its code. A run that a call has ended returned its failure there.
-    pub fn close(self) -> Result<(), Diagnostics> {
-        match self.ranks {
-            Ranks::Processes(run) => run.close().map_err(|d| vec![d]),
+    /// The failure of a rank, with its code, or T0014 if the trace cannot be written. A run that a call has ended returned
+    /// its failure there.
+    pub fn close(mut self) -> Result<(), Diagnostics> {
+        match std::mem::replace(&mut self.ranks, Ranks::Gone) {
+            Ranks::Processes(run) => run.close().and(self.write_trace()).map_err(|d| vec![d]),
             Ranks::Threads(run) => {
                 run.close();
                 Ok(())
@@ -172,7 +211,32 @@ impl ArrayRun {
             Ranks::Gone => Ok(()),
         }
     }
+
+    fn load_threads(
+        plan: &Arc<ArrayPlan>,
+        weights: BTreeMap<String, HostArray>,
+        threads_per_rank: usize,
+        stream_ids: Option<StreamIds>,
+    ) -> Result<ArrayRun, Diagnostics> {
+        plan.programs.check_weights(&weights)?;
+        let times_ops = stream_ids.is_some();
+        let run = ThreadRun::start(plan, weights, threads_per_rank, times_ops)?;
+        let log = ArrayRunLog::begin(plan, (RankPlace::Threads, RunDevice::Cpu), stream_ids);
+        let ranks = Ranks::Threads(Box::new(run));
+        Ok(ArrayRun { plan: Arc::clone(plan), ranks, log, trace_file: None, ended: None })
+    }
+
+    /// Writes the trace of a run that has a folder for it.
+    fn write_trace(&self) -> Result<(), Diagnostic> {
+        match (&self.trace_file, self.log.trace()) {
+            (Some(file), Some(trace)) => write_file(file, trace.to_perfetto().as_bytes()),
+            _ => Ok(()),
+        }
+    }
 }
+
+/// Name of the trace in the folder of a run.
+const TRACE_FILE: &str = "trace.json";
 
 impl fmt::Debug for ArrayRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

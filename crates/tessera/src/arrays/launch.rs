@@ -6,15 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::Program;
 use tessera_report::record::{RecordLine, RunDevice, RunKind};
 use tessera_runtime::driver::{LaunchSpec, StopHandle};
-use tessera_runtime::wire::{MAX_TENSOR_BYTES, MAX_TENSORS};
+use tessera_runtime::wire::{MAX_META_BYTES, MAX_TENSOR_BYTES, MAX_TENSORS};
 
 use super::array_config::ArrayConfig;
 use super::array_plan::{ArrayPlan, PLAN_NAME};
 use super::array_program::ArrayPort;
 use super::array_weights::write_weights_file;
 use super::host_array::HostArray;
+use super::stream_ids::StreamIds;
 use crate::codes::{T0018, T0090};
 use crate::communicators;
 use crate::cuda;
@@ -44,6 +46,9 @@ pub struct ArrayProcessOptions {
     pub wire_dump: bool,
     /// Command line of the launching process, for the record.
     pub command: Vec<String>,
+    /// Numbers of the streams in the trace of the run; `None` to trace nothing. A traced run has CPUs as devices, because
+    /// a GPU replays a program as a whole and reports no single op.
+    pub trace: Option<StreamIds>,
     /// Stops the run, also while it starts: the first request before the next call, the second at once.
     pub stop: StopHandle,
 }
@@ -60,6 +65,7 @@ impl ArrayProcessOptions {
             oversubscribe: false,
             wire_dump: false,
             command: Vec::new(),
+            trace: None,
             stop: StopHandle::default(),
         }
     }
@@ -81,6 +87,9 @@ pub(super) fn prepare_launch(
 ) -> Result<LaunchSpec, Diagnostics> {
     let one = |d: Diagnostic| vec![d];
     check_message_sizes(plan)?;
+    if options.trace.is_some() {
+        check_trace(plan, options.device).map_err(one)?;
+    }
     let ranks = plan.sealed.mesh().world_size();
     let is_bound = options.device == RunDevice::Cpu && !options.oversubscribe;
     let threads = choose_threads(plan.sealed.mesh(), options.threads, is_bound).map_err(one)?;
@@ -97,6 +106,7 @@ pub(super) fn prepare_launch(
         out,
         threads,
         wire_dump: options.wire_dump,
+        times_single_ops: options.trace.is_some(),
         gpus,
     };
     write_run_dir(plan, options).map_err(one)?;
@@ -147,6 +157,37 @@ fn check_message_sizes(plan: &ArrayPlan) -> Result<(), Diagnostics> {
         })
         .collect();
     if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+/// Bytes of an op's time and of a collective's times in a message, for calls of less than a year.
+const OP_TIME_BYTES: u64 = 8;
+const COLLECTIVE_TIMES_BYTES: u64 = 3 * OP_TIME_BYTES + 5;
+
+/// Checks that the ranks can time single ops, and that the times of a call fit one message.
+fn check_trace(plan: &ArrayPlan, device: RunDevice) -> Result<(), Diagnostic> {
+    if device != RunDevice::Cpu {
+        let d = Diagnostic::error(&T0090, "a trace of ranks on GPUs: a GPU replays a program as a whole");
+        return Err(d.with_hint("trace the run on CPUs"));
+    }
+    let sealed = &plan.sealed;
+    let bytes_of = |program: &Program| {
+        let collectives = program.collective_ops().count() as u64;
+        OP_TIME_BYTES * (program.ops.len() as u64 + 4) + COLLECTIVE_TIMES_BYTES * collectives
+    };
+    let bytes_of_call = |phase: &String| -> u64 {
+        sealed.mesh().iter().filter_map(|rank| sealed.rank_program(phase, rank)).map(|p| bytes_of(p)).sum()
+    };
+    let bytes = sealed.phase_names().iter().map(bytes_of_call).max().unwrap_or(0);
+    if bytes <= u64::from(MAX_META_BYTES) {
+        return Ok(());
+    }
+    Err(Diagnostic::error(
+        &T0090,
+        "the times of the ops of a call exceed the limit of a message between processes",
+    )
+    .with_label("the plan", format!("up to {bytes} bytes"))
+    .with_label("limit", format!("{MAX_META_BYTES} bytes"))
+    .with_hint("trace the run on threads, or split the program"))
 }
 
 /// Writes the run directory with its plan and the first line of its record, atomically.

@@ -8,15 +8,16 @@ use std::thread::JoinHandle;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_runtime::array_director::ArrayRequest;
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
-use tessera_runtime::wire::{ArrayCall, ArrayOutputs, Message, PhaseCall, Tensors};
+use tessera_runtime::wire::{ArrayCall, ArrayOutputs, Message, PhaseCall};
 use tessera_runtime::{Failure, FailureClass};
 
 use super::array_link::ArrayLink;
 use super::array_plan::ArrayPlan;
 use super::array_program::ArrayProgram;
+use super::device_array::on_host;
 use super::host_array::HostArray;
 use super::launch::{ArrayProcessOptions, prepare_launch, remove_weights_file};
-use super::run_end::{ArrayInterrupt, CallError, interrupted};
+use super::run_end::{ArrayInterrupt, CallError, TimedOutputs, interrupted};
 use crate::codes::{T0017, T0092};
 use crate::rank_launch::settle_launch;
 use crate::run_dir_writer::close_record;
@@ -74,7 +75,7 @@ impl ProcessRun {
         &mut self,
         program: &ArrayProgram,
         request: ArrayRequest,
-    ) -> Result<BTreeMap<String, HostArray>, CallError> {
+    ) -> Result<TimedOutputs, CallError> {
         let ArrayRequest { phase: PhaseCall { program: phase, .. }, inputs } = request;
         let number = self.last_call + 1;
         let call = Message::ArrayCall(ArrayCall { number, program: phase, inputs });
@@ -82,9 +83,9 @@ impl ProcessRun {
         drop(call);
         self.last_call = number;
         let sent = self.link.send(&frame).map_err(|d| self.end_run(d));
-        let outputs = sent.and_then(|()| self.receive_outputs(number));
-        let arrays = outputs.and_then(|outputs| program.take_whole_outputs(&outputs));
-        arrays.map_err(CallError::Ended)
+        let received = sent.and_then(|()| self.receive_outputs(number)).map_err(CallError::Ended)?;
+        let outputs = program.take_whole_outputs(&received.outputs).map_err(CallError::Ended)?;
+        Ok(TimedOutputs { outputs: on_host(outputs), op_times: received.op_times })
     }
 
     /// Returns a handle that kills the processes.
@@ -118,11 +119,9 @@ impl ProcessRun {
     }
 
     /// Waits for the outputs of a call.
-    fn receive_outputs(&mut self, expected: u64) -> Result<Tensors, Diagnostic> {
+    fn receive_outputs(&mut self, expected: u64) -> Result<ArrayOutputs, Diagnostic> {
         match self.link.receive() {
-            Ok(Some(Message::ArrayOutputs(ArrayOutputs { number, outputs }))) if number == expected => {
-                Ok(outputs)
-            }
+            Ok(Some(Message::ArrayOutputs(outputs))) if outputs.number == expected => Ok(outputs),
             Ok(Some(message)) => {
                 let what = format!("a {:?} message is not the answer to call {expected}", message.kind());
                 Err(self.end_run(Diagnostic::error(&T0092, what)))

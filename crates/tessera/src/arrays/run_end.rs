@@ -1,10 +1,14 @@
-//! How a run of array programs ends: by a failure, which the call that waits returns as a diagnostic, or by an interrupt.
+//! How a call of array programs ends: with its outputs, or with the run, by a failure, which the call that waits returns as
+//! a diagnostic, or by an interrupt.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_runtime::wire::PhaseOpTimes;
 
+use super::device_array::ArrayValues;
 use crate::codes::T0092;
 
 /// Ends a run of array programs from any thread: a call that waits returns T0092, and so does every later one.
@@ -26,6 +30,12 @@ impl fmt::Debug for ArrayInterrupt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("ArrayInterrupt")
     }
+}
+
+/// What a call returns, with the times of the ops of each rank; none unless the run is traced.
+pub(super) struct TimedOutputs {
+    pub(super) outputs: BTreeMap<String, ArrayValues>,
+    pub(super) op_times: Vec<(u32, PhaseOpTimes)>,
 }
 
 /// Why a call returns nothing.

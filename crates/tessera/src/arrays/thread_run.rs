@@ -15,7 +15,7 @@ use super::array_weights::{ArrayWeightsPlace, HostWeights};
 use super::device_array::{ArrayValues, on_host};
 use super::gpu_thread::{GpuThread, refuse_device_inputs};
 use super::host_array::HostArray;
-use super::run_end::{ArrayInterrupt, CallError, interrupted};
+use super::run_end::{ArrayInterrupt, CallError, TimedOutputs, interrupted};
 use crate::host_memory::check_host_memory;
 use crate::in_process_ranks::{InProcessRanks, cause_of};
 use crate::rank::RankContext;
@@ -37,7 +37,7 @@ pub(super) struct ThreadRun {
 }
 
 impl ThreadRun {
-    /// Loads the programs and weights on every rank, with `threads` threads each.
+    /// Loads the programs and weights on every rank, with `threads` threads each. The ranks time single ops if wanted.
     ///
     /// # Errors
     /// T0801 for an op that a CPU does not run, T0804 if the memory of this host does not suffice, or the error of a
@@ -46,12 +46,14 @@ impl ThreadRun {
         plan: &Arc<ArrayPlan>,
         weights: BTreeMap<String, HostArray>,
         threads: usize,
+        times_single_ops: bool,
     ) -> Result<ThreadRun, Diagnostics> {
         let one = |d: Diagnostic| vec![d];
         prepare_device(&plan.sealed, RunDevice::Cpu, plan.sealed.mesh().world_size())?;
         check_host_memory(&plan.sealed, 0).map_err(one)?;
         let place = ArrayWeightsPlace::Memory(Arc::new(HostWeights::new(weights)));
-        let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
+        let mut context = RankContext::new(Arc::clone(plan), SyntheticDelays::default());
+        context.times_single_ops = times_single_ops;
         ThreadRun::load(context, &place, threads, None)
     }
 
@@ -113,7 +115,7 @@ impl ThreadRun {
         program: &super::ArrayProgram,
         request: ArrayRequest,
         inputs: &BTreeMap<String, ArrayValues>,
-    ) -> Result<BTreeMap<String, ArrayValues>, CallError> {
+    ) -> Result<TimedOutputs, CallError> {
         match &self.gpu {
             Some(gpu) => gpu.set_inputs(inputs),
             None => refuse_device_inputs(inputs),
@@ -134,7 +136,11 @@ impl ThreadRun {
             Some(gpu) => gpu.take_outputs(program),
             None => program.assemble_outputs(&outputs, groups).map(on_host),
         });
-        outputs.map_err(|d| CallError::Ended(with_cause(d)))
+        let outputs = outputs.map_err(|d| CallError::Ended(with_cause(d)))?;
+        // A call of arrays has one phase.
+        let of_phase = |(rank, times): (u32, Vec<_>)| times.into_iter().map(move |times| (rank, times));
+        let op_times = self.ranks.take_op_times().into_iter().flat_map(of_phase).collect();
+        Ok(TimedOutputs { outputs, op_times })
     }
 
     /// Ends the ranks and waits for them.

@@ -43,6 +43,7 @@ impl GenerateConfig {
             threads: self.threads,
             wire_dump: self.wire_dump,
             poison: false,
+            times_single_ops: false,
             gpus: self.gpus.as_ref(),
             drill: self.drill.as_ref(),
         }

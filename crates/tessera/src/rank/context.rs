@@ -105,6 +105,8 @@ pub(crate) struct RankContext<P> {
     pub(super) poison: bool,
     /// Where this rank reports the transfers of experts, if its plan has any.
     pub(crate) transfers: Option<TransferPlace>,
+    /// Whether each rank reports the times of single ops.
+    pub(crate) times_single_ops: bool,
     /// Fault injector of this rank; `None` outside of drills.
     pub(crate) fault_injector: Option<FaultInjector>,
 }
@@ -127,6 +129,7 @@ impl<P: RankPlan> RankContext<P> {
             wire_dump: None,
             poison: false,
             transfers: None,
+            times_single_ops: false,
             fault_injector: None,
             plan,
         }
@@ -147,6 +150,7 @@ impl<P: RankPlan> RankContext<P> {
         self.gpus = settings.gpus.cloned();
         self.poison = settings.poison;
         self.transfers = Some(TransferPlace::Folder(settings.out.to_path_buf()));
+        self.times_single_ops = settings.times_single_ops;
         self.wire_dump = settings.wire_dump.then(|| dump_path(settings.out, rank.0));
         let Some(arming) = settings.drill else { return };
         let hand = FaultInjector::new(arming, rank, settings.out);
@@ -275,6 +279,7 @@ impl<P: RankPlan> RankContext<P> {
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
         let (poison, call_arrays, transfers) = (self.poison, self.call_arrays.clone(), self.transfers.clone());
+        let times_single_ops = self.times_single_ops;
         Box::new(move || {
             let sealed = plan.sealed();
             let mut model = plan.open_model(place, drill.as_ref())?;
@@ -300,6 +305,7 @@ impl<P: RankPlan> RankContext<P> {
             let (files, opener) = model.into_facts()?;
             let mut engine = opener.into_iter().fold(engine, MeshEngine::with_weight_opener);
             engine.set_flight_record(flight.clone());
+            engine.time_single_ops(times_single_ops);
             engine.set_delay(delay);
             engine.set_call_arrays(call_arrays);
             let reported = transfers.filter(|_| has_expert_tiers(sealed, rank));

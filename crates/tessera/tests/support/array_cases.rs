@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tessera::Mapping;
-use tessera::arrays::{ArrayPlan, HostArray};
+use tessera::arrays::{ArrayPlan, ArrayTrace, ArrayTraceEvent, ArrayTraceKind, HostArray, StreamIds};
 use tessera_base::Diagnostics;
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, parse_all};
 use tessera_mesh::{Mesh, RankMap, split_units};
@@ -204,4 +204,64 @@ pub fn matmul_arrays(weight: f32, input: f32) -> [Arrays; 2] {
         BTreeMap::from([(name.to_string(), HostArray::from_vec(shape.to_vec(), vec![value; count]))])
     };
     [array("w", [4, 3], weight), array("x", [2, 3], input)]
+}
+
+/// A program whose two collectives, on two streams, are in flight at once, with one op that computes between.
+pub const OVERLAP_TEXT: &str = r#"
+program @overlap role(r) mesh(tp=2) streams(compute, tp_collective, a2a) {
+  %x = input : f32[4, 3] {tp: shard(0)}
+  %e = event.record
+  %t = ttile.collective.issue all_gather %x {axis = "tp", dim = 0} @tp_collective after(%e)
+  %u = ttile.collective.issue all_gather %x {axis = "tp", dim = 0} @a2a after(%e)
+  %s = ttile.silu %x
+  %a = ttile.collective.wait %t : f32[8, 3]
+  %b = ttile.collective.wait %u : f32[8, 3]
+  %y = ttile.add %a, %b
+  output "y", %y
+  output "s", %s
+}
+"#;
+
+pub fn overlap_inputs() -> Arrays {
+    BTreeMap::from([("x".to_string(), numbers(3, &[8, 3]))])
+}
+
+/// Checks the trace of `calls` calls of [`OVERLAP_TEXT`]: on each rank the same events in the order of the plan, and
+/// nothing of one call within another one.
+pub fn assert_overlap_trace(trace: &ArrayTrace, calls: u64) {
+    use ArrayTraceKind::{Compute, InFlight, Issue, Wait};
+    let expected = [
+        (Issue, "all_gather", "tp_collective", 7, Some(2)),
+        (InFlight, "all_gather", "tp_collective", 7, Some(2)),
+        (Issue, "all_gather", "a2a", 2, Some(3)),
+        (InFlight, "all_gather", "a2a", 2, Some(3)),
+        (Compute, "silu", "compute", 0, None),
+        (Wait, "all_gather", "compute", 0, Some(2)),
+        (Wait, "all_gather", "compute", 0, Some(3)),
+        (Compute, "add", "compute", 0, None),
+        (Compute, "output", "compute", 0, None),
+        (Compute, "output", "compute", 0, None),
+    ];
+    assert_eq!((trace.record.call_count, trace.record.ranks), (calls, 2));
+    assert!(trace.events.is_sorted_by_key(|event| event.start_ns));
+    for (rank, call) in (0..2).flat_map(|rank| (1..=calls).map(move |call| (rank, call))) {
+        let of_call = |event: &&ArrayTraceEvent| event.rank == rank && event.call == call;
+        let events: Vec<&ArrayTraceEvent> = trace.events.iter().filter(of_call).collect();
+        let shown: Vec<_> =
+            events.iter().map(|e| (e.kind, e.op, &*e.stream, e.stream_id, e.issued_by)).collect();
+        assert_eq!(shown, expected);
+        // Both collectives are issued before either is complete, and the op between them is over by then.
+        let in_flight = [events[1], events[3]];
+        assert!(in_flight[1].start_ns <= events[4].start_ns && events[4].end_ns <= in_flight[0].end_ns);
+        assert_eq!(in_flight.map(|e| e.end_ns), [events[5].end_ns, events[6].end_ns]);
+        let record = &trace.record.calls[call as usize - 1];
+        let within = record.start_ns..=record.end_ns;
+        assert!(events.iter().all(|e| within.contains(&e.start_ns) && within.contains(&e.end_ns)));
+    }
+}
+
+/// The numbers of streams in these traces; `pp` and `io` get others.
+pub fn overlap_ids() -> StreamIds {
+    let ids = [("compute", 0), ("tp_collective", 7), ("a2a", 2)];
+    StreamIds::new(ids.map(|(name, id)| (name.to_string(), id)).into())
 }
