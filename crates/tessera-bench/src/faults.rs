@@ -7,6 +7,7 @@
 mod draw;
 mod frozen_disk;
 mod run;
+mod shut_connections;
 mod summary;
 mod verdict;
 

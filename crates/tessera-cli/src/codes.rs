@@ -65,7 +65,10 @@ exception itself is the cause of this one.";
 
     T1508: "search cannot be asked like this",
     "`graph.search` plans a model of the zoo, or of a config.json, on a machine of the catalog. Its objective is throughput, latency or \
-memory. Pins are the knobs of `tessera plan --pin`, written as keywords: `search(\"deepseek-v3\", tp=8)`.";
+memory. Pins are the knobs of `tessera plan --pin`, written as keywords: `search(\"deepseek-v3\", tp=8)`.\n\n\
+`compile` of a traced function takes the same objectives: with a cluster and without a mesh, it plans the function for the best mesh of \
+the cluster. An objective needs a cluster, `why` compares meshes on the cluster of the plan, and a mesh has one rank for each device, so \
+a number of devices is stated only without one.";
 
     T1509: "experts cannot be registered for prefetch",
     "`runtime.register_prefetch` keeps the experts of a layer in host memory and `resident` of them in fast memory. It takes what \
@@ -73,4 +76,9 @@ memory. Pins are the knobs of `tessera plan --pin`, written as keywords: `search
 io, and 1 expert up to all. It holds for the programs that are traced afterwards, because a plan states its tiers: register the layer \
 before the first trace. In a program the experts are arrays from outside of the function, since inputs come with each call, and the \
 program uses them once.";
+
+    T1510: "mesh lacks an axis of the program",
+    "A traced function names the axes that shard its arrays, and runs on every mesh that has them, whatever their sizes. On a mesh without \
+one of them the arrays would stay whole on every rank without a word, and each rank would need their full memory.\n\n\
+Name the axis in the mesh. With size 1 its arrays stay whole, and the mesh says so.";
 }

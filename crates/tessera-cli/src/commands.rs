@@ -8,6 +8,7 @@ pub mod doctor;
 pub mod drill;
 pub mod explain;
 pub mod generate;
+pub mod join;
 pub mod lint;
 pub mod measure;
 pub mod models;

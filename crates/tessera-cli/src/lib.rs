@@ -25,8 +25,8 @@ use clap::{Parser, Subcommand};
 use tessera_base::{Diagnostic, DiagnosticFormat};
 
 use commands::{
-    autopsy, bench, bringup, check, doctor, drill, explain, generate, lint, measure, models, parity, plan,
-    record, serve, stream, wire,
+    autopsy, bench, bringup, check, doctor, drill, explain, generate, join, lint, measure, models, parity,
+    plan, record, serve, stream, wire,
 };
 use output::{CliError, CliResult, EXIT_USAGE};
 use parse::invalid_argument;
@@ -71,6 +71,7 @@ enum CliCommand {
     Serve(Box<serve::Args>),
     Generate(Box<generate::Args>),
     Parity(Box<parity::Args>),
+    Join(join::Args),
     /// Run one rank of a stream. `tessera stream` starts this; do not run it directly.
     #[command(hide = true)]
     Rank,
@@ -119,6 +120,7 @@ pub fn run(arguments: Vec<OsString>, program: Result<String, Diagnostic>) -> u8 
         CliCommand::Explain(args) => (args.format.into(), explain::run(&args)),
         CliCommand::Generate(args) => (args.format.into(), generate::run(&args, program)),
         CliCommand::Parity(args) => (args.format.into(), parity::run(&args)),
+        CliCommand::Join(args) => (DiagnosticFormat::Text, join::run(&args)),
         CliCommand::Stream(args) => (args.format.into(), stream::run(&args, program)),
         CliCommand::Serve(args) => (args.format.into(), serve::run(&args, program)),
         CliCommand::Bench(args) => (args.format().into(), bench::run(&args, program)),

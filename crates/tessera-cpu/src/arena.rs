@@ -15,14 +15,15 @@
 
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
-use rustix::thread::{futex, sched_yield};
+use rustix::fs::fstat;
+use rustix::thread::sched_yield;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tessera_device::AbortFn;
 
+use crate::system::{create_sealed_memory, is_sealed, sleep_while_equal, wake_sleepers};
 use crate::transport::{
     CommFault, CommLayout, MAX_MEMBERS, PeerAction, REASON_BYTES, Ticket, Transport, TransportError,
     truncate_reason,
@@ -47,12 +48,7 @@ impl Arena {
     /// Fails if the layout is out of range or a system call fails.
     pub fn create_memfd(layout: CommLayout) -> Result<OwnedFd, TransportError> {
         let bytes = mapping_bytes(&layout)?;
-        let fd = memfd_create("tessera-arena", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(std::io::Error::from)?;
-        ftruncate(&fd, bytes as u64).map_err(std::io::Error::from)?;
-        // A file that can shrink would turn a peer's mistake into a SIGBUS here.
-        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(std::io::Error::from)?;
+        let fd = create_sealed_memory("tessera-arena", bytes as u64)?;
         let shared = ArenaMapping { map: MmapOptions::new().len(bytes).map_raw(fd.as_raw_fd())?, layout };
         let header = shared.header();
         header.members.store(layout.members as u64, Ordering::Relaxed);
@@ -74,8 +70,7 @@ impl Arena {
         if size != bytes as i64 {
             return Err(foreign(format!("{size} bytes instead of {bytes}")));
         }
-        let seals = fcntl_get_seals(&fd).map_err(std::io::Error::from)?;
-        if !seals.contains(SealFlags::SHRINK) {
+        if !is_sealed(&fd)? {
             return Err(foreign("the file is not sealed against shrinking".to_string()));
         }
         // Prefault the pages, so that no page fault falls into a run's first collectives.
@@ -361,10 +356,8 @@ impl ArenaMapping {
             } else if left.is_zero() {
                 Some(Ok(WaitOutcome::TimedOut))
             } else {
-                let sleep = left.min(MAX_SLEEP);
-                let sleep = futex::Timespec { tv_sec: 0, tv_nsec: sleep.as_nanos() as _ };
                 // The loop polls again, whatever ended the sleep.
-                let _ = futex::wait(&member.doorbell, futex::Flags::empty(), bell, Some(&sleep));
+                sleep_while_equal(&member.doorbell, bell, left.min(MAX_SLEEP));
                 None
             };
             member.waiters.fetch_sub(1, Ordering::SeqCst);
@@ -379,8 +372,7 @@ impl ArenaMapping {
         let member = self.member_state(m);
         member.doorbell.fetch_add(1, Ordering::SeqCst);
         if member.waiters.load(Ordering::SeqCst) != 0 {
-            // The call can only fail for an address that is not mapped.
-            let _ = futex::wake(&member.doorbell, futex::Flags::empty(), i32::MAX as u32);
+            wake_sleepers(&member.doorbell);
         }
     }
 

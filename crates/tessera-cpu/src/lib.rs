@@ -20,6 +20,7 @@ mod host_memory;
 pub mod kernels;
 mod pool;
 mod simd;
+mod system;
 pub mod tcp;
 pub mod transport;
 pub mod wire;

@@ -23,10 +23,10 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 use tessera_device::AbortFn;
 
+use crate::system::create_event;
 use crate::transport::{CommFault, CommLayout, MAX_MEMBERS, PeerAction, Ticket, Transport, TransportError};
 use peer::PeerConnection;
 pub use peer::PeerStream;
@@ -68,12 +68,11 @@ impl TcpTransport {
             fds.push(Some(wire.as_fd().try_clone_to_owned()?));
         }
         let peers = wires.into_iter().map(|w| w.map(|w| PeerConnection::new(w, layout))).collect();
-        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from);
         let shared = Arc::new(TcpShared {
             layout,
             me,
-            pump_event: event()?,
-            caller_event: event()?,
+            pump_event: create_event()?,
+            caller_event: create_event()?,
             state: Mutex::new(TcpState {
                 peers,
                 published: 0,

@@ -22,4 +22,11 @@ older build does not contain the query: plan again.";
 them: 0 means no predictor, 1 a perfect one. Predicted experts are fetched while the previous layer computes; the others are \
 fetched while their own layer waits.\n\nA prefetch hit rate only applies to a model with routed experts in prefill or decode: training keeps \
 all experts in device memory, and a dense model fetches none. Omit it in these cases. The share must be from 0 to 1.";
+
+    T1242: "no mesh fits an array program",
+    "A search estimates an array program on every mesh of its axes that has one rank for each device, and none of them is legal. The notes \
+count the reasons: an axis has more ranks than a dim has elements or heads, the program contains the size of an axis as a number, \
+or a rank needs more memory than a device has.\n\n\
+State fewer devices, because a small program cannot be divided over a rack, or a mesh of your own. Layouts over another axis also change \
+which meshes are legal.";
 }

@@ -8,6 +8,7 @@
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
 mod advice;
+mod arrays;
 mod attention_program;
 pub mod codes;
 mod defaults;
@@ -22,6 +23,7 @@ mod rank_table;
 mod report;
 mod video;
 
+pub use arrays::{ArrayCost, ArrayQuery, ArraySearch, check_fit, estimate_arrays};
 pub use codes::CODES;
 pub use defaults::{CPU_HOST, DEFAULT_HOST, DEFAULT_RACK, JobKind, job_with_defaults};
 pub use language::{explain_language, question_and_title, search_language};

@@ -149,6 +149,18 @@ impl Op {
         views::Weight::new(self).ok().filter(|_| self.opcode == Opcode::Weight)?.load
     }
 
+    /// Returns the number of segments that one binary tree adds to the op's sum; `None` for an op that states none.
+    #[must_use]
+    pub fn stated_segments(&self) -> Option<u64> {
+        let segments = match self.view() {
+            Ok(OpView::Matmul(v)) => v.segments,
+            Ok(OpView::RmsNorm(v)) => v.segments,
+            Ok(OpView::RowSquareSum(v)) => v.segments,
+            Ok(_) | Err(_) => return None,
+        };
+        self.states_attr("segments").then_some(segments)
+    }
+
     /// Returns whether the op states an attribute, even if with the value of its default.
     pub(crate) fn states_attr(&self, name: &str) -> bool {
         self.attrs.contains_key(name)

@@ -403,11 +403,12 @@ fn a_mesh_invariant_sum_is_split_only_where_a_tree_adds_whole_segments() {
     assert_eq!(ops("tp=1", 24), ["matmul 8"]);
     assert_eq!(ops("tp=2", 24), ["matmul 4", "all_reduce tree"]);
     assert_eq!(ops("tp=8", 24), ["matmul 1", "all_reduce tree"]);
-    // Three ranks would not have whole segments, and neither would four of an extent with two.
-    assert_eq!(ops("tp=3", 24), ["all_gather", "all_gather", "matmul 8"]);
+    // Three ranks would not have whole segments, and neither would four of an extent with two: x is gathered, and the
+    // weight becomes column-parallel.
+    assert_eq!(ops("tp=3", 24), ["all_gather", "all_to_all", "matmul 8"]);
     assert_eq!(ops("tp=2", 6), ["matmul 1", "all_reduce tree"]);
     assert_eq!(ops("tp=4", 20), ["matmul 1", "all_reduce tree"]);
-    assert_eq!(ops("tp=4", 6), ["all_gather", "all_gather", "matmul 2"]);
+    assert_eq!(ops("tp=4", 6), ["all_gather", "all_to_all", "matmul 2"]);
     // Columns need no sum between ranks, so they stay where they are.
     let mesh = mesh("tp=3");
     let body = "%x = input \"x\" : f32[5, 24] %w = weight \"w\" : f32[9, 24] \
@@ -436,5 +437,5 @@ fn a_mesh_invariant_sum_in_a_narrow_dtype_stays_whole() {
     let mesh = mesh("tp=2");
     let row: (&[&str], &[&str]) = (&["row"], &["tp"]);
     let p = laid_out(&mesh, body, &[("x", row.0, row.1), ("w", row.0, row.1)]);
-    assert_eq!(invariant_ops(&mesh, p), ["all_gather", "all_gather", "matmul"]);
+    assert_eq!(invariant_ops(&mesh, p), ["all_gather", "all_to_all", "matmul"]);
 }

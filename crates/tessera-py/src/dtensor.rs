@@ -122,7 +122,15 @@ pub(crate) fn to_layout(
     (shape, dims, units): (&[u64], &[DimName], &[u64]),
     mesh: &Mesh,
 ) -> PyResult<Layout> {
-    let mut layout = spec.shards().to_layout(shape, dims, &mesh.mesh).or_raise(py)?;
+    let shards = spec.shards();
+    let mut layout = shards.to_layout(shape, dims, &mesh.mesh).or_raise(py)?;
+    for (name, axis) in shards.pairs().iter().filter(|(_, axis)| mesh.mesh.axis_size(*axis) == 1) {
+        // One rank shards nothing, but a function that is traced here may be planned for more.
+        if let Some(dim) = dims.iter().position(|dim| dim == name) {
+            let whole = Shard { dim, uneven: None, subgroup_size: None };
+            layout = layout.with_axis(*axis, AxisLayout::Shard(whole));
+        }
+    }
     for axis in Axis::ALL {
         if let AxisLayout::Shard(shard) = layout.on_axis(axis)
             && units[shard.dim] > 1
@@ -171,7 +179,7 @@ impl DTensor {
     #[getter]
     fn sharding<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
-        for axis in Axis::ALL {
+        for axis in self.mesh.mesh.active_axes() {
             if let AxisLayout::Shard(shard) = self.layout.on_axis(axis) {
                 dict.set_item(self.dims[shard.dim].name(), axis.name())?;
             }
@@ -257,7 +265,7 @@ impl DTensor {
     pub(crate) fn __repr__(&self) -> String {
         let dims = self.dims.iter().zip(self.values.shape()).map(|(dim, n)| format!("{}={n}", dim.name()));
         let dims: Vec<String> = dims.collect();
-        let sharded = Axis::ALL.into_iter().filter_map(|axis| match self.layout.on_axis(axis) {
+        let sharded = self.mesh.mesh.active_axes().filter_map(|axis| match self.layout.on_axis(axis) {
             AxisLayout::Shard(shard) => Some(format!("{} over {axis}", self.dims[shard.dim].name())),
             _ => None,
         });

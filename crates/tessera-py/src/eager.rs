@@ -11,7 +11,7 @@ use tessera_mesh::Layout;
 use crate::dtensor::DTensor;
 use crate::errors::OrRaise;
 use crate::plan::Plan;
-use crate::program::finish;
+use crate::program::{finish, to_shards};
 use crate::session::{Session, open_session};
 use crate::trace::{ArraySpec, Operand, TraceState, Value, lock};
 
@@ -41,7 +41,7 @@ pub(crate) fn apply_eagerly(
     }
     let result = add_ops(py, &values)?.id();
     let graph = finish(py, state, vec![("y".to_string(), result)], true)?;
-    run_once(py, &Plan::from_graphs(py, vec![graph], None)?, inputs)
+    run_once(py, &Plan::from_graphs(py, vec![graph])?, inputs)
 }
 
 /// Returns an array in another layout.
@@ -50,10 +50,13 @@ pub(crate) fn redistribute(py: Python<'_>, array: &DTensor, layout: Layout) -> P
     let state = Arc::new(Mutex::new(TraceState::new("redistribute")));
     let id = lock(&state).add_input("x", &ArraySpec::from(array)).or_raise(py)?;
     let mut graph = finish(py, state, vec![("y".to_string(), id)], true)?;
-    graph.output_layouts.insert("y".to_string(), layout);
+    let function = Arc::make_mut(&mut graph.function);
+    for output in &mut function.outputs {
+        output.shards = Some(to_shards(&output.name, &layout, &output.units).or_raise(py)?);
+    }
     run_once(
         py,
-        &Plan::from_graphs(py, vec![graph], None)?,
+        &Plan::from_graphs(py, vec![graph])?,
         BTreeMap::from([("x".to_string(), ArrayValues::Host(host.clone()))]),
     )
 }
@@ -61,8 +64,8 @@ pub(crate) fn redistribute(py: Python<'_>, array: &DTensor, layout: Layout) -> P
 /// Runs a plan of one output whose ranks may still be loaded.
 fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, ArrayValues>) -> PyResult<DTensor> {
     let digest = plan.plan.sealed.digest_hex();
-    let graph = plan.find_graph(None)?;
-    let is_reusable = graph.weights.is_empty();
+    let program = plan.find_program(None)?;
+    let is_reusable = plan.weights().is_empty();
     let loaded = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let known = {
         let mut sessions = loaded();
@@ -72,9 +75,11 @@ fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, ArrayValues>) 
     };
     let session = match known {
         Some(session) => session,
-        None => Arc::new(open_session(py, plan.clone(), "threads", "cpu", 1, None, true)?),
+        None => {
+            Arc::new(open_session(py, plan.clone(), "threads", "cpu", 1, None, true, false, None, None, 0.0)?)
+        }
     };
-    let outputs = session.call(py, graph, &inputs)?;
+    let outputs = session.call(py, program, &inputs)?;
     if is_reusable {
         let mut sessions = loaded();
         sessions.push((digest, session));
@@ -84,5 +89,5 @@ fn run_once(py: Python<'_>, plan: &Plan, inputs: BTreeMap<String, ArrayValues>) 
         py.detach(|| drop(evicted));
     }
     let (name, array) = outputs.into_iter().next().ok_or_else(|| PyRuntimeError::new_err("no output"))?;
-    Ok(plan.to_dtensor(graph, &name, array))
+    Ok(plan.to_dtensor(program, &name, array))
 }

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use tessera_base::Diagnostic;
 use tessera_cli::codes::T1503;
 use tessera_ir::{Opcode, ValueId};
-use tessera_mesh::DimName;
+use tessera_mesh::{DimName, DimShards};
 
 use crate::dtensor::to_layout;
 use crate::eager::apply_eagerly;
@@ -111,12 +111,8 @@ fn add_linear(t: &mut TraceState, operands: &[ValueId], activation: Option<&str>
 }
 
 impl FlashAttention {
-    /// Returns the layouts that the layer states for its operands of these shapes.
-    fn find_layouts(
-        &self,
-        py: Python<'_>,
-        values: &[Value],
-    ) -> PyResult<Vec<(ValueId, tessera_mesh::Layout)>> {
+    /// Returns how the layer shards its operands of these shapes.
+    fn find_shards(&self, py: Python<'_>, values: &[Value]) -> PyResult<Vec<(ValueId, DimShards)>> {
         let mut found = Vec::new();
         for (value, spec) in values.iter().zip(&self.layouts) {
             let Some(spec) = spec else { continue };
@@ -130,7 +126,9 @@ impl FlashAttention {
                 true => [DimName::Token, DimName::Head],
                 false => [DimName::Row, DimName::Col],
             };
-            found.push((value.id(), to_layout(py, spec, (&shape, &dims, &[1, self.head_dim]), &mesh)?));
+            let units = [1, self.head_dim];
+            let layout = to_layout(py, spec, (&shape, &dims, &units), &mesh)?;
+            found.extend(DimShards::from_layout(&layout, &units).map(|shards| (value.id(), shards)));
         }
         Ok(found)
     }
@@ -193,14 +191,14 @@ impl Layer {
         }
         apply(py, &operands, |py, values| {
             let state = values[0].state();
-            let layouts = match &self.kind {
-                LayerKind::FlashAttention(attention) => attention.find_layouts(py, values)?,
+            let shards = match &self.kind {
+                LayerKind::FlashAttention(attention) => attention.find_shards(py, values)?,
                 _ => Vec::new(),
             };
             let values: Vec<Operand> = values.iter().cloned().map(Operand::Value).collect();
             emit(py, state, &values, |t, ids| {
                 self.policy.iter().try_for_each(|policy| t.state_policy(policy))?;
-                layouts.iter().try_for_each(|(id, layout)| t.state_layout(*id, *layout))?;
+                shards.iter().try_for_each(|(id, shards)| t.state_shards(*id, shards))?;
                 self.kind.add_ops(t, ids)
             })
         })

@@ -17,6 +17,7 @@ mod dtensor_ops;
 mod eager;
 mod errors;
 mod expert_tier;
+mod files;
 mod generate;
 mod layers;
 mod local_array;
@@ -25,6 +26,7 @@ mod moe;
 mod notebook;
 mod numeric;
 mod plan;
+mod plan_target;
 mod planning;
 mod prefetch;
 mod prefetch_report;
@@ -32,6 +34,7 @@ mod program;
 mod session;
 mod session_trace;
 mod settings;
+mod signature;
 mod stream;
 mod trace;
 mod waiting;
@@ -88,6 +91,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(dtensor::distribute, module)?,
         wrap_pyfunction!(program::trace, module)?,
         wrap_pyfunction!(plan::compile, module)?,
+        wrap_pyfunction!(files::parse, module)?,
+        wrap_pyfunction!(files::load, module)?,
+        wrap_pyfunction!(files::load_plan, module)?,
         wrap_pyfunction!(moe::moe, module)?,
         wrap_pyfunction!(moe::set_router, module)?,
         wrap_pyfunction!(moe::set_router_regularizer, module)?,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use tessera::arrays::{ArrayPlan, DeviceMesh};
 use tessera_base::Diagnostic;
 use tessera_mesh::{Axis, Coord, DimName, Rank, RankMap};
 
@@ -109,6 +110,30 @@ impl Mesh {
             Some(devices) => RankMap::new(&mesh, devices).or_raise(py)?,
         };
         Ok(Mesh { mesh, axes: named.into(), devices: devices.devices().into() })
+    }
+
+    /// Returns the mesh with what the library knows of it.
+    pub(crate) fn to_device_mesh(&self) -> DeviceMesh {
+        DeviceMesh { axes: self.axes.to_vec(), mesh: self.mesh, devices: self.devices.to_vec() }
+    }
+
+    /// Wraps a mesh of the library.
+    pub(crate) fn from_device_mesh(mesh: DeviceMesh) -> Mesh {
+        Mesh { mesh: mesh.mesh, axes: mesh.axes.into(), devices: mesh.devices.into() }
+    }
+
+    /// Returns the mesh of a sealed plan; its axes are those with several ranks.
+    pub(crate) fn from_plan(plan: &ArrayPlan) -> Mesh {
+        let mesh = *plan.sealed.mesh();
+        let axes: Vec<Axis> = mesh.active_axes().collect();
+        let axes = if axes.is_empty() { vec![Axis::Tp] } else { axes };
+        let devices = plan.sealed.rank_map().devices().to_vec();
+        Mesh::from_device_mesh(DeviceMesh { axes, mesh, devices })
+    }
+
+    /// Returns the axes that the user named, in nesting order.
+    pub(crate) fn named_axes(&self) -> &[Axis] {
+        &self.axes
     }
 
     /// Returns the position of a rank.

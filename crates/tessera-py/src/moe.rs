@@ -237,8 +237,9 @@ impl Moe {
         self.experts
     }
 
-    pub(crate) fn experts_per_token(&self) -> u64 {
-        self.top_k
+    /// Returns the largest number of experts of a token.
+    pub(crate) fn most_experts(&self) -> u64 {
+        self.top_k.ceil() as u64
     }
 
     /// Adds the logits of x and the router, as the gate and the user's function change them.
@@ -266,8 +267,8 @@ impl Moe {
         let Some(router) = router else { return Ok(logits) };
         let router = router.bind(py);
         let (tokens, ranks) = {
-            let t = lock(state);
-            (t.shape_of(logits.id()).first().copied().unwrap_or(0), expert_ranks(&t))
+            let mut t = lock(state);
+            (t.shape_of(logits.id()).first().copied().unwrap_or(0), expert_ranks(&mut t))
         };
         let ranks = ranks.or_raise(py)?;
         let meta = RouterMeta { tokens, experts: self.experts, ranks };
@@ -318,11 +319,6 @@ impl Moe {
         Ok(t.builder.add_op(Opcode::Matmul, ids))
     }
 
-    /// The largest number of experts of a token.
-    fn most_experts(&self) -> u64 {
-        self.top_k.ceil() as u64
-    }
-
     /// Adds the experts that tokens choose by their logits.
     fn add_choice(&self, t: &mut TraceState, logits: ValueId) -> ValueId {
         let b = &mut t.builder;
@@ -371,11 +367,12 @@ impl Moe {
     }
 }
 
-/// Returns the number of ranks that share the experts.
+/// Returns the number of ranks that share the experts. The program may contain it from then on, so it runs with no other.
 ///
 /// # Errors
 /// T1503 if no operand of the program has a mesh yet.
-fn expert_ranks(t: &TraceState) -> Result<u32, Diagnostic> {
+fn expert_ranks(t: &mut TraceState) -> Result<u32, Diagnostic> {
+    t.fixed_axes.insert(Axis::Ep);
     t.mesh.as_ref().map(|mesh| mesh.mesh.axis_size(Axis::Ep)).ok_or_else(|| {
         Diagnostic::error(&T1503, "the distance to experts depends on the mesh, and no operand has one yet")
             .with_hint("state the mesh in the ArraySpec of an input")

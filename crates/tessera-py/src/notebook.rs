@@ -92,7 +92,7 @@ impl DTensor {
         let names = self.dims.iter().map(|dim| dim.name());
         let head: Vec<&str> = ["ranks"].into_iter().chain(names).collect();
         let rows = holders.iter().map(|(ranges, ranks)| {
-            let dims = ranges.iter().zip(self.array.shape()).map(|((start, len), extent)| match len {
+            let dims = ranges.iter().zip(self.values.shape()).map(|((start, len), extent)| match len {
                 0 => "none".to_string(),
                 _ if len == extent => format!("all {extent}"),
                 1 => start.to_string(),
@@ -119,15 +119,15 @@ impl Plan {
             let [weights, inputs, temporaries] =
                 [bytes.weights, bytes.inputs, bytes.temporaries].map(|bytes| bytes.to_string());
             memory.push(vec![role.role.clone(), list_ranks(&ranks), weights, inputs, temporaries]);
-            for graph in self.graphs.iter() {
+            for signature in self.signatures.iter() {
                 let mut counts: BTreeMap<(String, String), (u64, u64)> = BTreeMap::new();
                 for (op, axis, bytes) in
-                    self.program_of(graph, first.0).into_iter().flat_map(list_collectives)
+                    self.program_of(signature, first.0).into_iter().flat_map(list_collectives)
                 {
                     let count = counts.entry((op, axis)).or_default();
                     *count = (count.0 + 1, count.1 + bytes);
                 }
-                let name = &graph.program.name;
+                let name = &signature.name;
                 collectives.extend(counts.into_iter().map(|((op, axis), (count, bytes))| {
                     vec![
                         name.clone(),

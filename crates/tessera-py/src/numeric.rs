@@ -128,11 +128,6 @@ impl Numeric {
         self.deterministic
     }
 
-    /// Returns the name of the dtype.
-    pub(crate) fn name(&self) -> &'static str {
-        self.dtype
-    }
-
     /// Returns the policy of a plan.
     pub(crate) fn policy(&self) -> DtypePolicy {
         self.policy

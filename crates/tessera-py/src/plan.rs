@@ -6,108 +6,140 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use tessera::arrays::{ArrayPlan, ArrayValues, HostArray};
+use tessera::arrays::{ArrayPlan, ArrayValues, HostArray, lower_functions};
 use tessera::sim::to_bundle;
-use tessera_base::Diagnostics;
-use tessera_estimate::load_machine;
-use tessera_ir::{Bundle, CollectiveOp, CommAxis, Op, OpByKind, Program, print};
-use tessera_mesh::{Axis, AxisLayout, Layout, Rank, RankMap};
-use tessera_plan::layouts::{LaidOutProgram, StreamOverlap, lower_by_layouts, lower_mesh_invariant};
-use tessera_plan::video::estimate_call;
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_cli::codes::T1508;
+use tessera_estimate::{ArrayCost, check_fit, estimate_arrays};
+use tessera_ir::{CollectiveOp, CommAxis, OpByKind, Opcode, Program, print};
+use tessera_mesh::{Axis, AxisLayout, Layout};
 use tessera_plan::{DtypePolicy, Mapping, Numerics};
 
 use crate::dtensor::DTensor;
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, raise_one};
 use crate::mesh::Mesh;
-use crate::planning::name_in_catalog;
+use crate::plan_target::{Target, TargetRequest, choose_machine, choose_target, parse_sizes};
 use crate::program::Graph;
 use crate::settings::StreamSettings;
+use crate::signature::{Signature, find_program};
 
 /// A sealed plan: verified programs for each rank of a mesh.
 #[pyclass(frozen, from_py_object, module = "tessera.graph")]
 #[derive(Clone)]
 pub(crate) struct Plan {
-    /// The programs before they were sharded; at least one.
-    pub(crate) graphs: Arc<[Graph]>,
+    /// The functions from which the plan was made; none if it was read from a folder.
+    graphs: Arc<[Graph]>,
+    pub(crate) signatures: Arc<[Signature]>,
+    /// The weights of a plan that was read from a folder; those of others belong to their functions.
+    loaded_weights: Arc<BTreeMap<String, HostArray>>,
     pub(crate) mesh: Mesh,
     pub(crate) plan: Arc<ArrayPlan>,
     /// The settings of streams with which the plan was made.
     pub(crate) settings: StreamSettings,
+    target: Option<Arc<Target>>,
 }
-
-type LowerPrograms =
-    fn(&[LaidOutProgram], &tessera_mesh::Mesh, RankMap, &StreamOverlap) -> Result<Bundle, Diagnostics>;
 
 /// Plans several programs for one run, whose ranks load all of them.
 #[pyfunction]
-#[pyo3(signature = (*graphs, mesh=None))]
-pub(crate) fn compile(py: Python<'_>, graphs: Vec<Graph>, mesh: Option<Mesh>) -> PyResult<Plan> {
-    Plan::from_graphs(py, graphs, mesh)
+#[pyo3(signature = (*graphs, mesh=None, cluster=None, objective=None, devices=None))]
+pub(crate) fn compile(
+    py: Python<'_>,
+    graphs: Vec<Graph>,
+    mesh: Option<Mesh>,
+    cluster: Option<String>,
+    objective: Option<String>,
+    devices: Option<u32>,
+) -> PyResult<Plan> {
+    Plan::with_target(py, graphs, TargetRequest { mesh, cluster, objective, devices })
 }
 
 impl Plan {
-    /// Plans programs and seals the result.
-    pub(crate) fn from_graphs(py: Python<'_>, graphs: Vec<Graph>, mesh: Option<Mesh>) -> PyResult<Plan> {
-        Plan::with_settings(py, graphs, mesh, StreamSettings::current())
+    /// Plans programs for the mesh of their arrays and seals the result.
+    pub(crate) fn from_graphs(py: Python<'_>, graphs: Vec<Graph>) -> PyResult<Plan> {
+        Plan::with_target(py, graphs, TargetRequest::default())
     }
 
-    fn with_settings(
-        py: Python<'_>,
-        graphs: Vec<Graph>,
-        mesh: Option<Mesh>,
-        settings: StreamSettings,
-    ) -> PyResult<Plan> {
-        let mesh = choose_mesh(&graphs, mesh)?;
+    fn with_target(py: Python<'_>, graphs: Vec<Graph>, request: TargetRequest) -> PyResult<Plan> {
+        let settings = StreamSettings::current();
+        let (mesh, target) = choose_target(py, &graphs, request, &settings.overlap)?;
         let rank_map = mesh.rank_map(py)?;
-        let laid_out = graphs.iter().map(|graph| graph.laid_out(py)).collect::<PyResult<Vec<_>>>()?;
-        let mut dtypes = graphs.iter().map(|graph| graph.policy);
+        let mut dtypes = graphs.iter().map(|graph| graph.function.dtype);
         let dtype = dtypes.next().unwrap_or(DtypePolicy::F32);
         if dtypes.any(|other| other != dtype) {
             return Err(PyValueError::new_err("the programs of a plan state one precision"));
         }
-        let constants = graphs.iter().flat_map(|graph| graph.constants.clone()).collect();
+        let constants = graphs.iter().flat_map(|graph| graph.function.constants.clone()).collect();
         let plan = py.detach(|| {
-            let (lower, numerics): (LowerPrograms, _) =
-                match graphs.iter().any(|graph| graph.is_deterministic) {
-                    true => (lower_mesh_invariant, Numerics::MeshInvariant),
-                    false => (lower_by_layouts, Numerics::Standard),
-                };
-            let bundle = lower(&laid_out, &mesh.mesh, rank_map, &settings.overlap)?;
+            let functions = graphs.iter().map(|graph| &*graph.function);
+            let numerics = match functions.clone().any(|function| function.is_deterministic) {
+                true => Numerics::MeshInvariant,
+                false => Numerics::Standard,
+            };
+            let bundle = lower_functions(functions, &mesh.mesh, rank_map, &settings.overlap)?;
+            if let Some(target) = &target {
+                check_fit(&bundle, &target.query.machine)?;
+            }
             let mapping = Mapping { mesh: mesh.mesh, dtype, numerics, ..Mapping::default() };
             ArrayPlan::with_constants(bundle, &mapping, constants)
         });
-        Ok(Plan { graphs: graphs.into(), mesh, plan: Arc::new(plan.or_raise(py)?), settings })
+        Ok(Plan {
+            signatures: graphs.iter().map(|graph| Signature::from_function(&graph.function)).collect(),
+            graphs: graphs.into(),
+            loaded_weights: Arc::default(),
+            mesh,
+            plan: Arc::new(plan.or_raise(py)?),
+            settings,
+            target: target.map(Arc::new),
+        })
+    }
+
+    /// Wraps a plan that was read from a folder, with its weights. Its streams have the numbers of the settings of now.
+    pub(crate) fn from_sealed(plan: Arc<ArrayPlan>, weights: BTreeMap<String, HostArray>) -> Plan {
+        Plan {
+            graphs: Arc::default(),
+            signatures: Signature::list_of_plan(&plan).into(),
+            loaded_weights: Arc::new(weights),
+            mesh: Mesh::from_plan(&plan),
+            plan,
+            settings: StreamSettings::current(),
+            target: None,
+        }
     }
 
     /// Returns a program by its name; without one, the only program.
-    pub(crate) fn find_graph(&self, name: Option<&str>) -> PyResult<&Graph> {
-        let names = || self.graphs.iter().map(|g| g.program.name.as_str()).collect::<Vec<_>>().join(", ");
-        match (name, &self.graphs[..]) {
+    pub(crate) fn find_program(&self, name: Option<&str>) -> PyResult<&Signature> {
+        let names = || self.signatures.iter().map(|s| s.name.as_str()).collect::<Vec<_>>().join(", ");
+        match (name, &self.signatures[..]) {
             (None, [only]) => Ok(only),
             (None, _) => {
                 Err(PyValueError::new_err(format!("the plan has the programs {}: name one", names())))
             }
-            (Some(name), graphs) => graphs.iter().find(|g| g.program.name == name).ok_or_else(|| {
+            (Some(name), signatures) => signatures.iter().find(|s| s.name == name).ok_or_else(|| {
                 PyValueError::new_err(format!("the plan has no program {name:?}; it has {}", names()))
             }),
         }
     }
 
     /// Returns a program of a rank.
-    pub(crate) fn program_of(&self, graph: &Graph, rank: u32) -> Option<&Program> {
-        let phase = format!("array.{}", graph.program.name);
-        self.plan.sealed.rank_program(&phase, Rank(rank)).map(|program| &**program)
+    pub(crate) fn program_of(&self, signature: &Signature, rank: u32) -> Option<&Program> {
+        find_program(&self.plan, &signature.name, rank)
+    }
+
+    /// Returns the arrays of a kind that a program of rank 0 names, each with its layout.
+    fn list_layouts(&self, signature: &Signature, opcodes: &[Opcode]) -> Vec<(String, Layout)> {
+        let program = self.program_of(signature, 0);
+        let ops = program.into_iter().flat_map(|program| program.ops.iter().map(move |op| (program, op)));
+        let named = ops.filter(|(_, op)| opcodes.contains(&op.opcode)).filter_map(|(program, op)| {
+            let value = op.results.first().or(op.operands.first())?;
+            Some((op.name.clone()?, program.type_of(*value).layout))
+        });
+        named.collect()
     }
 
     /// Returns the layout in which an output leaves.
-    fn output_layout(&self, graph: &Graph, name: &str) -> Layout {
-        let layout = self.program_of(graph, 0).and_then(|program| {
-            let is_named =
-                |op: &&Op| op.opcode == tessera_ir::Opcode::Output && op.name.as_deref() == Some(name);
-            let output = program.ops.iter().find(is_named)?;
-            Some(program.type_of(*output.operands.first()?).layout)
-        });
-        layout.unwrap_or_default()
+    fn output_layout(&self, signature: &Signature, name: &str) -> Layout {
+        let outputs = self.list_layouts(signature, &[Opcode::Output]);
+        outputs.into_iter().find(|(output, _)| output == name).map(|(_, layout)| layout).unwrap_or_default()
     }
 
     /// Returns the numbers of the streams when the plan was made, by name.
@@ -115,27 +147,31 @@ impl Plan {
         self.settings.ids.clone()
     }
 
-    /// Returns every weight of the plan.
+    /// Returns every weight of the plan that is known.
     pub(crate) fn weights(&self) -> BTreeMap<String, HostArray> {
-        self.graphs.iter().flat_map(|graph| graph.weights.clone()).collect()
+        let captured = self.graphs.iter().flat_map(|graph| graph.weights.clone());
+        captured
+            .chain(self.loaded_weights.iter().map(|(name, array)| (name.clone(), array.clone())))
+            .collect()
     }
 
     /// Wraps an output of a call.
-    pub(crate) fn to_dtensor(&self, graph: &Graph, name: &str, values: ArrayValues) -> DTensor {
-        let named = graph.outputs.iter().find(|(output, ..)| output == name);
-        let (dims, units) = named.map(|(_, dims, units)| (dims.clone(), units.clone())).unwrap_or_default();
-        DTensor { values, mesh: self.mesh.clone(), layout: self.output_layout(graph, name), dims, units }
+    pub(crate) fn to_dtensor(&self, signature: &Signature, name: &str, values: ArrayValues) -> DTensor {
+        let named = signature.outputs.iter().find(|output| output.name == name);
+        let (dims, units) = named.map(|o| (o.dims.clone(), o.units.clone())).unwrap_or_default();
+        DTensor { values, mesh: self.mesh.clone(), layout: self.output_layout(signature, name), dims, units }
     }
 
-    fn explain_program(&self, graph: &Graph) -> String {
-        let mut text = format!("  program `{}`\n", graph.program.name);
-        for (name, layout) in &graph.layouts {
-            text += &format!("    source {name}: {}\n", describe_layout(layout));
+    fn explain_program(&self, signature: &Signature) -> String {
+        let mut text = format!("  program `{}`\n", signature.name);
+        for (name, layout) in self.list_layouts(signature, &[Opcode::Input, Opcode::Weight]) {
+            text += &format!("    source {name}: {}\n", describe_layout(&layout));
         }
-        for (name, ..) in &graph.outputs {
-            text += &format!("    output {name}: {}\n", describe_layout(&self.output_layout(graph, name)));
+        for (name, layout) in self.list_layouts(signature, &[Opcode::Output]) {
+            text += &format!("    output {name}: {}\n", describe_layout(&layout));
         }
-        let collectives: Vec<_> = self.program_of(graph, 0).into_iter().flat_map(list_collectives).collect();
+        let collectives: Vec<_> =
+            self.program_of(signature, 0).into_iter().flat_map(list_collectives).collect();
         let count = collectives.len();
         text += &format!("    rank 0 issues {count} collective{}\n", if count == 1 { "" } else { "s" });
         for (op, axis, bytes) in collectives {
@@ -143,24 +179,12 @@ impl Plan {
         }
         text
     }
-}
 
-/// Returns the mesh of a plan: the one that is stated, or that of the arrays.
-fn choose_mesh(graphs: &[Graph], stated: Option<Mesh>) -> PyResult<Mesh> {
-    if graphs.is_empty() {
-        return Err(PyValueError::new_err("a plan needs a program"));
-    }
-    let mut meshes = graphs.iter().filter_map(|graph| graph.mesh.clone());
-    let Some(mesh) = stated.or_else(|| meshes.next()) else {
-        return Err(PyValueError::new_err("no array of the program has a mesh: state mesh="));
-    };
-    match graphs.iter().filter_map(|graph| graph.mesh.as_ref()).find(|ours| !ours.is_same(&mesh)) {
-        None => Ok(mesh),
-        Some(ours) => Err(PyValueError::new_err(format!(
-            "the arrays of the program lie on mesh {}, not {}; distribute them over the mesh of the plan",
-            ours.describe(),
-            mesh.describe()
-        ))),
+    /// Estimates a call of every program on a machine, and returns it with the machine's name.
+    fn estimate_on(&self, cluster: Option<&str>) -> Result<(String, ArrayCost), Diagnostics> {
+        let bundle = to_bundle(&self.plan.sealed);
+        let (name, machine) = choose_machine(self.target.as_deref(), cluster, &bundle)?;
+        Ok((name, estimate_arrays(&bundle, &machine)?))
     }
 }
 
@@ -184,7 +208,7 @@ impl Plan {
         self.stream_ids()
     }
 
-    /// The programs before they were sharded.
+    /// The programs before they were sharded; none for a plan that was read from a folder.
     #[getter]
     fn graphs(&self) -> Vec<Graph> {
         self.graphs.to_vec()
@@ -195,14 +219,14 @@ impl Plan {
     #[pyo3(signature = (rank=0, program=None))]
     fn text(&self, rank: u32, program: Option<&str>) -> PyResult<String> {
         let message = || PyValueError::new_err(format!("the plan has no rank {rank}"));
-        self.program_of(self.find_graph(program)?, rank).map(print).ok_or_else(message)
+        self.program_of(self.find_program(program)?, rank).map(print).ok_or_else(message)
     }
 
     /// Returns the collectives of a rank in order: op, axis, and bytes of the operand.
     #[pyo3(signature = (rank=0, program=None))]
     fn collectives(&self, rank: u32, program: Option<&str>) -> PyResult<Vec<(String, String, u64)>> {
         let message = || PyValueError::new_err(format!("the plan has no rank {rank}"));
-        let program = self.program_of(self.find_graph(program)?, rank).ok_or_else(message)?;
+        let program = self.program_of(self.find_program(program)?, rank).ok_or_else(message)?;
         Ok(list_collectives(program))
     }
 
@@ -213,53 +237,77 @@ impl Plan {
         memory.map(|m| [m.weights.0, m.inputs.0, m.temporaries.0]).collect()
     }
 
-    /// Says in words what each rank does.
+    /// Returns the names and whole shapes of the weights.
+    #[getter]
+    fn weight_shapes(&self) -> BTreeMap<String, Vec<u64>> {
+        self.plan.weights().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect()
+    }
+
+    /// Says in words what each rank does, and why the plan has this mesh if an objective was stated.
     fn explain(&self) -> String {
         let mesh = self.plan.sealed.mesh();
         let mut text = format!("plan {}\n  mesh {mesh}: {} ranks", self.digest(), mesh.mesh_size());
         text += ", proved free of deadlocks and drift\n";
-        self.graphs.iter().for_each(|graph| text += &self.explain_program(graph));
+        self.signatures.iter().for_each(|signature| text += &self.explain_program(signature));
         if let Some([weights, inputs, temporaries]) = self.memory().into_iter().max() {
             text += &format!(
                 "  the fullest rank holds {weights} bytes of weights, {inputs} of inputs and {temporaries} of temporaries\n"
             );
         }
+        if let Some(target) = &self.target
+            && let Some(search) = &target.search
+        {
+            text += &target.query.describe_search(search, mesh);
+        }
         text
+    }
+
+    /// Says what the sizes of a mesh would cost, or which constraints they break: `why(tp=12, ep=6)`. Axes without a size
+    /// have one rank.
+    #[pyo3(signature = (**sizes))]
+    fn why(&self, py: Python<'_>, sizes: Option<BTreeMap<String, u32>>) -> PyResult<String> {
+        let Some(target) = &self.target else {
+            let message = "the plan was made for no machine, so no mesh can be compared";
+            let hint = "compile with cluster=, such as cluster=\"gb200-nvl72\"";
+            return Err(raise_one(py, Diagnostic::error(&T1508, message).with_hint(hint)));
+        };
+        let sizes = parse_sizes(sizes.unwrap_or_default()).or_raise(py)?;
+        py.detach(|| target.query.explain_mesh(&self.mesh.mesh, &sizes)).or_raise(py)
     }
 
     /// Estimates a call of every program on a machine of the catalog: nanoseconds in total, nanoseconds of collectives that no compute
     /// hides, bytes that all ranks send, and floating-point operations of all ranks.
-    #[pyo3(signature = (cluster="laptop"))]
-    fn estimate(&self, py: Python<'_>, cluster: &str) -> PyResult<(f64, f64, f64, f64)> {
-        self.plan.check_one_tier().or_raise(py)?;
-        let sealed = &self.plan.sealed;
-        let machine =
-            load_machine(name_in_catalog(cluster), None, Some(sealed.mesh().mesh_size())).or_raise(py)?;
-        let phases = sealed.phase_names().to_vec();
-        let call = "every program";
-        let estimate = py.detach(|| estimate_call(&to_bundle(sealed), call, &phases, &machine, false));
-        let estimate = estimate.or_raise(py)?;
-        Ok((estimate.ns, estimate.exposed_ns(), estimate.sent_bytes.iter().sum(), estimate.flops))
+    /// Without a name it is the machine of the plan, or else a laptop.
+    #[pyo3(signature = (cluster=None))]
+    fn estimate(&self, py: Python<'_>, cluster: Option<&str>) -> PyResult<(f64, f64, f64, f64)> {
+        let (_, cost) = py.detach(|| self.estimate_on(cluster)).or_raise(py)?;
+        Ok((cost.ns, cost.exposed_ns, cost.sent_bytes, cost.flops))
     }
 
     /// Says in words what each rank does, and how long a call takes on a machine of the catalog.
-    #[pyo3(signature = (cluster="laptop"))]
-    fn report(&self, py: Python<'_>, cluster: &str) -> PyResult<String> {
-        let (ns, exposed, bytes, flops) = self.estimate(py, cluster)?;
+    #[pyo3(signature = (cluster=None))]
+    fn report(&self, py: Python<'_>, cluster: Option<&str>) -> PyResult<String> {
+        let (name, cost) = py.detach(|| self.estimate_on(cluster)).or_raise(py)?;
         Ok(format!(
-            "{}  estimate of a call on {cluster}: {:.1} us, of which {:.1} us wait for collectives; {:.0} bytes travel, {flops:.3e} \
+            "{}  estimate of a call on {name}: {:.1} us, of which {:.1} us wait for collectives; {:.0} bytes travel, {:.3e} \
              operations\n",
             self.explain(),
-            ns / 1e3,
-            exposed / 1e3,
-            bytes
+            cost.ns / 1e3,
+            cost.exposed_ns / 1e3,
+            cost.sent_bytes,
+            cost.flops
         ))
     }
 
-    /// Plans and proves the programs again, under the settings with which the plan was made, and returns the digest.
-    fn verify(&self, py: Python<'_>) -> PyResult<String> {
-        let (graphs, settings) = (self.graphs.to_vec(), self.settings.clone());
-        Ok(Plan::with_settings(py, graphs, Some(self.mesh.clone()), settings)?.digest())
+    /// Runs the verifier over the programs again, and returns what it proves, a sentence for each property.
+    fn verify(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let proved = py.detach(|| self.plan.verify_again()).or_raise(py)?;
+        Ok(proved.iter().map(ToString::to_string).collect())
+    }
+
+    /// Returns the digest, and the parts that it covers by name. Two plans have one digest if these are equal.
+    fn seal(&self) -> (String, BTreeMap<String, String>) {
+        (self.digest(), self.plan.sealed.covered_parts().into_iter().collect())
     }
 
     /// Writes the plan to a new folder, which `tessera check` proves again. Weights are not part of a plan.
@@ -268,17 +316,25 @@ impl Plan {
     }
 
     pub(crate) fn __repr__(&self) -> String {
-        let names: Vec<&str> = self.graphs.iter().map(|graph| graph.program.name.as_str()).collect();
+        let names: Vec<&str> = self.signatures.iter().map(|signature| signature.name.as_str()).collect();
         format!("Plan({}, mesh {}, digest {})", names.join(", "), self.mesh.mesh, &self.digest()[..12])
     }
 }
 
 #[pymethods]
 impl Graph {
-    /// Shards the program over a mesh, and proves that its ranks can neither hang nor drift.
-    #[pyo3(signature = (mesh=None))]
-    fn compile(&self, py: Python<'_>, mesh: Option<Mesh>) -> PyResult<Plan> {
-        Plan::from_graphs(py, vec![self.clone()], mesh)
+    /// Shards the program over a mesh, and proves that its ranks can neither hang nor drift. Without a mesh it is that of
+    /// the arrays, or, with an objective, the best one of a machine.
+    #[pyo3(signature = (mesh=None, cluster=None, objective=None, devices=None))]
+    fn compile(
+        &self,
+        py: Python<'_>,
+        mesh: Option<Mesh>,
+        cluster: Option<String>,
+        objective: Option<String>,
+        devices: Option<u32>,
+    ) -> PyResult<Plan> {
+        Plan::with_target(py, vec![self.clone()], TargetRequest { mesh, cluster, objective, devices })
     }
 }
 

@@ -16,7 +16,7 @@ use tessera_mesh::{Axis, Cluster};
 use tessera_plan::search::memory_table::{MemoryPlanInputs, plan_memory as compute_table};
 use tessera_plan::search::recipe::require_recipe;
 
-use crate::errors::{OrRaise, raise_one};
+use crate::errors::OrRaise;
 use crate::mesh::Mesh;
 
 /// The guide's name of a rack, for which the catalog has one entry per generation.
@@ -63,19 +63,24 @@ pub(crate) fn search(
         true => ModelSource::Config(model.into()),
         false => ModelSource::Zoo(model.to_string()),
     };
-    let objective = match objective {
-        "throughput" => Objective::Throughput,
-        "latency" => Objective::Latency,
-        "memory" => Objective::Memory,
-        _ => {
-            let diagnostic = Diagnostic::error(&T1508, format!("no objective is called {objective:?}"))
-                .with_hint("use \"throughput\", \"latency\" or \"memory\"");
-            return Err(raise_one(py, diagnostic));
-        }
-    };
+    let objective = parse_objective(objective).or_raise(py)?;
     let query = build_query(py, source, cluster, devices, &pins_to_text(pins)?)?;
     let about = format!("{model} on {cluster}");
     Ok(Search { query: LanguageQuery { objective: Some(objective), ..query }, mesh: None, about })
+}
+
+/// Parses what a search optimises.
+///
+/// # Errors
+/// T1508.
+pub(crate) fn parse_objective(name: &str) -> Result<Objective, Diagnostic> {
+    match name {
+        "throughput" => Ok(Objective::Throughput),
+        "latency" => Ok(Objective::Latency),
+        "memory" => Ok(Objective::Memory),
+        _ => Err(Diagnostic::error(&T1508, format!("no objective is called {name:?}"))
+            .with_hint("use \"throughput\", \"latency\" or \"memory\"")),
+    }
 }
 
 fn build_query(

@@ -47,7 +47,7 @@ pub(crate) fn register_prefetch(
             let message = "window = 0 requests no expert before its layer starts";
             return Err(refuse(message.into(), "state how many layers ahead experts are requested, from 1"));
         }
-        let (experts, per_token) = (moe.expert_count(), moe.experts_per_token());
+        let (experts, per_token) = (moe.expert_count(), moe.most_experts());
         let resident = resident.unwrap_or_else(|| experts.min(RESIDENT_PER_CHOICE * per_token));
         if resident == 0 || resident > experts {
             let message = format!("resident = {resident} of {experts} experts");

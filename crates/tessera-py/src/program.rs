@@ -1,51 +1,31 @@
 //! `tessera.graph`: functions as logical programs.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use tessera::arrays::HostArray;
+use tessera::arrays::{ArrayFunction, FunctionOutput, HostArray};
+use tessera::codes::T0097;
 use tessera_base::Diagnostic;
 use tessera_cli::codes::T1504;
-use tessera_ir::{Program, ValueId, print};
-use tessera_mesh::{DimName, Layout};
-use tessera_plan::layouts::LaidOutProgram;
-use tessera_plan::precision::apply_dtype_policy_to_arrays;
-use tessera_plan::{DtypePolicy, round_stochastically};
+use tessera_ir::{ValueId, print};
+use tessera_mesh::{DimShards, Layout};
 
 use crate::dtensor::DTensor;
 use crate::errors::{OrRaise, raise_one};
 use crate::mesh::Mesh;
+use crate::signature::ONLY_OUTPUT;
 use crate::trace::{ArraySpec, TraceState, Value, lock};
 
-/// A logical program, the layouts of its sources, and the arrays that its weights hold.
+/// A function as a logical program, and the arrays that its weights hold.
 #[pyclass(frozen, from_py_object, module = "tessera.graph")]
 #[derive(Clone)]
 pub(crate) struct Graph {
-    pub(crate) program: Arc<Program>,
-    pub(crate) mesh: Option<Mesh>,
-    pub(crate) layouts: BTreeMap<String, Layout>,
-    /// Names and shapes of the inputs, in the order of the function's parameters.
-    pub(crate) inputs: Vec<(String, Vec<u64>)>,
-    /// Names of the outputs, with the names and units of their dims.
-    pub(crate) outputs: Vec<(String, Vec<DimName>, Vec<u64>)>,
+    pub(crate) function: Arc<ArrayFunction>,
     pub(crate) weights: BTreeMap<String, HostArray>,
-    /// The call scalars, which are equal in every call.
-    pub(crate) constants: BTreeMap<String, Vec<f32>>,
-    /// Layouts that layers state for their operands.
-    pub(crate) stated: BTreeMap<ValueId, Layout>,
-    /// The precision in which matmuls read their operands.
-    pub(crate) policy: DtypePolicy,
-    /// The seed with which values are rounded stochastically where they become bf16 or e4m3, if they are.
-    pub(crate) rounding_seed: Option<u64>,
-    /// Whether a layer wants results whose bits do not depend on the mesh.
-    pub(crate) is_deterministic: bool,
-    /// Layouts in which outputs leave; others leave as they are.
-    pub(crate) output_layouts: BTreeMap<String, Layout>,
-    /// Whether the function returned one value, and no tuple.
-    pub(crate) returns_one: bool,
 }
 
 /// Traces a function into a program.
@@ -122,7 +102,7 @@ fn read_outputs(
         })
     };
     if returned.is_instance_of::<Value>() {
-        return Ok((vec![("out".to_string(), to_id(returned)?)], true));
+        return Ok((vec![(ONLY_OUTPUT.to_string(), to_id(returned)?)], true));
     }
     if let Ok(named) = returned.cast::<PyDict>() {
         let pairs = named.iter().map(|(name, value)| Ok((name.extract()?, to_id(&value)?)));
@@ -151,12 +131,21 @@ pub(crate) fn finish(
     let trace = lock(&state).end();
     let named = outputs.iter().map(|(name, id)| {
         let (dims, units) = trace.dims_of(*id);
-        (name.clone(), dims, units)
+        FunctionOutput { name: name.clone(), dims, units, shards: None }
     });
     let named = named.collect();
-    let (policy, rounding_seed) = trace.policy();
+    let (dtype, rounding_seed) = trace.policy();
+    let units = trace.units_of_sources();
     let TraceState {
-        mut builder, mesh, layouts, inputs, weights, constants, stated, is_deterministic, ..
+        mut builder,
+        mesh,
+        layouts,
+        weights,
+        constants,
+        stated,
+        fixed_axes,
+        is_deterministic,
+        ..
     } = trace;
     for (name, id) in &outputs {
         builder.add_output(name, *id);
@@ -165,20 +154,35 @@ pub(crate) fn finish(
         let to_diagnostic = |e: tessera_ir::rules::RuleError| Diagnostic::error(e.code, e.message);
         crate::errors::raise(py, errors.into_iter().map(to_diagnostic).collect())
     })?;
-    Ok(Graph {
+    let sources = layouts.iter().map(|(name, layout)| {
+        let shards = to_shards(name, layout, units.get(name).map_or(&[], Vec::as_slice));
+        Ok((name.clone(), shards.or_raise(py)?))
+    });
+    let sources = sources.collect::<PyResult<_>>()?;
+    let function = ArrayFunction {
         program: Arc::new(program),
-        mesh,
-        layouts,
-        inputs,
+        mesh: mesh.map(|mesh| mesh.to_device_mesh()),
+        sources,
+        values: stated,
         outputs: named,
-        weights,
+        returns_one,
         constants,
-        stated,
-        policy,
+        dtype,
         rounding_seed,
         is_deterministic,
-        output_layouts: BTreeMap::new(),
-        returns_one,
+        fixed_axes,
+    };
+    Ok(Graph { function: Arc::new(function), weights })
+}
+
+/// Returns how a layout shards an array, on whatever mesh.
+///
+/// # Errors
+/// T0097 for a layout that belongs to one mesh.
+pub(crate) fn to_shards(name: &str, layout: &Layout, units: &[u64]) -> Result<DimShards, Diagnostic> {
+    DimShards::from_layout(layout, units).ok_or_else(|| {
+        Diagnostic::error(&T0097, format!("the layout of `{name}` belongs to one mesh"))
+            .with_hint("distribute the array again")
     })
 }
 
@@ -187,30 +191,45 @@ impl Graph {
     /// Name of the program.
     #[getter]
     fn name(&self) -> &str {
-        &self.program.name
+        &self.function.program.name
     }
 
     /// Names of the inputs, in the order of the function's parameters.
     #[getter]
-    fn inputs(&self) -> Vec<&str> {
-        self.inputs.iter().map(|(name, _)| name.as_str()).collect()
+    fn inputs(&self) -> Vec<String> {
+        self.function.inputs().into_iter().map(|(name, _)| name).collect()
     }
 
     /// Names of the outputs.
     #[getter]
     fn outputs(&self) -> Vec<&str> {
-        self.outputs.iter().map(|(name, ..)| name.as_str()).collect()
+        self.function.outputs.iter().map(|output| output.name.as_str()).collect()
     }
 
     /// Names of the arrays that the function captured.
     #[getter]
-    fn weights(&self) -> Vec<&str> {
-        self.weights.keys().map(String::as_str).collect()
+    fn weights(&self) -> Vec<String> {
+        self.function.weights().into_iter().map(|(name, _)| name).collect()
+    }
+
+    /// The mesh over which the arrays were distributed.
+    #[getter]
+    fn mesh(&self) -> Option<Mesh> {
+        self.function.mesh.clone().map(Mesh::from_device_mesh)
     }
 
     /// Returns the program in the text form that the command line reads.
     fn text(&self) -> String {
-        print(&self.program)
+        print(&self.function.program)
+    }
+
+    /// Writes the function into a new folder: its program, how its arrays are sharded, and its weights unless they are to
+    /// be given again.
+    #[pyo3(signature = (folder, *, weights=true))]
+    fn save(&self, py: Python<'_>, folder: PathBuf, weights: bool) -> PyResult<()> {
+        let none = BTreeMap::new();
+        let weights = if weights { &self.weights } else { &none };
+        py.detach(|| self.function.write(&folder, weights)).or_raise(py)
     }
 
     fn __str__(&self) -> String {
@@ -218,28 +237,6 @@ impl Graph {
     }
 
     fn __repr__(&self) -> String {
-        format!("Graph({}, {} ops)", self.program.name, self.program.ops.len())
-    }
-}
-
-impl Graph {
-    /// Returns the program as the planner takes it: with the casts of its precision.
-    pub(crate) fn laid_out(&self, py: Python<'_>) -> PyResult<LaidOutProgram> {
-        let mut program = apply_dtype_policy_to_arrays(&self.program, self.policy).or_raise(py)?;
-        if let Some(seed) = self.rounding_seed {
-            round_stochastically(&mut program, seed);
-        }
-        // Casts give values other numbers, and their names stay.
-        let find = |id: &ValueId| {
-            let name = &self.program.value(*id).name;
-            program.values.iter().position(|value| value.name == *name).map(|at| ValueId(at as u32))
-        };
-        let values = self.stated.iter().filter_map(|(id, layout)| Some((find(id)?, *layout))).collect();
-        Ok(LaidOutProgram {
-            sources: self.layouts.clone(),
-            values,
-            outputs: self.output_layouts.clone(),
-            program,
-        })
+        format!("Graph({}, {} ops)", self.function.program.name, self.function.program.ops.len())
     }
 }

@@ -4,23 +4,25 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
+use std::time::Duration;
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tessera::arrays::{
-    ArrayInterrupt, ArrayProcessOptions, ArrayRun, ArrayRunLog, ArrayValues, CopyRule, RunDevice, StreamIds,
+    ArrayInterrupt, ArrayProcessOptions, ArrayRendezvous, ArrayRun, ArrayRunLog, ArrayValues, CopyRule,
+    RunDevice, StreamIds, check_traced_device,
 };
 use tessera::files::RunFolder;
 
 use crate::array_memory::take_array;
 use crate::device_memory::import_device_tensor;
 use crate::dtensor::DTensor;
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, raise_one};
 use crate::plan::Plan;
 use crate::prefetch_report::PrefetchReport;
-use crate::program::Graph;
 use crate::session_trace::{SessionRecord, SessionTrace};
+use crate::signature::Signature;
 use crate::waiting::{lock_patiently, wait_for};
 
 /// The loaded ranks of a plan.
@@ -42,7 +44,8 @@ pub(crate) struct Session {
 /// Loads a plan on ranks.
 #[pyfunction]
 #[pyo3(signature = (
-    plan, *, ranks="threads", device="cpu", threads_per_rank=1, out=None, oversubscribe=false, trace=false
+    plan, *, ranks="threads", device="cpu", threads_per_rank=1, out=None, oversubscribe=false, trace=false,
+    rendezvous=None, secret=None, join_timeout=300.0
 ))]
 #[allow(clippy::too_many_arguments, reason = "they are the keywords of a Python function")]
 pub(crate) fn open_session(
@@ -54,6 +57,9 @@ pub(crate) fn open_session(
     out: Option<PathBuf>,
     oversubscribe: bool,
     trace: bool,
+    rendezvous: Option<&str>,
+    secret: Option<PathBuf>,
+    join_timeout: f64,
 ) -> PyResult<Session> {
     let refuse = |message: String| Err(PyValueError::new_err(message));
     let device = parse_device(device)?;
@@ -61,10 +67,12 @@ pub(crate) fn open_session(
         return refuse("threads_per_rank = 0: a rank has at least one thread".into());
     }
     let trace_ids = trace.then(|| StreamIds::new(plan.stream_ids()));
+    let meeting = read_rendezvous(ranks == "joined", rendezvous, secret, join_timeout)?;
     let weights = plan.weights();
     let shared = Arc::clone(&plan.plan);
     match ranks {
         "threads" if device == RunDevice::Cuda => {
+            trace_ids.map_or(Ok(()), |_| check_traced_device(device)).map_err(|d| raise_one(py, d))?;
             let run = wait_for(py, || ArrayRun::start_gpu_thread(&shared, weights), || ())?;
             Ok(Session::new(plan, run.or_raise(py)?, None))
         }
@@ -77,7 +85,7 @@ pub(crate) fn open_session(
             let run = wait_for(py, load, || ())?;
             Ok(Session::new(plan, run.or_raise(py)?, None))
         }
-        "processes" => {
+        "processes" | "joined" => {
             let folder = RunFolder::new(out.as_deref(), "tessera-arrays").or_raise(py)?;
             let argv = rank_command(py)?;
             let options = ArrayProcessOptions {
@@ -85,6 +93,7 @@ pub(crate) fn open_session(
                 threads: Some(threads_per_rank),
                 oversubscribe,
                 trace: trace_ids,
+                rendezvous: meeting,
                 ..ArrayProcessOptions::new(argv, folder.path().to_path_buf())
             };
             let stop = options.stop.clone();
@@ -99,7 +108,38 @@ pub(crate) fn open_session(
             );
             Ok(Session::new(plan, run?.or_raise(py)?, Some(folder)))
         }
-        _ => refuse(format!("ranks = {ranks:?}: they are \"threads\" or \"processes\"")),
+        _ => refuse(format!("ranks = {ranks:?}: they are \"threads\", \"processes\" or \"joined\"")),
+    }
+}
+
+/// Returns where rank 0 meets ranks of other hosts.
+fn read_rendezvous(
+    is_joined: bool,
+    rendezvous: Option<&str>,
+    secret: Option<PathBuf>,
+    join_timeout: f64,
+) -> PyResult<Option<ArrayRendezvous>> {
+    let refuse = |message: &str| Err(PyValueError::new_err(message.to_string()));
+    match (is_joined, rendezvous, secret) {
+        (false, None, None) => Ok(None),
+        (false, ..) => refuse("rendezvous and secret belong to ranks=\"joined\""),
+        (true, Some(text), Some(secret)) => {
+            let Some(master) = ArrayRendezvous::parse_master(text) else {
+                return refuse(
+                    "rendezvous is the host and the port of rank 0, such as \"head.example:29500\"",
+                );
+            };
+            let timeout = Duration::try_from_secs_f64(join_timeout).ok().filter(|t| !t.is_zero());
+            let Some(timeout) = timeout else {
+                return refuse("join_timeout is a positive number of seconds");
+            };
+            // The rank runs in another process, whose directory may differ.
+            let secret = std::path::absolute(secret)?;
+            Ok(Some(ArrayRendezvous { master, bind: None, secret, timeout }))
+        }
+        (true, ..) => {
+            refuse("joined ranks need rendezvous=\"host:port\" and secret=, a file that every rank has")
+        }
     }
 }
 
@@ -129,7 +169,7 @@ impl Session {
         arguments: &Bound<'_, PyTuple>,
         named: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Py<PyAny>> {
-        self.run_graph(py, self.plan.find_graph(None)?, arguments, named)
+        self.run_program(py, self.plan.find_program(None)?, arguments, named)
     }
 
     /// Runs one program of the plan once.
@@ -141,7 +181,7 @@ impl Session {
         arguments: &Bound<'_, PyTuple>,
         named: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Py<PyAny>> {
-        self.run_graph(py, self.plan.find_graph(Some(program))?, arguments, named)
+        self.run_program(py, self.plan.find_program(Some(program))?, arguments, named)
     }
 
     /// The plan that the ranks run.
@@ -233,23 +273,23 @@ impl Session {
         }
     }
 
-    fn run_graph(
+    fn run_program(
         &self,
         py: Python<'_>,
-        graph: &Graph,
+        program: &Signature,
         arguments: &Bound<'_, PyTuple>,
         named: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Py<PyAny>> {
-        let inputs = read_inputs(graph, arguments, named)?;
-        let outputs = self.call(py, graph, &inputs)?;
-        self.wrap_outputs(py, graph, outputs)
+        let inputs = read_inputs(program, arguments, named)?;
+        let outputs = self.call(py, program, &inputs)?;
+        self.wrap_outputs(py, program, outputs)
     }
 
     /// Runs a program on the ranks.
     pub(crate) fn call(
         &self,
         py: Python<'_>,
-        graph: &Graph,
+        program: &Signature,
         inputs: &BTreeMap<String, ArrayValues>,
     ) -> PyResult<BTreeMap<String, ArrayValues>> {
         if !self.is_of_this_process() {
@@ -267,7 +307,7 @@ impl Session {
         };
         let set_caller = |caller| *self.caller.lock().unwrap_or_else(PoisonError::into_inner) = caller;
         set_caller(Some(std::thread::current().id()));
-        let name = &graph.program.name;
+        let name = &program.name;
         let outputs = wait_for(py, || run.call_with(name, inputs), || self.interrupt.interrupt());
         set_caller(None);
         drop(guard);
@@ -277,16 +317,16 @@ impl Session {
     fn wrap_outputs(
         &self,
         py: Python<'_>,
-        graph: &Graph,
+        program: &Signature,
         mut outputs: BTreeMap<String, ArrayValues>,
     ) -> PyResult<Py<PyAny>> {
         let mut wrapped = Vec::new();
-        for (name, ..) in &graph.outputs {
-            if let Some(array) = outputs.remove(name) {
-                wrapped.push(self.plan.to_dtensor(graph, name, array));
+        for output in &program.outputs {
+            if let Some(array) = outputs.remove(&output.name) {
+                wrapped.push(self.plan.to_dtensor(program, &output.name, array));
             }
         }
-        match (graph.returns_one, wrapped.pop()) {
+        match (program.returns_one, wrapped.pop()) {
             (true, Some(only)) => Ok(only.into_pyobject(py)?.into_any().unbind()),
             (_, last) => {
                 wrapped.extend(last);
@@ -298,11 +338,11 @@ impl Session {
 
 /// Returns the inputs of a program by name.
 fn read_inputs(
-    graph: &Graph,
+    program: &Signature,
     arguments: &Bound<'_, PyTuple>,
     named: Option<&Bound<'_, PyDict>>,
 ) -> PyResult<BTreeMap<String, ArrayValues>> {
-    let names = &graph.inputs;
+    let names = &program.inputs;
     if arguments.len() > names.len() {
         let message = format!("the program has {} inputs, not {}", names.len(), arguments.len());
         return Err(PyTypeError::new_err(message));

@@ -1,6 +1,6 @@
 //! The program that calls of ops write: symbolic values, the arrays that they capture, and the checks of every op.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::basic::CompareOp;
@@ -11,7 +11,7 @@ use tessera::arrays::{CopyRule, HostArray};
 use tessera_base::Diagnostic;
 use tessera_cli::codes::{T1504, T1505};
 use tessera_ir::{Builder, DType, Opcode, Type, ValueId};
-use tessera_mesh::{DimName, Layout};
+use tessera_mesh::{Axis, DimName, DimShards, Layout};
 use tessera_plan::DtypePolicy;
 
 use crate::array_memory::take_array;
@@ -102,14 +102,15 @@ pub(crate) struct TraceState {
     pub(crate) builder: Builder,
     pub(crate) mesh: Option<Mesh>,
     pub(crate) layouts: BTreeMap<String, Layout>,
-    pub(crate) inputs: Vec<(String, Vec<u64>)>,
     pub(crate) weights: BTreeMap<String, HostArray>,
     /// The call scalars, which are equal in every call.
     pub(crate) constants: BTreeMap<String, Vec<f32>>,
     /// Names and units of the dims of each value.
     dims: BTreeMap<ValueId, (Vec<DimName>, Vec<u64>)>,
-    /// The layouts in which ops read values, where a layer states one.
-    pub(crate) stated: BTreeMap<ValueId, Layout>,
+    /// How values are sharded where ops read them, where a layer states it.
+    pub(crate) stated: BTreeMap<ValueId, DimShards>,
+    /// Axes whose sizes the function has read.
+    pub(crate) fixed_axes: BTreeSet<Axis>,
     /// The precision that layers state.
     policy: Option<Numeric>,
     /// Whether a layer wants results whose bits do not depend on the mesh.
@@ -126,11 +127,11 @@ impl TraceState {
             builder: Builder::new_logical(name),
             mesh: None,
             layouts: BTreeMap::new(),
-            inputs: Vec::new(),
             weights: BTreeMap::new(),
             constants: BTreeMap::new(),
             dims: BTreeMap::new(),
             stated: BTreeMap::new(),
+            fixed_axes: BTreeSet::new(),
             policy: None,
             is_deterministic: false,
             captured: Vec::new(),
@@ -173,13 +174,13 @@ impl TraceState {
         }
     }
 
-    /// States the layout in which ops read a value; a value has one.
+    /// States how a value is sharded where ops read it; a value has one layout.
     ///
     /// # Errors
     /// T1504 if another layer, or another operand, states another one.
-    pub(crate) fn state_layout(&mut self, id: ValueId, layout: Layout) -> Result<(), Diagnostic> {
-        match self.stated.insert(id, layout) {
-            Some(known) if known != layout => {
+    pub(crate) fn state_shards(&mut self, id: ValueId, shards: &DimShards) -> Result<(), Diagnostic> {
+        match self.stated.insert(id, shards.clone()) {
+            Some(known) if known != *shards => {
                 Err(Diagnostic::error(&T1504, "a value is stated in two layouts")
                     .with_hint("state one layout for the operands that are the same value"))
             }
@@ -195,7 +196,6 @@ impl TraceState {
         self.join_mesh(spec.mesh.as_ref())?;
         let id = self.builder.add_input(name, Type::new(DType::F32, spec.shape.clone()));
         self.layouts.insert(name.to_string(), spec.layout);
-        self.inputs.push((name.to_string(), spec.shape.clone()));
         self.dims.insert(id, (spec.dims.clone(), spec.units.clone()));
         Ok(id)
     }
@@ -245,6 +245,13 @@ impl TraceState {
             let count = self.shape_of(id).len();
             (DimName::of_weight(count).unwrap_or_default(), vec![1; count])
         })
+    }
+
+    /// Returns the units in which the dims of inputs and weights are sharded, by name.
+    pub(crate) fn units_of_sources(&self) -> BTreeMap<String, Vec<u64>> {
+        let ops = self.builder.program().ops.iter();
+        let named = ops.filter_map(|op| Some((op.name.clone()?, self.dims_of(*op.results.first()?).1)));
+        named.filter(|(name, _)| self.layouts.contains_key(name)).collect()
     }
 
     pub(crate) fn set_dims(&mut self, id: ValueId, dims: (Vec<DimName>, Vec<u64>)) {

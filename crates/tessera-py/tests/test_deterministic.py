@@ -16,11 +16,13 @@ TOKENS = ("token", "hidden")
 Arrays = list[np.ndarray]
 
 
-def feed_forward(arrays: Arrays, mesh: dist.Mesh, policy: op.Numeric, tokens: dist.ShardSpec | dist.ReplicateSpec) -> graph.Plan:
+def feed_forward(
+    arrays: Arrays, mesh: dist.Mesh, policy: op.Numeric, tokens: dist.ShardSpec | dist.ReplicateSpec
+) -> graph.Plan:
     """A column-parallel layer, a norm, and a row-parallel layer with a bias, added to its input."""
     x, up, norm, down, bias = arrays
     expand, normalize, project = op.linear(activation="silu", policy=policy), op.rms_norm(), op.linear(policy=policy)
-    specs = (shard(col="tp"), REPLICATED, shard(row="tp"), REPLICATED)
+    specs: list[dist.ShardSpec | dist.ReplicateSpec] = [shard(col="tp"), REPLICATED, shard(row="tp"), REPLICATED]
     held = [dist.distribute(a, mesh, spec) for a, spec in zip((up, norm, down, bias), specs, strict=True)]
 
     def layers(x: graph.Value) -> graph.Value:
@@ -57,15 +59,15 @@ def test_it_changes_the_reduction_of_the_plan(rng: np.random.Generator) -> None:
     digests = set()
     for deterministic, reduction in ((True, "tree"), (False, "sum")):
         plan = feed_forward(arrays, make_mesh(tp=4), op.numeric(deterministic=deterministic), REPLICATED)
-        assert [(name, axis) for name, axis, _ in plan.collectives()] in ([("all_reduce", "tp")], [("reduce_scatter", "tp")])
+        assert [(name, axis) for name, axis, _ in plan.collectives()] == [("reduce_scatter", "tp")]
         assert f'reduction = "{reduction}"' in plan.text()
         assert ("segments = 2" in plan.text()) == deterministic
-        assert plan.verify() == plan.digest
+        assert plan.verify() and plan.seal()[0] == plan.digest
         digests.add(plan.digest)
     assert len(digests) == 2
-    # Three ranks have no whole segments of 48, so the operands are gathered.
+    # Three ranks have no whole segments of 48, so they exchange operands and add no terms of a sum.
     plan = feed_forward(arrays, make_mesh(tp=3), op.numeric(deterministic=True), REPLICATED)
-    assert {name for name, _, _ in plan.collectives()} == {"all_gather"}
+    assert {name for name, _, _ in plan.collectives()} == {"all_gather", "all_to_all"}
 
 
 def test_processes_and_a_saved_plan_agree(rng: np.random.Generator, tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_processes_and_a_saved_plan_agree(rng: np.random.Generator, tmp_path: Pa
         plan = feed_forward(arrays, make_mesh(tp=tp), op.numeric(deterministic=True), REPLICATED)
         with rt.open_session(plan, ranks="processes", oversubscribe=True) as run:
             found.append(run(arrays[0]).gather())
-    assert np.array_equal(*found)
+    assert np.array_equal(found[0], found[1])
     plan.save(str(tmp_path / "plan"))
     command = [sys.executable, "-m", "tessera", "check", str(tmp_path / "plan")]
     assert plan.digest[:12] in subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -91,7 +93,7 @@ def test_experts_on_more_ranks_give_the_bits_of_one(rng: np.random.Generator) ->
         held = [dist.distribute(router, mesh, REPLICATED)]
         held += [dist.distribute(bank, mesh, shard(experts="ep")) for bank in banks]
         spec = graph.ArraySpec((12, 8), mesh, dims=TOKENS)
-        plan = graph.trace(lambda x, held=held: mixture(x, *held), spec).compile()  # type: ignore[misc]
+        plan = graph.trace(lambda x, held=held: mixture(x, *held), spec).compile()
         with rt.open_session(plan) as run:
             found.append(run(x).gather())
     assert all(np.array_equal(found[0], other) for other in found[1:])
@@ -104,5 +106,5 @@ def test_one_layer_makes_its_plan_deterministic() -> None:
     stated, other = op.linear(policy=op.numeric(deterministic=True)), op.linear(policy=op.numeric())
     spec = graph.ArraySpec((6, 8), mesh, dims=TOKENS)
     for first, second in ((stated, other), (other, stated)):
-        plan = graph.trace(lambda x, f=first, s=second: s(f(x, w), w), spec).compile()  # type: ignore[misc]
+        plan = graph.trace(lambda x, f=first, s=second: s(f(x, w), w), spec).compile()
         assert plan.text().count('reduction = "tree"') == 2 and 'reduction = "sum"' not in plan.text()

@@ -193,7 +193,7 @@ def test_a_plan_states_its_tiers_and_counts_the_slots(tmp_path: Path) -> None:
         weights = [memory[0] for memory in plans[resident].memory()]
         assert weights == [memory[0] - (3 - slots) * expert for memory in plain.memory()]
     assert len({plan.digest for plan in [plain, *plans.values()]}) == 4
-    assert "tier_resident = 2" in plans[2].text() and plans[2].verify() == plans[2].digest
+    assert "tier_resident = 2" in plans[2].text() and plans[2].verify()
     plans[2].save(str(tmp_path / "plan"))
 
     def check() -> int:

@@ -34,7 +34,7 @@ def test_a_column_and_a_row_parallel_layer_need_one_reduction(rng: np.random.Gen
             wanted = silu(scale * x.astype(np.float64) @ up.T) @ down.T
             assert relative_error(found, wanted) < 1e-6
         assert relative_error(run(x).gather(), expected) < 1e-6
-    assert plan.digest in plan.explain() and plan.verify() == plan.digest
+    assert plan.digest in plan.explain() and any("no deadlock" in line for line in plan.verify())
     assert "shard" in plan.text(rank=3)
 
 
@@ -215,14 +215,27 @@ def test_numbers_combine_with_values_from_both_sides(rng: np.random.Generator) -
     assert plan.collectives() == []
 
 
-def test_verify_uses_the_settings_of_the_plan(rng: np.random.Generator) -> None:
+def test_a_plan_keeps_the_settings_with_which_it_was_made(rng: np.random.Generator) -> None:
     mesh = make_mesh(tp=2)
     w = dist.distribute(draw(rng, 8, 8), mesh, shard(row="tp"))
     linear = op.linear()
-    plan = graph.trace(lambda x: linear(x, w) + x, graph.ArraySpec((6, 8), mesh, dims=TOKENS)).compile()
+    whole = dist.distribute(draw(rng, 8, 8), mesh, REPLICATED)
+
+    def two_branches(x: graph.Value) -> tuple[graph.Value, graph.Value]:
+        # The other matmul can run while the terms of this one are added, if both streams may.
+        terms = linear(x, w)
+        other = linear(x, whole)
+        return linear(terms, whole), other
+
+    traced = graph.trace(two_branches, graph.ArraySpec((6, 8), mesh, dims=TOKENS))
+    plan = traced.compile(cluster="hgx-h200")
+    before = (plan.verify(), plan.seal(), plan.why(tp=2), plan.why(ep=2))
     rt.enable_overlap([("tp_collective", "compute")])
-    assert plan.verify() == plan.digest
-    rt.enable_overlap([])
+    try:
+        assert (plan.verify(), plan.seal(), plan.why(tp=2), plan.why(ep=2)) == before
+        assert traced.compile().digest != plan.digest
+    finally:
+        rt.enable_overlap([])
 
 
 def test_inputs_of_a_call_are_checked(rng: np.random.Generator) -> None:

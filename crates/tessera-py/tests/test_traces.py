@@ -56,7 +56,8 @@ def two_branches(pairs: Pairs) -> graph.Plan:
     linear, act = op.linear(), op.silu()
     spec = graph.ArraySpec((6, 8), mesh, dims=TOKENS)
     rt.enable_overlap(pairs)
-    return graph.trace(lambda x, y: linear(x, w) + act(act(y)), spec, spec, name="branches").compile()
+    by_hidden = graph.ArraySpec((6, 8), mesh, shard(hidden="tp"), dims=TOKENS)
+    return graph.trace(lambda x, y: linear(x, w) + act(act(y)), by_hidden, spec, name="branches").compile()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -68,7 +69,7 @@ def test_only_a_listed_pair_computes_while_a_collective_is_in_flight(ranks: str,
         for call in (1, 2):
             events = events_of(trace, rank, call)
             issues = [event for event in events if event.kind == "issue"]
-            assert [(event.op, event.stream) for event in issues] == [("all_reduce", "tp_collective")]
+            assert [(event.op, event.stream) for event in issues] == [("reduce_scatter", "tp_collective")]
             inside = between(events, issues[0])
             assert all(event.kind == "compute" and event.stream == "compute" for event in inside)
             assert [event.op for event in inside] == (["silu", "silu"] if pairs else [])
@@ -125,7 +126,7 @@ def test_stream_ids_are_those_of_the_map(tmp_path: Path) -> None:
     slices = [e for e in saved if e["ph"] == "X"]
     assert len(slices) == len(trace.events)
     shown = {(e["tid"], e["name"]) for e in slices}
-    assert {(5, "silu"), (0, "all_reduce issue"), (0, "all_reduce in flight"), (5, "all_reduce wait")} <= shown
+    assert {(5, "silu"), (0, "reduce_scatter issue"), (0, "reduce_scatter in flight"), (5, "reduce_scatter wait")} <= shown
 
 
 def test_a_run_of_processes_leaves_its_trace_in_its_folder(tmp_path: Path) -> None:
@@ -172,11 +173,12 @@ def test_events_lie_within_their_calls_and_name_the_ops_of_the_plan() -> None:
     kinds = [(event.kind, event.op) for event in events_of(trace, 0, 1)]
     assert kinds == [
         ("compute", "matmul"),
-        ("issue", "all_reduce"),
-        ("in flight", "all_reduce"),
+        ("issue", "reduce_scatter"),
+        ("in flight", "reduce_scatter"),
         ("compute", "silu"),
         ("compute", "silu"),
-        ("wait", "all_reduce"),
+        ("wait", "reduce_scatter"),
+        ("compute", "take_shard"),
         ("compute", "add"),
         ("compute", "output"),
     ]

@@ -24,6 +24,7 @@ mod reactor;
 pub mod rendezvous;
 mod request_intake;
 pub mod secure;
+mod system;
 mod welcome;
 mod worker_process;
 

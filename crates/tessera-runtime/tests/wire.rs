@@ -12,9 +12,9 @@ use tessera_runtime::wire::{
     ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, ChangeEffect, ChangedSetting,
     CollectiveTimes, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, FaultReport,
     FinishReason, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message, MessageKind,
-    OpClassWork, PhaseCall, PhaseOpTimes, Progress, RankMemory, Ready, Refused, Reload, RequestLimit, ScalarArg,
-    SenderRole, ShardFingerprint, StreamChange, Tensor, Tensors, TokenEvent, WIRE_VERSION, Welcome, decode,
-    decode_header, encode, envelope_reference,
+    OpClassWork, PhaseCall, PhaseOpTimes, Progress, RankMemory, Ready, Refused, Reload, RequestLimit,
+    ScalarArg, SenderRole, ShardFingerprint, StreamChange, Tensor, Tensors, TokenEvent, WIRE_VERSION,
+    Welcome, decode, decode_header, encode, envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 

@@ -489,3 +489,23 @@ fn t0339_a_batch_is_contiguous() {
     assert_only(&exchange([1, 1], true), "T0339");
     assert_only(&exchange([0, 0], false), "T0339");
 }
+
+#[test]
+fn t0345_tiers_of_experts_are_stated_whole_and_hold_at_most_all() {
+    let check = |tiers: &str| {
+        let text = format!(
+            "program @p role(r) {{ %x = input : f32[6, 4] %l = input : f32[6, 5] \
+             %g = weight \"g\" {{{tiers}}} : f32[5, 3, 4] %e = ttile.top_k_experts %l {{top_k = 2}} \
+             %s = ttile.expert_slots %e {{capacity = 3}} %c = ttile.expert_counts %e, %s {{groups = 5}} \
+             %p = ttile.expert_pack %x, %e, %s {{capacity = 3, groups = 5}} \
+             %y = ttile.grouped_matmul %p, %g, %c {{rows = 12}} }}"
+        );
+        check_program(&tessera_ir::parse(&text, "tiers.tir").unwrap_or_else(|ds| panic!("{ds:#?}")))
+    };
+    let resident = |count: u32| {
+        format!("tier_layer = 0, tier_policy = \"lru\", tier_resident = {count}, tier_window = 1")
+    };
+    assert_only(&check("tier_layer = 0, tier_resident = 2"), "T0345");
+    assert_only(&check(&resident(6)), "T0345");
+    assert_clean(&check(&resident(5)));
+}

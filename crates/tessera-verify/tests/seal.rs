@@ -312,3 +312,40 @@ fn t0340_a_collective_in_place() {
     assert_only(&verify(Opcode::AllReduce, true), "T0340");
     assert_only(&verify(Opcode::AllGather, false), "T0340");
 }
+
+#[test]
+fn the_covered_parts_differ_where_two_plans_differ() {
+    let parts = |b: &Bundle| seal(b.clone(), &DeviceLimits::default()).unwrap().covered_parts();
+    let plan = two_rank_bundle();
+    let differing = |change: &dyn Fn(&mut Bundle)| -> Vec<String> {
+        let mut other = plan.clone();
+        change(&mut other);
+        let changed = parts(&other);
+        let differs = |part: &&(String, String)| !changed.contains(part);
+        parts(&plan).iter().filter(differs).map(|(name, _)| name.clone()).collect()
+    };
+    assert_eq!(parts(&plan), parts(&plan.clone()));
+    assert_eq!(differing(&|b| b.mapping += "x"), ["mapping"]);
+    assert_eq!(differing(&|b| b.rank_map = RankMap::from_device_kind(&b.mesh, "other")), ["devices"]);
+    let calls = differing(&|b| b.calls[0].0 += "x");
+    assert_eq!(calls.len(), 1);
+    assert!(calls[0].starts_with("call "), "{calls:?}");
+    let bytes = differing(&|b| b.phases[0].slots[0].slot_bytes[0] += 64);
+    assert_eq!(bytes, ["memory of @denoise of r0"]);
+    // Names of values are no part of a seal.
+    assert!(differing(&|b| b.phases[0].programs[0].values[0].name += "x").is_empty());
+}
+
+#[test]
+fn the_properties_of_a_plan_have_its_numbers_and_known_codes() {
+    let plan = seal(two_rank_bundle(), &DeviceLimits::default()).unwrap();
+    let properties = plan.list_properties();
+    let of = |name: &str| properties.iter().find(|p| p.name == name).map(ToString::to_string).unwrap();
+    assert!(of("complete").contains("each of 2 ranks has one of 2 roles"), "{}", of("complete"));
+    // Three all-reduces on each of two ranks.
+    assert!(of("matching collectives").contains("the same of 6 collectives"));
+    assert!(of("no deadlock").ends_with("(T0311, T0312)"));
+    for property in &properties {
+        assert!(!property.codes.is_empty() && property.codes.iter().all(|code| CODES.contains(code)));
+    }
+}

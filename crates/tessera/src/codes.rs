@@ -70,7 +70,8 @@ The guide `outputs` shows how to write such a file.";
     "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, `tessera stream` is one rank of a run that an external \
 launcher started, such as torchrun, Slurm or a shell on each host. All four are required: whole numbers with RANK below \
 WORLD_SIZE, and the address and port where rank 0 listens. The plan must have exactly WORLD_SIZE ranks, and a secret or \
-certificates must be given, because the ranks' connections are open to the network.\n\nTo start all ranks on this host instead, unset the four variables.";
+certificates must be given, because the ranks' connections are open to the network. Ranks of array programs join in the same way: \
+`tessera join` starts one on each host, and the Python session is rank 0.\n\nTo start all ranks on this host instead, unset the four variables.";
 
     T0035: "credentials file cannot be used",
     "The secret of a run is a file of 32 bytes or more that every rank reads (`--secret FILE`), for instance from \
@@ -265,6 +266,20 @@ message says which rank ended it and why, and the folder of the run holds the re
 and if you like `kind`, a label of your own such as code, chat or French. The file is missing or has no such line, or the named line is \
 no JSON object, has another key, or has both or neither of the first two. With `--chat` every line needs `prompt`, because a template \
 takes texts. Empty lines are skipped. Every wrong line is listed, and nothing was run.";
+
+    T0096: "function of arrays cannot be read",
+    "A saved function of arrays is a folder: program.tir has the text of its logical program, function.json says how each array is \
+sharded, over which mesh it was traced, and what its call scalars hold, and weights.safetensors has the weights. The message names \
+the file and the entry that is no part of such a folder, or does not fit the program: a name that the program does not have, a dim that \
+a tensor does not have, or other outputs.\n\n\
+A text of a program alone is read too. It says nothing of layouts, so its arrays are replicated until you state others, and it must be \
+logical: a program of a role belongs to a plan.";
+
+    T0097: "function of arrays does not move to this mesh",
+    "A function that was traced over one mesh runs on another one of the same axes: its layouts name axes and dims, and no \
+sizes. Some programs contain the size of an axis as a number. A router that is penalised by the distance of experts knows which rank of \
+ep has which expert, and on another number of ranks its numbers would describe a mesh that does not exist.\n\n\
+Trace the function again over a mesh of the size that you want. A layout of subgroups, or of terms of a sum, belongs to one mesh as well.";
 
     T0098: "ranks on GPUs cannot be threads of one process",
     "A session with `ranks=\"threads\"` and `device=\"gpu\"` loads its plan in this process, so that torch and jax pass it arrays in GPU \

@@ -403,6 +403,18 @@ fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
 }
 
 /// Returns the names of a program's ops of one kind.
+/// Checks that a rank issued the collectives of the sealed plan, in their order.
+fn check_trace(program: &str, issued: [u8; 32], sealed: [u8; 32]) -> Result<(), EngineFault> {
+    if issued == sealed {
+        return Ok(());
+    }
+    Err(EngineFault::local_failure(format!(
+        "@{program} issued collectives with trace {}, but the sealed plan expects {} for this rank",
+        Digest(issued),
+        Digest(sealed)
+    )))
+}
+
 fn named_ops(p: &Program, opcode: Opcode) -> BTreeSet<String> {
     p.ops.iter().filter(|o| o.opcode == opcode).filter_map(|o| o.name.clone()).collect()
 }
@@ -474,14 +486,7 @@ impl Engine for MeshEngine {
             *new += 1;
         }
         let issued_trace = guard.end_phase().map_err(|text| EngineFault::from_tripwire(&T0751, text))?;
-        if issued_trace != phase.trace {
-            return Err(EngineFault::local_failure(format!(
-                "@{} issued collectives with trace {}, but the sealed plan expects {} for this rank",
-                call.program,
-                Digest(issued_trace),
-                Digest(phase.trace)
-            )));
-        }
+        check_trace(&call.program, issued_trace, phase.trace)?;
         let outputs = if self.call_arrays.is_some() { &[][..] } else { &phase.outputs[..] };
         for PhaseOutput { name, tensor, shape } in outputs {
             let values = self.backend.output(name).unwrap_or_default();

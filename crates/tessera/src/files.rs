@@ -48,6 +48,11 @@ impl StagedFolder {
         write_file(&path, bytes)
     }
 
+    /// Returns the path of a file of the folder until the folder is moved, for a writer that takes a path.
+    pub(crate) fn path_of(&self, name: &str) -> PathBuf {
+        self.staging.join(name)
+    }
+
     /// Moves the folder to its target path.
     pub fn commit(mut self) -> Result<(), Diagnostic> {
         // A rename replaces an empty folder only, so it never overwrites the output of another run.

@@ -29,13 +29,16 @@ use crate::gpus::GpuDiscovery;
 use crate::leader_placement::place_leader_programs;
 use crate::model::Model;
 use crate::plan::Plan;
-use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
+use crate::rank::{
+    LeaderEvent, LeaderEventHandler, RankContext, RankPlan, RankSetup, run_as_leader, run_follower,
+};
 use crate::rank_config::RankConfig;
 use crate::rank_launch::new_session_id;
 use crate::run_dir_writer::{close_run, write_run_dir};
 use crate::run_settings::build_id;
 use crate::stream::{self, ProgressTally};
 use crate::stream_options::{ChunkProgress, RunDevice, StreamOptions, StreamReport};
+use crate::synthetic_delays::SyntheticDelays;
 
 /// Maximum size of a credentials file in bytes.
 const MAX_CREDENTIAL_BYTES: u64 = 1 << 20;
@@ -121,12 +124,12 @@ pub fn run(
     interrupt: &StopHandle,
     on_event: &mut dyn FnMut(JoinEvent),
 ) -> Result<JoinReport, Diagnostics> {
-    let mut spec = build_rendezvous(&plan, options, join)?;
+    let on_gpus = options.device == RunDevice::Cuda;
+    let mut spec = build_rendezvous(&plan, on_gpus, &options.delays, join)?;
     let first_rank_of_host = first_rank_of_host(join);
     // Rank 0 records the digest of its weights. If the plan pins weights, each host checks its files.
     let reads_all = join.rank == 0 || (plan.mapping.weights.is_some() && join.rank == first_rank_of_host);
     let digest = reads_all.then(|| model.start_digest());
-    let on_gpus = options.device == RunDevice::Cuda;
     if on_gpus {
         // Covers this rank's device and the devices before it.
         let needed = position_on_host(plan.sealed.mesh(), first_rank_of_host, Rank(join.rank + 1)) as usize;
@@ -168,7 +171,7 @@ pub fn run(
     if join.rank == 0 {
         return run_rank_zero(&plan, &orders, options, &spec, peers, interrupt, on_event);
     }
-    let setup = || Ok(setup_from_peers(Arc::new(plan), &orders, &spec, peers));
+    let setup = || Ok(setup_from_peers(Arc::new(plan), &orders.delays, &spec, peers));
     Ok(match run_follower(setup, &orders.settings(), orders.weights_place(), Rank(spec.rank))? {
         // No launcher started these ranks; only rank 0 sends this failure, when it is interrupted
         // twice.
@@ -204,7 +207,7 @@ fn run_rank_zero(
     let outcome = std::thread::scope(|s| {
         let leader_thread = s.spawn(move || {
             let arrive = || {
-                let arrival = setup_from_peers(Arc::new(leader_plan), orders, spec, peers);
+                let arrival = setup_from_peers(Arc::new(leader_plan), &orders.delays, spec, peers);
                 Ok(RankSetup {
                     frame_pipes,
                     interrupt: Some(interrupt.clone()),
@@ -247,12 +250,13 @@ fn forward_events(sender: Sender<OwnedLeaderEvent>) -> LeaderEventHandler {
     })
 }
 
-fn setup_from_peers(
-    plan: Arc<Plan>,
-    orders: &RankConfig,
+/// Builds the setup of a rank that no launcher started.
+pub(crate) fn setup_from_peers<P: RankPlan>(
+    plan: Arc<P>,
+    delays: &SyntheticDelays,
     spec: &RendezvousSpec,
     peers: RendezvousPeers,
-) -> RankSetup<Plan> {
+) -> RankSetup<P> {
     let welcome = Welcome {
         rank: spec.rank,
         world_size: spec.world_size,
@@ -264,7 +268,7 @@ fn setup_from_peers(
     RankSetup {
         joined: JoinedRank::from_links(welcome, Vec::new(), peers.control),
         communicators: EndpointSources::Streams(peers.communicators),
-        context: RankContext::new(plan, orders.delays).with_peers(peers.digest),
+        context: RankContext::new(plan, *delays).with_peers(peers.digest),
         frame_pipes: Vec::new(),
         interrupt: None,
         on_event: None,
@@ -272,13 +276,15 @@ fn setup_from_peers(
 }
 
 /// Builds the rendezvous spec: everything that this rank knows before it meets the others.
-fn build_rendezvous(
-    plan: &Plan,
-    options: &StreamOptions,
+pub(crate) fn build_rendezvous<P: RankPlan>(
+    plan: &P,
+    on_gpus: bool,
+    delays: &SyntheticDelays,
     join: &JoinOptions,
 ) -> Result<RendezvousSpec, Diagnostics> {
     let mut diagnostics = Vec::new();
-    let ranks = plan.sealed.mesh().world_size();
+    let sealed = plan.sealed();
+    let ranks = sealed.mesh().world_size();
     if join.rank >= join.world {
         diagnostics.push(
             Diagnostic::error(&T0034, format!("there is no rank {} in a world of {}", join.rank, join.world))
@@ -293,7 +299,7 @@ fn build_rendezvous(
                 &T0034,
                 format!("the plan is for {ranks} ranks and the world has {}", join.world),
             )
-            .with_label("plan", format!("{} and {} ranks", plan.sealed.mesh(), ranks))
+            .with_label("plan", format!("{} and {} ranks", sealed.mesh(), ranks))
             .with_label("WORLD_SIZE", join.world.to_string())
             .with_hint("give a --mesh with WORLD_SIZE ranks, the same on every rank"),
         );
@@ -301,8 +307,7 @@ fn build_rendezvous(
     let credentials = load_credentials(join).map_err(|d| diagnostics.push(d)).ok();
     let Some(credentials) = credentials.filter(|_| diagnostics.is_empty()) else { return Err(diagnostics) };
     // GPU ranks communicate on the GPUs and need no CPU communicators.
-    let on_gpus = options.device == RunDevice::Cuda;
-    let specs = if on_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
+    let specs = if on_gpus { Vec::new() } else { communicators::communicator_specs(sealed) };
     Ok(RendezvousSpec {
         rank: join.rank,
         world_size: join.world,
@@ -314,12 +319,12 @@ fn build_rendezvous(
         parity_values: vec![
             ("build".into(), build_id()),
             ("wire version".into(), tessera_runtime::wire::WIRE_VERSION.to_string()),
-            ("plan digest".into(), plan.sealed.digest_hex()),
-            ("topology".into(), plan.mapping.topology.name().into()),
-            ("synthetic delays".into(), options.delays.announced_text()),
+            ("plan digest".into(), sealed.digest_hex()),
+            ("topology".into(), plan.mapping().topology.name().into()),
+            ("synthetic delays".into(), delays.announced_text()),
             ("device".into(), if on_gpus { "cuda" } else { "cpu" }.into()),
         ],
-        session: new_session_id(&plan.sealed),
+        session: new_session_id(sealed),
         leader_payload: Vec::new(),
         join_limit: join.timeout,
     })

@@ -9,7 +9,7 @@ use tessera_runtime::driver::{JoinedRank, exit_process, exit_without_handlers, j
 use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
-use crate::arrays::{ArrayConfig, ArrayPlan, run_array_leader};
+use crate::arrays::{ArrayConfig, ArrayPlan, meet_ranks, run_array_leader, setup_leader};
 use crate::codes::T0012;
 use crate::generate::{GenerateConfig, LanguagePlan, run_text_leader};
 use crate::plan::Plan;
@@ -109,6 +109,12 @@ fn run_array_rank(
         Ok(plan) => plan,
         Err(ds) => return report_refusal(&mut joined, ds).map(Some),
     };
+    if let Some(rendezvous) = &config.rendezvous {
+        return match meet_ranks(&plan, 0, rendezvous) {
+            Ok(met) => run_array_leader(|| Ok(setup_leader(joined, plan, met)), config),
+            Err(ds) => report_refusal(&mut joined, ds).map(Some),
+        };
+    }
     let sockets = usize::from(rank.0 == 0);
     let setup = set_up(joined, sockets, RankContext::new(plan, SyntheticDelays::default()));
     match rank.0 {

@@ -12,8 +12,9 @@ use array_cases::{
     Arrays, CASES, Extents, MATMUL_TEXT, OVERLAP_TEXT, assert_close, assert_overlap_trace, bundle, mapping,
     matmul_arrays, numbers, overlap_ids, overlap_inputs, seal_text,
 };
-use tessera::arrays::{ArrayPlan, ArrayRun, HostArray};
+use tessera::arrays::{ArrayFunction, ArrayPlan, ArrayRun, DeviceMesh, HostArray};
 use tessera_base::Diagnostics;
+use tessera_mesh::{Axis, DimShard, DimShards, Mesh};
 
 fn start(case: Extents) -> ArrayRun {
     let plan = seal_text(&case.to_text()).unwrap_or_else(|ds| panic!("{ds:#?}"));
@@ -227,4 +228,83 @@ fn a_run_that_is_not_traced_has_a_record_alone() {
     assert_eq!(calls, [(1, "linear"), (2, "gather"), (3, "linear")]);
     assert!(record.calls.windows(2).all(|pair| pair[0].end_ns <= pair[1].start_ns));
     assert_eq!(record.plan, seal_text(&case.to_text()).unwrap().sealed.digest_hex());
+}
+
+const PROJECT: &str = "program @project streams(compute) {
+  %x = input \"x\" : f32[7, 20]
+  %w = weight \"w\" : f32[20, 20]
+  %y = toperator.matmul %x, %w : f32[7, 20] @compute
+  output \"y\", %y @compute
+}
+";
+
+/// A function whose weight is sharded over tp by heads of four rows, and its weight.
+fn project() -> (ArrayFunction, Arrays) {
+    let mut function = ArrayFunction::from_text(PROJECT, "project.tir").unwrap();
+    let heads = DimShards::from_pairs([(Axis::Tp, DimShard { dim: 0, unit: 4 })]);
+    function.sources.insert("w".to_string(), heads.clone());
+    function.outputs[0].shards = Some(DimShards::from_pairs([(Axis::Tp, DimShard { dim: 1, unit: 4 })]));
+    let mesh: Mesh = "tp=5".parse().unwrap();
+    let devices = (0..5).map(|i| format!("cpu{i}")).collect();
+    function.mesh = Some(DeviceMesh { axes: vec![Axis::Tp, Axis::Ep], mesh, devices });
+    let weight = HostArray::from_vec(vec![20, 20], (0..400).map(|i| (i % 7) as f32).collect());
+    (function, Arrays::from([("w".to_string(), weight)]))
+}
+
+#[test]
+fn a_function_survives_its_folder_and_moves_to_another_mesh() {
+    let (function, weights) = project();
+    let dir = tempfile::tempdir().unwrap();
+    function.write(&dir.path().join("f"), &weights).unwrap();
+    let (read, found) = ArrayFunction::read(&dir.path().join("f")).unwrap();
+    assert_eq!((read.program.as_ref(), &found), (function.program.as_ref(), &weights));
+    assert_eq!(
+        (&read.sources, &read.outputs, &read.mesh),
+        (&function.sources, &function.outputs, &function.mesh)
+    );
+    assert_eq!((read.returns_one, read.dtype), (function.returns_one, function.dtype));
+    // Even on five ranks, uneven on two, and on neither is a head divided.
+    for (text, local) in [("tp=5", 4), ("tp=2", 12), ("tp=1, ep=3", 20)] {
+        let mesh: Mesh = text.parse().unwrap();
+        let laid_out = read.lay_out(&mesh).unwrap();
+        let layout = laid_out.sources["w"];
+        assert_eq!(layout.local_shape(&[20, 20], &mesh, Default::default()), [local, 20], "{text}");
+    }
+    let refused = read.lay_out(&"tp=6".parse().unwrap()).unwrap_err();
+    assert_eq!(ids(&refused), ["T0107", "T0107"], "one for the weight and one for the output");
+    let fixed = ArrayFunction { fixed_axes: [Axis::Tp].into(), ..read };
+    assert_eq!(ids(&fixed.lay_out(&"tp=2".parse().unwrap()).unwrap_err()), ["T0097"]);
+    fixed.lay_out(&"tp=5, ep=2".parse().unwrap()).unwrap();
+}
+
+#[test]
+fn a_damaged_folder_of_a_function_is_refused_with_every_problem() {
+    let (function, weights) = project();
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("f");
+    function.write(&folder, &weights).unwrap();
+    let file = folder.join("function.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    // A weight that does not exist, and a precision that does not.
+    std::fs::write(&file, text.replace("\"w\"", "\"v\"").replace("\"f32\"", "\"f31\"")).unwrap();
+    let found = ArrayFunction::read(&folder).unwrap_err();
+    assert_eq!(ids(&found), ["T0096", "T0096"]);
+    assert!(found.iter().all(|d| d.labels.iter().any(|label| label.location.ends_with("function.json"))));
+    std::fs::write(&file, &text).unwrap();
+    let program = folder.join("program.tir");
+    let text = std::fs::read_to_string(&program).unwrap();
+    std::fs::write(&program, text.replace("%w : f32[7, 20]", "%u : f32[7, 20]")).unwrap();
+    let found = ArrayFunction::read(&folder).unwrap_err();
+    assert!(found[0].code.id.starts_with("T02"), "{found:#?}");
+    assert!(found[0].labels.iter().any(|l| l.location.ends_with("program.tir") && l.span.is_some()));
+    let plan = seal_text(&CASES[0].to_text()).unwrap();
+    let role = tessera_ir::print(plan.sealed.rank_program("array.linear", tessera_mesh::Rank(0)).unwrap());
+    assert_eq!(ids(&ArrayFunction::from_text(&role, "role").unwrap_err()), ["T0096"]);
+}
+
+#[test]
+fn a_sealed_plan_is_proved_again_in_memory() {
+    let plan = seal_text(&CASES[1].to_text()).unwrap();
+    let proved = plan.verify_again().unwrap();
+    assert!(proved.iter().any(|p| p.name == "complete" && p.statement.contains("each of 6 ranks")));
 }

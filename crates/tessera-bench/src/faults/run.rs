@@ -4,19 +4,18 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::TcpListener;
-use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use rustix::net::{AddressFamily, Shutdown, getpeername, shutdown};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open};
+use rustix::process::Signal;
 use tempfile::TempDir;
 use tessera::clock::monotonic_ns;
 use tessera::faults::fired_at_ns;
 
 use super::draw::{DrawnFault, FaultKind, Layout, Moment};
 use super::frozen_disk::FreezableDisk;
+use super::shut_connections::shut_connections;
 use crate::partition::{END_ADDRESSES, LinkCut, NetnsPair, PORT, write_secret};
 use crate::process_list::{Process, find_ranks, new_run_tag, wait_until_gone};
 use crate::stream_process::{JsonTail, StreamArgs, StreamProcess, StreamTarget};
@@ -298,32 +297,4 @@ impl<'a> StartedRun<'a> {
     fn output_text(&self) -> String {
         self.processes.iter().map(StreamProcess::output_text).collect::<Vec<_>>().join("---\n")
     }
-}
-
-/// Shuts down every TCP connection of a process, as a device between the hosts does that resets
-/// them.
-fn shut_connections(process: Process) -> anyhow::Result<()> {
-    let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw).context("no process id")?;
-    let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-    let mut count = 0;
-    for fd in open_fds(process.pid)? {
-        // A descriptor that was closed since it was listed is not a connection.
-        let Ok(socket) = pidfd_getfd(&pidfd, fd, PidfdGetfdFlags::empty()) else { continue };
-        if is_tcp_connection(&socket) {
-            shutdown(&socket, Shutdown::Both)?;
-            count += 1;
-        }
-    }
-    ensure!(count > 0, "the rank has no TCP connection");
-    Ok(())
-}
-
-fn open_fds(pid: u32) -> anyhow::Result<Vec<i32>> {
-    let list = fs::read_dir(Path::new("/proc").join(pid.to_string()).join("fd"))?;
-    Ok(list.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
-}
-
-fn is_tcp_connection(fd: &OwnedFd) -> bool {
-    let peer = getpeername(fd.as_fd()).ok().flatten();
-    peer.is_some_and(|a| matches!(a.address_family(), AddressFamily::INET | AddressFamily::INET6))
 }

@@ -4,19 +4,17 @@
 use tessera_ir::{DType, Op};
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Reduction};
 
-use super::choice::PlannedValue;
-
 /// Largest number of segments of a sum. Kernels have trees of at most so many.
 const MAX_SEGMENTS: u64 = 8;
 
 /// Name of the attribute with the number of segments.
 const SEGMENTS: &str = "segments";
 
-/// Divides the sum of an op with f32 operands into segments, if the op offers that. Sums in narrower dtypes stay whole:
-/// the terms of ranks would be rounded before they are added.
-pub(super) fn divide_sum(op: &mut Op, operands: &[&PlannedValue]) {
-    let Some(extent) = operands.first().and_then(|x| x.shape.last()) else { return };
-    let is_f32 = operands.iter().all(|v| v.dtype == DType::F32);
+/// Divides the sum of an op with f32 operands, of these dtypes and global shapes, into segments, if the op offers that. Sums
+/// in narrower dtypes stay whole: the terms of ranks would be rounded before they are added.
+pub(super) fn divide_sum(op: &mut Op, operands: &[(DType, &[u64])]) {
+    let Some(extent) = operands.first().and_then(|(_, shape)| shape.last()) else { return };
+    let is_f32 = operands.iter().all(|(dtype, _)| *dtype == DType::F32);
     if is_f32 && op.opcode.table_row().find_attr(SEGMENTS).is_some() {
         // The lowest set bit is the largest power of two that divides the extent.
         let segments = (extent & extent.wrapping_neg()).clamp(1, MAX_SEGMENTS);
@@ -27,7 +25,7 @@ pub(super) fn divide_sum(op: &mut Op, operands: &[&PlannedValue]) {
 /// Sets the number of segments of a rank that reads the first operand in a layout. Returns false if they are not whole
 /// segments.
 pub(super) fn set_local_segments(op: &mut Op, (dim_count, layout): (usize, &Layout), mesh: &Mesh) -> bool {
-    let Some(segments) = segments_of(op) else { return true };
+    let Some(segments) = op.stated_segments() else { return true };
     let on_last_dim = |axis: &Axis| match layout.on_axis(*axis) {
         AxisLayout::Shard(shard) if shard.dim + 1 == dim_count => {
             Some(shard.part_count(mesh.axis_size(*axis)))
@@ -54,13 +52,6 @@ pub(super) fn are_invariant(operands: &[Layout], results: &[Layout], mesh: &Mesh
             Reduction::Tree | Reduction::Max => true,
             Reduction::Sum => false,
         })
-}
-
-fn segments_of(op: &Op) -> Option<u64> {
-    match op.attrs.get(SEGMENTS)? {
-        tessera_ir::Attr::Int(segments) => u64::try_from(*segments).ok(),
-        _ => None,
-    }
 }
 
 fn set_segments(op: &mut Op, segments: u64) {

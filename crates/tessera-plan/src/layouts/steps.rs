@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::rules::RuleError;
-use tessera_ir::{Attrs, Op, OpKind, OpView, Opcode, Program, ValueId, WeightLoad, views};
+use tessera_ir::{Attrs, DType, Op, OpKind, OpView, Opcode, Program, ValueId, WeightLoad, views};
 use tessera_mesh::{AxisLayout, Layout, Mesh};
 
 use super::choice::{LayoutChoice, PlannedValue, RuleTrials, strip_hints};
@@ -133,8 +133,8 @@ impl StepPlanner<'_> {
     fn plan_compute(&mut self, op: &Op) -> Result<(), RuleError> {
         let mut op = op.clone();
         if self.numerics == Numerics::MeshInvariant {
-            let operands: Vec<&PlannedValue> =
-                read_values(&op).map(|v| &self.plan.values[v.0 as usize]).collect();
+            let operands = read_values(&op).map(|v| &self.plan.values[v.0 as usize]);
+            let operands: Vec<(DType, &[u64])> = operands.map(|v| (v.dtype, v.shape.as_slice())).collect();
             divide_sum(&mut op, &operands);
         }
         let op = &op;

@@ -31,7 +31,8 @@ pub(super) fn group_sharded_tokens<'a>(
     numerics: Numerics,
 ) -> Result<Cow<'a, LaidOutProgram>, Diagnostics> {
     let p = &laid_out.program;
-    let chooses_experts = p.ops.iter().any(|op| matches!(op.view(), Ok(OpView::ExpertSlots(v)) if v.group_tokens.is_none()));
+    let chooses_experts =
+        p.ops.iter().any(|op| matches!(op.view(), Ok(OpView::ExpertSlots(v)) if v.group_tokens.is_none()));
     if !chooses_experts || numerics == Numerics::MeshInvariant {
         return Ok(Cow::Borrowed(laid_out));
     }

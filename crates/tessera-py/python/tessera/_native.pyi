@@ -387,10 +387,33 @@ class Graph:
     def outputs(self) -> list[str]: ...
     @property
     def weights(self) -> list[str]: ...
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh over which the arrays were distributed."""
     def text(self) -> str:
-        """Returns the program in the text form that the command line reads."""
-    def compile(self, mesh: Mesh | None = None) -> Plan:
-        """Shards the program over a mesh, and proves that its ranks can neither hang nor drift."""
+        """Returns the program in the text form that the command line reads; so does ``str(graph)``."""
+    def save(self, folder: Path, *, weights: bool = True) -> None:
+        """Writes the function into a new folder, from which ``load`` reads it.
+
+        ``program.tir`` has the program, ``function.json`` how its arrays are sharded and over which mesh they were distributed, and
+        ``weights.safetensors`` the weights, unless ``weights=False`` leaves them to be given again.
+        """
+    def compile(
+        self,
+        mesh: Mesh | None = None,
+        cluster: str | None = None,
+        objective: str | None = None,
+        devices: int | None = None,
+    ) -> Plan:
+        """Shards the program over a mesh, and proves that its ranks can neither hang nor drift.
+
+        Without a mesh it is the mesh of the arrays. Another mesh must name every axis that shards an array; its sizes may differ.
+        ``cluster`` names the machine that ``report``, ``estimate`` and ``why`` speak of, and refuses a plan that it cannot run: T1201 for
+        more ranks than devices, T1217 for a rank that needs more memory than a device has. With an ``objective``
+        (``"latency"``, ``"throughput"`` or ``"memory"``) and no mesh, the best mesh is searched among those of the axes with one rank for
+        each of the cluster's devices, or of so many of them as ``devices`` says. Every mesh uses the same devices, so latency and
+        throughput prefer the same one.
+        """
 
 def trace(function: Callable[..., Any], *arguments: DTensor | ArraySpec, name: str | None = None) -> Graph:
     """Traces a function into a program.
@@ -399,8 +422,41 @@ def trace(function: Callable[..., Any], *arguments: DTensor | ArraySpec, name: s
     weights. It returns a value, a tuple of values or a dict of values.
     """
 
-def compile(*graphs: Graph, mesh: Mesh | None = None) -> Plan:
-    """Plans several programs for one run, whose ranks load all of them."""
+def parse(
+    text: str,
+    mesh: Mesh | None = None,
+    *,
+    inputs: Mapping[str, ArraySpec] = ...,
+    weights: Mapping[str, DTensor] = ...,
+) -> Graph:
+    """Parses the text of a program, as ``str(graph)`` prints it.
+
+    A text says nothing of layouts: ``inputs`` and ``weights`` state them by name, and other arrays are replicated. Weights are
+    given all or none; without them the program can be planned, and not run.
+    """
+
+def load(folder: Path, *, weights: Mapping[str, object] | None = None) -> Graph:
+    """Reads a function that ``Graph.save`` wrote. Arrays in ``weights`` take the place of those of the folder."""
+
+def load_plan(
+    folder: Path,
+    *,
+    weights: Mapping[str, object] | Path | None = None,
+) -> Plan:
+    """Reads a plan that ``Plan.save`` wrote and proves it again. A changed file is refused with its code.
+
+    ``weights`` has the arrays by name, or is a safetensors file with them, such as ``weights.safetensors`` of a saved function. Without
+    them the plan can be read, and not run. A plan names no dims: those of outputs have the names of weights.
+    """
+
+def compile(
+    *graphs: Graph,
+    mesh: Mesh | None = None,
+    cluster: str | None = None,
+    objective: str | None = None,
+    devices: int | None = None,
+) -> Plan:
+    """Plans several programs for one run, whose ranks load all of them; the arguments are those of ``Graph.compile``."""
 
 class Plan:
     """A sealed plan: verified programs for each rank of a mesh."""
@@ -415,7 +471,10 @@ class Plan:
         """The numbers of the streams when the plan was made, by name."""
     @property
     def graphs(self) -> list[Graph]:
-        """The programs before they were sharded."""
+        """The programs before they were sharded; none for a plan that was read from a folder."""
+    @property
+    def weight_shapes(self) -> dict[str, list[int]]:
+        """The names and whole shapes of the weights."""
     def text(self, rank: int = 0, program: str | None = None) -> str:
         """Returns a program of a rank: every value with its layout, every collective and every wait.
 
@@ -426,18 +485,25 @@ class Plan:
     def memory(self) -> list[list[int]]:
         """Returns the bytes of weights, inputs and temporaries of each rank."""
     def explain(self) -> str:
-        """Says in words what each rank does."""
-    def estimate(self, cluster: str = "laptop") -> tuple[float, float, float, float]:
-        """Estimates a call of every program on a machine of the catalog.
+        """Says in words what each rank does, and why the plan has this mesh, as a table of meshes, if an objective was stated."""
+    def why(self, **sizes: int) -> str:
+        """Says what the sizes of a mesh would cost, or which constraints they break: ``why(tp=12, ep=6)``.
+
+        The machine is that of the plan, with as many devices as the plan has ranks. Axes without a size have one rank.
+        """
+    def estimate(self, cluster: str | None = None) -> tuple[float, float, float, float]:
+        """Estimates a call of every program on a machine of the catalog: by default that of the plan, or else a laptop.
 
         Returns nanoseconds in total, nanoseconds of collectives that no compute hides, bytes that all ranks send, and
         floating-point operations of all ranks.
         """
-    def report(self, cluster: str = "laptop") -> str:
-        """Says in words what each rank does, and how long a call takes on a machine of the catalog."""
-    def verify(self) -> str:
-        """Plans and proves the programs again, under the settings with which the plan was made, and returns the digest."""
-    def save(self, folder: str) -> None:
+    def report(self, cluster: str | None = None) -> str:
+        """Says in words what each rank does, and how long a call takes on a machine, by default as in ``estimate``."""
+    def verify(self) -> list[str]:
+        """Runs the verifier over the programs again, and returns what it proves, a sentence for each property."""
+    def seal(self) -> tuple[str, dict[str, str]]:
+        """Returns the digest, and the parts that it covers by name. Two plans have one digest if these are equal."""
+    def save(self, folder: Path) -> None:
         """Writes the plan to a new folder, which ``tessera check`` proves again. Weights are not part of a plan."""
     def _repr_html_(self) -> str: ...
 
@@ -643,8 +709,16 @@ def open_session(
     out: str | None = None,
     oversubscribe: bool = False,
     trace: bool = False,
+    rendezvous: str | None = None,
+    secret: Path | None = None,
+    join_timeout: float = 300.0,
 ) -> Session:
-    """Loads a plan on ranks that are ``"threads"`` of this process or ``"processes"`` of this host.
+    """Loads a plan on ranks that are ``"threads"`` of this process, ``"processes"`` of this host, or ``"joined"`` over hosts.
+
+    Of ``"joined"`` ranks this process starts rank 0 alone, which listens at ``rendezvous``, the host and port of this machine
+    as the others reach it, such as ``"head.example:29500"``. ``tessera join`` starts each of the others with its own copy of the plan
+    and the weights. ``secret`` is a file of at least 32 bytes that every rank has and that not every user of its host can read; what the
+    ranks send is encrypted. Joined ranks run on CPUs.
 
     ``device`` is ``"cpu"`` or ``"gpu"``. Ranks on GPUs are processes, which take and return arrays in host memory. The only
     rank of a plan may be a thread instead: it reads arrays in the memory of its GPU there, and its outputs stay there.

@@ -1,4 +1,4 @@
-"""Functions as programs, programs as sealed plans, and planning by estimate."""
+"""Functions as programs, programs as sealed plans, their files, and planning by estimate."""
 
 from ._native import (
     ArraySpec,
@@ -8,6 +8,9 @@ from ._native import (
     Topology,
     Value,
     compile,
+    load,
+    load_plan,
+    parse,
     plan_memory,
     recipe,
     search,
@@ -23,6 +26,9 @@ __all__ = [
     "Topology",
     "Value",
     "compile",
+    "load",
+    "load_plan",
+    "parse",
     "plan_memory",
     "recipe",
     "search",

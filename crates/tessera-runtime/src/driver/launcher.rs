@@ -10,13 +10,12 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
-};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use tessera_base::{Diagnostic, Diagnostics};
 
 use super::ControlTopology;
 use super::reactor::{LinkId, Reactor, Waker};
+use super::system::watch_process;
 use super::welcome::{io_diagnostic, send_welcome};
 use crate::codes::T0750;
 use crate::wire::{Progress, Welcome};
@@ -222,7 +221,7 @@ impl RankProcesses {
             self.list.push(RankProcess { child, link, exit: None, stopped_ns: None });
             streams.push(stream);
             // Without a pidfd, the launcher notices a death only at the next tick.
-            if let Some(fd) = to_pid(pid).and_then(|p| pidfd_open(p, PidfdFlags::empty()).ok()) {
+            if let Some(fd) = to_pid(pid).and_then(watch_process) {
                 self.reactor.watch_fd(rank as usize, fd);
             }
         }

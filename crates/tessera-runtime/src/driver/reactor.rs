@@ -12,11 +12,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, ioctl_fionbio};
 
 use super::byte_stream::ByteStream;
 use super::link::{DisconnectReason, Frame, MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, PeerLink};
+use super::system::create_wake_event;
 use crate::Limits;
 use crate::limits::AwakeClock;
 
@@ -98,7 +99,7 @@ impl Reactor {
     /// # Errors
     /// Returns the operating system's error if no descriptor is available.
     pub fn new(limits: &Limits) -> std::io::Result<Reactor> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let fd = create_wake_event()?;
         Ok(Reactor {
             links: Vec::new(),
             watched_fds: Vec::new(),

@@ -24,6 +24,7 @@ use rustix::net::sockopt;
 use tessera_base::Diagnostic;
 
 use super::byte_stream::ByteStream;
+use super::system::limit_unanswered;
 use crate::codes::T0756;
 pub use hello::{Claim, ConnectionPurpose, HELLO_BYTES, parse_hello};
 use noise::SharedKeys;
@@ -130,8 +131,7 @@ pub fn tune_socket(stream: &TcpStream, limit: Duration) -> io::Result<()> {
     sockopt::set_tcp_keepidle(stream, Duration::from_secs(1))?;
     sockopt::set_tcp_keepintvl(stream, Duration::from_secs(1))?;
     sockopt::set_tcp_keepcnt(stream, 3)?;
-    sockopt::set_tcp_user_timeout(stream, u32::try_from(limit.as_millis()).unwrap_or(u32::MAX))?;
-    Ok(())
+    limit_unanswered(stream, limit)
 }
 
 /// Fills `into` from a non-blocking stream before `deadline`.

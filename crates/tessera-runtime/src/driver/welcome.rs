@@ -8,15 +8,16 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    recvmsg, sendmsg,
 };
-use rustix::process::{Signal, set_parent_process_death_signal};
+use rustix::process::Signal;
 use tessera_base::Diagnostic;
 
 use super::byte_stream::ByteStream;
 use super::link::Frame;
 use super::reactor::{LinkId, Reactor};
+use super::system::{RECEIVE_FLAGS, SEND_FLAGS, set_death_signal};
 use crate::Failure;
 use crate::codes::T0750;
 use crate::wire::{FaultReport, HEADER_BYTES, LAUNCHER, Message, Welcome, decode_body, decode_header};
@@ -50,6 +51,13 @@ impl JoinedRank {
         links: Vec<Box<dyn ByteStream>>,
     ) -> JoinedRank {
         JoinedRank { welcome, extra_fds, launcher: None, links }
+    }
+
+    /// Gives a rank that a launcher started alone the peers that it found by itself, and its place among them. The socket to
+    /// the launcher stays.
+    #[must_use]
+    pub fn with_peers(self, welcome: Welcome, links: Vec<Box<dyn ByteStream>>) -> JoinedRank {
+        JoinedRank { welcome, links, ..self }
     }
 
     /// Reports why this rank does not start: the leader reports to its launcher, any other rank to
@@ -103,8 +111,7 @@ impl std::fmt::Debug for JoinedRank {
 pub fn join_launch() -> Result<JoinedRank, Diagnostic> {
     let launcher =
         std::io::stdin().as_fd().try_clone_to_owned().map_err(|e| io_diagnostic("standard input", &e))?;
-    set_parent_process_death_signal(Some(Signal::KILL))
-        .map_err(|e| io_diagnostic("parent-death signal", &e.into()))?;
+    set_death_signal(Signal::KILL).map_err(|e| io_diagnostic("parent-death signal", &e))?;
     receive_welcome(UnixStream::from(launcher))
 }
 
@@ -113,7 +120,7 @@ pub fn join_launch() -> Result<JoinedRank, Diagnostic> {
 /// the launcher's socket close.
 pub(crate) fn outlive_launcher() {
     // If this call fails, the kernel still kills the leader, which leaves no process behind either.
-    let _ = set_parent_process_death_signal(Some(Signal::CONT));
+    let _ = set_death_signal(Signal::CONT);
 }
 
 /// Sends the welcome over the new link `link`, whose socket is `stream`.
@@ -138,7 +145,7 @@ pub(crate) fn send_welcome(
     // The descriptors are attached to the header bytes; the rest of the frame follows as plain
     // bytes.
     let head = IoSlice::new(&frame.bytes()[..HEADER_BYTES]);
-    let sent = sendmsg(stream, &[head], &mut ancillary, SendFlags::NOSIGNAL)
+    let sent = sendmsg(stream, &[head], &mut ancillary, SEND_FLAGS)
         .map_err(|e| io_diagnostic("sending the welcome", &e.into()))?;
     reactor.send_remaining(link, &frame, sent);
     Ok(())
@@ -153,7 +160,7 @@ pub(crate) fn receive_welcome(mut stream: UnixStream) -> Result<JoinedRank, Diag
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut part = [IoSliceMut::new(&mut head[received_bytes..])];
-        let message = recvmsg(&stream, &mut part, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+        let message = recvmsg(&stream, &mut part, &mut ancillary, RECEIVE_FLAGS)
             .map_err(|e| io_diagnostic("receiving the welcome", &e.into()))?;
         if message.bytes == 0 || message.flags.contains(ReturnFlags::CTRUNC) {
             return Err(Diagnostic::error(&T0750, "the welcome arrived incomplete")

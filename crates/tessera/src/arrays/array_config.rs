@@ -1,6 +1,8 @@
 //! The configuration that the launcher of array programs sends to every rank.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +29,33 @@ pub(crate) struct ArrayConfig {
     pub(crate) times_single_ops: bool,
     /// GPU configuration of the ranks; `None` if they run on CPUs.
     pub(crate) gpus: Option<GpuRankConfig>,
+    /// Where the leader meets the other ranks; `None` if the launcher starts all of them.
+    pub(crate) rendezvous: Option<ArrayRendezvous>,
+}
+
+/// Where and how the ranks of a run meet.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArrayRendezvous {
+    /// Host and port where rank 0 listens.
+    pub master: (String, u16),
+    /// Address of this host to listen on instead of the default.
+    pub bind: Option<IpAddr>,
+    /// File with the shared secret of the run.
+    pub secret: PathBuf,
+    /// Maximum time to wait for the other ranks.
+    pub timeout: Duration,
+}
+
+impl ArrayRendezvous {
+    /// Parses the host and the port of rank 0, as `head.example:29500` or `[::1]:29500`.
+    #[must_use]
+    pub fn parse_master(text: &str) -> Option<(String, u16)> {
+        let (host, port) = text.rsplit_once(':')?;
+        let bare = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
+        let is_host = !host.is_empty() && (bare.is_some() || !host.contains(':'));
+        is_host.then_some(())?;
+        Some((bare.unwrap_or(host).to_string(), port.parse().ok()?))
+    }
 }
 
 impl ArrayConfig {
@@ -45,6 +74,21 @@ impl ArrayConfig {
             times_single_ops: self.times_single_ops,
             gpus: self.gpus.as_ref(),
             drill: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_master_is_a_host_and_a_port() {
+        let parse = ArrayRendezvous::parse_master;
+        assert_eq!(parse("head.example:29500"), Some(("head.example".to_string(), 29_500)));
+        assert_eq!(parse("[::1]:7"), Some(("::1".to_string(), 7)));
+        for wrong in ["head.example", "head:", ":7", "::1:7", "head:70000", "head:-1"] {
+            assert_eq!(parse(wrong), None, "{wrong}");
         }
     }
 }

@@ -6,14 +6,14 @@ use std::path::Path;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::T0806;
 use tessera_ir::Bundle;
-use tessera_mesh::Rank;
 use tessera_plan::Mapping;
-use tessera_verify::{DeviceLimits, SealedPlan, seal};
+use tessera_verify::{DeviceLimits, ProvedProperty, SealedPlan, seal};
 
 use super::array_program::{ArrayProgram, ArrayPrograms, PHASE_PREFIX};
-use crate::codes::{T0011, T0090};
+use crate::codes::{T0011, T0012, T0090};
 use crate::files::{StagedFolder, read_text};
 use crate::plan_folder::{CONFIG_FILE, ModelNames, SEAL_FILE, from_json, read_sealed, to_json, write_sealed};
+use crate::sim::to_bundle;
 
 /// Name that a plan of array programs has in its folder, in place of a model's.
 pub(super) const PLAN_NAME: &str = "arrays";
@@ -28,6 +28,18 @@ pub struct ArrayPlan {
     pub(super) programs: ArrayPrograms,
     /// The call scalars of the programs, which are equal in every call, by name.
     constants: BTreeMap<String, Vec<f32>>,
+}
+
+/// Checks that no experts of a bundle lie in two tiers of memory, for whoever does not know the second one.
+///
+/// # Errors
+/// T0806, with the first weight that has tiers.
+pub fn check_one_tier(bundle: &Bundle) -> Result<(), Diagnostic> {
+    let programs = bundle.phases.iter().flat_map(|phase| &phase.programs);
+    let weight = programs.flat_map(|program| &program.ops).find(|op| op.states_tier());
+    weight.and_then(|op| op.name.as_deref()).map_or(Ok(()), |name| {
+        Err(Diagnostic::error(&T0806, format!("the experts of `{name}` lie in two tiers of memory")))
+    })
 }
 
 impl ArrayPlan {
@@ -75,19 +87,6 @@ impl ArrayPlan {
         self.programs.by_name.get(name)
     }
 
-    /// Checks that no experts lie in two tiers of memory, for whoever does not know the second one.
-    ///
-    /// # Errors
-    /// T0806, with the first weight that has tiers.
-    pub fn check_one_tier(&self) -> Result<(), Diagnostic> {
-        let phases = self.sealed.phase_names().iter();
-        let programs = phases.filter_map(|phase| self.sealed.rank_program(phase, Rank(0)));
-        let weight = programs.flat_map(|program| &program.ops).find(|op| op.states_tier());
-        weight.and_then(|op| op.name.as_deref()).map_or(Ok(()), |name| {
-            Err(Diagnostic::error(&T0806, format!("the experts of `{name}` lie in two tiers of memory")))
-        })
-    }
-
     /// Returns the name and the whole shape of every weight, in order of name.
     pub fn weights(&self) -> impl Iterator<Item = (&str, &[u64])> {
         self.programs.weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
@@ -126,6 +125,22 @@ impl ArrayPlan {
         };
         let read = read_sealed(dir, limits, &|mapping| sealed_text(mapping, &constants))?;
         ArrayPlan::from_sealed(read.mapping, read.sealed, constants)
+    }
+
+    /// Runs the verifier over the programs again, and returns what it proves.
+    ///
+    /// # Errors
+    /// What the verifier rejects, and T0012 if what it seals has another digest; neither happens unless memory was damaged.
+    pub fn verify_again(&self) -> Result<Vec<ProvedProperty>, Diagnostics> {
+        let again = seal(to_bundle(&self.sealed), &DeviceLimits::default())?;
+        if again.digest() != self.sealed.digest() {
+            return Err(vec![
+                Diagnostic::error(&T0012, "the plan in memory is not the one that was sealed")
+                    .with_label("sealed", self.sealed.digest_hex())
+                    .with_label("in memory", again.digest_hex()),
+            ]);
+        }
+        Ok(again.list_properties())
     }
 
     /// Returns whether a folder holds a plan of array programs: it has no config of a model.

@@ -141,9 +141,24 @@ impl ArrayPrograms {
     pub(super) fn check_weights(&self, arrays: &BTreeMap<String, HostArray>) -> Result<(), Diagnostics> {
         let ports =
             self.weights.iter().map(|(name, shape)| ArrayPort { name: name.clone(), shape: shape.clone() });
-        let shapes = arrays.iter().map(|(name, array)| (name.as_str(), array.shape())).collect();
-        check_arrays("weight", "the plan", &ports.collect::<Vec<_>>(), &shapes)
+        check_arrays("weight", "the plan", &ports.collect::<Vec<_>>(), &shapes_of(arrays))
     }
+}
+
+/// Checks that arrays are the weights of a program or a plan, with these names and whole shapes.
+///
+/// # Errors
+/// T0091 for every weight that is missing, unknown or of another shape.
+pub fn check_weight_shapes(
+    shapes: &[(String, Vec<u64>)],
+    arrays: &BTreeMap<String, HostArray>,
+) -> Result<(), Diagnostics> {
+    let ports = shapes.iter().map(|(name, shape)| ArrayPort { name: name.clone(), shape: shape.clone() });
+    check_arrays("weight", "the program", &ports.collect::<Vec<_>>(), &shapes_of(arrays))
+}
+
+fn shapes_of(arrays: &BTreeMap<String, HostArray>) -> BTreeMap<&str, &[u64]> {
+    arrays.iter().map(|(name, array)| (name.as_str(), array.shape())).collect()
 }
 
 impl ArrayProgram {

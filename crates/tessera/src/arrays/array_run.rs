@@ -9,9 +9,9 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::record::RunDevice;
 
 use super::array_plan::ArrayPlan;
+use super::call_log::ArrayRunLog;
 use super::device_array::{ArrayValues, on_host};
 use super::gpu_thread::refuse_device_inputs;
-use super::call_log::ArrayRunLog;
 use super::host_array::HostArray;
 use super::launch::ArrayProcessOptions;
 use super::process_run::ProcessRun;
@@ -21,8 +21,8 @@ use super::stream_ids::StreamIds;
 use super::thread_run::ThreadRun;
 use crate::clock::monotonic_ns;
 use crate::codes::T0092;
-use crate::transfer_log::CallTransfers;
 use crate::files::write_file;
+use crate::transfer_log::CallTransfers;
 
 /// The loaded ranks of a plan. Dropping a run ends its threads or processes at once.
 pub struct ArrayRun {

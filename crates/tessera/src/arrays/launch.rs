@@ -8,16 +8,16 @@ use std::sync::Arc;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::Program;
 use tessera_report::record::{RecordLine, RunDevice, RunKind};
-use tessera_runtime::driver::{LaunchSpec, StopHandle};
+use tessera_runtime::driver::{ControlTopology, LaunchSpec, StopHandle};
 use tessera_runtime::wire::{MAX_META_BYTES, MAX_TENSOR_BYTES, MAX_TENSORS};
 
-use super::array_config::ArrayConfig;
+use super::array_config::{ArrayConfig, ArrayRendezvous};
 use super::array_plan::{ArrayPlan, PLAN_NAME};
 use super::array_program::ArrayPort;
 use super::array_weights::write_weights_file;
 use super::host_array::HostArray;
 use super::stream_ids::StreamIds;
-use crate::codes::{T0018, T0090};
+use crate::codes::{T0018, T0034, T0090};
 use crate::communicators;
 use crate::cuda;
 use crate::files::{StagedFolder, write_error};
@@ -44,6 +44,8 @@ pub struct ArrayProcessOptions {
     pub oversubscribe: bool,
     /// Whether each rank writes the messages that it sends to a file.
     pub wire_dump: bool,
+    /// Where rank 0, which is then the only rank that is started here, meets the others; `None` to start all ranks here.
+    pub rendezvous: Option<ArrayRendezvous>,
     /// Command line of the launching process, for the record.
     pub command: Vec<String>,
     /// Numbers of the streams in the trace of the run; `None` to trace nothing. A traced run has CPUs as devices, because
@@ -64,6 +66,7 @@ impl ArrayProcessOptions {
             threads: None,
             oversubscribe: false,
             wire_dump: false,
+            rendezvous: None,
             command: Vec::new(),
             trace: None,
             stop: StopHandle::default(),
@@ -88,14 +91,20 @@ pub(super) fn prepare_launch(
     let one = |d: Diagnostic| vec![d];
     check_message_sizes(plan)?;
     if options.trace.is_some() {
-        check_trace(plan, options.device).map_err(one)?;
+        check_trace(plan, options).map_err(one)?;
     }
-    let ranks = plan.sealed.mesh().world_size();
-    let is_bound = options.device == RunDevice::Cpu && !options.oversubscribe;
+    // The other hosts check the cores and the memory of their own ranks.
+    let joins = options.rendezvous.is_some();
+    let ranks = if joins { 1 } else { plan.sealed.mesh().world_size() };
+    if joins && options.device != RunDevice::Cpu {
+        let d = Diagnostic::error(&T0034, "ranks of array programs join others on CPUs only");
+        return Err(one(d.with_hint("start all ranks on this host, or leave the device out")));
+    }
+    let is_bound = options.device == RunDevice::Cpu && !options.oversubscribe && !joins;
     let threads = choose_threads(plan.sealed.mesh(), options.threads, is_bound).map_err(one)?;
     let gpus = prepare_device(&plan.sealed, options.device, ranks)?;
     let uses_gpus = gpus.is_some();
-    if !uses_gpus {
+    if !uses_gpus && !joins {
         check_host_memory(&plan.sealed, 0).map_err(one)?;
     }
     let out = std::path::absolute(&options.out).map_err(|e| one(write_error(&options.out, &e)))?;
@@ -108,11 +117,12 @@ pub(super) fn prepare_launch(
         wire_dump: options.wire_dump,
         times_single_ops: options.trace.is_some(),
         gpus,
+        rendezvous: options.rendezvous.clone(),
     };
     write_run_dir(plan, options).map_err(one)?;
     write_weights_file(weights, &config.weights).map_err(one)?;
-    // GPU ranks communicate on the GPUs and need no CPU communicators.
-    let specs = if uses_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
+    // GPU ranks communicate on the GPUs and need no CPU communicators, and ranks that join others over streams.
+    let specs = if uses_gpus || joins { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
     let mut extra_fds = communicators::create_arenas_of_ranks(&specs, ranks).map_err(one)?;
     if let Some(of_leader) = extra_fds.first_mut() {
         of_leader.push(Arc::new(socket));
@@ -120,11 +130,16 @@ pub(super) fn prepare_launch(
     let payload = serde_json::to_vec(&RankOrders::Arrays(Box::new(config))).map_err(|e| {
         one(Diagnostic::error(&T0018, format!("the rank configuration cannot be serialised: {e}")))
     })?;
-    let (limits, tripwires) = launcher_limits(None);
+    let (mut limits, tripwires) = launcher_limits(None);
+    if let Some(rendezvous) = &options.rendezvous {
+        // Rank 0 is silent until the others have joined.
+        let wait_ns = u64::try_from(rendezvous.timeout.as_nanos()).unwrap_or(u64::MAX);
+        limits.hello_ns = limits.hello_ns.saturating_add(wait_ns);
+    }
     Ok(LaunchSpec {
         argv: options.argv.clone(),
         rank_count: ranks,
-        topology: plan.control_topology(),
+        topology: if joins { ControlTopology::Mesh } else { plan.control_topology() },
         session: new_session_id(&plan.sealed),
         extra_fds,
         payload,
@@ -159,15 +174,29 @@ fn check_message_sizes(plan: &ArrayPlan) -> Result<(), Diagnostics> {
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 
+/// Checks that ranks on a kind of device can time single ops.
+///
+/// # Errors
+/// T0090 for GPUs.
+pub fn check_traced_device(device: RunDevice) -> Result<(), Diagnostic> {
+    if device == RunDevice::Cpu {
+        return Ok(());
+    }
+    let d = Diagnostic::error(&T0090, "a trace of ranks on GPUs: a GPU replays a program as a whole");
+    Err(d.with_hint("trace the run on CPUs"))
+}
+
 /// Bytes of an op's time and of a collective's times in a message, for calls of less than a year.
 const OP_TIME_BYTES: u64 = 8;
 const COLLECTIVE_TIMES_BYTES: u64 = 3 * OP_TIME_BYTES + 5;
 
-/// Checks that the ranks can time single ops, and that the times of a call fit one message.
-fn check_trace(plan: &ArrayPlan, device: RunDevice) -> Result<(), Diagnostic> {
-    if device != RunDevice::Cpu {
-        let d = Diagnostic::error(&T0090, "a trace of ranks on GPUs: a GPU replays a program as a whole");
-        return Err(d.with_hint("trace the run on CPUs"));
+/// Checks that the ranks can time single ops on one clock, and that the times of a call fit one message.
+fn check_trace(plan: &ArrayPlan, options: &ArrayProcessOptions) -> Result<(), Diagnostic> {
+    check_traced_device(options.device)?;
+    if options.rendezvous.is_some() {
+        let d =
+            Diagnostic::error(&T0090, "a trace of ranks that join over hosts: each host has its own clock");
+        return Err(d.with_hint("trace the plan on one host"));
     }
     let sealed = &plan.sealed;
     let bytes_of = |program: &Program| {

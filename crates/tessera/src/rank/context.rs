@@ -278,7 +278,8 @@ impl<P: RankPlan> RankContext<P> {
         let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
-        let (poison, call_arrays, transfers) = (self.poison, self.call_arrays.clone(), self.transfers.clone());
+        let (poison, call_arrays, transfers) =
+            (self.poison, self.call_arrays.clone(), self.transfers.clone());
         let times_single_ops = self.times_single_ops;
         Box::new(move || {
             let sealed = plan.sealed();

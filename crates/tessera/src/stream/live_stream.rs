@@ -84,8 +84,9 @@ impl LiveStream {
         let (control, socket) = StreamControl::new(&plan, &model, stop.clone())?;
         // It waits in the socket until the leader requests its first chunk.
         limit.map_or(Ok(()), |chunks| control.limit_requests(chunks)).map_err(|d| vec![d])?;
-        let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
-            .map_err(|e| one("the pipe of frames", e.into()))?;
+        // Programs that this process starts inherit neither end.
+        let (reader, writer) = std::io::pipe().map_err(|e| one("the pipe of frames", e))?;
+        let (reader, writer) = (OwnedFd::from(reader), OwnedFd::from(writer));
         let mut options = options;
         let number = u32::try_from(writer.as_raw_fd()).unwrap_or(0);
         let to = FrameDestination::Descriptor(number);
