@@ -299,7 +299,8 @@ def test_jax_shares_memory_in_both_directions() -> None:
         assert view.unsafe_buffer_pointer() == address(array) + rank * 3 * 64
         assert np.array_equal(np.asarray(view), array[3 * rank : 3 * rank + 3])
 
-    source = jax.numpy.arange(24, dtype=jax.numpy.float32).reshape(4, 6)
+    on_host = jax.devices("cpu")[0]
+    source = jax.device_put(np.arange(24, dtype=np.float32).reshape(4, 6), on_host)
     start = source.unsafe_buffer_pointer()
     shared = dist.distribute(source, mesh, shard(col="tp"), copy=False)
     del source

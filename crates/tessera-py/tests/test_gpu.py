@@ -179,6 +179,8 @@ def test_memory_on_a_gpu_lives_as_long_as_its_views(torch: Any) -> None:
         torch.cuda.synchronize()
         del blocks
 
+    # Tests before this one may have left cycles that hold memory.
+    gc.collect()
     source = torch.arange(1 << 18, dtype=torch.float32, device="cuda:0").reshape(512, 512)
     expected, held = source.cpu(), torch.cuda.memory_allocated()
     shared = dist.distribute(source, one_gpu(), REPLICATED, copy=False)
