@@ -253,6 +253,7 @@ document.addEventListener("keydown", (event) => {
 
 stream.addEventListener("status", ({ detail }) => {
   status = detail;
+  if (player) player.playOut.expectsChunks = status.state === "running";
   setState(status.state);
   element("pause").textContent = status.state === "paused" ? "Resume" : "Pause";
   element("shown").textContent = status.prompt ? `“${status.prompt}”` : "";
@@ -300,7 +301,7 @@ function showFigures() {
     }),
   );
   const dropped = status.dropped > 0 ? `, ${status.dropped} dropped for this page` : "";
-  const stalls = player ? `, ${player.stalls} stalls` : "";
+  const stalls = player ? `, ${player.playOut.stalls} stalls` : "";
   element("totals").textContent =
     `Run ${status.run}: ${status.chunks} chunks, ${status.frames} frames${dropped}${stalls}. Viewers: ${status.clients}.`;
 }

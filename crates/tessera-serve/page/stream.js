@@ -104,42 +104,155 @@ export class TesseraStream extends EventTarget {
   }
 }
 
+/** Most that the clock of the play-out departs from that of the model: nobody sees one percent. */
+const CLOCK_CORRECTION = 0.01;
+/** Share of a new depth in the mean depth. */
+const DEPTH_SHARE = 0.1;
+/** Longest time for which the first frame of a chunk waits before the play begins. */
+const LONGEST_RESERVE_MS = 250;
+/** Chunks within which two stalls show that the ranks are slower than the video. */
+const STALL_CHUNKS = 64;
+/** Chunks that a stall lasts at most; what lasts longer is a pause. */
+const PAUSE_CHUNKS = 8;
+/** Slowest play, as a share of the frame rate. */
+const SLOWEST = 0.02;
+
 /**
- * Shows frames at the pace of the model. A chunk arrives at once, so its frames wait here, at most one chunk before the first
- * one is shown. If chunks arrive more slowly than they play, the pace follows them, so that frames stay evenly spaced.
- * `show` gets each frame when it is due, and `discard` the number of frames that are never shown: both used up a credit.
+ * Decides when each frame is shown. A chunk arrives at once, so its frames wait, and the first one waits for half a chunk: that
+ * is the reserve against chunks that come late. Frames follow at the frame rate of the model, corrected by at most one percent
+ * so that the reserve stays as it is. The arrival of a single chunk never changes the interval, because an interval that
+ * follows the arrivals shows their jitter.
+ *
+ * If the ranks are slower than the video, the reserve runs out: that is a stall. After two of them the frames are shown at the
+ * rate at which chunks arrived between them, until more than a chunk waits beside the reserve.
+ *
+ * Times are arguments in milliseconds, so that tests need no clock. `tessera-bench serve` plays by the same rule
+ * (`play_out.rs`), and both are tested with the same cases.
+ */
+export class PlayOut {
+  #due = 0;
+  #isPlaying = false;
+  #depth;
+  #share = 1;
+  #chunks = 0;
+  /** When the reserve ran out, and the arrival that ended the stall before. */
+  #emptySince = null;
+  #lastStall = null;
+
+  /** `earlyMs`: how much before its time a frame may be shown. */
+  constructor({ frameRate, chunkFrames, earlyMs = 0 }) {
+    this.frameMs = 1000 / frameRate;
+    this.chunkFrames = chunkFrames;
+    this.earlyMs = earlyMs;
+    this.reserveMs = Math.min((chunkFrames * this.frameMs) / 2, LONGEST_RESERVE_MS);
+    this.#depth = this.reserveMs / this.frameMs;
+    this.stalls = 0;
+    /** Whether further chunks are to be expected. Without them, an empty queue is no stall. */
+    this.expectsChunks = true;
+  }
+
+  /** Notes the arrival of a frame, before which `waiting` frames wait. */
+  arrive(isFirst, waiting, now) {
+    const reserve = this.reserveMs / this.frameMs;
+    if (isFirst) {
+      this.#chunks += 1;
+      if (this.#isPlaying) this.#depth += DEPTH_SHARE * (waiting - this.#depth);
+      // Slow ranks never fill the queue.
+      if (waiting > reserve + this.chunkFrames) this.#share = 1;
+    }
+    if (this.#isPlaying) return;
+    if (this.#emptySince !== null) this.#endStall(now);
+    this.#isPlaying = true;
+    this.#depth = reserve;
+    this.#due = now + this.reserveMs;
+  }
+
+  /** Returns how many of the waiting frames are never shown, because the time of later ones has come, and whether the next one is shown now. */
+  take(waiting, now) {
+    if (!this.#isPlaying) return { skipped: 0, shows: false };
+    const interval = this.interval;
+    if (waiting === 0) {
+      if (now > this.#due + interval / 2) this.#runDry();
+      return { skipped: 0, shows: false };
+    }
+    // A page that was busy for a moment shows every frame, one per refresh; after a longer time it catches up.
+    const late = Math.floor((now - this.#due) / interval - this.chunkFrames / 2);
+    const skipped = Math.min(Math.max(late, 0), waiting - 1);
+    this.drop(skipped, now);
+    const shows = now + this.earlyMs >= this.#due;
+    if (shows) this.#due += interval;
+    return { skipped, shows };
+  }
+
+  /** Notes that so many frames at the front are not shown. Their time passes all the same, but not beyond now. */
+  drop(frames, now) {
+    const due = Math.min(this.#due + frames * this.interval, now);
+    this.#due = Math.max(this.#due, due);
+    // What waited was behind its time, and no reserve.
+    if (frames > 0) this.#depth = this.reserveMs / this.frameMs;
+  }
+
+  /** Begins anew with the next frame that arrives: the waiting ones are out of date. */
+  restart() {
+    this.#isPlaying = false;
+    this.#emptySince = null;
+    this.#lastStall = null;
+  }
+
+  /** Milliseconds between frames now. */
+  get interval() {
+    const reserve = this.reserveMs / this.frameMs;
+    const error = Math.min(Math.max((this.#depth - reserve) / reserve, -1), 1);
+    return this.frameMs / (this.#share * (1 + CLOCK_CORRECTION * error));
+  }
+
+  #runDry() {
+    if (!this.expectsChunks) return this.restart();
+    this.#isPlaying = false;
+    this.#emptySince = this.#due;
+    this.stalls += 1;
+  }
+
+  #endStall(now) {
+    const chunkMs = this.chunkFrames * this.frameMs;
+    const last = this.#lastStall;
+    const isPause = now - this.#emptySince > PAUSE_CHUNKS * chunkMs;
+    if (last !== null && !isPause && this.#chunks - last.chunks <= STALL_CHUNKS) {
+      const share = ((this.#chunks - last.chunks) * chunkMs) / (now - last.at);
+      this.#share = Math.min(Math.max(share, SLOWEST), 1);
+    }
+    this.#emptySince = null;
+    this.#lastStall = isPause ? null : { at: now, chunks: this.#chunks };
+  }
+}
+
+/**
+ * Shows frames in a browser when their time has come. `show` gets each frame, and `discard` the number of frames that are never
+ * shown: both used up a credit.
  */
 export class Player {
   #queue = [];
-  #due = 0;
-  #playing = false;
-  #lastChunk = 0;
   #lastShown = 0;
-  #period = 0;
 
   constructor({ frameRate, chunkFrames, show, discard }) {
-    this.frameMs = 1000 / frameRate;
+    // Half a refresh early is nearer than half a refresh late.
+    this.playOut = new PlayOut({ frameRate, chunkFrames, earlyMs: 6 });
     this.chunkFrames = chunkFrames;
     this.show = show;
     this.discard = discard;
-    this.stalls = 0;
     this.intervals = [];
     requestAnimationFrame((now) => this.#tick(now));
   }
 
   /** Adds a frame behind the others. */
   push(frame, now = performance.now()) {
-    if (frame.isFirst) {
-      if (this.#lastChunk > 0) {
-        const period = now - this.#lastChunk;
-        this.#period = this.#period > 0 ? 0.8 * this.#period + 0.2 * period : period;
-      }
-      this.#lastChunk = now;
-    }
+    this.playOut.arrive(frame.isFirst, this.#queue.length, now);
     this.#queue.push(frame);
-    // A page that was hidden shows nothing old.
+    // A page that is hidden gets no ticks, and keeps nothing old.
     const surplus = this.#queue.length - 3 * this.chunkFrames;
-    if (surplus > 0) this.discard(this.#queue.splice(0, surplus).length);
+    if (surplus <= 0) return;
+    this.playOut.drop(surplus, now);
+    this.#remove(surplus);
   }
 
   /** Forgets frames that come before a request of a run. */
@@ -147,41 +260,24 @@ export class Player {
     const valid = this.#queue.filter((f) => f.run > run || (f.run === run && f.request >= request));
     this.discard(this.#queue.length - valid.length);
     this.#queue = valid;
-    this.#period = 0;
-    this.#lastChunk = 0;
+    if (valid.length === 0) this.playOut.restart();
   }
 
   get waiting() {
     return this.#queue.length;
   }
 
-  /** Milliseconds between frames now. */
-  get interval() {
-    // A pause is no slow chunk.
-    const arriving = this.#period < 8 * this.chunkFrames * this.frameMs ? this.#period / this.chunkFrames : 0;
-    const base = Math.max(this.frameMs, arriving);
-    if (this.#queue.length > 1.5 * this.chunkFrames) return base * 0.93;
-    if (this.#queue.length < 0.25 * this.chunkFrames) return base * 1.04;
-    return base;
+  #remove(frames) {
+    this.#queue.splice(0, frames);
+    this.discard(frames);
   }
 
   #tick(now) {
     requestAnimationFrame((next) => this.#tick(next));
-    if (this.#queue.length === 0) {
-      if (this.#playing && now > this.#due + 2 * this.interval) {
-        this.#playing = false;
-        this.stalls += 1;
-      }
-      return;
-    }
-    if (!this.#playing) {
-      this.#playing = true;
-      this.#due = now + Math.min((this.chunkFrames * this.frameMs) / 2, 250);
-    }
-    // Half a refresh early is nearer than half a refresh late.
-    if (now + 6 < this.#due) return;
+    const { skipped, shows } = this.playOut.take(this.#queue.length, now);
+    if (skipped > 0) this.#remove(skipped);
+    if (!shows) return;
     const frame = this.#queue.shift();
-    this.#due = Math.max(this.#due + this.interval, now - this.interval);
     if (this.#lastShown > 0) {
       this.intervals.push(now - this.#lastShown);
       if (this.intervals.length > 600) this.intervals.shift();

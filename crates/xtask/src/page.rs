@@ -1,38 +1,44 @@
-//! The tests of the page of `tessera serve` in a browser.
+//! The tests of the page of `tessera serve`: the rule by which it shows frames, and the page in a browser.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// The tests, and the client of the examples that they run.
-const FILES: [&str; 4] = [
+/// The tests, and the files of the project that they run.
+const FILES: [&str; 7] = [
     "crates/tessera-serve/tests/page/package.json",
     "crates/tessera-serve/tests/page/package-lock.json",
     "crates/tessera-serve/tests/page/page.test.mjs",
+    "crates/tessera-serve/tests/page/play_out.test.mjs",
+    "crates/tessera-serve/tests/page/play_out.json",
+    "crates/tessera-serve/page/stream.js",
     "examples/clients/watch.mjs",
 ];
 /// Names under which a machine may have the browser.
 const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 
-/// Installs the test tools from the npm registry, and runs the tests with a browser of this machine, or else with one from
-/// that registry. Pictures of the page are left in target/page/screenshots.
+/// Runs the tests of the rule by which frames are shown. Then installs the test tools from the npm registry, and runs the
+/// tests with a browser of this machine, or else with one from that registry. Pictures of the page are left in
+/// target/page/screenshots.
 ///
-/// Without Node.js the tests are skipped with a line that says so, unless TESSERA_REQUIRE_PAGE is 1.
+/// What needs Node.js or the registry is skipped with a line that says so, unless TESSERA_REQUIRE_PAGE is 1.
 pub(crate) fn check_page(root: &Path) -> Result<()> {
-    match prepare(root) {
-        Ok(folder) => run_tests(root, &folder),
-        Err(why) if std::env::var_os("TESSERA_REQUIRE_PAGE").is_some_and(|v| v == "1") => Err(why),
-        Err(why) => {
-            println!("SKIPPED: the page is not tested in a browser: {why:#}");
-            Ok(())
-        }
+    let folder = copy_tests(root)?;
+    if let Err(why) = run(Command::new("node").arg("--version")) {
+        return skip("the page is not tested", &why);
+    }
+    run(Command::new("node")
+        .args(["--test", "--test-reporter=spec", "play_out.test.mjs"])
+        .current_dir(&folder))?;
+    match install_tools(&folder) {
+        Ok(()) => run_tests(root, &folder),
+        Err(why) => skip("the page is not tested in a browser", &why),
     }
 }
 
-/// Copies the tests to a folder of their own and installs their tools there, because Node.js looks for packages beside the
-/// file that imports them.
-fn prepare(root: &Path) -> Result<PathBuf> {
+/// Copies the tests to a folder of their own, because Node.js looks for packages beside the file that imports them.
+fn copy_tests(root: &Path) -> Result<PathBuf> {
     let folder = root.join("target/page");
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     for file in FILES {
@@ -40,13 +46,25 @@ fn prepare(root: &Path) -> Result<PathBuf> {
         let name = from.file_name().context("a file has a name")?;
         std::fs::copy(&from, folder.join(name)).with_context(|| format!("cannot copy {file}"))?;
     }
+    Ok(folder)
+}
+
+fn install_tools(folder: &Path) -> Result<()> {
     let mut npm = Command::new("npm");
-    npm.args(["ci", "--silent", "--no-audit", "--no-fund"]).current_dir(&folder);
+    npm.args(["ci", "--silent", "--no-audit", "--no-fund"]).current_dir(folder);
     if find_browser().is_some() {
         npm.arg("--omit=optional");
     }
-    run(&mut npm)?;
-    Ok(folder)
+    run(&mut npm)
+}
+
+/// Says what is skipped and why.
+fn skip(what: &str, why: &anyhow::Error) -> Result<()> {
+    if std::env::var_os("TESSERA_REQUIRE_PAGE").is_some_and(|v| v == "1") {
+        bail!("{what}: {why:#}");
+    }
+    println!("SKIPPED: {what}: {why:#}");
+    Ok(())
 }
 
 fn run_tests(root: &Path, folder: &Path) -> Result<()> {
