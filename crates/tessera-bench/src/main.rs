@@ -1,6 +1,6 @@
 //! Benchmarks: the model alone on one rank; experts under imbalanced routing; the verifier; the latency of lockstep agreement; runs
-//! with killed processes, cut links and busy cores; campaigns of drawn faults; long streams; the search over mappings of one
-//! rack and of many.
+//! with killed processes, cut links and busy cores; campaigns of drawn faults; long streams; clients of a served stream; the search
+//! over mappings of one rack and of many.
 //!
 //! Each benchmark prints its result, with `--json` also as JSON on the last line. With `--save` it
 //! writes the result and facts about the host to `bench/runs/`.
@@ -20,6 +20,7 @@ mod partition;
 mod process_list;
 mod save;
 mod search;
+mod serve;
 mod soak;
 mod stats;
 mod stream_process;
@@ -60,6 +61,7 @@ enum Benchmark {
     Soak(soak::Args),
     Partition(partition::Args),
     Search(search::Args),
+    Serve(serve::Args),
     /// One rank with programs that do nothing. Internal: the benchmarks start this command.
     #[command(hide = true)]
     HarnessRank,
@@ -79,6 +81,7 @@ fn main() -> ExitCode {
         Benchmark::Soak(args) => soak::run(args),
         Benchmark::Partition(args) => partition::run(args),
         Benchmark::Search(args) => search::run(args),
+        Benchmark::Serve(args) => serve::run(args),
         Benchmark::HarnessRank => return ExitCode::from(u8::try_from(harness::rank_main()).unwrap_or(1)),
     };
     let finish = |result: BenchResult| {

@@ -212,7 +212,7 @@ pub struct StreamFacts {
     pub frame_rate: f64,
     /// Frames of a chunk.
     pub chunk_frames: u32,
-    /// How the stream is paced: `model` or `client`.
+    /// How the stream is paced: `model`, `client` or `free`.
     pub pace: Pace,
     /// Number of chunks that are requested ahead of the one that plays.
     pub lead: u32,
@@ -229,6 +229,8 @@ pub enum Pace {
     /// The client in control: chunks are generated as fast as it takes their frames. Without such a client, the model's
     /// frame rate.
     Client,
+    /// The ranks: a chunk is requested as soon as an earlier one was delivered. A client that cannot follow loses frames.
+    Free,
 }
 
 /// Who controls the stream.
@@ -423,6 +425,36 @@ impl FrameHeader {
         bytes[44..48].copy_from_slice(&self.picture_bytes.to_le_bytes());
         bytes
     }
+
+    /// Reads a binary message, and returns its header with the bytes of the picture. Returns `None` for what is no frame.
+    #[must_use]
+    pub fn decode(message: &[u8]) -> Option<(FrameHeader, &[u8])> {
+        let (head, picture) = message.split_first_chunk::<FRAME_HEADER_BYTES>()?;
+        let format = match head[4] {
+            1 => FrameFormat::Raw,
+            2 => FrameFormat::Jpeg,
+            _ => return None,
+        };
+        let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
+        let u32_at = |at: usize| u32::from(u16_at(at)) | u32::from(u16_at(at + 2)) << 16;
+        let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
+        let header = FrameHeader {
+            format,
+            is_first: head[5] & 1 != 0,
+            is_last: head[5] & 2 != 0,
+            run: u32_at(8),
+            epoch: u32_at(12),
+            request: u64_at(16),
+            frame: u64_at(24),
+            delivered_us: u64_at(32),
+            width: u16_at(40),
+            height: u16_at(42),
+            picture_bytes: u32_at(44),
+        };
+        // What the format leaves open, such as bytes that are 0, is none of its frames either.
+        (*head == header.encode() && picture.len() as u64 == u64::from(header.picture_bytes))
+            .then_some((header, picture))
+    }
 }
 
 /// Reads a message of a client.
@@ -503,6 +535,10 @@ mod tests {
             1 + 2 + 3 + 4 + 5 + 128 + 64 + 96
         );
         assert_eq!(&bytes[40..48], [128, 0, 64, 0, 0, 96, 0, 0]);
+        let message = [&bytes[..], &[7; 24_576]].concat();
+        assert_eq!(FrameHeader::decode(&message), Some((header, &message[48..])));
+        assert_eq!(FrameHeader::decode(&message[..message.len() - 1]), None);
+        assert_eq!(FrameHeader::decode(&[b"TSF2", &message[4..]].concat()), None);
     }
 
     proptest! {

@@ -145,6 +145,7 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 const PACES: &[(&str, Pace, &str)] = &[
     ("model", Pace::Model, "The frame rate of the model: no chunk is generated long before it plays"),
     ("client", Pace::Client, "The client in control: as fast as it takes frames"),
+    ("free", Pace::Free, "The ranks: as fast as they generate, for recordings; slow clients lose frames"),
 ];
 
 /// Format of the lines about chunks, changes and clients.

@@ -14,7 +14,7 @@ use crate::control::RECONNECT_TIME;
 use crate::frames::Frame;
 use crate::metrics::{CodeLabels, PhaseLabels};
 use crate::pacing::Pacer;
-use crate::protocol::{Alarm, FrameFormat, FrameHeader, Refusal, ServerMessage, StreamState};
+use crate::protocol::{Alarm, FrameFormat, FrameHeader, Pace, Refusal, ServerMessage, StreamState};
 use crate::recent_chunks::RecentChunks;
 
 /// Longest time between two looks at the state.
@@ -63,6 +63,9 @@ impl ServerState {
         self.take_effects(&mut state);
         self.update_status(&mut state, chunk, recent, now);
         state.pacer.schedule(now, chunk.progress.request, frames.len() as u32);
+        if self.facts.pace == Pace::Free {
+            state.pacer.mark_taken(chunk.progress.request);
+        }
         state.latest = frames.last().cloned().or(state.latest.take());
         for (_, client) in state.connected().filter(|(_, c)| c.format != FrameFormat::None) {
             let dropped = frames.iter().map(|frame| client.queue.push_frame(Arc::clone(frame))).sum();

@@ -5,6 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use tessera_serve::protocol::FrameHeader;
 use tungstenite::client::IntoClientRequest;
 use tungstenite::{Message, WebSocket};
 
@@ -126,19 +127,14 @@ impl SocketClient {
 }
 
 fn read_frame(bytes: &[u8]) -> ReceivedFrame {
-    assert_eq!(&bytes[..4], b"TSF1");
-    let u16_at = |at: usize| u16::from_le_bytes(bytes[at..at + 2].try_into().unwrap());
-    let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
-    let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
-    let picture = bytes[48..].to_vec();
-    assert_eq!(picture.len(), u32_at(44) as usize);
+    let (header, picture) = FrameHeader::decode(bytes).unwrap();
     ReceivedFrame {
-        run: u32_at(8),
-        epoch: u32_at(12),
-        request: u64_at(16),
-        number: u64_at(24),
-        size: (u16_at(40), u16_at(42)),
-        picture,
+        run: header.run,
+        epoch: header.epoch,
+        request: header.request,
+        number: header.frame,
+        size: (header.width, header.height),
+        picture: picture.to_vec(),
     }
 }
 

@@ -44,6 +44,7 @@ fn main() -> ExitCode {
         play::frames_arrive_and_a_prompt_changes_the_picture
         play::a_stalled_client_loses_its_own_frames_alone
         play::a_paused_stream_requests_nothing_and_a_flush_discards_what_is_on_its_way
+        play::a_stream_without_a_pace_does_not_wait_for_its_video_to_play
         play::nothing_is_generated_while_nobody_watches
         control::one_client_controls_and_hands_over
         control::a_client_that_returns_keeps_the_control
@@ -129,8 +130,14 @@ pub(crate) fn test_options() -> ServeOptions {
 
 /// The demo model on a mesh.
 pub(crate) fn demo_stream(mesh: &str) -> ServedStream {
+    demo_stream_at(mesh, 24.0)
+}
+
+/// The demo model on a mesh, whose video plays at so many frames per second.
+pub(crate) fn demo_stream_at(mesh: &str, frame_rate: f64) -> ServedStream {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    let model = Model::open(&folder, &Overrides::default()).unwrap();
+    let mut model = Model::open(&folder, &Overrides::default()).unwrap();
+    model.video.stream.fps = frame_rate;
     let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
     let plan = plan_model(&model.video, &model.name, "", &mapping).unwrap();
     let this = std::env::current_exe().unwrap().to_string_lossy().into_owned();

@@ -3,9 +3,11 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tessera_serve::ServeOptions;
+use tessera_serve::protocol::Pace;
 
 use crate::client::{Received, SocketClient, get};
-use crate::{TestServer, test_options};
+use crate::{TestServer, demo_stream_at, test_options};
 
 /// Returns how much stronger blue than red the strongest pixels of a picture are.
 fn blue_over_red(picture: &[u8]) -> i64 {
@@ -82,6 +84,21 @@ pub(crate) fn a_paused_stream_requests_nothing_and_a_flush_discards_what_is_on_i
     assert!(after.epoch > before.epoch, "{} {}", after.epoch, before.epoch);
     let later = client.wait_for_frame(|frame| frame.request > from + 1);
     assert_eq!(later.run, 1);
+}
+
+pub(crate) fn a_stream_without_a_pace_does_not_wait_for_its_video_to_play() {
+    let options = ServeOptions { pace: Pace::Free, keeps_running: true, ..test_options() };
+    // A chunk of twelve frames plays for twelve seconds, so at the pace of the model twelve chunks take two minutes.
+    let server = TestServer::start_stream(demo_stream_at("tp=1", 1.0), options);
+    let chunks = || get(server.at.address, "/api/v1/status").json()["status"]["chunks"].as_u64().unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while chunks() < 12 {
+        assert!(Instant::now() < until, "a stream without a pace stopped after {} chunks", chunks());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let mut client = SocketClient::join_in_control(server.at.address);
+    assert_eq!(client.hello["stream"]["pace"], "free");
+    client.wait_for_frame(|frame| frame.request >= 14);
 }
 
 pub(crate) fn nothing_is_generated_while_nobody_watches() {
