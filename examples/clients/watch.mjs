@@ -10,12 +10,16 @@ const [url, prompt] = process.argv.slice(2);
 const socket = new Socket(url);
 const send = (message) => socket.send(JSON.stringify(message));
 socket.binaryType = "arraybuffer";
+let asked = false;
 let effect = null;
 let chunkFrames = 0;
 
 socket.onopen = () => send({ type: "hello", version: 1, format: "jpeg", control: true, credits: 24 });
 socket.onmessage = ({ data }) => {
   if (typeof data !== "string") {
+    // The stream runs now, and takes changes.
+    if (!asked) send({ type: "change", id: 1, change: { prompt } });
+    asked = true;
     const header = new DataView(data);
     const request = Number(header.getBigUint64(16, true));
     if (header.getUint8(5) & 2) {
@@ -27,7 +31,6 @@ socket.onmessage = ({ data }) => {
   }
   const event = JSON.parse(data);
   if (event.type === "hello") chunkFrames = event.stream.chunk_frames;
-  if (event.type === "hello") send({ type: "change", id: 1, change: { prompt } });
   if (event.type === "effect") effect = event.request;
   if (["refused", "alarm", "bye"].includes(event.type)) {
     console.error(`${event.code}: ${event.message}`);

@@ -16,20 +16,22 @@ url, prompt, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 folder.mkdir(exist_ok=True)
 with connect(url, max_size=None) as socket:
     socket.send(json.dumps({"type": "hello", "version": 1, "format": "jpeg", "control": True, "credits": 24}))
-    effect = None
+    effect, asked = None, False
     for message in socket:
         if isinstance(message, str):
             event = json.loads(message)
             if event["type"] == "hello":
                 chunk_frames = event["stream"]["chunk_frames"]
                 print("model", event["stream"]["model"], "controls:", event["control"]["is_you"])
-                socket.send(json.dumps({"type": "change", "id": 1, "change": {"prompt": prompt}}))
             elif event["type"] == "effect":
                 effect = event["request"]
                 print("the prompt holds from chunk", effect)
             elif event["type"] in ("refused", "alarm", "bye"):
                 sys.exit(f"{event['code']}: {event['message']}")
             continue
+        if not asked:  # the stream runs now, and takes changes
+            socket.send(json.dumps({"type": "change", "id": 1, "change": {"prompt": prompt}}))
+            asked = True
         request, frame = struct.unpack_from("<QQ", message, 16)
         (folder / f"{frame:06}.jpg").write_bytes(message[48:])
         if message[5] & 2:  # the last frame of its chunk

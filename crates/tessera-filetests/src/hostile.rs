@@ -1,6 +1,6 @@
 //! Checks on hostile input: arbitrary bytes as program text, as mutations of valid plans, as
-//! recorded traces, as data from a socket, as files of weights, and as what a PyTorch run leaves
-//! behind. For every input
+//! recorded traces, as data from a socket, as messages of a client of a served stream, as files of
+//! weights, and as what a PyTorch run leaves behind. For every input
 //! the parser, the verifier, the wire code and the readers must return a result without a panic, and
 //! accepted input must satisfy their guarantees.
 //!
@@ -13,6 +13,7 @@ mod flight_dumps;
 mod fuzz_input;
 mod mutate;
 mod random_traces;
+mod stream_protocol;
 mod wire;
 
 use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
@@ -234,6 +235,16 @@ pub fn fuzz_wire(bytes: &[u8]) {
         }
         None => wire::check_assembly(bytes),
     }
+}
+
+/// Treats bytes as messages on the socket of a served stream: a text of a client, and a frame that a
+/// client reads. Each must be refused, or mean the same when it is written again.
+///
+/// # Panics
+/// If a guarantee is broken.
+pub fn fuzz_stream_protocol(bytes: &[u8]) {
+    stream_protocol::check_client_message(bytes);
+    stream_protocol::check_frame(bytes);
 }
 
 fn diagnostic_codes(ds: &[Diagnostic]) -> Vec<&'static str> {

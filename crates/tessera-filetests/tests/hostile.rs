@@ -117,6 +117,29 @@ fn mutated_frames_decode_or_are_rejected() {
 }
 
 #[test]
+fn mutated_messages_of_a_stream_are_read_or_rejected() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/stream-protocol.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let examples = page.lines().filter(|line| line.starts_with("{\"type\":"));
+    let mut messages: Vec<Vec<u8>> = examples.map(|line| line.as_bytes().to_vec()).collect();
+    assert!(messages.len() >= 3, "the page of the protocol has lost its examples");
+    let others = [
+        r#"{"type":"control","action":{"hand_over":3}}"#,
+        r#"{"type":"change","id":18446744073709551615,"change":{"seed":7}}"#,
+        r#"{"type":"change","id":2,"change":"flush"}"#,
+    ];
+    messages.extend(others.map(|message| message.as_bytes().to_vec()));
+    // A frame of two pixels.
+    messages.push([&b"TSF1\x01\x03"[..], &[0; 34], &[2, 0, 1, 0, 6, 0, 0, 0], b"pixels"].concat());
+    messages.iter().for_each(|bytes| hostile::fuzz_stream_protocol(bytes));
+    let mut draws = RandomBytes { seed: 8, drawn: 0 };
+    for i in 0..6000 {
+        let (message, other) = (&messages[i % messages.len()], &messages[(i / 7) % messages.len()]);
+        hostile::fuzz_stream_protocol(&draws.mutate_bytes(message, other));
+    }
+}
+
+#[test]
 fn mutated_compile_traces_are_read_or_rejected() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tessera-torch/tests/traces");
     let mut logs = Vec::new();

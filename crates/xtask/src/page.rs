@@ -5,8 +5,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use crate::python::{create_environment, install};
+
 /// The tests, and the files of the project that they run.
-const FILES: [&str; 7] = [
+const FILES: [&str; 8] = [
     "crates/tessera-serve/tests/page/package.json",
     "crates/tessera-serve/tests/page/package-lock.json",
     "crates/tessera-serve/tests/page/page.test.mjs",
@@ -14,7 +16,10 @@ const FILES: [&str; 7] = [
     "crates/tessera-serve/tests/page/play_out.json",
     "crates/tessera-serve/page/stream.js",
     "examples/clients/watch.mjs",
+    "examples/clients/watch.py",
 ];
+/// What the client in Python imports.
+const PYTHON_PACKAGE: &str = "websockets>=13,<17";
 /// Names under which a machine may have the browser.
 const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 
@@ -78,7 +83,20 @@ fn run_tests(root: &Path, folder: &Path) -> Result<()> {
     if let Some(browser) = find_browser() {
         node.env("CHROMIUM", browser);
     }
+    match install_python_client(folder) {
+        Ok(python) => {
+            node.env("PYTHON", python);
+        }
+        Err(why) => skip("the client in Python is not tested", &why)?,
+    }
     run(&mut node)
+}
+
+/// Returns a Python that has what the client of the examples imports.
+fn install_python_client(folder: &Path) -> Result<PathBuf> {
+    let python = create_environment(&folder.join("python"), false)?;
+    install(&python, &[PYTHON_PACKAGE])?;
+    Ok(python)
 }
 
 fn find_browser() -> Option<PathBuf> {

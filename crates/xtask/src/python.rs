@@ -62,7 +62,7 @@ fn build_wheel(root: &Path) -> Result<PathBuf> {
 }
 
 /// Creates a virtual environment, unless it is there, and returns its interpreter.
-fn create_environment(folder: &Path, must_be_fresh: bool) -> Result<PathBuf> {
+pub(crate) fn create_environment(folder: &Path, must_be_fresh: bool) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     if must_be_fresh && folder.exists() {
         std::fs::remove_dir_all(folder).with_context(|| format!("cannot remove {}", folder.display()))?;
@@ -73,7 +73,8 @@ fn create_environment(folder: &Path, must_be_fresh: bool) -> Result<PathBuf> {
     Ok(python)
 }
 
-fn install(python: &Path, packages: &[&str]) -> Result<()> {
+/// Installs packages into an environment.
+pub(crate) fn install(python: &Path, packages: &[&str]) -> Result<()> {
     let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
     run_command(Command::new(python).args(pip).args(packages))
 }

@@ -1,10 +1,11 @@
 // The page of `tessera serve` in a real browser. `cargo xtask page` runs it, with TESSERA the program, MODEL the demo model, SCREENSHOTS a folder, and
-// CHROMIUM a browser if the machine has one.
+// CHROMIUM a browser if the machine has one, and PYTHON an interpreter with the package websockets if it has one.
 
 import assert from "node:assert/strict";
 import { spawn, execFileSync } from "node:child_process";
-import { mkdirSync, readFileSync } from "node:fs";
+import { mkdirSync, mkdtempSync, readFileSync, readdirSync, rmSync } from "node:fs";
 import { createRequire } from "node:module";
+import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, afterEach, before, test } from "node:test";
 
@@ -207,6 +208,24 @@ test("the client of the examples changes the prompt", async () => {
   const watch = join(import.meta.dirname, "watch.mjs");
   const output = execFileSync(process.execPath, [watch, address.replace("http", "ws") + "socket", "a green triangle moves up"], PATIENCE);
   assert.match(String(output), /chunk \d+ is complete/);
+});
+
+// Without the variable, `cargo xtask page` has said why.
+test("the client of the examples in Python writes frames", { skip: process.env.PYTHON ? false : "PYTHON names no interpreter with websockets" }, () => {
+  const folder = mkdtempSync(join(tmpdir(), "tessera-watch-"));
+  try {
+    const watch = join(import.meta.dirname, "watch.py");
+    const output = execFileSync(process.env.PYTHON, [watch, address.replace("http", "ws") + "socket", "a yellow circle moves down", folder], PATIENCE);
+    assert.match(String(output), /controls: True\nthe prompt holds from chunk \d+/);
+    const pictures = readdirSync(folder);
+    assert.ok(pictures.length >= 13, `${pictures.length} pictures`);
+    for (const name of pictures) {
+      const bytes = readFileSync(join(folder, name));
+      assert.deepEqual([bytes[0], bytes[1], bytes.at(-2), bytes.at(-1)], [0xff, 0xd8, 0xff, 0xd9], name);
+    }
+  } finally {
+    rmSync(folder, { recursive: true });
+  }
 });
 
 test("a killed rank shows its code, and the stream starts again", async () => {
