@@ -46,4 +46,9 @@ loopback address needs none. `--tls-cert` and `--tls-key` belong together, and e
     T1610: "stream takes no changes now",
     "The ranks load, restart or have ended, so no chunk can be requested with the change. `status` messages state what the stream \
 does; send the change again when its state is `running`.";
+
+    T1611: "recorded session cannot be continued",
+    "`tessera serve --resume RUN` generates the chunks of a record again and shows those that follow. Chunks have the same bits if plan, weights, build and kind of \
+machine are those of the session, and each one is compared with the digest of its latents in the record. A record of another plan, one without \
+chunks, and a chunk that differs end the server before anything is shown. Start without `--resume` for a new scene.";
 }

@@ -18,6 +18,7 @@ mod pacing;
 mod page;
 pub mod protocol;
 mod recent_chunks;
+mod recorded_session;
 mod recorder;
 mod routes;
 mod secret;
@@ -38,6 +39,7 @@ use tokio::sync::Semaphore;
 use crate::access::AccessRules;
 use crate::codes::T1609;
 use crate::protocol::StreamFacts;
+use crate::recorded_session::RecordedSession;
 use crate::recorder::Recorder;
 use crate::routes::{Shared, router};
 use crate::server::{Listening, SPARE_SOCKETS, serve_until_stopped};
@@ -90,6 +92,8 @@ pub fn serve(
     }
     let one = |d: Diagnostic| vec![d];
     let facts = describe_stream(&stream, &options).map_err(one)?;
+    let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan);
+    let session = options.resume.as_ref().map(read).transpose().map_err(one)?;
     if let Some(out) = &options.out {
         std::fs::create_dir_all(out)
             .map_err(|e| one(Diagnostic::error(&T1609, format!("{}: {e}", out.display()))))?;
@@ -102,7 +106,8 @@ pub fn serve(
     let rate = stream.plan.video.stream.frame_rate_fraction();
     let recorder =
         Recorder::new(&recordings, (facts.width, facts.height), rate, options.limits.recording_bytes);
-    let settings = Settings { prompt: stream.options.prompt.clone(), seed: stream.options.seed };
+    let given = Settings { prompt: stream.options.prompt.clone(), seed: stream.options.seed };
+    let settings = session.as_ref().map_or(given, |session| session.last.clone());
     let limits = options.limits;
     let server =
         Arc::new(ServerState::new(facts, limits, recorder, settings, options.keeps_running, stream.explain));
@@ -120,6 +125,7 @@ pub fn serve(
         argv: stream.argv,
         out: options.out,
         max_restarts: options.max_restarts,
+        session,
     };
     on_ready(&ServerAddress { address: listening.address, is_tls, recordings });
     serve_until_stopped(listening, router(shared), &server, &template, stop)

@@ -35,6 +35,8 @@ pub struct ServeOptions {
     pub out: Option<PathBuf>,
     /// Folder of recordings; `None` for one beside the runs.
     pub recordings: Option<PathBuf>,
+    /// Folder of a run whose recorded session the first run continues.
+    pub resume: Option<PathBuf>,
 }
 
 /// Who may use a server.
@@ -92,6 +94,7 @@ impl Default for ServeOptions {
             max_restarts: 3,
             out: None,
             recordings: None,
+            resume: None,
         }
     }
 }

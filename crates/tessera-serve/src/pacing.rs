@@ -24,22 +24,27 @@ pub(crate) struct Pacer {
 impl Pacer {
     /// Begins a run of which `lead` chunks are requested, at least one. `frame_rate` counts frames per second.
     pub(crate) fn new(lead: u32, frame_rate: f64) -> Pacer {
+        Pacer::from_request(lead, frame_rate, 0)
+    }
+
+    /// Begins a run whose first requests are not played, and are requested at once.
+    pub(crate) fn from_request(lead: u32, frame_rate: f64, first: u32) -> Pacer {
         let lead = lead.max(1);
         Pacer {
             lead,
             // A rate near 0 would make a chunk play for ever.
             frame_rate: frame_rate.max(0.1),
-            next_to_play: 0,
+            next_to_play: u64::from(first),
             scheduled: VecDeque::new(),
             played_until: None,
-            sent: u64::from(lead),
+            sent: u64::from(first.saturating_add(lead)),
             is_held: false,
         }
     }
 
     /// Returns the limit with which a run starts: the number of its chunks that may be requested.
     pub(crate) fn first_limit(&self) -> u32 {
-        self.lead
+        u32::try_from(self.sent).unwrap_or(u32::MAX)
     }
 
     /// Schedules the play of a delivered chunk behind the chunks before it.
@@ -118,6 +123,15 @@ mod tests {
         assert!(next > start + CHUNK - Duration::from_millis(1) && next <= start + CHUNK);
         assert_eq!(pacer.poll(start + CHUNK / 2).0, None);
         assert_eq!(pacer.poll(next), (Some(4), None));
+    }
+
+    #[test]
+    fn chunks_that_are_not_played_are_requested_at_once() {
+        let start = Instant::now();
+        let mut pacer = Pacer::from_request(2, 24.0, 40);
+        assert_eq!((pacer.first_limit(), pacer.poll(start)), (42, (None, None)));
+        pacer.schedule(start, 40, 12);
+        assert_eq!(pacer.poll(start).0, Some(43));
     }
 
     #[test]

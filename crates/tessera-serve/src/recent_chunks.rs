@@ -25,6 +25,12 @@ pub(crate) struct RecentChunks {
     /// Bytes of a line that is not whole.
     partial: Vec<u8>,
     chunks: VecDeque<ChunkRecord>,
+    /// Digests that the first chunks must have.
+    expected: Vec<String>,
+    /// Number of chunks that were read.
+    read: u32,
+    /// The first chunk that has another digest.
+    differing: Option<u32>,
 }
 
 /// The latest chunks, for drawing.
@@ -63,9 +69,22 @@ pub(crate) struct PhaseTimes {
 }
 
 impl RecentChunks {
-    /// Begins with an empty record.
-    pub(crate) fn new(path: &Path) -> RecentChunks {
-        RecentChunks { path: path.to_path_buf(), position: 0, partial: Vec::new(), chunks: VecDeque::new() }
+    /// Begins with an empty record, whose first chunks must have these digests of latents.
+    pub(crate) fn new(path: &Path, expected: Vec<String>) -> RecentChunks {
+        RecentChunks {
+            path: path.to_path_buf(),
+            position: 0,
+            partial: Vec::new(),
+            chunks: VecDeque::new(),
+            expected,
+            read: 0,
+            differing: None,
+        }
+    }
+
+    /// Returns the first of so many chunks that is not the expected one, or that the record lacks.
+    pub(crate) fn first_difference(&self, chunks: u32) -> Option<u32> {
+        self.differing.or((self.read < chunks).then_some(self.read))
     }
 
     /// Reads the lines that were added. A record that cannot be read now is read later: it only serves people who look.
@@ -81,6 +100,11 @@ impl RecentChunks {
         self.partial = bytes.split_off(end);
         for line in bytes.split(|b| *b == b'\n').filter(|line| !line.is_empty()) {
             if let Ok(RecordLine::Chunk(chunk)) = serde_json::from_slice(line) {
+                let expected = self.expected.get(self.read as usize);
+                if expected.is_some_and(|digest| *digest != chunk.latents_digest) {
+                    self.differing.get_or_insert(self.read);
+                }
+                self.read += 1;
                 self.chunks.push_back(chunk);
             }
         }
@@ -144,7 +168,7 @@ mod tests {
     fn lines_are_read_as_they_become_whole() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("record.jsonl");
-        let mut chunks = RecentChunks::new(&path);
+        let mut chunks = RecentChunks::new(&path, Vec::new());
         chunks.read_new_lines();
         assert!(chunks.timeline().chunks.is_empty());
         let mut file = std::fs::File::create(&path).unwrap();
@@ -162,5 +186,20 @@ mod tests {
         assert_eq!(timeline.chunks.iter().map(|c| c.chunk).collect::<Vec<_>>(), (44..50).collect::<Vec<_>>());
         assert_eq!(timeline.chunks[0].ranks[0].phases[0].span, (0.0, 2.0));
         assert_eq!(chunks.chunks.len(), KEPT_CHUNKS);
+    }
+
+    #[test]
+    fn a_chunk_with_another_digest_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("record.jsonl");
+        std::fs::write(&path, [line(0), line(1)].concat()).unwrap();
+        let read = |digests: &[&str]| {
+            let mut chunks = RecentChunks::new(&path, digests.iter().map(ToString::to_string).collect());
+            chunks.read_new_lines();
+            chunks
+        };
+        let same = read(&["", "", ""]);
+        assert_eq!((same.first_difference(2), same.first_difference(3)), (None, Some(2)));
+        assert_eq!(read(&["", "other"]).first_difference(2), Some(1));
     }
 }

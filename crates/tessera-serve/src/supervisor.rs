@@ -12,6 +12,7 @@ use tessera::{Model, Plan};
 use tessera_base::Diagnostics;
 
 use crate::recent_chunks::RecentChunks;
+use crate::recorded_session::RecordedSession;
 use crate::server_state::ServerState;
 
 /// Wait before the first restart; each further one waits twice as long.
@@ -30,6 +31,8 @@ pub(crate) struct RunTemplate {
     /// Folder of the runs; `None` for temporary ones.
     pub(crate) out: Option<PathBuf>,
     pub(crate) max_restarts: u32,
+    /// What the first run continues.
+    pub(crate) session: Option<RecordedSession>,
 }
 
 /// Runs the stream until the server stops or too many runs have failed.
@@ -38,8 +41,10 @@ pub(crate) struct RunTemplate {
 /// What is wrong with the first run before its ranks were started.
 pub(crate) fn run_streams(server: &ServerState, template: &RunTemplate) -> Result<(), Diagnostics> {
     let mut failures = 0;
+    let mut session = template.session.as_ref();
     loop {
-        let (run, ended) = start_run(server, template);
+        // Only the first run continues a session: a restart opens a scene.
+        let (run, ended) = start_run(server, template, session.take());
         let Err(failure) = ended else { break };
         if server.is_stopping() {
             break;
@@ -73,9 +78,14 @@ struct RunFailure {
 }
 
 /// Starts a run and hands its chunks over until it ends. Returns its number, and how it failed.
-fn start_run(server: &ServerState, template: &RunTemplate) -> (u32, Result<(), RunFailure>) {
-    let (run, limit, settings) = server.begin_run();
-    let options = StreamOptions {
+fn start_run(
+    server: &ServerState,
+    template: &RunTemplate,
+    session: Option<&RecordedSession>,
+) -> (u32, Result<(), RunFailure>) {
+    let unshown = session.map_or(0, RecordedSession::chunks);
+    let (run, limit, settings) = server.begin_run(unshown);
+    let mut options = StreamOptions {
         // A stream without an end runs until it is closed.
         chunks: u32::MAX,
         prompt: settings.prompt,
@@ -83,13 +93,15 @@ fn start_run(server: &ServerState, template: &RunTemplate) -> (u32, Result<(), R
         outputs: OutputOptions { no_clip: true, ..OutputOptions::default() },
         ..template.options.clone()
     };
+    session.inspect(|session| session.apply_to(&mut options));
     let folder = run_folder(template.out.as_deref(), run);
     let started = folder.and_then(|folder| {
         let record = folder.path().join(RECORD_FILE);
         let (plan, model) = (Arc::clone(&template.plan), template.model.clone());
         let argv = template.argv.clone();
         let live = LiveStream::start_limited(plan, model, options, argv, folder, Some(limit))?;
-        Ok((live, RecentChunks::new(&record)))
+        let expected = session.map_or_else(Vec::new, |session| session.digests.clone());
+        Ok((live, RecentChunks::new(&record, expected)))
     });
     let (live, mut recent) = match started {
         Ok(started) => started,
@@ -101,6 +113,12 @@ fn start_run(server: &ServerState, template: &RunTemplate) -> (u32, Result<(), R
         live.control().stop();
     }
     tracing::info!(run, processes = ?live.process_ids(), "ranks started");
+    if let Some(session) = session
+        && let Err(ds) = skip_recorded(&live, &mut recent, session)
+    {
+        live.kill();
+        return (run, Err(RunFailure { diagnostics: ds, has_started: false, has_delivered: false }));
+    }
     let mut has_delivered = false;
     let ended = loop {
         match live.next_chunk() {
@@ -114,6 +132,26 @@ fn start_run(server: &ServerState, template: &RunTemplate) -> (u32, Result<(), R
     };
     let failed = ended.map_err(|diagnostics| RunFailure { diagnostics, has_started: true, has_delivered });
     (run, failed)
+}
+
+/// Takes the chunks of a session, which are not shown, and compares them with their record.
+fn skip_recorded(
+    live: &LiveStream,
+    recent: &mut RecentChunks,
+    session: &RecordedSession,
+) -> Result<(), Diagnostics> {
+    for chunk in 0..session.chunks() {
+        if live.next_chunk()?.is_none() {
+            // The server stops.
+            return Ok(());
+        }
+        recent.read_new_lines();
+        if let Some(other) = recent.first_difference(chunk + 1) {
+            return Err(vec![session.differs(other)]);
+        }
+        tracing::info!(chunk, "chunk of the session generated again");
+    }
+    Ok(())
 }
 
 fn run_folder(out: Option<&Path>, run: u32) -> Result<RunFolder, Diagnostics> {

@@ -63,6 +63,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
+    /// Continue the session of this run folder: its chunks are generated again, and those that follow are shown
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["prompt", "seed"])]
+    pub resume: Option<PathBuf>,
+
     /// Prompt that the page suggests; may be repeated [default: the lines of examples.txt in the model folder]
     #[arg(long, value_name = "TEXT")]
     pub example: Vec<String>,
@@ -177,6 +181,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         keeps_running: args.keep_running,
         max_restarts: args.restarts,
         out: args.out.clone(),
+        resume: args.resume.clone(),
         ..ServeOptions::default()
     };
     let wrong = options.check();

@@ -23,15 +23,16 @@ const TICK_INTERVAL: Duration = Duration::from_millis(250);
 const ANSWER_INTERVAL: Duration = Duration::from_millis(10);
 
 impl ServerState {
-    /// Begins a run and returns its number, the limit of its requested chunks, and prompt and seed to begin with.
-    pub(crate) fn begin_run(&self) -> (u32, u32, Settings) {
+    /// Begins a run and returns its number, the limit of its requested chunks, and prompt and seed to begin with. So many
+    /// chunks at its beginning are not shown.
+    pub(crate) fn begin_run(&self, unshown: u32) -> (u32, u32, Settings) {
         let mut state = self.lock();
         state.run += 1;
         state.phase = StreamState::Starting;
         let current = state.settings.last().map(|(_, settings)| settings.clone());
         let settings = current.unwrap_or_else(|| state.settings_of(0).clone());
         state.settings = vec![(0, settings.clone())];
-        state.pacer = Pacer::new(self.facts.lead, self.facts.frame_rate);
+        state.pacer = Pacer::from_request(self.facts.lead, self.facts.frame_rate, unshown);
         state.last_delivery = None;
         let run = state.run;
         state.status.run = run;

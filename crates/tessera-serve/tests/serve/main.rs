@@ -16,6 +16,7 @@ mod hostile;
 mod interface;
 mod play;
 mod restart;
+mod resume;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -51,6 +52,8 @@ fn main() -> ExitCode {
         control::further_clients_are_refused_with_a_reason
         restart::a_killed_rank_ends_the_run_with_its_code_and_the_next_run_continues
         restart::a_stream_that_cannot_start_says_why
+        resume::a_session_goes_on_with_the_chunk_that_would_have_followed
+        resume::a_session_that_comes_out_differently_does_not_go_on
         hostile::malformed_messages_end_one_connection_and_no_other
         hostile::connections_that_say_nothing_or_too_much_do_not_disturb_the_stream
         access::foreign_sites_and_missing_tokens_are_refused
@@ -98,6 +101,11 @@ impl TestServer {
         });
         let at = address.recv().unwrap();
         TestServer { at, stop, thread: Some(thread) }
+    }
+
+    /// Waits until the server ends by itself, and returns how.
+    pub(crate) fn wait(mut self) -> Result<(), Diagnostics> {
+        self.thread.take().unwrap().join().unwrap()
     }
 
     /// Stops the server and returns how it ended.
