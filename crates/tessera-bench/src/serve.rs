@@ -86,11 +86,8 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 impl Args {
     /// Builds the part of a command line that both commands share. The run's folder is `run` in `dir`.
     fn command(&self, name: &str, dir: &Path) -> anyhow::Result<Vec<String>> {
-        let target = StreamTarget {
-            tessera: self.tessera.clone(),
-            model: self.model.clone(),
-            prompt: String::new(),
-        };
+        let target =
+            StreamTarget { tessera: self.tessera.clone(), model: self.model.clone(), prompt: String::new() };
         let (binary, model) = (path_text(&target.binary_path()?)?, path_text(&self.model)?);
         let mut argv = vec![binary, name.to_string(), model, "--oversubscribe".into()];
         argv.extend(["--mesh", &self.mesh, "--device", &self.device].map(String::from));
@@ -109,7 +106,10 @@ impl Args {
 
 /// Measures everything and compares it with the bars.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
-    ensure!(args.clients > 0 && args.rounds > 0 && args.chunks > 1, "no clients, rounds or chunks to measure");
+    ensure!(
+        args.clients > 0 && args.rounds > 0 && args.chunks > 1,
+        "no clients, rounds or chunks to measure"
+    );
     ensure!(args.minutes > 0.0 && args.prompt_every > 0.0, "the times must be positive");
     let mut unpaced = Unpaced::default();
     for round in 1..=args.rounds {

@@ -48,7 +48,9 @@ impl RecordedSession {
             return Err(refuse("the session ran another plan".into())
                 .with_label("recorded", record.start.plan.clone())
                 .with_label("this server", digest)
-                .with_hint("give the model and the mapping of the session, or --plan with its folder `plan`"));
+                .with_hint(
+                    "give the model and the mapping of the session, or --plan with its folder `plan`",
+                ));
         }
         RecordedSession::from_chunks(&record.chunks)
             .ok_or_else(|| refuse("the session delivered no chunk, or the record lacks some".into()))
@@ -99,8 +101,9 @@ impl RecordedSession {
 
     /// Returns why a session cannot go on whose chunk is not the recorded one.
     pub(crate) fn differs(&self, chunk: u32) -> Diagnostic {
-        Diagnostic::error(&T1611, format!("chunk {chunk} is not the recorded one"))
-            .with_hint("use the weights, the build and the kind of machine of the session; its record names them")
+        Diagnostic::error(&T1611, format!("chunk {chunk} is not the recorded one")).with_hint(
+            "use the weights, the build and the kind of machine of the session; its record names them",
+        )
     }
 }
 

@@ -26,9 +26,7 @@ const DRAIN_TIME: Duration = Duration::from_secs(5);
 pub enum Part {
     /// It takes every frame.
     Watch,
-    /// It controls the stream and takes every frame.
-    Control,
-    /// It controls the stream and sends one of the prompts every so often.
+    /// It takes every frame, controls the stream, and sends one of the prompts every so often.
     Steer {
         /// Prompts, in turn.
         prompts: Vec<String>,
@@ -118,9 +116,10 @@ impl Client {
         let request = format!("ws://{address}/socket").into_client_request()?;
         let (mut socket, _) = tungstenite::client(request, stream)
             .map_err(|e| anyhow::anyhow!("the server opened no socket: {e}"))?;
-        let controls = matches!(part, Part::Control | Part::Steer { .. });
+        let controls = matches!(part, Part::Steer { .. });
         // Every frame is taken at once, so credits are no matter of these clients.
-        let hello = json!({"type": "hello", "version": 1, "format": "raw", "control": controls, "credits": u32::MAX});
+        let hello =
+            json!({"type": "hello", "version": 1, "format": "raw", "control": controls, "credits": u32::MAX});
         socket.send(Message::text(hello.to_string()))?;
         loop {
             let Message::Text(text) = socket.read()? else { continue };
@@ -152,7 +151,8 @@ impl Client {
         let facts = self.facts()?;
         let (frames, waiting) = channel();
         std::thread::scope(|scope| {
-            let player = scope.spawn(|| play_frames(&facts, &waiting, start));
+            let facts = &facts;
+            let player = scope.spawn(move || play_frames(facts, &waiting, start));
             let log = self.read_until(start, stops, &frames);
             drop(frames);
             let (intervals, stalls) = player.join().map_err(|_| anyhow::anyhow!("a player panicked"))?;
@@ -170,20 +170,22 @@ impl Client {
         let mut log = ClientLog { number, ..ClientLog::default() };
         let mut steering = Steering::default();
         while !stops.load(Ordering::Acquire) {
-            match self.part.clone() {
-                Part::Stall { after } if start.elapsed() >= after => {
+            match &self.part {
+                Part::Stall { after } if start.elapsed() >= *after => {
                     return self.stall_until(start, stops, log);
                 }
-                Part::Steer { prompts, every } if steering.is_due(every) => {
-                    let change = steering.next_change(&prompts);
+                Part::Steer { prompts, every } if steering.is_due(*every) => {
+                    let change = steering.next_change(prompts);
                     self.socket.send(Message::text(change.to_string()))?;
                 }
-                Part::Watch | Part::Control | Part::Stall { .. } | Part::Steer { .. } => {}
+                Part::Watch | Part::Stall { .. } | Part::Steer { .. } => {}
             }
             match self.socket.read() {
                 Ok(Message::Binary(bytes)) => {
                     let now = Instant::now();
-                    let Some((header, _)) = FrameHeader::decode(&bytes) else { bail!("a message is no frame") };
+                    let Some((header, _)) = FrameHeader::decode(&bytes) else {
+                        bail!("a message is no frame")
+                    };
                     log.arrivals.push(note_arrival(&header, now, start));
                     // The player ends after this thread.
                     let _ = frames.send((header.is_first, now));
@@ -220,7 +222,9 @@ impl Client {
         while Instant::now() < until {
             match self.socket.read() {
                 Ok(Message::Binary(bytes)) => {
-                    let Some((header, _)) = FrameHeader::decode(&bytes) else { bail!("a message is no frame") };
+                    let Some((header, _)) = FrameHeader::decode(&bytes) else {
+                        bail!("a message is no frame")
+                    };
                     log.arrivals.push(note_arrival(&header, Instant::now(), start));
                 }
                 Ok(_) => {}
@@ -246,11 +250,7 @@ fn is_timeout(e: &Error) -> bool {
 }
 
 /// Shows frames when they are due, and returns the milliseconds between them and the number of stalls.
-fn play_frames(
-    facts: &StreamFacts,
-    frames: &Receiver<(bool, Instant)>,
-    start: Instant,
-) -> (Vec<f64>, u64) {
+fn play_frames(facts: &StreamFacts, frames: &Receiver<(bool, Instant)>, start: Instant) -> (Vec<f64>, u64) {
     let mut play_out = PlayOut::new(facts.frame_rate, facts.chunk_frames);
     let ms = |at: Instant| (at - start).as_secs_f64() * 1e3;
     let (mut waiting, mut last_shown, mut intervals) = (0, None, Vec::new());
@@ -316,9 +316,8 @@ impl Steering {
 
     /// Returns the seconds since each prompt whose first frame this is.
     fn note_frame(&mut self, header: &FrameHeader, now: Instant) -> Vec<f64> {
-        let arrived = |(run, request, _): &mut (u32, u64, Instant)| {
-            (header.run, header.request) >= (*run, *request)
-        };
+        let arrived =
+            |(run, request, _): &mut (u32, u64, Instant)| (header.run, header.request) >= (*run, *request);
         self.awaited.extract_if(.., arrived).map(|(_, _, sent)| (now - sent).as_secs_f64()).collect()
     }
 }
@@ -346,7 +345,8 @@ mod tests {
 
     #[test]
     fn a_rate_counts_the_frames_between_two_chunks() {
-        let log = log(&[(0, 0.0), (1, 0.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0), (6, 4.0), (7, 4.0), (8, 4.0)]);
+        let log =
+            log(&[(0, 0.0), (1, 0.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0), (6, 4.0), (7, 4.0), (8, 4.0)]);
         assert_eq!(log.delivered_fps(0..3), 2.0);
         assert_eq!(log.delivered_fps(0..9), 0.0);
     }
@@ -358,7 +358,8 @@ mod tests {
         let change = steering.next_change(&["a".into(), "b".into()]);
         assert_eq!((change["id"].as_u64(), change["change"]["prompt"].as_str()), (Some(1), Some("b")));
         assert!(!steering.is_due(Duration::from_secs(9)));
-        steering.note_message(&json!({"type": "effect", "id": 1, "change": "prompt", "run": 1, "request": 5}));
+        steering
+            .note_message(&json!({"type": "effect", "id": 1, "change": "prompt", "run": 1, "request": 5}));
         let frame = |request| FrameHeader {
             format: tessera_serve::protocol::FrameFormat::Raw,
             is_first: true,

@@ -121,9 +121,7 @@ impl Findings {
         let unpaced = &self.unpaced;
         let ratio = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
         let p99 = |values: &[f64]| quantile(values, 0.99);
-        let spread = |log: &ClientLog| {
-            ratio(p99(&log.shown_intervals_ms), median(&log.shown_intervals_ms))
-        };
+        let spread = |log: &ClientLog| ratio(p99(&log.shown_intervals_ms), median(&log.shown_intervals_ms));
         let lost: u64 = (0..self.watching).map(|at| self.lost_frames(at)).sum();
         vec![
             Bar {
@@ -137,7 +135,11 @@ impl Findings {
                 self.watchers().iter().map(spread).fold(0.0, f64::max),
                 SHOWN_SPREAD,
             ),
-            upper("stalls of all watching clients", self.watchers().iter().map(|l| l.stalls as f64).sum(), 0.0),
+            upper(
+                "stalls of all watching clients",
+                self.watchers().iter().map(|l| l.stalls as f64).sum(),
+                0.0,
+            ),
             upper(
                 "p99 from a prompt to its first frame, in chunk periods; 3 and the decoder",
                 ratio(p99(&self.prompt_s()), self.period_s()),
@@ -165,7 +167,9 @@ impl Findings {
             args.minutes
         );
         self.write_figures(&mut text);
-        bars.iter().for_each(|bar| drop(writeln!(text, "{}", bar.line())));
+        for bar in &bars {
+            let _ = writeln!(text, "{}", bar.line());
+        }
         let met = bars.iter().filter(|bar| bar.is_met()).count();
         let _ = write!(text, "{met} of {} bars met", bars.len());
         let unpaced = &self.unpaced;
@@ -245,7 +249,7 @@ impl Findings {
             );
         }
         for (name, memory) in &self.memory {
-            let [start, middle, end] = memory.at_thirds();
+            let [start, middle, end] = memory.start_middle_end();
             let _ = writeln!(
                 text,
                 "memory of {name}: {start:.0} KiB, {middle:.0} in the middle, {end:.0} at the end, {:+.0} per minute: {}",
@@ -272,7 +276,7 @@ impl Findings {
 
 fn memory_json(memory: &MemorySeries) -> Value {
     json!({
-        "rss_kib": memory.at_thirds(),
+        "rss_kib": memory.start_middle_end(),
         "kib_per_minute": round_to_millis(memory.slope_per_minute()),
         "flat": memory.is_flat(),
     })
@@ -284,14 +288,16 @@ mod tests {
     use super::*;
 
     fn findings() -> Findings {
-        let arrival = |frame: u64| Arrival { at_s: 0.0, request: frame / 12, frame, is_first: frame % 12 == 0 };
+        let arrival =
+            |frame: u64| Arrival { at_s: 0.0, request: frame / 12, frame, is_first: frame % 12 == 0 };
         let watcher = ClientLog {
             arrivals: (0..120).map(arrival).collect(),
             shown_intervals_ms: [vec![41.0; 99], vec![60.0]].concat(),
             prompt_s: vec![1.0, 1.5],
             ..ClientLog::default()
         };
-        let stalled = ClientLog { arrivals: (0..30).map(arrival).collect(), stalls: 3, ..ClientLog::default() };
+        let stalled =
+            ClientLog { arrivals: (0..30).map(arrival).collect(), stalls: 3, ..ClientLog::default() };
         Findings {
             unpaced: Unpaced {
                 raw_fps: vec![100.0, 90.0, 110.0],

@@ -14,7 +14,7 @@ use crate::process_list::{Process, ProcessUsage, find_ranks, new_run_tag};
 use crate::stats::{median, regression_slope};
 use crate::stream_process::{JsonTail, StreamProcess};
 
-/// Longest wait for anything that the ranks do.
+/// Longest wait for a server and for each chunk.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// Interval between two looks at a file.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -54,9 +54,20 @@ impl ServerProcess {
         JsonTail::new(self.dir.path().join("run/run-1/record.jsonl"))
     }
 
-    /// Waits until the record has so many chunks.
+    /// Waits until the record has so many chunks. A run may be long, so the patience is that for one chunk.
     pub fn wait_for_chunks(&mut self, chunks: u64) -> anyhow::Result<()> {
-        self.process.wait_for_chunks(&mut self.open_record(), chunks)
+        let (mut record, mut seen, mut since) = (self.open_record(), 0, Instant::now());
+        while seen < chunks {
+            let lines = record.read()?;
+            if !lines.is_empty() {
+                since = Instant::now();
+            }
+            seen += lines.iter().filter(|line| line["kind"] == "chunk").count() as u64;
+            ensure!(since.elapsed() < PATIENCE, "only {seen} chunks: {}", self.process.output_text());
+            self.check_running()?;
+            std::thread::sleep(POLL_INTERVAL);
+        }
+        Ok(())
     }
 
     /// Returns the server and its ranks, with names.
@@ -125,7 +136,8 @@ impl ChunkTimes {
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
         let decode = |rank: &Value| -> f64 {
             let phases = list(&rank["phases"]);
-            let phases = phases.iter().filter(|p| p["name"].as_str().is_some_and(|n| n.starts_with("decode")));
+            let phases =
+                phases.iter().filter(|p| p["name"].as_str().is_some_and(|n| n.starts_with("decode")));
             phases.map(|p| ns(&p["end_ns"]) - ns(&p["start_ns"])).sum()
         };
         ChunkTimes {
@@ -159,7 +171,7 @@ impl MemorySeries {
     }
 
     /// Returns KiB at the start, in the middle and at the end.
-    pub fn at_thirds(&self) -> [f64; 3] {
+    pub fn start_middle_end(&self) -> [f64; 3] {
         let last = self.points.len().saturating_sub(1);
         [0, last / 2, last].map(|at| self.points.get(at).map_or(0.0, |(_, kib)| *kib))
     }
@@ -173,7 +185,7 @@ impl MemorySeries {
     pub fn is_flat(&self) -> bool {
         let later: Vec<f64> = self.points[self.points.len() / 2..].iter().map(|(_, kib)| *kib).collect();
         let quarter = later.len() / 4 + 1;
-        let (begin, end) = (median(&later[..quarter.min(later.len())]), self.at_thirds()[2]);
+        let (begin, end) = (median(&later[..quarter.min(later.len())]), self.start_middle_end()[2]);
         end - begin <= (begin * NOISE.0).max(NOISE.1)
     }
 }
@@ -208,7 +220,8 @@ mod tests {
 
     #[test]
     fn a_chunk_has_the_times_of_its_line() {
-        let phase = |name: &str, start: u64, end: u64| json!({"name": name, "start_ns": start, "end_ns": end});
+        let phase =
+            |name: &str, start: u64, end: u64| json!({"name": name, "start_ns": start, "end_ns": end});
         let slow = [phase("decode.first", 0, 3_000_000), phase("decode.rest", 4_000_000, 6_000_000)];
         let line = json!({
             "kind": "chunk",
@@ -229,7 +242,7 @@ mod tests {
         };
         let fills = series(|at| 50_000.0 + 1000.0 * at.min(30.0));
         assert!(fills.is_flat() && fills.slope_per_minute() == 0.0);
-        assert_eq!(fills.at_thirds(), [50_000.0, 80_000.0, 80_000.0]);
+        assert_eq!(fills.start_middle_end(), [50_000.0, 80_000.0, 80_000.0]);
         let grows = series(|at| 50_000.0 + 100.0 * at);
         assert!(!grows.is_flat() && (grows.slope_per_minute() - 6000.0).abs() < 1e-6);
         assert!(MemorySeries::default().is_flat());

@@ -24,6 +24,10 @@ pub(super) fn check_client_message(bytes: &[u8]) {
 /// Bytes are no frame, or they are exactly a header and its picture.
 pub(super) fn check_frame(bytes: &[u8]) {
     if let Some((header, picture)) = FrameHeader::decode(bytes) {
-        assert_eq!([&header.encode()[..], picture].concat(), bytes, "a frame changes when it is written again");
+        assert_eq!(
+            [&header.encode()[..], picture].concat(),
+            bytes,
+            "a frame changes when it is written again"
+        );
     }
 }

@@ -59,7 +59,8 @@ pub(crate) fn a_session_goes_on_with_the_chunk_that_would_have_followed() {
     let cut = client.wait_until("effect", |effect| effect["change"] == "cut")["request"].as_u64().unwrap();
     // The prompt of before again, which the ranks encode again.
     client.change(json!({ "prompt": "a blue square moves left" }));
-    let again = client.wait_until("effect", |effect| effect["change"] == "prompt")["request"].as_u64().unwrap();
+    let again =
+        client.wait_until("effect", |effect| effect["change"] == "prompt")["request"].as_u64().unwrap();
     // The session ends in the middle of a scene, behind all changes.
     let kept = cut.max(again) + 2;
     let expected = collect_chunks(&mut client, kept + 2);
@@ -77,7 +78,10 @@ pub(crate) fn a_session_goes_on_with_the_chunk_that_would_have_followed() {
         assert!(expected[request] == *pictures, "the pictures of chunk {request} differ");
     }
     let status = client.wait_for("status");
-    assert_eq!((status["prompt"].as_str(), status["seed"].as_u64()), (Some("a blue square moves left"), Some(11)));
+    assert_eq!(
+        (status["prompt"].as_str(), status["seed"].as_u64()),
+        (Some("a blue square moves left"), Some(11))
+    );
     drop(client);
     server.stop().unwrap();
     let digests = |run: &Path| -> Vec<Value> {
