@@ -5,8 +5,8 @@
 //! what delivery costs, which a paced stream hides because its ranks wait. The paced run follows, with a client that steers and
 //! one that stops to read. Clients and server share this machine, so the clients' own work is part of every figure.
 
+mod bars;
 mod client;
-mod judge;
 mod play_out;
 mod server_process;
 
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 
+use self::bars::{Findings, Unpaced};
 use self::client::{Client, ClientLog, Part, StreamFacts};
-use self::judge::{Findings, Unpaced};
 use self::server_process::{ChunkTimes, MemorySeries, ServerProcess, chunks_fps, path_text, stream_raw};
 use crate::BenchResult;
 use crate::stream_process::StreamTarget;
