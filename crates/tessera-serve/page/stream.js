@@ -114,6 +114,8 @@ const LONGEST_RESERVE_MS = 250;
 const STALL_CHUNKS = 64;
 /** Chunks that a stall lasts at most; what lasts longer is a pause. */
 const PAUSE_CHUNKS = 8;
+/** How much faster the play becomes with each chunk while the ranks prove faster than it. */
+const RECOVERY = 1.05;
 /** Slowest play, as a share of the frame rate. */
 const SLOWEST = 0.02;
 
@@ -124,7 +126,7 @@ const SLOWEST = 0.02;
  * follows the arrivals shows their jitter.
  *
  * If the ranks are slower than the video, the reserve runs out: that is a stall. After two of them the frames are shown at the
- * rate at which chunks arrived between them, until more than a chunk waits beside the reserve.
+ * rate at which chunks arrived between them. That rate rises again while more than a chunk waits beside the reserve.
  *
  * Times are arguments in milliseconds, so that tests need no clock. `tessera-bench serve` plays by the same rule
  * (`play_out.rs`), and both are tested with the same cases.
@@ -157,8 +159,8 @@ export class PlayOut {
     if (isFirst) {
       this.#chunks += 1;
       if (this.#isPlaying) this.#depth += DEPTH_SHARE * (waiting - this.#depth);
-      // Slow ranks never fill the queue.
-      if (waiting > reserve + this.chunkFrames) this.#share = 1;
+      // A queue that fills shows that the ranks are faster than a play that followed them.
+      if (waiting > reserve + this.chunkFrames) this.#share = Math.min(this.#share * RECOVERY, 1);
     }
     if (this.#isPlaying) return;
     if (this.#emptySince !== null) this.#endStall(now);

@@ -288,8 +288,12 @@ mod tests {
     use super::*;
 
     fn findings() -> Findings {
-        let arrival =
-            |frame: u64| Arrival { at_s: 0.0, request: frame / 12, frame, is_first: frame % 12 == 0 };
+        let arrival = |frame: u64| Arrival {
+            at_s: 0.0,
+            request: frame / 12,
+            frame,
+            is_first: frame.is_multiple_of(12),
+        };
         let watcher = ClientLog {
             arrivals: (0..120).map(arrival).collect(),
             shown_intervals_ms: [vec![41.0; 99], vec![60.0]].concat(),

@@ -331,7 +331,7 @@ mod tests {
             at_s: *at_s,
             request: frame / 3,
             frame: *frame,
-            is_first: frame % 3 == 0,
+            is_first: frame.is_multiple_of(3),
         };
         ClientLog { arrivals: frames.iter().map(arrival).collect(), ..ClientLog::default() }
     }

@@ -13,6 +13,8 @@ const LONGEST_RESERVE_MS: f64 = 250.0;
 const STALL_CHUNKS: u64 = 64;
 /// Chunks that a stall lasts at most; what lasts longer is a pause.
 const PAUSE_CHUNKS: f64 = 8.0;
+/// How much faster the play becomes with each chunk while the ranks prove faster than it.
+const RECOVERY: f64 = 1.05;
 /// Slowest play, as a share of the frame rate.
 const SLOWEST: f64 = 0.02;
 
@@ -73,7 +75,7 @@ impl PlayOut {
                 self.depth += DEPTH_SHARE * (waiting - self.depth);
             }
             if waiting > reserve + self.chunk_frames {
-                self.share = 1.0;
+                self.share = (self.share * RECOVERY).min(1.0);
             }
         }
         if self.is_playing {
