@@ -126,7 +126,8 @@ fn measure_round(args: &Args, unpaced: &mut Unpaced) -> anyhow::Result<()> {
     let chunks = args.measured().end + SPARE_CHUNKS;
     let raw = stream_raw(args, chunks)?;
     unpaced.raw_fps.push(chunks_fps(measured_chunks(args, &raw)?));
-    let free = ["--pace", "free", "--keep-running"];
+    // As many chunks wait as in the queues of `tessera stream`, so that ranks never wait for a request.
+    let free = ["--pace", "free", "--lead", "4", "--keep-running"];
     let mut server = ServerProcess::start(args, &free)?;
     server.wait_for_chunks(chunks)?;
     let unwatched = server.stop()?;
