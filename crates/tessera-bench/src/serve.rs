@@ -74,6 +74,10 @@ pub struct Args {
     /// Prompt of the client that steers; may be repeated [default: those that the model suggests]
     #[arg(long, value_name = "TEXT")]
     prompt: Vec<String>,
+
+    /// Further options of `tessera stream` and `tessera serve`, behind `--`, such as `-- --dtype bf16`
+    #[arg(last = true, value_name = "OPTION")]
+    options: Vec<String>,
 }
 
 /// First chunks of a run that fill caches and buffers, and that no figure includes.
@@ -95,6 +99,7 @@ impl Args {
         // Commands may start with different prompts, so that they state one if there is one.
         argv.extend(self.prompt.first().iter().flat_map(|text| ["--prompt".into(), (*text).clone()]));
         argv.extend(["--out".into(), path_text(&dir.join("run"))?]);
+        argv.extend(self.options.iter().cloned());
         Ok(argv)
     }
 
