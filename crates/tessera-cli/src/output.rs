@@ -55,6 +55,14 @@ impl CliError {
         if is_usage_error { self.into_usage() } else { self }
     }
 
+    /// Returns the same error with a note under its first diagnostic.
+    pub fn with_note(mut self, note: &str) -> CliError {
+        if let Some(first) = self.diagnostics.first_mut() {
+            first.notes.push(note.to_string());
+        }
+        self
+    }
+
     /// Prints the diagnostics once and returns the exit status. JSON goes to standard output, other
     /// formats to standard error.
     pub fn print(self, format: DiagnosticFormat) -> u8 {

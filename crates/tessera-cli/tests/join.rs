@@ -216,7 +216,7 @@ fn mismatched_ranks_are_rejected_before_anything_is_written() {
     says(&alone(world.start_rank(2, &mesh)), &["T0034", "there is no rank 2 in a world of 2"]);
     says(
         &alone(world.start_rank(1, &["--mesh", "tp=4"])),
-        &["T0034", "the plan is for 4 ranks and the world has 2"],
+        &["T0068", "4 ranks cannot be divided among 2 processes"],
     );
     says(&alone(world.start_rank_with_prefix(&[], 1, "", &mesh)), &["T0034", "--secret"]);
     let short = world.write_private("short", b"short");

@@ -14,6 +14,7 @@ mod closed_peers;
 mod engine_thread;
 mod event_loop;
 mod exit;
+mod host_ranks;
 mod launcher;
 mod leader_process;
 mod link;
@@ -34,6 +35,9 @@ pub use boundary::{Interceptor, MessageDirection};
 pub use byte_stream::ByteStream;
 pub use engine_thread::{EngineEvent, EngineFactory, EngineThread};
 pub use exit::{exit_process, exit_without_handlers};
+pub use host_ranks::{
+    HOST_PROCESS_VARIABLE, HostRanksSpec, end_with_host_process, host_exit_status, run_host_ranks,
+};
 pub use launcher::{LaunchEvent, LaunchReport, LaunchSpec, RankExit, StopHandle, launch_ranks};
 pub use leader_process::{LeaderParts, run_leader};
 pub use link::{DisconnectReason, Frame, MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES};

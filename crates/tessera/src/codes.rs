@@ -67,11 +67,14 @@ The message has the shape in the file and those that the model takes. A file may
 The guide `outputs` shows how to write such a file.";
 
     T0034: "inconsistent rank environment",
-    "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, `tessera stream` is one rank of a run that an external \
-launcher started, such as torchrun, Slurm or a shell on each host. All four are required: whole numbers with RANK below \
-WORLD_SIZE, and the address and port where rank 0 listens. The plan must have exactly WORLD_SIZE ranks, and a secret or \
-certificates must be given, because the ranks' connections are open to the network. Ranks of array programs join in the same way: \
-`tessera join` starts one on each host, and the Python session is rank 0.\n\nTo start all ranks on this host instead, unset the four variables.";
+    "`tessera stream` is one process of a run that an external launcher started if the launcher's variables are set: RANK and \
+WORLD_SIZE (torchrun, or a script of your own), OMPI_COMM_WORLD_RANK (Open MPI), PMI_RANK (MPICH), SLURM_PROCID with SLURM_STEP_ID \
+(srun), LWS_WORKER_INDEX (LeaderWorkerSet). If several are set, the first of this list counts. The variables must be whole numbers, \
+complete, and consistent: an index below its count, as many hosts in the list as the step has, consecutive tasks on a host. \
+MASTER_ADDR and MASTER_PORT say where rank 0 listens; only Slurm and LeaderWorkerSet state its host by themselves. \
+A secret or certificates must be given, because the ranks' connections are open to the network. \
+Ranks of array programs join in the same way, with `tessera join` and without variables: the Python session is rank 0.\n\n\
+To start all ranks on this host instead, unset the variables that the message names.";
 
     T0035: "credentials file cannot be used",
     "The secret of a run is a file of 32 bytes or more that every rank reads (`--secret FILE`), for instance from \
@@ -115,6 +118,19 @@ the command into a program, or name a file.";
 safetensors; the name of a tensor is a prompt, letter by letter, and the tensor holds its rows: at most text_len of them, each \
 of text_dim columns (config.json). Shorter prompts are padded with zero rows, as the text encoder of Wan does. The message \
 names the prompt that is missing, or shows both shapes.";
+
+    T0067: "two launchers contradict each other",
+    "The variables of two launchers are set, both for the same number of processes, and they give this process two indices. One of \
+them is then stale or set by mistake, for instance RANK=0 exported in a batch script whose tasks `srun` numbers itself. The run does \
+not start, because two processes with one rank would meet at rank 0.\n\n\
+Unset the variables of one launcher. A launcher inside another one, such as torchrun under srun with several processes on each \
+host, has another number of processes and is no contradiction.";
+
+    T0068: "ranks cannot be divided among the processes of a launcher",
+    "A launcher starts either one process per rank or one process per host. With one per rank, the plan must have as many ranks as \
+there are processes. With one per host, every host gets the same number of ranks of the mesh, and ranks outside the mesh run on the \
+first host besides. So 72 ranks need 72 processes, or one process on each of 1, 2, 3, 4, 6, 8, 9, 12, 18, 24 or 36 hosts.\n\n\
+Change the mesh, the number of processes or the number of hosts. The guide `launchers` shows a command line for each launcher.";
 
     T0070: "a part of the checkpoint is missing",
     "A video model has four parts: the generator, the VAE, the text encoder and the tokenizer. Tessera looks for the names \

@@ -93,8 +93,10 @@ pub static VARIABLES: &[Variable] = variables! {
         "TESSERA_CUDA_LIBS" "Folders of libraries; their versions are compared",
         "TESSERA_FILETESTS" "Folder of files that tests read",
         "TESSERA_KERNELS" "Folder of a cache",
+        "TESSERA_HOST_PROCESS" "Process that started the ranks of this host",
         "TESSERA_REQUIRE_GPUS" "Number of GPUs without which tests fail",
         "TESSERA_ROOT" "Folder of the project for tests; no rank reads it",
+        "TESSERA_SECRET_FILE" "Path of the run's secret on this host; the ranks prove that they hold the same secret",
     }
 };
 

@@ -56,6 +56,8 @@ pub struct JoinOptions {
     pub local_world: u32,
     /// Index of this rank among the ranks of this host, if the launcher provides it.
     pub local_rank: Option<u32>,
+    /// Cores of this rank alone, if the launcher gave each rank its own.
+    pub cores: Option<u32>,
     /// Address of this host to listen on instead of the default.
     pub bind: Option<IpAddr>,
     /// File with the shared secret of the run.
@@ -151,8 +153,11 @@ pub fn run(
     });
     let places = places.transpose()?;
     let weights = digest.map_or(Ok(String::new()), |digest| digest.finish(&plan))?;
-    let threads = (cores / join.local_world.max(1) as usize).max(1);
-    let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
+    let threads = match join.cores {
+        Some(own) => cores.min(own as usize),
+        None => cores / join.local_world.max(1) as usize,
+    };
+    let mut orders = RankConfig::from_options(&plan, model, options, threads.max(1)).map_err(|d| vec![d])?;
     if let Some((leader, notes)) = places {
         orders.leader = leader;
         notes.into_iter().for_each(|d| on_event(JoinEvent::Note(d)));

@@ -40,6 +40,7 @@ mod in_process_ranks;
 pub mod join;
 mod kernel_probe;
 mod latents_file;
+pub mod launchers;
 mod leader_memory;
 mod leader_placement;
 mod leader_programs;
@@ -103,7 +104,10 @@ pub use tessera_models::DecoderQuality;
 pub use tessera_plan::{DtypePolicy, Mapping, MediaPlacement, Numerics, Strategy, Topology, Transport};
 pub use tessera_report::overlap::{OVERLAP_GATE, OverlapStats};
 pub use tessera_runtime::director::SceneCut;
-pub use tessera_runtime::driver::{StopHandle, StreamRequest, exit_process, exit_without_handlers};
+pub use tessera_runtime::driver::{
+    HOST_PROCESS_VARIABLE, HostRanksSpec, StopHandle, StreamRequest, end_with_host_process, exit_process,
+    exit_without_handlers, host_exit_status, run_host_ranks,
+};
 pub use tessera_runtime::{Failure, FailureClass};
 pub use text_encoder::{EncodedPrompts, PromptEncoder, Umt5Files};
 pub use weights_origin::{LoraFile, WeightChange, WeightsBase, WeightsOrigin};

@@ -1,6 +1,7 @@
 //! `tessera stream`: runs a plan as processes on this host.
 
 mod changes;
+mod host_ranks;
 mod join;
 mod performance;
 mod report;
@@ -11,6 +12,7 @@ use tessera::codes::T0040;
 use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
+use tessera::launchers::{Launcher, LauncherPlacement, share_ranks};
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{DEFAULT_PROMPT, OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
@@ -27,7 +29,7 @@ use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::{invalid_argument, parse_milliseconds, parse_weights_base};
 use crate::progress::run_watched;
 use changes::{parse_lora, parse_lora_at, parse_prompt_at, parse_seed_at, parse_weights_at};
-use join::{JoinArgs, read_variable};
+use join::JoinArgs;
 use performance::PerformanceArgs;
 use report::{ReportPlace, print_report};
 
@@ -287,12 +289,14 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
             ));
         }
     }
+    host_ranks::tie_to_host_process();
+    let placement = args.join.find_placement()?;
     let (model, plan) = open_model_and_plan(args)?;
     let performance = args.performance.check_gates(&plan, args.device, args.format)?;
     let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
     // Joined ranks that share a disk must find the same name, so they reserve none.
     let reserved = match &args.out {
-        None if !is_joining(args) => Some(ReservedFolder::create(Path::new("out"), &plan.model)?),
+        None if placement.is_none() => Some(ReservedFolder::create(Path::new("out"), &plan.model)?),
         _ => None,
     };
     let free_dir = || first_free_dir(Path::new("out"), &plan.model);
@@ -325,11 +329,20 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
     if args.device == RunDevice::Sim {
-        return run_simulated(args, &plan, &options);
+        return run_simulated(args, placement.as_ref(), &plan, &options);
     }
-    if is_joining(args) {
-        let join_options = args.join.options_from_env()?;
-        return join::run(plan, &model, &options, &join_options, args.quiet, (args.format, place));
+    if let Some(placement) = placement {
+        let share = share_ranks(&placement, plan.sealed.mesh()).map_err(CliError::usage)?;
+        let join_options = args.join.to_options(&placement, share)?;
+        if share.first == 0 && !args.quiet && placement.launcher != Launcher::Script {
+            print_stderr_line(&placement.describe());
+        }
+        if share.count > 1 {
+            return host_ranks::run(program?, share, &placement);
+        }
+        let shown = (args.format, place);
+        return join::run(plan, &model, &options, &join_options, args.quiet, shown)
+            .map_err(|e| e.with_note(&placement.describe()));
     }
     let rank = vec![program?, "rank".to_string()];
     let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
@@ -371,25 +384,19 @@ fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
     Ok((model.with_weights(weights), plan))
 }
 
-/// Returns whether this process is, or should be, one rank of a run that is started externally.
-/// MASTER_ADDR alone may be left over from another program; RANK or WORLD_SIZE concerns this
-/// process.
-fn is_joining(args: &Args) -> bool {
-    let is_set = |name| read_variable(name).is_some_and(|value| !value.trim().is_empty());
-    is_set("RANK") || is_set("WORLD_SIZE") || !args.join.given_flags(&[AppliesTo::JoinedRanks]).is_empty()
-}
-
 /// Simulates a plan on a cluster, in this process.
-fn run_simulated(args: &Args, plan: &Plan, options: &StreamOptions) -> CliResult {
-    if is_joining(args) {
-        args.join.options_from_env()?;
+fn run_simulated(
+    args: &Args,
+    placement: Option<&LauncherPlacement>,
+    plan: &Plan,
+    options: &StreamOptions,
+) -> CliResult {
+    if let Some(placement) = placement {
         return Err(CliError::usage(
-            Diagnostic::error(
-                &T0040,
-                "RANK and WORLD_SIZE are set, which makes this process one rank of several",
-            )
-            .with_label("--device sim", "all ranks are simulated in one process")
-            .with_hint("unset RANK and WORLD_SIZE, and start one process"),
+            Diagnostic::error(&T0040, "a launcher started this process as one of several")
+                .with_label(placement.launcher.name(), placement.describe())
+                .with_label("--device sim", "all ranks are simulated in one process")
+                .with_hint("start one process without the launcher, or unset its variables"),
         ));
     }
     let ranks = plan.sealed.mesh().world_size();

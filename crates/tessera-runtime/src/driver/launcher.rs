@@ -110,7 +110,9 @@ impl RankExit {
         self.status == Some(0)
     }
 
-    fn to_sentence(self) -> String {
+    /// Returns how the process ended, as the end of a sentence about it.
+    #[must_use]
+    pub fn to_sentence(self) -> String {
         match (self.status, self.signal) {
             (Some(status), _) => format!("its process exited with status {status}"),
             (None, Some(signal)) => format!("its process was killed by signal {signal}"),
@@ -318,10 +320,10 @@ fn socket_pair() -> Result<(UnixStream, UnixStream), Diagnostic> {
     UnixStream::pair().map_err(|e| io_diagnostic("a socket pair", &e))
 }
 
-fn to_pid(id: u32) -> Option<Pid> {
+pub(super) fn to_pid(id: u32) -> Option<Pid> {
     i32::try_from(id).ok().and_then(Pid::from_raw)
 }
 
-fn to_rank_exit(rank: u32, status: ExitStatus) -> RankExit {
+pub(super) fn to_rank_exit(rank: u32, status: ExitStatus) -> RankExit {
     RankExit { rank, status: status.code(), signal: status.signal() }
 }

@@ -1,6 +1,8 @@
-//! `tessera stream` as one rank of a distributed run whose ranks are started externally: reads the
-//! rank's place from the environment, and the options for authentication.
+//! `tessera stream` as one process of a run that a launcher started: the place of the process, which
+//! is read from the environment, and the options for authentication.
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,26 +13,30 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use tessera::codes::T0034;
 use tessera::join::{JoinEvent, JoinOptions, JoinReport, TlsFiles};
+use tessera::launchers::{self, Launcher, LauncherPlacement, RankShare};
 use tessera::stream_options::{RunDevice, StreamEvent, StreamOptions};
 use tessera::terminal::{print_stderr, print_stderr_line};
 use tessera::{Model, Plan, StopHandle};
-use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
+use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics, render_all};
 
 use super::report::{ReportPlace, print_report};
 use crate::flags::{AppliesTo, flag_set};
 use crate::output::{CliError, CliResult, OutputFormat, print_failure};
 use crate::progress::{EXIT_INTERRUPTED, Progress, STOPPING_MESSAGE, handle_signals};
 
-const JOIN_HEADING: &str = "Ranks on several hosts (requires RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)";
+const JOIN_HEADING: &str = "Ranks that torchrun, srun, mpirun, LeaderWorkerSet or a script started";
 /// Default time limit for the other ranks to join.
 const DEFAULT_JOIN_TIMEOUT_S: u64 = 300;
-const REQUIRED_VARIABLES: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+/// Names the file with the secret where no option can: in the template of a job. The secret itself
+/// is no variable, because schedulers store the environment of jobs and show it.
+const SECRET_FILE_VARIABLE: &str = "TESSERA_SECRET_FILE";
 
 flag_set! {
     /// Options of a rank that joins a distributed run.
     JoinArgs by AppliesTo {
         [JoinedRanks]
         /// File with the shared secret of the run, the same on every rank; at least 32 bytes
+        /// [default: the file that TESSERA_SECRET_FILE names]
         #[arg(long, value_name = "FILE", help_heading = JOIN_HEADING)]
         secret: Option<PathBuf>,
 
@@ -59,49 +65,52 @@ flag_set! {
         /// Time limit for all ranks to join, in seconds [default: 300]
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400), help_heading = JOIN_HEADING)]
         join_timeout: Option<u64>,
+
+        [JoinedRanks]
+        /// Port at which rank 0 listens, the same on every rank [default: MASTER_PORT, the port after it
+        /// under torchrun, and 29500 if it is not set]
+        #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..), help_heading = JOIN_HEADING)]
+        leader_port: Option<u16>,
     }
 }
 
 impl JoinArgs {
-    /// Returns the rank's place from the environment.
+    /// Returns the place of this process among those of the launcher that started it; `None` if no
+    /// launcher did, or one that started a single process, which then starts all ranks itself.
     ///
     /// # Errors
-    /// T0034.
-    pub fn options_from_env(&self) -> Result<JoinOptions, CliError> {
-        self.options_from(&read_variable).map_err(|d| CliError::usage(*d))
+    /// T0034 and T0067.
+    pub fn find_placement(&self) -> Result<Option<LauncherPlacement>, CliError> {
+        self.placement_from(&process_environment()).map_err(CliError::from_usage_errors)
     }
 
-    fn options_from(&self, env: &dyn Fn(&str) -> Option<String>) -> Result<JoinOptions, Box<Diagnostic>> {
-        let join_error = |message: String| Diagnostic::error(&T0034, message);
-        let set = |name: &str| env(name).filter(|v| !v.trim().is_empty());
-        if set("RANK").is_none()
-            && set("WORLD_SIZE").is_none()
-            && let Some(option) = self.given_flags(&[AppliesTo::JoinedRanks]).first()
-        {
-            return Err(Box::new(
-                join_error(format!("{option} requires RANK and WORLD_SIZE, which are not set")).with_hint(
-                    format!("set {} on every rank, or leave out {option}", REQUIRED_VARIABLES.join(", ")),
-                ),
-            ));
+    fn placement_from(
+        &self,
+        environment: &BTreeMap<String, String>,
+    ) -> Result<Option<LauncherPlacement>, Diagnostics> {
+        let placement = launchers::find_placement(environment, self.leader_port)?;
+        let option = self.given_flags(&[AppliesTo::JoinedRanks]).into_iter().next();
+        match (&placement, option) {
+            (None, Some(option)) => Err(vec![
+                join_error(format!(
+                    "{option} requires RANK and WORLD_SIZE, or the variables of another launcher, and none are set"
+                ))
+                .with_hint(format!("start every rank with a launcher, or leave out {option}")),
+            ]),
+            // A script that sets WORLD_SIZE=1 asks for a rank that joins, alone as it is.
+            _ => Ok(placement.filter(|p| p.processes != 1 || p.launcher == Launcher::Script)),
         }
-        let missing: Vec<&str> = REQUIRED_VARIABLES.into_iter().filter(|n| set(n).is_none()).collect();
-        if !missing.is_empty() {
-            let present: Vec<&str> = REQUIRED_VARIABLES.into_iter().filter(|n| set(n).is_some()).collect();
-            return Err(Box::new(
-                join_error(format!("{} is set and {} is not", present.join(" and "), missing.join(" and ")))
-                    .with_hint("set all four to join other ranks, or none to start all ranks on this host"),
-            ));
-        }
-        let number = |name: &str, most: u32| -> Result<u32, Box<Diagnostic>> {
-            let text = set(name).unwrap_or_default();
-            let read = text.trim().parse::<u32>().ok().filter(|n| *n <= most);
-            read.ok_or_else(|| {
-                Box::new(
-                    join_error(format!("{name} is not a whole number from 0 to {most}"))
-                        .with_label(name, format!("`{text}`")),
-                )
-            })
-        };
+    }
+
+    /// Returns what this process needs to join as the only rank of its share.
+    ///
+    /// # Errors
+    /// T0034 if only some of the TLS files are given.
+    pub fn to_options(
+        &self,
+        placement: &LauncherPlacement,
+        share: RankShare,
+    ) -> Result<JoinOptions, CliError> {
         let tls = match (&self.tls_cert, &self.tls_key, &self.tls_ca) {
             (Some(certificate), Some(key), Some(authority)) => Some(TlsFiles {
                 certificate: certificate.clone(),
@@ -110,36 +119,41 @@ impl JoinArgs {
             }),
             (None, None, None) => None,
             _ => {
-                return Err(Box::new(
+                return Err(CliError::usage(
                     join_error("only some of the TLS files are given".into())
                         .with_hint("give --tls-cert, --tls-key and --tls-ca together, or none of them"),
                 ));
             }
         };
-        let local_world = match set("LOCAL_WORLD_SIZE") {
-            Some(_) => number("LOCAL_WORLD_SIZE", u32::MAX)?,
-            None => 1,
-        };
-        let local_rank = set("LOCAL_RANK").map(|_| number("LOCAL_RANK", u32::MAX)).transpose()?;
-        let port = number("MASTER_PORT", u32::from(u16::MAX))?;
+        let named = || read_variable(SECRET_FILE_VARIABLE).filter(|path| !path.is_empty());
         Ok(JoinOptions {
-            rank: number("RANK", u32::MAX)?,
-            world: number("WORLD_SIZE", u32::MAX)?,
-            master: (set("MASTER_ADDR").unwrap_or_default().trim().to_string(), port as u16),
-            local_world,
-            local_rank,
+            rank: share.first,
+            world: share.world,
+            master: placement.leader.clone(),
+            local_world: placement.local_processes.unwrap_or(1),
+            local_rank: placement.local_process,
+            cores: placement.cores,
             bind: self.bind,
-            secret: self.secret.clone(),
+            secret: self.secret.clone().or_else(|| named().map(PathBuf::from)),
             tls,
             timeout: Duration::from_secs(self.join_timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT_S)),
         })
     }
 }
 
+fn join_error(message: String) -> Diagnostic {
+    Diagnostic::error(&T0034, message)
+}
+
 /// Returns a variable of the environment. Bytes that are not UTF-8 are replaced, so that the value is
 /// rejected and not taken as missing.
-pub fn read_variable(name: &str) -> Option<String> {
+fn read_variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+fn process_environment() -> BTreeMap<String, String> {
+    let text = |value: OsString| value.to_string_lossy().into_owned();
+    std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect()
 }
 
 /// Runs this process as one rank of a stream whose other ranks are started externally.
@@ -239,52 +253,36 @@ fn leave_first_stop_to_leader(rank: u32) -> Option<Handle> {
 mod tests {
     use super::*;
 
-    fn join_options(env: &[(&str, &str)]) -> Result<JoinOptions, String> {
-        let joining = JoinArgs {
-            secret: Some("secret".into()),
-            tls_cert: None,
-            tls_key: None,
-            tls_ca: None,
-            bind: None,
-            join_timeout: Some(5),
-        };
-        let get = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_string());
-        joining.options_from(&get).map_err(|d| {
-            assert_eq!(d.code, &T0034);
-            d.message
-        })
-    }
-
-    #[test]
-    fn the_environment_is_complete_or_rejected() {
-        let whole =
-            [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "head.example"), ("MASTER_PORT", "29500")];
-        let p = join_options(&whole).unwrap();
-        assert_eq!((p.rank, p.world, p.master, p.local_world), (1, 2, ("head.example".into(), 29500), 1));
-        assert!(
-            join_options(&whole[..2])
-                .unwrap_err()
-                .contains("RANK and WORLD_SIZE is set and MASTER_ADDR and MASTER_PORT")
-        );
-        assert_eq!(p.local_rank, None);
-        let local = [&whole[..], &[("LOCAL_RANK", "3")]].concat();
-        assert_eq!(join_options(&local).unwrap().local_rank, Some(3));
-        assert!(join_options(&[]).unwrap_err().contains("--secret requires RANK and WORLD_SIZE"));
-        let timeout = JoinArgs {
+    fn join_args() -> JoinArgs {
+        JoinArgs {
             secret: None,
             tls_cert: None,
             tls_key: None,
             tls_ca: None,
             bind: None,
-            join_timeout: Some(5),
-        };
-        let refused = timeout.options_from(&|_| None).unwrap_err();
-        assert!(refused.message.contains("--join-timeout requires RANK and WORLD_SIZE"), "{refused:?}");
-        let port = [&whole[..3], &[("MASTER_PORT", "65536")]].concat();
-        assert!(
-            join_options(&port).unwrap_err().contains("MASTER_PORT is not a whole number from 0 to 65535")
-        );
-        let rank = [&[("RANK", "-1")], &whole[1..]].concat();
-        assert!(join_options(&rank).unwrap_err().contains("RANK is not a whole number"));
+            join_timeout: None,
+            leader_port: None,
+        }
+    }
+
+    fn find(args: &JoinArgs, set: &[(&str, &str)]) -> Result<Option<LauncherPlacement>, Diagnostics> {
+        args.placement_from(&set.iter().map(|(n, v)| ((*n).to_string(), (*v).to_string())).collect())
+    }
+
+    #[test]
+    fn an_option_of_joined_ranks_needs_a_launcher() {
+        assert_eq!(find(&join_args(), &[]), Ok(None));
+        let timeout = JoinArgs { join_timeout: Some(5), ..join_args() };
+        let refused = find(&timeout, &[]).unwrap_err();
+        assert!(refused[0].message.starts_with("--join-timeout requires RANK and WORLD_SIZE"), "{refused:?}");
+        assert_eq!(refused[0].code, &T0034);
+    }
+
+    #[test]
+    fn a_launcher_with_one_process_leaves_the_start_of_ranks_to_it() {
+        let alone = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1"), ("MASTER_ADDR", "a")];
+        assert_eq!(find(&join_args(), &alone), Ok(None));
+        let script = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")];
+        assert!(find(&join_args(), &script).unwrap().is_some());
     }
 }
