@@ -1,6 +1,6 @@
 //! Benchmarks: the model alone on one rank; experts under imbalanced routing; the verifier; the latency of lockstep agreement; runs
-//! with killed processes, cut links and busy cores; campaigns of drawn faults; long streams; clients of a served stream; the search
-//! over mappings of one rack and of many.
+//! with killed processes, cut links and busy cores; faults between four hosts; campaigns of drawn faults; long streams; clients of a
+//! served stream; the search over mappings of one rack and of many.
 //!
 //! Each benchmark prints its result, with `--json` also as JSON on the last line. With `--save` it
 //! writes the result and facts about the host to `bench/runs/`.
@@ -14,6 +14,7 @@ mod failover;
 mod false_positives;
 mod faults;
 mod harness;
+mod hosts;
 mod ledger;
 mod lockstep;
 mod partition;
@@ -60,6 +61,7 @@ enum Benchmark {
     Ledger(ledger::Args),
     Soak(soak::Args),
     Partition(partition::Args),
+    Hosts(hosts::Args),
     Search(search::Args),
     Serve(serve::Args),
     /// One rank with programs that do nothing. Internal: the benchmarks start this command.
@@ -80,6 +82,7 @@ fn main() -> ExitCode {
         Benchmark::Ledger(args) => ledger::run(args),
         Benchmark::Soak(args) => soak::run(args),
         Benchmark::Partition(args) => partition::run(args),
+        Benchmark::Hosts(args) => hosts::run(args),
         Benchmark::Search(args) => search::run(args),
         Benchmark::Serve(args) => serve::run(args),
         Benchmark::HarnessRank => return ExitCode::from(u8::try_from(harness::rank_main()).unwrap_or(1)),

@@ -49,7 +49,7 @@ pub const PORT: u16 = 29_500;
 /// Addresses of the ends of the link, by rank, in one /24 network.
 pub const END_ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
 /// A hardware address that no device has.
-const UNUSED_MAC: &str = "02:00:00:00:00:99";
+pub const UNUSED_MAC: &str = "02:00:00:00:00:99";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LinkCut {
@@ -220,7 +220,8 @@ impl Drop for NetnsPair {
     }
 }
 
-fn run_ip(args: &[&str]) -> anyhow::Result<()> {
+/// Runs `ip` and returns its message if it fails.
+pub fn run_ip(args: &[&str]) -> anyhow::Result<()> {
     let o = Command::new("ip").args(args).output().context("cannot run `ip`")?;
     if !o.status.success() {
         bail!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&o.stderr).trim());

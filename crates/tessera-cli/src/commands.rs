@@ -9,6 +9,7 @@ pub mod drill;
 pub mod explain;
 pub mod generate;
 pub mod join;
+pub mod launch;
 pub mod lint;
 pub mod measure;
 pub mod models;

@@ -12,6 +12,8 @@
 
 pub mod codes;
 mod commands;
+#[cfg(test)]
+mod deploy_files;
 mod flags;
 mod output;
 mod parse;
@@ -25,8 +27,8 @@ use clap::{Parser, Subcommand};
 use tessera_base::{Diagnostic, DiagnosticFormat};
 
 use commands::{
-    autopsy, bench, bringup, check, doctor, drill, explain, generate, join, lint, measure, models, parity,
-    plan, record, serve, stream, wire,
+    autopsy, bench, bringup, check, doctor, drill, explain, generate, join, launch, lint, measure, models,
+    parity, plan, record, serve, stream, wire,
 };
 use output::{CliError, CliResult, EXIT_USAGE};
 use parse::invalid_argument;
@@ -69,6 +71,7 @@ enum CliCommand {
     Explain(explain::Args),
     Stream(Box<stream::Args>),
     Serve(Box<serve::Args>),
+    Launch(launch::Args),
     Generate(Box<generate::Args>),
     Parity(Box<parity::Args>),
     Join(join::Args),
@@ -119,6 +122,7 @@ pub fn run(arguments: Vec<OsString>, program: Result<String, Diagnostic>) -> u8 
         CliCommand::Bringup(args) => (args.format.into(), bringup::run(&args, program)),
         CliCommand::Explain(args) => (args.format.into(), explain::run(&args)),
         CliCommand::Generate(args) => (args.format.into(), generate::run(&args, program)),
+        CliCommand::Launch(args) => (args.format.into(), launch::run(&args)),
         CliCommand::Parity(args) => (args.format.into(), parity::run(&args)),
         CliCommand::Join(args) => (DiagnosticFormat::Text, join::run(&args)),
         CliCommand::Stream(args) => (args.format.into(), stream::run(&args, program)),

@@ -34,15 +34,21 @@ impl Step {
         Step { dir, port, hosts, tasks_per_host }
     }
 
-    /// Starts a task as `srun` does.
+    /// Starts a stream of the demo model as a task.
     fn start_task(&self, task: u32, arguments: &[&str]) -> Child {
-        let (tasks, host) = (self.hosts * self.tasks_per_host, task / self.tasks_per_host);
-        let mut c = Command::new(env!("CARGO_BIN_EXE_tessera"));
-        c.current_dir(repo_root()).args(["stream", "models/demo", "--format", "json"]);
+        let mut c = self.task_command(task);
+        c.args(["stream", "models/demo", "--format", "json"]);
         if !arguments.contains(&"--join-timeout") {
             c.args(["--join-timeout", "60"]);
         }
-        c.arg("--out").arg(self.dir.path().join("out")).args(arguments);
+        c.arg("--out").arg(self.dir.path().join("out")).args(arguments).spawn().unwrap()
+    }
+
+    /// Returns a command of a task with the variables that `srun` sets.
+    fn task_command(&self, task: u32) -> Command {
+        let (tasks, host) = (self.hosts * self.tasks_per_host, task / self.tasks_per_host);
+        let mut c = Command::new(env!("CARGO_BIN_EXE_tessera"));
+        c.current_dir(repo_root());
         let variables = [
             ("SLURM_PROCID", task),
             ("SLURM_LOCALID", task % self.tasks_per_host),
@@ -56,7 +62,8 @@ impl Step {
         c.env("SLURM_STEP_TASKS_PER_NODE", format!("{}(x{})", self.tasks_per_host, self.hosts));
         c.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", self.port.to_string());
         c.env("TESSERA_SECRET_FILE", self.dir.path().join("secret"));
-        c.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        c.stdout(Stdio::piped()).stderr(Stdio::piped());
+        c
     }
 
     fn start_all(&self, arguments: &[&str]) -> Vec<Child> {
@@ -160,4 +167,47 @@ fn a_failure_to_meet_says_which_variables_were_read() {
     let said = both_outputs(&o);
     assert_eq!(o.status.code(), Some(1), "{said}");
     assert!(said.contains("T0758") && said.contains("SLURM_STEP_NODELIST=node[01-02]"), "{said}");
+}
+
+/// A rehearsal of a rack: the plan of the 14B model for 72 ranks, on 18 hosts with one process each.
+#[test]
+fn a_rack_of_18_hosts_meets_and_simulates_its_plan() {
+    let step = Step::new(18, 1);
+    let plan = step.dir.path().join("plan");
+    let plan = plan.to_str().unwrap();
+    let planned = run_tessera(&["plan", "models/wan2.1-14b", "--mesh", "tp=8,pp=9", "--out", plan]);
+    assert_eq!(planned.status.code(), Some(0), "{}", both_outputs(&planned));
+    let tasks: Vec<Child> = (0..18)
+        .map(|task| {
+            let mut c = step.task_command(task);
+            c.args(["stream", "--plan", plan, "--device", "sim", "--chunks", "3", "--format", "json"]);
+            c.arg("--out").arg(step.dir.path().join("out")).spawn().unwrap()
+        })
+        .collect();
+    let outputs: Vec<_> = tasks.into_iter().map(wait_for_end).collect();
+    for o in &outputs {
+        assert_eq!(o.status.code(), Some(0), "{}", both_outputs(o));
+    }
+    assert_eq!(json_field(&to_text(&outputs[0].stdout), "chunks"), "3");
+    let said = to_text(&outputs[0].stderr);
+    assert!(said.contains("host 0 of 18") && said.contains("all 72 ranks have joined"), "{said}");
+    assert!(step.dir.path().join("out/record.jsonl").exists());
+}
+
+#[test]
+fn a_rehearsal_finds_the_host_with_another_plan() {
+    let step = Step::new(2, 1);
+    let tasks: Vec<Child> = [(0, "1000,750,500"), (1, "1000,500")]
+        .map(|(task, steps)| {
+            step.start_task(
+                task,
+                &["--mesh", "tp=2,pp=2", "--device", "sim", "--chunks", "2", "--steps", steps],
+            )
+        })
+        .into();
+    for o in tasks.into_iter().map(wait_for_end) {
+        assert_eq!(o.status.code(), Some(13), "{}", both_outputs(&o));
+        assert!(both_outputs(&o).contains("plan digest"), "{}", both_outputs(&o));
+    }
+    assert!(!step.dir.path().join("out").exists());
 }

@@ -131,7 +131,7 @@ fn invalid_options_are_rejected_before_anything_is_written() {
     let places = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
     let refused = command.envs(places).output().unwrap();
     assert!(
-        both_outputs(&refused).contains("T0040") && !refused.status.success(),
+        both_outputs(&refused).contains("T0068") && !refused.status.success(),
         "{}",
         both_outputs(&refused)
     );

@@ -5,6 +5,8 @@ use std::fmt::Write;
 use tessera_mesh::{Cluster, Mesh, Rank};
 use tessera_plan::search::Candidate;
 
+use crate::group_path::{GroupPath, group_path};
+
 /// File name of the table in a plan's folder.
 pub(crate) const RANK_TABLE_FILE: &str = "ranks.txt";
 
@@ -25,7 +27,7 @@ pub(crate) fn candidate_table(cluster: &Cluster, c: &Candidate) -> Option<String
 /// Places the ranks of a mapping's mesh, ranks outside of the mesh first. Returns `None` if the
 /// cluster is too small.
 pub(crate) fn mesh_table(cluster: &Cluster, mesh: &Mesh) -> Option<String> {
-    render_table(cluster, mesh, &["place"], |rank| {
+    let table = render_table(cluster, mesh, &["place"], |rank| {
         let at = mesh.coord_of(rank);
         let axes: Vec<String> = mesh.active_axes().map(|a| format!("{a}={}", at.on_axis(a))).collect();
         [match (mesh.contains(rank), axes.is_empty()) {
@@ -33,7 +35,27 @@ pub(crate) fn mesh_table(cluster: &Cluster, mesh: &Mesh) -> Option<String> {
             (true, true) => "alone".to_string(),
             (true, false) => axes.join(","),
         }]
-    })
+    })?;
+    Some(describe_paths(cluster, mesh) + &table)
+}
+
+/// Returns a comment line for each axis: the longest path that the data of its groups takes.
+fn describe_paths(cluster: &Cluster, mesh: &Mesh) -> String {
+    let mut out = String::new();
+    for axis in mesh.active_axes() {
+        let groups = mesh.axis_groups(axis);
+        let paths: Vec<GroupPath> = groups.iter().map(|members| group_path(cluster, members)).collect();
+        let longest = paths.iter().copied().max().unwrap_or(GroupPath::PeerMemory);
+        let leaving = paths.iter().filter(|path| path.leaves_host()).count();
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            out,
+            "# Data of {axis}: {}; {leaving} of {} groups have members on several hosts.",
+            longest.name(),
+            groups.len()
+        );
+    }
+    out
 }
 
 fn render_table<const N: usize>(
@@ -85,5 +107,19 @@ mod tests {
         assert_eq!(rows[6], "5\t0\t1\t0\t1\t0\t5\ttp=0,pp=2");
         assert_eq!(rows.len(), 8);
         assert!(mesh_table(&rack, &"tp=80".parse().unwrap()).is_none());
+    }
+
+    #[test]
+    fn the_table_says_by_which_path_the_groups_of_an_axis_exchange_data() {
+        let two = catalog::get("hgx-h100").unwrap().with_racks(2);
+        let text = mesh_table(&two, &"tp=8,dp=2".parse().unwrap()).unwrap();
+        assert!(
+            text.contains("# Data of tp: peer memory; 0 of 2 groups have members on several hosts.\n"),
+            "{text}"
+        );
+        assert!(text.contains("# Data of dp: network; 8 of 8 groups"), "{text}");
+        let rack = catalog::get("gb200-nvl72").unwrap();
+        let text = mesh_table(&rack, &"tp=8,pp=9".parse().unwrap()).unwrap();
+        assert!(text.contains("# Data of tp: switch domain; 9 of 9 groups"), "{text}");
     }
 }

@@ -403,18 +403,19 @@ impl Worker {
     }
 
     fn report_engine_fault(&mut self, fault: EngineFault) {
-        // A rank that waited in vain is not at fault: only the leader sees all ranks.
-        let stalled = fault.kind == EngineFaultKind::Stalled;
+        // A rank that waited in vain, or lost a link to another one, is not at fault: only the leader sees
+        // all ranks. If no cause arrives, the failure names no rank, and its text both ends of the link.
+        let is_at_fault = fault.kind == EngineFaultKind::Failed;
         let failure = Failure {
             class: fault.failure_class(),
-            rank: (!stalled).then_some(self.config.rank),
+            rank: is_at_fault.then_some(self.config.rank),
             site: CheckSite::Worker,
             code: fault.code,
             text: fault.text,
         };
         // A collective brings values that are not finite to every member, so a peer may know the cause.
         let is_spread = failure.code == T0771.id;
-        if stalled || is_spread || fault.kind == EngineFaultKind::Aborted {
+        if is_spread || !is_at_fault {
             self.report_secondary(failure);
         } else {
             self.report_fault(failure);

@@ -370,6 +370,7 @@ fn a_rank_whose_engine_was_aborted_waits_for_the_cause() {
     let ends: Vec<_> =
         ticks.filter_map(|at| end(worker.handle_event(at, Event::Tick { progress: 0 }))).collect();
     assert_eq!(ends.iter().map(|f| f.code.as_str()).collect::<Vec<_>>(), ["T0745"]);
+    assert_eq!(ends[0].rank, None, "a rank that lost a link is not the cause");
 }
 
 /// Drops every message on a rank's control link, starting with message number `from`.

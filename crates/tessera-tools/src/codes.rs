@@ -106,4 +106,15 @@ twice or is not a whole number of tokens, before a process starts.";
     not pass.\n\nRun the plan without --performance, then write the file with `tessera record gates RUN --gate-record FILE` or \
     `tessera bringup RUN RUN RUN --gate-record FILE`. `--override-gates REASON` starts the run anyway; the terminal, record.jsonl and the \
     report then show the reason.";
+
+    T0065: "list of hosts cannot be read",
+    "`tessera launch` takes hosts as `--hosts node[01-03]:4,spare:4`: names, with ranges of numbers in brackets and the number of \
+ranks after a colon, or as a file with one host per line, `node01 slots=4` or `node01:4`. A line that begins with # is a comment. \
+Each host is named once.";
+
+    T0066: "hosts do not fit the plan",
+    "The numbers of ranks of the hosts must add up to the ranks of the plan, and either all hosts state a number or none. Without \
+numbers, every host gets the same number of ranks of the mesh, and ranks outside the mesh, which need no device, run on the first \
+host besides. Ranks are placed in order: the first host has the first ranks.\n\n\
+Change the hosts, or plan with a mesh that they can hold.";
 }

@@ -19,6 +19,7 @@ pub mod drawings;
 pub mod drill;
 pub mod flight_dumps;
 pub mod gate_record;
+pub mod launch;
 pub mod lint;
 pub mod measure;
 mod minimal_language_model;

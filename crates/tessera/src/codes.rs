@@ -84,8 +84,7 @@ user of the host can read is rejected: `chmod 600` it.";
 
     T0040: "option does not apply to this device",
     "With --device sim a plan runs on a simulated machine: only time is simulated, \
-nothing is computed. So there are no frames to write as PNGs, no weights to load and no other \
-processes to join. The simulated machine also determines how long each forward takes, so \
+nothing is computed. So there are no frames to write as PNGs and no weights to load. The simulated machine also determines how long each forward takes, so \
 --min-generate-ms does not apply. --cluster and --profile describe the simulated machine, so \
 they require --device sim. The message names the option and the one that it contradicts; omit \
 one of the two.";

@@ -127,7 +127,7 @@ pub fn run(
     on_event: &mut dyn FnMut(JoinEvent),
 ) -> Result<JoinReport, Diagnostics> {
     let on_gpus = options.device == RunDevice::Cuda;
-    let mut spec = build_rendezvous(&plan, on_gpus, &options.delays, join)?;
+    let mut spec = build_rendezvous(&plan, options.device, &options.delays, join)?;
     let first_rank_of_host = first_rank_of_host(join);
     // Rank 0 records the digest of its weights. If the plan pins weights, each host checks its files.
     let reads_all = join.rank == 0 || (plan.mapping.weights.is_some() && join.rank == first_rank_of_host);
@@ -283,7 +283,7 @@ pub(crate) fn setup_from_peers<P: RankPlan>(
 /// Builds the rendezvous spec: everything that this rank knows before it meets the others.
 pub(crate) fn build_rendezvous<P: RankPlan>(
     plan: &P,
-    on_gpus: bool,
+    device: RunDevice,
     delays: &SyntheticDelays,
     join: &JoinOptions,
 ) -> Result<RendezvousSpec, Diagnostics> {
@@ -311,8 +311,11 @@ pub(crate) fn build_rendezvous<P: RankPlan>(
     }
     let credentials = load_credentials(join).map_err(|d| diagnostics.push(d)).ok();
     let Some(credentials) = credentials.filter(|_| diagnostics.is_empty()) else { return Err(diagnostics) };
-    // GPU ranks communicate on the GPUs and need no CPU communicators.
-    let specs = if on_gpus { Vec::new() } else { communicators::communicator_specs(sealed) };
+    // GPU ranks communicate on the GPUs, and simulated ranks within rank 0: they need no streams.
+    let specs = match device {
+        RunDevice::Cpu => communicators::communicator_specs(sealed),
+        RunDevice::Cuda | RunDevice::Sim => Vec::new(),
+    };
     Ok(RendezvousSpec {
         rank: join.rank,
         world_size: join.world,
@@ -327,12 +330,20 @@ pub(crate) fn build_rendezvous<P: RankPlan>(
             ("plan digest".into(), sealed.digest_hex()),
             ("topology".into(), plan.mapping().topology.name().into()),
             ("synthetic delays".into(), delays.announced_text()),
-            ("device".into(), if on_gpus { "cuda" } else { "cpu" }.into()),
+            ("device".into(), device_name(device).into()),
         ],
         session: new_session_id(sealed),
         leader_payload: Vec::new(),
         join_limit: join.timeout,
     })
+}
+
+fn device_name(device: RunDevice) -> &'static str {
+    match device {
+        RunDevice::Cpu => "cpu",
+        RunDevice::Cuda => "cuda",
+        RunDevice::Sim => "sim",
+    }
 }
 
 fn load_credentials(join: &JoinOptions) -> Result<Credentials, Diagnostic> {

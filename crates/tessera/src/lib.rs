@@ -67,6 +67,7 @@ mod rank_orders;
 mod rank_process;
 mod rank_weights;
 pub mod record;
+pub mod rehearsal;
 mod rgb;
 pub mod run_dir;
 mod run_dir_writer;

@@ -109,7 +109,11 @@ fn incomplete_and_contradicting_variables_are_refused_by_name() {
     refuse(&changed("SLURM_PROCID", "5"), "T0034", &["consecutive", "--distribution=block"]);
     refuse(&changed("SLURM_STEP_NUM_TASKS", "8"), "T0034", &["7 tasks on 4 hosts"]);
     refuse(&changed("SLURM_STEP_NUM_NODES", "5"), "T0034", &["contradict their list"]);
-    refuse(&changed("SLURM_STEP_NODELIST", "node[01-"), "T0034", &["SLURM_STEP_NODELIST is no list of hosts"]);
+    refuse(
+        &changed("SLURM_STEP_NODELIST", "node[01-"),
+        "T0034",
+        &["SLURM_STEP_NODELIST is no list of hosts"],
+    );
     refuse(&changed("SLURM_STEP_TASKS_PER_NODE", "4(x"), "T0034", &["no list of counts"]);
     let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     refuse(&without(slurm(), &lists), "T0034", &["SLURM_STEP_NODELIST is not"]);
@@ -119,7 +123,11 @@ fn incomplete_and_contradicting_variables_are_refused_by_name() {
     refuse(&script, "T0034", &["RANK and WORLD_SIZE is set and MASTER_ADDR and MASTER_PORT is not"]);
     let script = with(script, &[("MASTER_ADDR", "a"), ("MASTER_PORT", "65536")]);
     refuse(&script, "T0034", &["MASTER_PORT is not a whole number from 0 to 65535"]);
-    refuse(&with(Environment::new(), &[("WORLD_SIZE", "2")]), "T0034", &["WORLD_SIZE is set and RANK is not"]);
+    refuse(
+        &with(Environment::new(), &[("WORLD_SIZE", "2")]),
+        "T0034",
+        &["WORLD_SIZE is set and RANK is not"],
+    );
     let local = with(script, &[("MASTER_PORT", "1"), ("LOCAL_RANK", "2")]);
     refuse(&local, "T0034", &["process 1 cannot have 2 processes of its host before it"]);
     let all_wrong = with(slurm(), &[("SLURM_LOCALID", "x"), ("SLURM_STEP_TASKS_PER_NODE", "x")]);

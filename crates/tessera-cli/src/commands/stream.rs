@@ -392,12 +392,13 @@ fn run_simulated(
     options: &StreamOptions,
 ) -> CliResult {
     if let Some(placement) = placement {
-        return Err(CliError::usage(
-            Diagnostic::error(&T0040, "a launcher started this process as one of several")
-                .with_label(placement.launcher.name(), placement.describe())
-                .with_label("--device sim", "all ranks are simulated in one process")
-                .with_hint("start one process without the launcher, or unset its variables"),
-        ));
+        let share = share_ranks(placement, plan.sealed.mesh()).map_err(CliError::usage)?;
+        let join_options = args.join.to_options(placement, share)?;
+        join::rehearse(plan, options, &join_options, share, args.quiet)
+            .map_err(|e| e.with_note(&placement.describe()))?;
+        if share.first != 0 {
+            return Ok(0);
+        }
     }
     let ranks = plan.sealed.mesh().world_size();
     let machine = tessera_estimate::resolve_machine(

@@ -4,7 +4,8 @@
 use std::time::Instant;
 
 use tessera_device::{
-    CallData, CommRoute, Fault, Observer, as_matrix, collective_signature, exchanged_shape, shard_ranges,
+    CallData, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, exchanged_shape,
+    shard_ranges,
 };
 use tessera_ir::{CollectiveOp, Op, OpByKind, OpView, Opcode, Program, Type, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout};
@@ -58,8 +59,10 @@ impl CpuBackend {
         };
         let sent_bytes = (size_of::<f32>() * (data.len() - kept)) as u64;
         let end = &mut self.endpoints[at];
-        let ticket =
-            end.transport.publish(fingerprint, data, deadline).map_err(|e| to_fault(p, op, end.route, &e))?;
+        let ticket = end
+            .transport
+            .publish(fingerprint, data, deadline)
+            .map_err(|e| to_fault(p, op, (end.route, &self.placement), &e))?;
         Ok(IssuedCollective { endpoint: at, ticket, sent_bytes })
     }
 
@@ -95,7 +98,7 @@ impl CpuBackend {
         if let (Ok(()), Some(r)) = (&collected, result) {
             round_to_dtype(&self.pool, memory, p.type_of(*r).dtype);
         }
-        collected.map_err(|e| to_fault(p, op, end.route, &e))?;
+        collected.map_err(|e| to_fault(p, op, (end.route, &self.placement), &e))?;
         if let Some(member) = report.invalid_member {
             let name = op.opcode.name();
             return Err(Fault::Failed(format!(
@@ -320,12 +323,21 @@ fn frame_rows(ty: &Type) -> (usize, usize) {
     (extent(1), extent(2) * extent(3))
 }
 
-fn to_fault(p: &Program, op: &Op, route: CommRoute, e: &CommFault) -> Fault {
-    let text = format!("{} over {route} in @{}: {e}", op.opcode.name(), p.name);
+fn to_fault(p: &Program, op: &Op, (route, own): (CommRoute, &MeshRank), e: &CommFault) -> Fault {
+    let place = format!("{} over {route} in @{}", op.opcode.name(), p.name);
     match e {
-        // A closed peer did not fail here: another channel reports how its process ended.
-        CommFault::Aborted { .. } | CommFault::Disconnected { .. } => Fault::Aborted(text),
-        CommFault::Timeout { .. } => Fault::Stalled(text),
-        _ => Fault::Failed(text),
+        // A closed peer did not fail here: another channel reports how its process ended. If none does,
+        // only the link is lost, and this text is all that an operator learns of it.
+        CommFault::Disconnected { peer, how, .. } => {
+            let members = route.communicator_of(&own.mesh, own.rank).map(|c| c.members);
+            let other = match members.as_ref().and_then(|m| m.get(*peer)) {
+                Some(rank) => format!("rank {rank}"),
+                None => format!("member {peer}"),
+            };
+            Fault::Aborted(format!("rank {} lost its data link to {other} in {place}: {how}", own.rank))
+        }
+        CommFault::Aborted { .. } => Fault::Aborted(format!("{place}: {e}")),
+        CommFault::Timeout { .. } => Fault::Stalled(format!("{place}: {e}")),
+        _ => Fault::Failed(format!("{place}: {e}")),
     }
 }

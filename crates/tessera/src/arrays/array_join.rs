@@ -117,12 +117,13 @@ pub(crate) fn meet_ranks(
         master,
         local_world: 1,
         local_rank: None,
+        cores: None,
         bind,
         secret: Some(secret),
         tls: None,
         timeout,
     };
-    let spec = build_rendezvous(plan, false, &SyntheticDelays::default(), &join)?;
+    let spec = build_rendezvous(plan, RunDevice::Cpu, &SyntheticDelays::default(), &join)?;
     // Nobody but the operator of this host reads which strangers knocked.
     let mut note = |d: Diagnostic| print_stderr(&render_all(&[d], DiagnosticFormat::Text, &|_| None));
     let peers = join_peers(&spec, &StopHandle::default(), &mut note, &mut || Ok(()))?;

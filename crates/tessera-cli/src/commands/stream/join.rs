@@ -203,11 +203,7 @@ pub fn run(
         listener.close();
     }
     progress.clear_bar();
-    let report = report.map_err(|ds| match tessera::join::joint_failure_class(&ds) {
-        Some(class) => CliError::with_status(ds, u8::try_from(class.exit_code()).unwrap_or(1)),
-        None if interrupt.is_stop_requested() => CliError::with_status(ds, EXIT_INTERRUPTED),
-        None => ds.into(),
-    })?;
+    let report = report.map_err(|ds| to_cli_error(ds, &interrupt))?;
     match report {
         JoinReport::Leader(report) => print_report(&report, (format, place), report.failure.is_some()),
         JoinReport::Rank(None) => Ok(0),
@@ -226,6 +222,44 @@ pub fn run(
             };
             leave(failure.class.exit_code())
         }
+    }
+}
+
+/// Meets all ranks of a launch with the ranks of this process, before rank 0 simulates the plan.
+pub fn rehearse(
+    plan: &Plan,
+    options: &StreamOptions,
+    join_options: &JoinOptions,
+    share: RankShare,
+    quiet: bool,
+) -> Result<(), CliError> {
+    let ranks: Vec<JoinOptions> = (share.first..share.first + share.count)
+        .map(|rank| JoinOptions { rank, ..join_options.clone() })
+        .collect();
+    let interrupt = StopHandle::default();
+    let listener =
+        handle_signals(&interrupt, &Progress::new(quiet, 0), || "stopping before all ranks have joined");
+    let meeting = tessera::rehearsal::meet_ranks(plan, options, &ranks, &interrupt);
+    if let Some(listener) = listener {
+        listener.close();
+    }
+    let meeting = meeting.map_err(|ds| to_cli_error(ds, &interrupt))?;
+    print_stderr(&render_all(&meeting.notes, DiagnosticFormat::Text, &|_| None));
+    if share.first == 0 && !quiet {
+        print_stderr_line(&format!(
+            "all {} ranks have joined at {}; rank 0 simulates the plan, the others end",
+            share.world,
+            meeting.addresses.join(", ")
+        ));
+    }
+    Ok(())
+}
+
+fn to_cli_error(ds: Diagnostics, interrupt: &StopHandle) -> CliError {
+    match tessera::join::joint_failure_class(&ds) {
+        Some(class) => CliError::with_status(ds, u8::try_from(class.exit_code()).unwrap_or(1)),
+        None if interrupt.is_stop_requested() => CliError::with_status(ds, EXIT_INTERRUPTED),
+        None => ds.into(),
     }
 }
 

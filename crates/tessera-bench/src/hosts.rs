@@ -1,0 +1,274 @@
+//! Faults between four hosts: each host is a network namespace with one rank, all on one bridge. The
+//! table shows what every side said, because an operator sees one terminal at a time.
+
+mod network;
+mod outcome;
+
+use std::fmt::Write as _;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use serde_json::json;
+
+use crate::BenchResult;
+use crate::partition::{PORT, write_secret};
+use crate::process_list::{find_tagged, new_run_tag, wait_until_gone};
+use crate::stream_process::{StreamArgs, StreamProcess, StreamTarget};
+use network::{BridgedHosts, HOSTS};
+use outcome::{HostOutcome, find_defects};
+use rustix::process::Signal;
+
+/// Inject faults between four hosts (network namespaces) and compare what every side says
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    target: StreamTarget,
+
+    /// Faults; may be repeated [default: all]
+    #[arg(long = "fault", value_enum)]
+    faults: Vec<HostFault>,
+
+    /// Time after which a living process counts as left behind
+    #[arg(long, value_name = "SECONDS", default_value_t = 40)]
+    limit_s: u64,
+}
+
+/// Number of chunks on disk before a fault.
+const CHUNKS_BEFORE: u64 = 3;
+/// Number of chunks of a run that must complete.
+const FINITE_CHUNKS: u32 = 12;
+const ENDLESS_CHUNKS: u32 = 1_000_000;
+/// Maximum time in seconds until all ranks have met.
+const JOIN_TIMEOUT_S: &str = "30";
+/// Time for which a slow host stands still, again and again. It is shorter than any limit of a
+/// stalled rank.
+const SLOW_STEP: Duration = Duration::from_millis(200);
+/// Offset of the clock of a host since its start, in seconds: about eleven days.
+const CLOCK_OFFSET_S: &str = "1000000";
+
+/// A fault between hosts, and whom it concerns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum HostFault {
+    /// The network device of host 2 goes down
+    HostCut,
+    /// Hosts 2 and 3 lose each other's packets, and both still reach the others
+    DataLinkCut,
+    /// Host 2 disappears: its processes are killed and its link drops all packets
+    HostGone,
+    /// Host 2 stands still for a fifth of a second, again and again; the run must complete
+    HostSlow,
+    /// The clocks of host 2 are eleven days ahead; the run must complete
+    WrongClock,
+    /// Host 2 has another build
+    WrongBinary,
+    /// Host 2 has another secret
+    WrongSecret,
+}
+
+impl HostFault {
+    const ALL: [HostFault; 7] = [
+        HostFault::HostCut,
+        HostFault::DataLinkCut,
+        HostFault::HostGone,
+        HostFault::HostSlow,
+        HostFault::WrongClock,
+        HostFault::WrongBinary,
+        HostFault::WrongSecret,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            HostFault::HostCut => "host cut",
+            HostFault::DataLinkCut => "data link cut",
+            HostFault::HostGone => "host gone",
+            HostFault::HostSlow => "host slow",
+            HostFault::WrongClock => "wrong clock",
+            HostFault::WrongBinary => "wrong binary",
+            HostFault::WrongSecret => "wrong secret",
+        }
+    }
+
+    /// Returns whether the run must complete despite the fault.
+    fn is_harmless(self) -> bool {
+        matches!(self, HostFault::HostSlow | HostFault::WrongClock)
+    }
+
+    /// Returns whether the fault exists before the ranks meet.
+    fn is_present_at_start(self) -> bool {
+        matches!(self, HostFault::WrongClock | HostFault::WrongBinary | HostFault::WrongSecret)
+    }
+}
+
+/// The host at which most faults are injected.
+const VICTIM: usize = 2;
+/// The host that loses the victim if their link is cut.
+const OTHER_END: usize = 3;
+
+/// A run with a fault, after all of its processes ended or the limit has passed.
+struct FaultedRun {
+    fault: HostFault,
+    seconds: f64,
+    left_behind: usize,
+    hosts: Vec<HostOutcome>,
+    defects: Vec<String>,
+}
+
+/// Injects each fault once and returns the table of what every side said.
+pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
+    if let Err(why) = BridgedHosts::create("probe") {
+        let why = format!("{why:#}");
+        return Ok(BenchResult {
+            text: format!("skipped: this machine cannot create network namespaces: {why}"),
+            numbers: json!({"bench": "hosts", "skipped": why}),
+        });
+    }
+    let faults = if args.faults.is_empty() { &HostFault::ALL[..] } else { &args.faults };
+    let mut runs = Vec::new();
+    for fault in faults {
+        let run = run_fault(args, *fault).with_context(|| fault.name().to_string())?;
+        eprintln!("{}: {} defects", fault.name(), run.defects.len());
+        runs.push(run);
+    }
+    Ok(summarize(args, &runs))
+}
+
+fn run_fault(args: &Args, fault: HostFault) -> anyhow::Result<FaultedRun> {
+    let network = BridgedHosts::create(&(fault as u8).to_string())?;
+    let dir = tempfile::tempdir()?;
+    let tag = new_run_tag();
+    let mut processes = start_ranks(args, fault, &network, dir.path(), &tag)?;
+    let from = if fault.is_present_at_start() {
+        Instant::now()
+    } else {
+        let mut tail = processes[0].open_record();
+        let begun = processes[0].wait_for_chunks(&mut tail, CHUNKS_BEFORE);
+        begun.with_context(|| processes.iter().map(StreamProcess::output_text).collect::<String>())?;
+        inject(fault, &network, &processes)?;
+        Instant::now()
+    };
+    let mut processes_left = find_tagged(&tag);
+    processes_left.retain(|p| p.is_alive());
+    let victim = processes[VICTIM].launcher_process();
+    let mut is_stopped = false;
+    let (took, left) =
+        wait_until_gone(&tag, &processes_left, from, Duration::from_secs(args.limit_s), || {
+            if fault == HostFault::HostSlow
+                && let Some(victim) = victim
+            {
+                std::thread::sleep(SLOW_STEP);
+                is_stopped = !is_stopped;
+                victim.send_signal(if is_stopped { Signal::STOP } else { Signal::CONT });
+            }
+            processes.iter_mut().for_each(|p| {
+                p.try_reap();
+            });
+        });
+    let hosts: Vec<HostOutcome> = processes.iter_mut().map(HostOutcome::from_process).collect();
+    let defects = find_defects(fault, &hosts, left.len());
+    Ok(FaultedRun { fault, seconds: took.as_secs_f64(), left_behind: left.len(), hosts, defects })
+}
+
+fn start_ranks(
+    args: &Args,
+    fault: HostFault,
+    network: &BridgedHosts,
+    dir: &Path,
+    tag: &str,
+) -> anyhow::Result<Vec<StreamProcess>> {
+    let (secret, other_secret) = (dir.join("secret"), dir.join("other-secret"));
+    write_secret(&secret)?;
+    write_secret(&other_secret)?;
+    let mut processes = Vec::new();
+    for rank in 0..HOSTS {
+        let folder = dir.join(format!("rank-{rank}"));
+        fs::create_dir(&folder)?;
+        let is_victim = rank == VICTIM;
+        let chunks = if fault.is_harmless() { FINITE_CHUNKS } else { ENDLESS_CHUNKS };
+        let (mesh, topology) = ("tp=2,pp=2".to_string(), "mesh".to_string());
+        let stream = StreamArgs { target: args.target.clone(), mesh, topology, chunks };
+        let mut command = stream.command_line(&folder)?;
+        if is_victim && fault == HostFault::WrongBinary {
+            command[0] = change_binary(Path::new(&command[0]), dir)?;
+        }
+        let mut argv = network.command_prefix(rank);
+        if is_victim && fault == HostFault::WrongClock {
+            let shift = ["unshare", "--time", "--monotonic", CLOCK_OFFSET_S, "--boottime", CLOCK_OFFSET_S];
+            argv.extend(shift.map(String::from));
+        }
+        argv.extend(command);
+        let secret = if is_victim && fault == HostFault::WrongSecret { &other_secret } else { &secret };
+        argv.extend(["--secret".into(), secret.display().to_string()]);
+        argv.extend(["--join-timeout".into(), JOIN_TIMEOUT_S.into()]);
+        let variables = [
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", HOSTS.to_string()),
+            ("MASTER_ADDR", network::address_of(0)),
+            ("MASTER_PORT", PORT.to_string()),
+        ];
+        processes.push(StreamProcess::start(&argv, &folder, tag, &variables)?);
+    }
+    Ok(processes)
+}
+
+fn inject(fault: HostFault, network: &BridgedHosts, processes: &[StreamProcess]) -> anyhow::Result<()> {
+    match fault {
+        HostFault::HostCut => network.take_down(VICTIM),
+        HostFault::DataLinkCut => network.separate(VICTIM, OTHER_END),
+        HostFault::HostGone => {
+            (0..HOSTS).filter(|h| *h != VICTIM).try_for_each(|h| network.separate(VICTIM, h))?;
+            let killed = processes[VICTIM].launcher_process().is_some_and(|p| p.send_signal(Signal::KILL));
+            ensure!(killed, "the rank ended before it was killed");
+            Ok(())
+        }
+        HostFault::HostSlow | HostFault::WrongClock | HostFault::WrongBinary | HostFault::WrongSecret => {
+            Ok(())
+        }
+    }
+}
+
+/// Copies the binary with one more byte at its end, which makes it another build.
+fn change_binary(binary: &Path, dir: &Path) -> anyhow::Result<String> {
+    let mut bytes = fs::read(binary)?;
+    bytes.push(0);
+    let path = dir.join("tessera");
+    fs::write(&path, bytes)?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+    Ok(path.display().to_string())
+}
+
+fn summarize(args: &Args, runs: &[FaultedRun]) -> BenchResult {
+    let mut text = String::new();
+    let mut rows = Vec::new();
+    for run in runs {
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            text,
+            "{}: all gone after {:.1} s, {} left behind",
+            run.fault.name(),
+            run.seconds,
+            run.left_behind
+        );
+        for (host, outcome) in run.hosts.iter().enumerate() {
+            let _ = writeln!(text, "  host {host}  {:<10}  {}", outcome.end, outcome.said);
+        }
+        for defect in &run.defects {
+            let _ = writeln!(text, "  defect: {defect}");
+        }
+        let said: Vec<_> =
+            run.hosts.iter().map(|h| json!({"end": h.end, "code": h.code, "said": h.said})).collect();
+        rows.push(json!({
+            "fault": run.fault.name(), "seconds": run.seconds, "left_behind": run.left_behind,
+            "hosts": said, "defects": run.defects,
+        }));
+    }
+    let defects: usize = runs.iter().map(|r| r.defects.len()).sum();
+    let left: usize = runs.iter().map(|r| r.left_behind).sum();
+    let _ = write!(text, "{} faults, {defects} defects, {left} processes left behind", runs.len());
+    let numbers = json!({
+        "bench": "hosts", "model": args.target.model, "defects": defects, "orphans": left, "faults": rows,
+    });
+    BenchResult { text, numbers }
+}

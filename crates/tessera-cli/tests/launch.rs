@@ -1,0 +1,113 @@
+//! Tests of `tessera launch`, which places the ranks of a plan on hosts and starts nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+mod support;
+
+use serde_json::Value;
+
+use support::{assert_ends_with, both_outputs, run_tessera, tessera_command, to_text};
+
+/// A folder with a plan of four ranks.
+struct PlanFolder(tempfile::TempDir);
+
+impl PlanFolder {
+    fn new(more: &[&str]) -> PlanFolder {
+        let folder = PlanFolder(tempfile::tempdir().unwrap());
+        let path = folder.path();
+        let base = ["plan", "models/demo", "--mesh", "tp=2,pp=2", "--out", &path];
+        let o = run_tessera(&[&base[..], more].concat());
+        assert_eq!(o.status.code(), Some(0), "{}", both_outputs(&o));
+        folder
+    }
+
+    fn path(&self) -> String {
+        self.0.path().join("plan").display().to_string()
+    }
+
+    fn launch(&self, more: &[&str], set: &[(&str, &str)]) -> String {
+        let mut c = tessera_command(&[&["launch", &self.path()][..], more].concat());
+        for name in ["NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME", "TESSERA_SECRET_FILE"] {
+            c.env_remove(name);
+        }
+        let o = c.envs(set.iter().copied()).output().unwrap();
+        assert_eq!(o.status.code(), Some(0), "{}", both_outputs(&o));
+        to_text(&o.stdout)
+    }
+
+    fn launch_json(&self, more: &[&str], set: &[(&str, &str)]) -> Value {
+        serde_json::from_str(&self.launch(&[more, &["--format", "json", "--dry-run"]].concat(), set)).unwrap()
+    }
+}
+
+fn variable<'a>(rank: &'a Value, name: &str) -> &'a Value {
+    let all = rank["variables"].as_array().unwrap();
+    all.iter().find(|v| v["name"] == name).unwrap_or_else(|| panic!("no {name} in {rank}"))
+}
+
+#[test]
+fn ranks_are_placed_and_groups_that_span_hosts_are_counted() {
+    let plan = PlanFolder::new(&[]);
+    let v = plan.launch_json(&["--hosts", "far[1-2]"], &[]);
+    let ranks = v["ranks"].as_array().unwrap();
+    let hosts: Vec<_> = ranks.iter().map(|r| r["host"].as_str().unwrap()).collect();
+    assert_eq!(hosts, ["far1", "far1", "far2", "far2"]);
+    assert_eq!((&ranks[3]["coordinates"], &ranks[3]["local_rank"]), (&"tp=1,pp=1".into(), &1.into()));
+    assert_eq!(ranks[0]["cores"], "unknown until the host is asked");
+    assert_eq!(variable(&ranks[3], "MASTER_ADDR")["value"], "far1");
+    // tp stays on a host; the pipeline crosses.
+    let groups = v["groups"].as_array().unwrap();
+    let of = |op: &str| groups.iter().filter(|g| g["op"] == op).collect::<Vec<_>>();
+    assert!(!of("all_reduce").is_empty() && !of("send").is_empty(), "{groups:#?}");
+    assert!(of("all_reduce").iter().all(|g| g["path"] == "peer memory" && g["bytes_between_hosts"] == 0));
+    let send = of("send")[0];
+    assert_eq!((&send["path"], &send["on_several_hosts"]), (&"network".into(), &2.into()));
+    assert!(send["bytes_between_hosts"].as_u64().unwrap() > 0);
+    // With one rank per host, everything crosses.
+    let v = plan.launch_json(&["--hosts", "a,b,c,d"], &[]);
+    let groups = v["groups"].as_array().unwrap();
+    assert!(groups.iter().all(|g| g["path"] == "network"), "{groups:#?}");
+    let v = plan.launch_json(&["--hosts", "localhost"], &[]);
+    assert!(v["groups"].as_array().unwrap().iter().all(|g| g["bytes_between_hosts"] == 0));
+    assert_ne!(v["ranks"][0]["cores"], "unknown until the host is asked");
+}
+
+#[test]
+fn a_value_of_the_user_is_kept() {
+    let plan = PlanFolder::new(&[]);
+    let own = [("NCCL_NVLS_ENABLE", "1"), ("TESSERA_SECRET_FILE", "/s")];
+    let arguments = ["--hosts", "a,b", "--device", "cuda", "--secret", "/other"];
+    let v = plan.launch_json(&arguments, &own);
+    for (name, value) in own {
+        let found = variable(&v["ranks"][3], name);
+        assert_eq!((&found["value"], &found["source"]), (&value.into(), &"kept".into()), "{name}");
+    }
+    assert_eq!(variable(&v["ranks"][0], "NCCL_SOCKET_IFNAME")["source"], "open");
+    assert_eq!(v["ranks"][3]["device"], "GPU 1");
+    let text = plan.launch(&[&arguments[..], &["--dry-run"]].concat(), &own);
+    assert!(text.contains("1  (kept: user's value)"), "{text}");
+}
+
+#[test]
+fn commands_are_printed_and_nothing_is_started() {
+    let plan = PlanFolder::new(&["--topology", "pp0"]);
+    let text = plan.launch(&["--hosts", "head:1,far:4", "--secret", "my secret"], &[]);
+    assert!(text.starts_with("# Nothing was started."), "{text}");
+    let commands: Vec<&str> = text.lines().filter(|l| l.starts_with("env ")).collect();
+    assert_eq!(commands.len(), 5, "{text}");
+    assert!(
+        commands[4].starts_with("env RANK=4 WORLD_SIZE=5 LOCAL_RANK=3 LOCAL_WORLD_SIZE=4 MASTER_ADDR=head")
+    );
+    assert!(commands[0].contains("TESSERA_SECRET_FILE='my secret' tessera stream --plan "), "{text}");
+}
+
+#[test]
+fn hosts_that_do_not_fit_are_refused() {
+    let plan = PlanFolder::new(&[]);
+    let path = plan.path();
+    let launch = |more: &[&'static str]| [&["launch", "--dry-run", &path][..], more].concat();
+    assert_ends_with(&launch(&["--hosts", "a,b,c"]), 1, &["T0066", "cannot be divided among 3 hosts"]);
+    assert_ends_with(&launch(&["--hosts", "a:2,a:2"]), 2, &["T0065", "named twice"]);
+    assert_ends_with(&launch(&["--hostfile", "/no/such/file"]), 1, &["/no/such/file"]);
+    assert_ends_with(&launch(&[]), 2, &["--hosts"]);
+}
