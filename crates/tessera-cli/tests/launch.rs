@@ -58,10 +58,11 @@ fn ranks_are_placed_and_groups_that_span_hosts_are_counted() {
     // tp stays on a host; the pipeline crosses.
     let groups = v["groups"].as_array().unwrap();
     let of = |op: &str| groups.iter().filter(|g| g["op"] == op).collect::<Vec<_>>();
-    assert!(!of("all_reduce").is_empty() && !of("send").is_empty(), "{groups:#?}");
-    assert!(of("all_reduce").iter().all(|g| g["path"] == "peer memory" && g["bytes_between_hosts"] == 0));
+    assert!(!of("all_to_all").is_empty() && !of("send").is_empty(), "{groups:#?}");
+    assert!(of("all_to_all").iter().all(|g| g["path"] == "peer memory" && g["bytes_between_hosts"] == 0));
     let send = of("send")[0];
-    assert_eq!((&send["path"], &send["on_several_hosts"]), (&"network".into(), &2.into()));
+    assert_eq!((&send["path"], &send["groups"]), (&"network".into(), &"4 pairs of pp".into()));
+    assert_eq!(send["on_several_hosts"], 4);
     assert!(send["bytes_between_hosts"].as_u64().unwrap() > 0);
     // With one rank per host, everything crosses.
     let v = plan.launch_json(&["--hosts", "a,b,c,d"], &[]);
@@ -90,7 +91,7 @@ fn a_value_of_the_user_is_kept() {
 
 #[test]
 fn commands_are_printed_and_nothing_is_started() {
-    let plan = PlanFolder::new(&["--topology", "pp0"]);
+    let plan = PlanFolder::new(&["--topology", "pp1"]);
     let text = plan.launch(&["--hosts", "head:1,far:4", "--secret", "my secret"], &[]);
     assert!(text.starts_with("# Nothing was started."), "{text}");
     let commands: Vec<&str> = text.lines().filter(|l| l.starts_with("env ")).collect();
@@ -107,6 +108,7 @@ fn hosts_that_do_not_fit_are_refused() {
     let path = plan.path();
     let launch = |more: &[&'static str]| [&["launch", "--dry-run", &path][..], more].concat();
     assert_ends_with(&launch(&["--hosts", "a,b,c"]), 1, &["T0066", "cannot be divided among 3 hosts"]);
+    assert_ends_with(&launch(&["--hosts", "localhost,b"]), 1, &["T0066", "do not reach rank 0 at localhost"]);
     assert_ends_with(&launch(&["--hosts", "a:2,a:2"]), 2, &["T0065", "named twice"]);
     assert_ends_with(&launch(&["--hostfile", "/no/such/file"]), 1, &["/no/such/file"]);
     assert_ends_with(&launch(&[]), 2, &["--hosts"]);

@@ -492,11 +492,11 @@ impl Leader {
             Message::Done(d) => self.handle_done(rank, *d),
             Message::Fault(f) => {
                 peer.reported_failure = true;
-                let failure = with_default_rank(f.failure, rank);
                 if f.secondary {
-                    self.add_secondary(failure, now);
+                    // A rank that names nobody lost a link or waited in vain: it is no culprit itself.
+                    self.add_secondary(f.failure, now);
                 } else {
-                    self.fail_run(failure);
+                    self.fail_run(with_default_rank(f.failure, rank));
                 }
             }
             Message::Heartbeat(h) => self.handle_heartbeat(rank, h.progress),

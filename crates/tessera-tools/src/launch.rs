@@ -15,9 +15,11 @@ use std::path::PathBuf;
 use tessera::gpu_placement::{find_gpu, position_on_host};
 use tessera::stream_options::RunDevice;
 use tessera::{Mesh, Plan};
-use tessera_base::Diagnostics;
-use tessera_mesh::{Group, Rank, RankMap};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_mesh::{Rank, RankMap};
 use tessera_verify::SealedPlan;
+
+use crate::codes::T0066;
 
 pub use group_traffic::{GroupTraffic, list_group_traffic};
 pub use host_assignment::{HostRanks, HostSlots, assign_ranks, parse_host_file, parse_host_list};
@@ -83,6 +85,14 @@ pub struct LaunchPlan {
 pub fn plan_launch(request: &LaunchRequest<'_>, local: &LocalHost) -> Result<LaunchPlan, Diagnostics> {
     let (sealed, mesh) = (&request.plan.sealed, request.plan.sealed.mesh());
     let hosts = assign_ranks(&request.hosts, mesh).map_err(|d| vec![d])?;
+    if hosts.len() > 1 && LocalHost::is_loopback(&hosts[0].name) {
+        let what = format!("other hosts do not reach rank 0 at {}", hosts[0].name);
+        return Err(vec![
+            Diagnostic::error(&T0066, what)
+                .with_label("first host", hosts[0].name.clone())
+                .with_hint("name the first host as the others know it"),
+        ]);
+    }
     let host_of_rank: Vec<u32> =
         hosts.iter().zip(0..).flat_map(|(host, index)| vec![index; host.count as usize]).collect();
     let groups = list_group_traffic(sealed, &host_of_rank);
@@ -168,9 +178,4 @@ fn describe_coordinates(mesh: &Mesh, rank: Rank) -> String {
     let at = mesh.coord_of(rank);
     let axes: Vec<String> = mesh.active_axes().map(|a| format!("{a}={}", at.on_axis(a))).collect();
     if axes.is_empty() { "alone".to_string() } else { axes.join(",") }
-}
-
-/// Returns the name of a group kind and how often it occurs, such as `9 groups of tp`.
-fn describe_group(group: Group, count: usize) -> String {
-    format!("{count} group{} of {group}", if count == 1 { "" } else { "s" })
 }

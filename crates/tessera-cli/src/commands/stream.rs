@@ -328,15 +328,19 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         performance,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
+    if let Some(placement) = &placement
+        && placement.process == 0
+        && placement.launcher != Launcher::Script
+        && !args.quiet
+    {
+        print_stderr_line(&placement.describe());
+    }
     if args.device == RunDevice::Sim {
         return run_simulated(args, placement.as_ref(), &plan, &options);
     }
     if let Some(placement) = placement {
         let share = share_ranks(&placement, plan.sealed.mesh()).map_err(CliError::usage)?;
         let join_options = args.join.to_options(&placement, share)?;
-        if share.first == 0 && !args.quiet && placement.launcher != Launcher::Script {
-            print_stderr_line(&placement.describe());
-        }
         if share.count > 1 {
             return host_ranks::run(program?, share, &placement);
         }

@@ -32,8 +32,10 @@ use messages::{RankInfo, RendezvousMessage, into_diagnostics, receive_message, s
 pub const MAX_WORLD: u32 = 1024;
 /// Time limit for opening the links between ranks once all ranks have joined.
 pub const LINK_LIMIT: Duration = Duration::from_secs(30);
-/// A host that does not answer for this long counts as unreachable.
-pub const UNREACHABLE_LIMIT: Duration = Duration::from_secs(5);
+/// A host that does not answer for this long counts as unreachable. The limit is shorter than the
+/// shortest deadline of a call: if only the data link between two ranks is lost, both still send
+/// heartbeats, and the leader would name one of them as the rank that made no progress.
+pub const UNREACHABLE_LIMIT: Duration = Duration::from_secs(4);
 
 /// The input of one rank to the rendezvous: its identity, the address of rank 0, its credentials,
 /// and the values that must be equal on all ranks.

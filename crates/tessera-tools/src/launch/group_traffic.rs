@@ -7,8 +7,6 @@ use tessera_ir::{Op, Opcode, PeerPosition, Program};
 use tessera_mesh::{Group, Rank};
 use tessera_verify::SealedPlan;
 
-use super::describe_group;
-
 /// The collectives of one kind in one program, over the groups of one kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupTraffic {
@@ -16,11 +14,11 @@ pub struct GroupTraffic {
     pub phase: String,
     /// Name of the op, such as `all_reduce`.
     pub op: &'static str,
-    /// The groups, such as `9 groups of tp`.
+    /// The groups, such as `9 groups of tp`; senders and receivers are pairs.
     pub groups: String,
     /// Number of these ops that a member executes in one run of the program.
     pub ops: usize,
-    /// Number of groups with members on several hosts.
+    /// Number of groups or pairs with members on several hosts.
     pub spanning: usize,
     /// The longest path of any of the groups.
     pub path: GroupPath,
@@ -74,7 +72,7 @@ pub fn list_group_traffic(sealed: &SealedPlan, host_of_rank: &[u32]) -> Vec<Grou
             GroupTraffic {
                 phase: phase.clone(),
                 op,
-                groups: describe_group(group, sum.members.len()),
+                groups: describe_groups(op, group, sum.members.len()),
                 ops: sum.ops,
                 spanning: sum.members.values().filter(|path| path.leaves_host()).count(),
                 path: sum.members.values().copied().max().unwrap_or(GroupPath::PeerMemory),
@@ -83,6 +81,13 @@ pub fn list_group_traffic(sealed: &SealedPlan, host_of_rank: &[u32]) -> Vec<Grou
         }));
     }
     rows
+}
+
+/// Returns the kind of the groups and their number, such as `9 groups of tp`, or `8 pairs of pp` for an
+/// op between two ranks.
+fn describe_groups(op: &str, group: Group, count: usize) -> String {
+    let what = if op == Opcode::Send.name() { "pair" } else { "group" };
+    format!("{count} {what}{} of {group}", if count == 1 { "" } else { "s" })
 }
 
 /// Returns the group of an op that sends data. A receive is the other end of a send.

@@ -55,8 +55,14 @@ impl LocalHost {
     #[must_use]
     pub fn is_named(&self, name: &str) -> bool {
         let short = |name: &str| name.split('.').next().unwrap_or(name).to_string();
-        OWN_NAMES.contains(&name)
+        LocalHost::is_loopback(name)
             || (!self.name.is_empty() && (name == self.name || name == short(&self.name)))
+    }
+
+    /// Returns whether every host means itself by a name.
+    #[must_use]
+    pub fn is_loopback(name: &str) -> bool {
+        OWN_NAMES.contains(&name)
     }
 
     /// Returns the cores of one of `ranks` ranks of this host, and the NUMA node that holds all of

@@ -28,6 +28,8 @@ pub(super) fn is_task(environment: &BTreeMap<String, String>) -> bool {
 
 pub(super) fn read_place(variables: &mut Variables<'_>) -> Option<ProcessPlace> {
     let [process] = variables.required(["SLURM_PROCID"])?;
+    // The number of the step decided that this is a task, so it belongs to what was read.
+    variables.first_text(&STEP);
     let Some(processes) = variables.first_number(&TASKS) else {
         variables.reject(missing_variable(TASKS[0]));
         return None;
