@@ -166,6 +166,9 @@ fn run_fault(args: &Args, fault: HostFault) -> anyhow::Result<FaultedRun> {
                 p.try_reap();
             });
         });
+    if left.is_empty() {
+        processes.iter_mut().for_each(StreamProcess::wait);
+    }
     let hosts: Vec<HostOutcome> = processes.iter_mut().map(HostOutcome::from_process).collect();
     let defects = find_defects(fault, &hosts, left.len());
     Ok(FaultedRun { fault, seconds: took.as_secs_f64(), left_behind: left.len(), hosts, defects })

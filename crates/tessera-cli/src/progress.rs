@@ -2,6 +2,7 @@
 //! otherwise a line every few chunks) and of a mapping search, and interrupts.
 
 use std::io::IsTerminal;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -18,6 +19,9 @@ const MAX_CHUNKS_PER_LINE: u32 = 25;
 const MIN_PHASE_NS: u64 = 50_000;
 /// Maximum number of phases in a progress line.
 const MAX_PHASES_SHOWN: usize = 4;
+
+/// Time within which a stop request that another process passes on repeats the one that came directly.
+const PASSED_ON_WITHIN: Duration = Duration::from_secs(1);
 
 /// Exit status after a stop request.
 pub const EXIT_INTERRUPTED: u8 = 130;
@@ -129,11 +133,13 @@ pub fn handle_signals(
     let handle = signals.handle();
     let (interrupt, progress) = (interrupt.clone(), progress.clone());
     let run_listener = move || {
-        for (count, _) in signals.forever().enumerate() {
+        let mut requests = StopRequests::new();
+        for _ in signals.forever() {
+            let Some(count) = requests.count_signal(Instant::now()) else { continue };
             interrupt.request_stop();
             match count {
-                0 => progress.print_line(first_message()),
-                1 => progress.print_line("killing the ranks"),
+                1 => progress.print_line(first_message()),
+                2 => progress.print_line("killing the ranks"),
                 // The ranks die with their launcher.
                 _ => std::process::exit(EXIT_INTERRUPTED.into()),
             }
@@ -141,6 +147,40 @@ pub fn handle_signals(
     };
     std::thread::Builder::new().name("signals".to_string()).spawn(run_listener).ok()?;
     Some(handle)
+}
+
+/// Counts the stop requests of a process.
+///
+/// A rank that the process of its host started may get one request twice: Slurm signals all processes
+/// of a step, and the process of the host passes its signal on. Two signals within a second are one
+/// request there; otherwise the second one would kill the ranks.
+pub struct StopRequests {
+    count: u32,
+    last: Option<Instant>,
+    merged_within: Duration,
+}
+
+impl StopRequests {
+    /// Creates a counter that merges signals if the process of this host started this one.
+    pub fn new() -> StopRequests {
+        let is_passed_on = std::env::var_os(tessera::HOST_PROCESS_VARIABLE).is_some();
+        StopRequests::merging(if is_passed_on { PASSED_ON_WITHIN } else { Duration::ZERO })
+    }
+
+    fn merging(merged_within: Duration) -> StopRequests {
+        StopRequests { count: 0, last: None, merged_within }
+    }
+
+    /// Returns the number of the request that a signal at this time makes; `None` if it repeats the
+    /// last one.
+    pub fn count_signal(&mut self, now: Instant) -> Option<u32> {
+        let repeats = self.last.is_some_and(|last| now.saturating_duration_since(last) < self.merged_within);
+        if repeats {
+            return None;
+        }
+        (self.last, self.count) = (Some(now), self.count + 1);
+        Some(self.count)
+    }
 }
 
 /// Shows how many meshes a search has estimated, on a terminal only: a search takes seconds at
@@ -201,6 +241,17 @@ fn chunk_line(c: &ChunkProgress) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_request_that_is_passed_on_counts_once() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut ordinary = StopRequests::merging(Duration::ZERO);
+        assert_eq!([0, 1].map(|ms| ordinary.count_signal(at(ms))), [Some(1), Some(2)]);
+        let mut passed_on = StopRequests::merging(PASSED_ON_WITHIN);
+        let counts = [0, 20, 1_500, 1_510, 4_000].map(|ms| passed_on.count_signal(at(ms)));
+        assert_eq!(counts, [Some(1), None, Some(2), None, Some(3)]);
+    }
 
     #[test]
     fn variants_of_a_phase_are_added_up() {

@@ -136,16 +136,21 @@ fn a_killed_host_process_takes_its_ranks_along_and_ends_the_others() {
 }
 
 #[test]
-fn a_stop_request_to_every_host_process_ends_at_a_chunk() {
-    let step = Step::new(2, 1);
-    let tasks = step.start_all(&["--mesh", "tp=2,pp=2", "--chunks", MANY_CHUNKS, "--quiet"]);
-    step.wait_for_output();
-    tasks.iter().for_each(|task| send_signal(task.id(), "TERM"));
-    let outputs: Vec<_> = tasks.into_iter().map(wait_for_end).collect();
-    let status: Vec<_> = outputs.iter().map(|o| o.status.code()).collect();
-    assert_eq!(status, [Some(130), Some(0)], "{}", outputs.iter().map(both_outputs).collect::<String>());
-    let record = fs::read_to_string(step.dir.path().join("out/record.jsonl")).unwrap();
-    assert!(record.lines().last().unwrap().contains("interrupted"), "{record}");
+fn a_stop_request_to_the_processes_of_all_hosts_ends_at_a_chunk() {
+    // Open MPI signals the processes that it started, and Slurm those and their ranks.
+    for reaches_ranks in [false, true] {
+        let step = Step::new(2, 1);
+        let tasks = step.start_all(&["--mesh", "tp=2,pp=2", "--chunks", MANY_CHUNKS, "--quiet"]);
+        step.wait_for_output();
+        let started: Vec<u32> = tasks.iter().map(Child::id).collect();
+        let signalled = if reaches_ranks { step.processes() } else { started };
+        signalled.into_iter().for_each(|process| send_signal(process, "TERM"));
+        let outputs: Vec<_> = tasks.into_iter().map(wait_for_end).collect();
+        let status: Vec<_> = outputs.iter().map(|o| o.status.code()).collect();
+        assert_eq!(status, [Some(130), Some(0)], "{}", outputs.iter().map(both_outputs).collect::<String>());
+        let record = fs::read_to_string(step.dir.path().join("out/record.jsonl")).unwrap();
+        assert!(record.lines().last().unwrap().contains("interrupted"), "{record}");
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
@@ -22,7 +22,7 @@ use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics, render_all};
 use super::report::{ReportPlace, print_report};
 use crate::flags::{AppliesTo, flag_set};
 use crate::output::{CliError, CliResult, OutputFormat, print_failure};
-use crate::progress::{EXIT_INTERRUPTED, Progress, STOPPING_MESSAGE, handle_signals};
+use crate::progress::{EXIT_INTERRUPTED, Progress, STOPPING_MESSAGE, StopRequests, handle_signals};
 
 const JOIN_HEADING: &str = "Ranks that torchrun, srun, mpirun, LeaderWorkerSet or a script started";
 /// Default time limit for the other ranks to join.
@@ -269,14 +269,15 @@ fn leave_first_stop_to_leader(rank: u32) -> Option<Handle> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
     let handle = signals.handle();
     let listen = move || {
-        let mut signals = signals.forever();
-        if signals.next().is_some() {
-            print_stderr_line(&format!(
-                "rank {rank}: waiting for rank 0 to stop all ranks; interrupt again to exit at once"
-            ));
-        }
-        if signals.next().is_some() {
-            tessera::exit_process(EXIT_INTERRUPTED.into());
+        let mut requests = StopRequests::new();
+        for _ in signals.forever() {
+            match requests.count_signal(Instant::now()) {
+                None => {}
+                Some(1) => print_stderr_line(&format!(
+                    "rank {rank}: waiting for rank 0 to stop all ranks; interrupt again to exit at once"
+                )),
+                Some(_) => tessera::exit_process(EXIT_INTERRUPTED.into()),
+            }
         }
     };
     std::thread::Builder::new().name("signals".to_string()).spawn(listen).ok()?;
