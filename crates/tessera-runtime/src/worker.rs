@@ -487,7 +487,10 @@ impl Worker {
             let report = FaultReport { failure: failure.clone(), secondary: true };
             self.actions.push(Action::Send(Message::Fault(report)));
             self.actions.push(Action::AbortEngine);
-            self.secondary_failure = Some((failure, self.clock.now_ns() + self.config.limits.blame_ns));
+            // The leader waits for the cause, too, and then sends what it found. This rank waits longer,
+            // so that it ends with the leader's finding and not with its own view.
+            let patience_ns = self.config.limits.blame_ns.saturating_mul(2);
+            self.secondary_failure = Some((failure, self.clock.now_ns() + patience_ns));
         }
     }
 

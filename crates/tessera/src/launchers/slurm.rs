@@ -56,18 +56,17 @@ fn read_host_list(variables: &mut Variables<'_>, place: &mut ProcessPlace) {
             return variables.reject(d.with_label(name, format!("`{text}`")));
         }
     };
-    if let Some((host, hosts)) = place.host {
-        if names.len() != hosts as usize || host >= hosts {
-            variables.reject(
-                Diagnostic::error(&T0034, "the hosts of the step contradict their list")
-                    .with_label(name, format!("{} hosts", names.len()))
-                    .with_label(HOSTS[0], hosts.to_string())
-                    .with_label("SLURM_NODEID", host.to_string()),
-            );
-        }
+    if let Some((host, hosts)) = place.host
+        && (names.len() != hosts as usize || host >= hosts)
+    {
+        variables.reject(
+            Diagnostic::error(&T0034, "the hosts of the step contradict their list")
+                .with_label(name, format!("{} hosts", names.len()))
+                .with_label(HOSTS[0], hosts.to_string())
+                .with_label("SLURM_NODEID", host.to_string()),
+        );
     }
-    // Task 0 runs on the first host of the list in every distribution except `arbitrary` and `plane`
-    // with its own order, which `read_task_counts` rejects.
+    // Task 0 runs on the first host of the list: `read_task_counts` rejects every distribution but block.
     place.leader_host = names.into_iter().next();
 }
 
