@@ -390,6 +390,13 @@ fn pixel_bytes(pixels: &PixelConverter, name: &str, values: &[f32]) -> Result<Ve
 }
 
 /// Converts a fault of the backend; `refusal` is the code of a rejected collective.
+/// Gives ranks that wait for this one the cause with the abort, because their report may reach the leader before this rank's.
+fn tell_waiting_peers(backend: &EngineBackend, fault: &Fault) {
+    if let Fault::Aborted(text) = fault {
+        backend.abort_fn()(text);
+    }
+}
+
 fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
     match fault {
         Fault::Refused(text) => EngineFault::from_tripwire(refusal, text),
@@ -471,7 +478,8 @@ impl Engine for MeshEngine {
         let run = self.backend.run(phase.loaded, &data, &mut clock);
         let end_ns = monotonic_ns();
         let (classes, op_times) = (phase.op_times.add_up(end_ns), phase.op_times.single_ops(end_ns));
-        run.map_err(|f| to_engine_fault(f, guard.refusal_code()))?;
+        run.inspect_err(|fault| tell_waiting_peers(&self.backend, fault))
+            .map_err(|fault| to_engine_fault(fault, guard.refusal_code()))?;
         self.caches.note_written(&phase.written_buffers);
         if let Some(log) = &mut self.transfer_log {
             let appended = log.append(&call.program, self.backend.take_expert_report());

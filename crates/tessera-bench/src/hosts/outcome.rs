@@ -39,8 +39,8 @@ impl HostOutcome {
 /// Returns the failure as one line: the line with its code and the next one.
 fn describe_failure(output: &str) -> String {
     let lines: Vec<&str> = output.lines().collect();
-    let is_failure = |l: &&str| l.starts_with("failed[") || l.starts_with("error[");
-    if let Some(at) = lines.iter().position(|l| is_failure(&l)) {
+    let is_failure = |l: &str| l.starts_with("failed[") || l.starts_with("error[");
+    if let Some(at) = lines.iter().position(|l| is_failure(l)) {
         let next = lines.get(at + 1).map_or("", |l| l.trim());
         return format!("{}: {next}", lines[at]);
     }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics, render_all};
 use tessera_mesh::Rank;
+use tessera_report::record::RunDevice;
 use tessera_runtime::Failure;
 use tessera_runtime::driver::rendezvous::{RendezvousPeers, RendezvousSpec, join_peers};
 use tessera_runtime::driver::{JoinedRank, StopHandle};
