@@ -10,7 +10,7 @@ use tessera::{
 };
 
 use crate::output::CliResult;
-use crate::progress::{STOPPING_MESSAGE, stop_on_signals};
+use crate::progress::{EXIT_INTERRUPTED, STOPPING_MESSAGE, stop_on_signals};
 
 /// Starts the ranks of this host with this process's own arguments, and waits for their end.
 pub fn run(program: String, share: RankShare, placement: &LauncherPlacement) -> CliResult {
@@ -32,7 +32,9 @@ pub fn run(program: String, share: RankShare, placement: &LauncherPlacement) -> 
     let ranks = ranks.collect();
     let spec = HostRanksSpec { argv, removed_variables: LAUNCHER_VARIABLES.to_vec(), ranks };
     let exits = stop_on_signals(STOPPING_MESSAGE, |stop| run_host_ranks(&spec, stop))?;
-    if let Some(first) = exits.iter().find(|exit| exit.status != Some(0)) {
+    // A stream that was stopped on request has not failed.
+    let is_fine = |status| [Some(0), Some(i32::from(EXIT_INTERRUPTED))].contains(&status);
+    if let Some(first) = exits.iter().find(|exit| !is_fine(exit.status)) {
         print_stderr_line(&format!("rank {} of this host failed first: {}", first.rank, first.to_sentence()));
     }
     Ok(u8::try_from(host_exit_status(&exits)).unwrap_or(1))
