@@ -62,6 +62,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/guides/captured-regions.md", include_str!("../../../docs/guides/captured-regions.md")),
     ("docs/guides/compile-traces.md", include_str!("../../../docs/guides/compile-traces.md")),
     ("docs/guides/generate-text.md", include_str!("../../../docs/guides/generate-text.md")),
+    ("docs/guides/launchers.md", include_str!("../../../docs/guides/launchers.md")),
     ("docs/guides/lockstep.md", include_str!("../../../docs/guides/lockstep.md")),
     ("docs/guides/outputs.md", include_str!("../../../docs/guides/outputs.md")),
     ("docs/guides/plan-a-rack.md", include_str!("../../../docs/guides/plan-a-rack.md")),

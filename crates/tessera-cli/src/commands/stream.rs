@@ -274,21 +274,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     let outputs = parse_outputs(args)?;
     let place = if outputs.uses_stdout() { ReportPlace::StandardError } else { ReportPlace::StandardOutput };
     args.simulated.check_device(args.device)?;
-    let needs_ranks = [
-        ("--wire-dump", args.wire_dump, "ranks that send messages"),
-        ("--poison", args.poison, "ranks that compute values"),
-        ("--weights", args.weights.is_some(), "ranks that load weights"),
-        ("--lora", !args.lora.is_empty() || !args.lora_at.is_empty(), "ranks that load weights"),
-    ];
-    for (option, given, what) in needs_ranks {
-        if given && args.device == RunDevice::Sim {
-            return Err(CliError::usage(
-                Diagnostic::error(&T0040, format!("{option} requires {what}"))
-                    .with_label("--device sim", "all ranks are simulated in one process")
-                    .with_hint(format!("leave out {option}, or run on another device")),
-            ));
-        }
-    }
+    check_simulated_options(args)?;
     host_ranks::tie_to_host_process();
     let placement = args.join.find_placement()?;
     let (model, plan) = open_model_and_plan(args)?;
@@ -353,6 +339,26 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         tessera::stream::run(&plan, &model, &options, rank, interrupt, on_event)
     });
     print_report(&report?, (args.format, place), false)
+}
+
+/// Refuses options that only ranks of their own can follow, where all ranks are simulated.
+fn check_simulated_options(args: &Args) -> Result<(), CliError> {
+    let needs_ranks = [
+        ("--wire-dump", args.wire_dump, "ranks that send messages"),
+        ("--poison", args.poison, "ranks that compute values"),
+        ("--weights", args.weights.is_some(), "ranks that load weights"),
+        ("--lora", !args.lora.is_empty() || !args.lora_at.is_empty(), "ranks that load weights"),
+    ];
+    for (option, given, what) in needs_ranks {
+        if given && args.device == RunDevice::Sim {
+            return Err(CliError::usage(
+                Diagnostic::error(&T0040, format!("{option} requires {what}"))
+                    .with_label("--device sim", "all ranks are simulated in one process")
+                    .with_hint(format!("leave out {option}, or run on another device")),
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Plans the model, or reads the plan that `--plan` names, and applies the origin of the weights.

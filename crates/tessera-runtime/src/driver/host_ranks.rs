@@ -7,13 +7,12 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use rustix::process::{
-    Pid, Signal, getppid, kill_process, kill_process_group, set_parent_process_death_signal,
-};
+use rustix::process::{Pid, Signal, getppid, kill_process, kill_process_group};
 use tessera_base::Diagnostic;
 
 use super::exit::exit_process;
 use super::launcher::{RankExit, StopHandle, to_pid, to_rank_exit};
+use super::system::set_death_signal;
 use super::welcome::io_diagnostic;
 use crate::FailureClass;
 
@@ -99,7 +98,7 @@ pub fn host_exit_status(exits: &[RankExit]) -> i32 {
 /// then kills this one when that one dies.
 pub fn end_with_host_process(host_process: u32) {
     // Without the signal, a rank still ends when the run ends.
-    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    let _ = set_death_signal(Signal::KILL);
     // The host process may have died before the signal was set.
     if getppid() != to_pid(host_process) {
         exit_process(FailureClass::LauncherGone.exit_code());
