@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,6 @@ from tessera import runtime as rt
 TOKENS = ("token", "hidden")
 RANKS = ["threads", "processes"]
 Pairs = list[tuple[str, str]]
-
-
-@pytest.fixture(autouse=True)
-def restore_settings() -> Iterator[None]:
-    """Leaves the settings of streams as they were before the test."""
-    ids, pairs = rt.stream_settings()
-    yield
-    rt.set_stream_map(ids)
-    rt.enable_overlap(pairs)
 
 
 def run_traced(plan: graph.Plan, ranks: str, calls: int = 2, out: str | None = None) -> rt.SessionTrace:
