@@ -94,7 +94,7 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
         }
     }
     if kinds.iter().any(|k| k.needs_namespaces())
-        && let Err(e) = NetnsPair::create("probe")
+        && let Err(e) = NetnsPair::new("probe")
     {
         let without = kinds.iter().filter(|k| k.needs_namespaces());
         unavailable.extend(without.map(|k| (*k, format!("{e:#}"))));

@@ -14,7 +14,7 @@ use anyhow::{Context, ensure};
 use serde_json::json;
 
 use crate::BenchResult;
-use crate::partition::{PORT, write_secret};
+use crate::namespaces::{PORT, join_variables, skip_benchmark, write_secret};
 use crate::process_list::{find_tagged, new_run_tag, wait_until_gone};
 use crate::stream_process::{StreamArgs, StreamProcess, StreamTarget};
 use network::{BridgedHosts, HOSTS};
@@ -118,12 +118,8 @@ struct FaultedRun {
 
 /// Injects each fault once and returns the table of what every side said.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
-    if let Err(why) = BridgedHosts::create("probe") {
-        let why = format!("{why:#}");
-        return Ok(BenchResult {
-            text: format!("skipped: this machine cannot create network namespaces: {why}"),
-            numbers: json!({"bench": "hosts", "skipped": why}),
-        });
+    if let Err(why) = BridgedHosts::new("probe") {
+        return Ok(skip_benchmark("hosts", &why));
     }
     let faults = if args.faults.is_empty() { &HostFault::ALL[..] } else { &args.faults };
     let mut runs = Vec::new();
@@ -132,11 +128,11 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
         eprintln!("{}: {} defects", fault.name(), run.defects.len());
         runs.push(run);
     }
-    Ok(summarize(args, &runs))
+    Ok(summarize_runs(args, &runs))
 }
 
 fn run_fault(args: &Args, fault: HostFault) -> anyhow::Result<FaultedRun> {
-    let network = BridgedHosts::create(&(fault as u8).to_string())?;
+    let network = BridgedHosts::new(&(fault as u8).to_string())?;
     let dir = tempfile::tempdir()?;
     let tag = new_run_tag();
     let mut processes = start_ranks(args, fault, &network, dir.path(), &tag)?;
@@ -146,7 +142,7 @@ fn run_fault(args: &Args, fault: HostFault) -> anyhow::Result<FaultedRun> {
         let mut tail = processes[0].open_record();
         let begun = processes[0].wait_for_chunks(&mut tail, CHUNKS_BEFORE);
         begun.with_context(|| processes.iter().map(StreamProcess::output_text).collect::<String>())?;
-        inject(fault, &network, &processes)?;
+        inject_fault(fault, &network, &processes)?;
         Instant::now()
     };
     let mut processes_left = find_tagged(&tag);
@@ -205,23 +201,18 @@ fn start_ranks(
         let secret = if is_victim && fault == HostFault::WrongSecret { &other_secret } else { &secret };
         argv.extend(["--secret".into(), secret.display().to_string()]);
         argv.extend(["--join-timeout".into(), JOIN_TIMEOUT_S.into()]);
-        let variables = [
-            ("RANK", rank.to_string()),
-            ("WORLD_SIZE", HOSTS.to_string()),
-            ("MASTER_ADDR", network::address_of(0)),
-            ("MASTER_PORT", PORT.to_string()),
-        ];
+        let variables = join_variables(rank, HOSTS, (&network::address_of(0), PORT));
         processes.push(StreamProcess::start(&argv, &folder, tag, &variables)?);
     }
     Ok(processes)
 }
 
-fn inject(fault: HostFault, network: &BridgedHosts, processes: &[StreamProcess]) -> anyhow::Result<()> {
+fn inject_fault(fault: HostFault, network: &BridgedHosts, processes: &[StreamProcess]) -> anyhow::Result<()> {
     match fault {
         HostFault::HostCut => network.take_down(VICTIM),
-        HostFault::DataLinkCut => network.separate(VICTIM, OTHER_END),
+        HostFault::DataLinkCut => network.cut_link_between(VICTIM, OTHER_END),
         HostFault::HostGone => {
-            (0..HOSTS).filter(|h| *h != VICTIM).try_for_each(|h| network.separate(VICTIM, h))?;
+            (0..HOSTS).filter(|h| *h != VICTIM).try_for_each(|h| network.cut_link_between(VICTIM, h))?;
             let killed = processes[VICTIM].launcher_process().is_some_and(|p| p.send_signal(Signal::KILL));
             ensure!(killed, "the rank ended before it was killed");
             Ok(())
@@ -242,7 +233,7 @@ fn change_binary(binary: &Path, dir: &Path) -> anyhow::Result<String> {
     Ok(path.display().to_string())
 }
 
-fn summarize(args: &Args, runs: &[FaultedRun]) -> BenchResult {
+fn summarize_runs(args: &Args, runs: &[FaultedRun]) -> BenchResult {
     let mut text = String::new();
     let mut rows = Vec::new();
     for run in runs {

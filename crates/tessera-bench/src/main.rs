@@ -17,6 +17,7 @@ mod harness;
 mod hosts;
 mod ledger;
 mod lockstep;
+mod namespaces;
 mod partition;
 mod process_list;
 mod save;

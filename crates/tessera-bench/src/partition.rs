@@ -6,15 +6,14 @@
 //! timeout can detect that.
 
 use std::fmt::Write;
-use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use serde_json::json;
 
 use crate::BenchResult;
 use crate::endings::RunEndings;
+use crate::namespaces::{NetworkNamespace, PORT, join_variables, run_ip, skip_benchmark, write_secret};
 use crate::process_list::{find_tagged, new_run_tag, wait_until_gone};
 use crate::stream_process::{StreamArgs, StreamProcess, StreamTarget};
 
@@ -44,12 +43,8 @@ const LIMIT_S: f64 = 10.0;
 /// Number of chunks on disk before the cut.
 const CHUNKS_BEFORE: u64 = 3;
 const ENDLESS_CHUNKS: u32 = 1_000_000;
-/// TCP port on which rank 0 listens for the rendezvous, inside its network namespace.
-pub const PORT: u16 = 29_500;
 /// Addresses of the ends of the link, by rank, in one /24 network.
 pub const END_ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
-/// A hardware address that no device has.
-pub const UNUSED_MAC: &str = "02:00:00:00:00:99";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LinkCut {
@@ -71,13 +66,8 @@ impl LinkCut {
 /// Cuts the link between two hosts during a stream and measures how soon both end the run.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.repetitions > 0, "--repetitions 0: nothing to measure");
-    if let Err(why) = NetnsPair::create("probe") {
-        let why = format!("{why:#}");
-        let numbers = json!({"bench": "partition", "skipped": why});
-        return Ok(BenchResult {
-            text: format!("skipped: this machine cannot create network namespaces: {why}"),
-            numbers,
-        });
+    if let Err(why) = NetnsPair::new("probe") {
+        return Ok(skip_benchmark("partition", &why));
     }
     let mut cases: Vec<(LinkCut, RunEndings)> =
         args.cuts.iter().map(|cut| (*cut, RunEndings::default())).collect();
@@ -92,7 +82,7 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
 }
 
 fn run_once(args: &Args, cut: LinkCut, endings: &mut RunEndings, repetition: u32) -> anyhow::Result<()> {
-    let hosts = NetnsPair::create(&format!("{repetition}{}", cut.name()))?;
+    let hosts = NetnsPair::new(&format!("{repetition}{}", cut.name()))?;
     let dir = tempfile::tempdir()?;
     let secret = dir.path().join("secret");
     write_secret(&secret)?;
@@ -110,12 +100,7 @@ fn run_once(args: &Args, cut: LinkCut, endings: &mut RunEndings, repetition: u32
         };
         argv.extend(stream.command_line(&folder)?);
         argv.extend(["--secret".into(), secret.display().to_string()]);
-        let variables = [
-            ("RANK", rank.to_string()),
-            ("WORLD_SIZE", END_ADDRESSES.len().to_string()),
-            ("MASTER_ADDR", END_ADDRESSES[0].to_string()),
-            ("MASTER_PORT", PORT.to_string()),
-        ];
+        let variables = join_variables(rank, END_ADDRESSES.len(), (END_ADDRESSES[0], PORT));
         sides.push(StreamProcess::start(&argv, &folder, &tag, &variables)?);
     }
     let mut tail = sides[0].open_record();
@@ -167,77 +152,41 @@ fn summarize_cases(args: &Args, cases: &[(LinkCut, RunEndings)]) -> BenchResult 
     BenchResult { text, numbers }
 }
 
-/// Two network namespaces and the link between them. Dropping the value deletes them.
+/// Two hosts and the link between them.
 pub struct NetnsPair {
-    names: [String; 2],
+    hosts: [NetworkNamespace; 2],
     devices: [String; 2],
 }
 
 impl NetnsPair {
-    pub fn create(tag: &str) -> anyhow::Result<NetnsPair> {
+    pub fn new(tag: &str) -> anyhow::Result<NetnsPair> {
         let id = std::process::id();
-        let hosts = NetnsPair {
-            names: ["a", "b"].map(|side| format!("tessera-{id}-{tag}-{side}")),
-            // The name of a network device has at most 15 characters.
-            devices: ["a", "b"].map(|side| format!("ts{id}{side}")),
-        };
-        for name in &hosts.names {
-            run_ip(&["netns", "add", name])?;
+        let create = |side: &str| NetworkNamespace::new(format!("tessera-{id}-{tag}-{side}"));
+        let hosts = [create("a")?, create("b")?];
+        // The name of a network device has at most 15 characters.
+        let devices = ["a", "b"].map(|side| format!("ts{id}{side}"));
+        let ([a, b], [left, right]) = (&hosts, &devices);
+        let pair = ["link", "add", left, "netns", &a.name, "type", "veth", "peer", "name", right];
+        run_ip(&[&pair[..], &["netns", &b.name]].concat())?;
+        for ((host, device), address) in hosts.iter().zip(&devices).zip(END_ADDRESSES) {
+            host.bring_up(device, address)?;
         }
-        let ([a, b], [left, right]) = (&hosts.names, &hosts.devices);
-        run_ip(&["link", "add", left, "netns", a, "type", "veth", "peer", "name", right, "netns", b])?;
-        for ((name, device), address) in hosts.names.iter().zip(&hosts.devices).zip(END_ADDRESSES) {
-            run_ip(&["-n", name, "address", "add", &format!("{address}/24"), "dev", device])?;
-            run_ip(&["-n", name, "link", "set", "lo", "up"])?;
-            run_ip(&["-n", name, "link", "set", device, "up"])?;
-        }
-        Ok(hosts)
+        Ok(NetnsPair { hosts, devices })
     }
 
     /// Returns the prefix of a command that runs at one end.
     pub fn command_prefix(&self, end: usize) -> Vec<String> {
-        ["ip", "netns", "exec", &self.names[end]].map(String::from).to_vec()
+        self.hosts[end].command_prefix()
     }
 
     pub fn cut_link(&self, cut: LinkCut) -> anyhow::Result<()> {
         match cut {
-            LinkCut::Down => run_ip(&["-n", &self.names[1], "link", "set", &self.devices[1], "down"]),
+            LinkCut::Down => self.hosts[1].take_down(&self.devices[1]),
             LinkCut::Silent => (0..2).try_for_each(|end| {
-                let (name, device, other) = (&self.names[end], &self.devices[end], END_ADDRESSES[1 - end]);
-                let to = ["lladdr", UNUSED_MAC, "dev", device, "nud", "permanent"];
-                run_ip(&[&["-n", name, "neighbour", "replace", other][..], &to].concat())
+                self.hosts[end].lose_packets_to(END_ADDRESSES[1 - end], &self.devices[end])
             }),
         }
     }
-}
-
-impl Drop for NetnsPair {
-    fn drop(&mut self) {
-        for name in &self.names {
-            // A namespace that was not created cannot be deleted.
-            let _ = run_ip(&["netns", "delete", name]);
-        }
-    }
-}
-
-/// Runs `ip` and returns its message if it fails.
-pub fn run_ip(args: &[&str]) -> anyhow::Result<()> {
-    let o = Command::new("ip").args(args).output().context("cannot run `ip`")?;
-    if !o.status.success() {
-        bail!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&o.stderr).trim());
-    }
-    Ok(())
-}
-
-/// Writes a random secret that only this user can read.
-pub fn write_secret(path: &Path) -> anyhow::Result<()> {
-    use std::io::{Read, Write as _};
-    use std::os::unix::fs::OpenOptionsExt;
-    let mut random = [0; 32];
-    std::fs::File::open("/dev/urandom")?.read_exact(&mut random)?;
-    let text: String = random.iter().map(|b| format!("{b:02x}")).collect();
-    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-    Ok(file.write_all(text.as_bytes())?)
 }
 
 #[cfg(test)]
@@ -248,15 +197,8 @@ mod tests {
     #[test]
     fn a_cut_link_carries_nothing() {
         for cut in [LinkCut::Down, LinkCut::Silent] {
-            let Ok(hosts) = NetnsPair::create(&format!("test{}", cut.name())) else { return };
-            let reaches = || {
-                let mut words = hosts.command_prefix(0);
-                let connect = format!("exec 3<>/dev/tcp/{}/{PORT}", END_ADDRESSES[1]);
-                words.extend(["timeout", "1", "bash", "-c", &connect].map(String::from));
-                let o = Command::new(&words[0]).args(&words[1..]).output().expect("run");
-                String::from_utf8_lossy(&o.stderr).contains("refused")
-            };
-            // Nobody listens on the port: a refused connection is an answer of the other end.
+            let Ok(hosts) = NetnsPair::new(&format!("test{}", cut.name())) else { return };
+            let reaches = || hosts.hosts[0].reaches(END_ADDRESSES[1]);
             assert!(reaches(), "the link does not work");
             hosts.cut_link(cut).expect("cut");
             assert!(!reaches(), "{} is not cut", cut.name());

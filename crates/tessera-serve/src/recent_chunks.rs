@@ -1,4 +1,4 @@
-//! The latest chunks of a run as its record describes them: who did what when.
+//! The latest chunks of a run as its record describes them, and whether the first ones have the digests of a recorded session.
 
 use std::collections::VecDeque;
 use std::fs::File;

@@ -24,8 +24,8 @@ pub use address::DEFAULT_PORT;
 pub use host_list::{MAX_HOSTS, expand_hosts};
 pub use rank_share::{RankShare, share_ranks};
 
-/// Variables of all launchers, which a process removes before it starts ranks with variables of its
-/// own.
+/// Variables by which a launcher is recognised, and those that would misplace a rank. A process removes
+/// them before it starts ranks with variables of its own.
 pub const LAUNCHER_VARIABLES: [&str; 23] = [
     "RANK",
     "WORLD_SIZE",

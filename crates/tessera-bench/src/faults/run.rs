@@ -16,7 +16,8 @@ use tessera::faults::fired_at_ns;
 use super::draw::{DrawnFault, FaultKind, Layout, Moment};
 use super::frozen_disk::FreezableDisk;
 use super::shut_connections::shut_connections;
-use crate::partition::{END_ADDRESSES, LinkCut, NetnsPair, PORT, write_secret};
+use crate::namespaces::{PORT, join_variables, write_secret};
+use crate::partition::{END_ADDRESSES, LinkCut, NetnsPair};
 use crate::process_list::{Process, find_ranks, new_run_tag, wait_until_gone};
 use crate::stream_process::{JsonTail, StreamArgs, StreamProcess, StreamTarget};
 
@@ -126,7 +127,7 @@ impl<'a> StartedRun<'a> {
             None => tempfile::tempdir()?,
         };
         let hosts = match fault.kind.needs_namespaces() {
-            true => Some(NetnsPair::create(&format!("f{}", fault.number))?),
+            true => Some(NetnsPair::new(&format!("f{}", fault.number))?),
             false => None,
         };
         let tag = new_run_tag();
@@ -173,19 +174,15 @@ impl<'a> StartedRun<'a> {
             // Another process may take the port first; the run then fails and counts as not run.
             None => TcpListener::bind((address, 0))?.local_addr()?.port(),
         };
-        for rank in 0..self.fault.layout.rank_count() as usize {
+        let ranks = self.fault.layout.rank_count() as usize;
+        for rank in 0..ranks {
             let folder = self.dir.path().join(format!("rank-{rank}"));
             fs::create_dir(&folder)?;
             let mut argv = self.hosts.as_ref().map_or(Vec::new(), |hosts| hosts.command_prefix(rank));
             argv.extend(self.command_line(target)?);
             argv.extend(["--secret".into(), secret.display().to_string()]);
             argv.extend(["--join-timeout".into(), JOIN_TIMEOUT_S.into()]);
-            let variables = [
-                ("RANK", rank.to_string()),
-                ("WORLD_SIZE", self.fault.layout.rank_count().to_string()),
-                ("MASTER_ADDR", address.to_string()),
-                ("MASTER_PORT", port.to_string()),
-            ];
+            let variables = join_variables(rank, ranks, (address, port));
             self.processes.push(StreamProcess::start(&argv, &folder, &self.tag, &variables)?);
         }
         Ok(())

@@ -14,7 +14,7 @@ pub struct HostOutcome {
     pub rank: Option<u64>,
     /// The failure in one line.
     pub said: String,
-    /// All output.
+    /// Everything that the process wrote to its terminal.
     pub output: String,
 }
 
@@ -28,7 +28,7 @@ impl HostOutcome {
     }
 
     /// Returns whether the host named another rank or host, by number or address.
-    fn names(&self, host: usize) -> bool {
+    fn names_host(&self, host: usize) -> bool {
         let address = super::network::address_of(host);
         self.rank == Some(host as u64)
             || self.output.contains(&format!("rank {host}"))
@@ -101,13 +101,13 @@ pub fn find_defects(fault: HostFault, hosts: &[HostOutcome], left_behind: usize)
                 // which link it is.
                 require(outcome.rank.is_none(), "blamed a rank for the link");
                 require(
-                    outcome.names(VICTIM) && outcome.names(OTHER_END),
+                    outcome.names_host(VICTIM) && outcome.names_host(OTHER_END),
                     "did not name both ends of the link",
                 );
             }
             HostFault::WrongBinary => {
                 require(outcome.code.as_deref() == Some("T0740"), "did not report the difference");
-                require(outcome.names(VICTIM), "did not name the host with the other build");
+                require(outcome.names_host(VICTIM), "did not name the host with the other build");
             }
             HostFault::WrongSecret => {
                 let code = if is_victim || host == 0 { "T0756" } else { "T0758" };
@@ -123,7 +123,7 @@ pub fn find_defects(fault: HostFault, hosts: &[HostOutcome], left_behind: usize)
 mod tests {
     use super::*;
 
-    fn outcome(end: &str, rank: Option<u64>, output: &str) -> HostOutcome {
+    fn make_outcome(end: &str, rank: Option<u64>, output: &str) -> HostOutcome {
         HostOutcome {
             end: end.into(),
             code: first_code(output),
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn a_host_that_blames_a_rank_for_a_link_is_a_defect() {
         let good = "failed[T0745]: an engine failed\n  rank 2 lost its data link to rank 3 in send over pp\n";
-        let mut hosts: Vec<_> = [2, 2, 2, 2].map(|_| outcome("exit 14", None, good)).into();
+        let mut hosts: Vec<_> = [2, 2, 2, 2].map(|_| make_outcome("exit 14", None, good)).into();
         assert_eq!(find_defects(HostFault::DataLinkCut, &hosts, 0), Vec::<String>::new());
         hosts[3].rank = Some(3);
         let found = find_defects(HostFault::DataLinkCut, &hosts, 1);
@@ -146,8 +146,10 @@ mod tests {
 
     #[test]
     fn a_run_that_must_complete_and_does_not_is_a_defect() {
-        let hosts =
-            [outcome("exit 0", None, "{}"), outcome("exit 12", Some(2), "failed[T0743]: x, rank 2\n  y")];
+        let hosts = [
+            make_outcome("exit 0", None, "{}"),
+            make_outcome("exit 12", Some(2), "failed[T0743]: x, rank 2\n  y"),
+        ];
         let found = find_defects(HostFault::HostSlow, &hosts, 0);
         assert_eq!(found, ["host 1 did not complete: failed[T0743]: x, rank 2: y"]);
         assert_eq!(hosts[0].said, "complete");

@@ -40,9 +40,9 @@ pub struct Unpaced {
 /// Everything that was measured.
 #[derive(Debug)]
 pub struct Findings {
-    /// The unpaced runs.
+    /// Figures of the runs at the pace of the ranks.
     pub unpaced: Unpaced,
-    /// The stream.
+    /// What the server says of its stream.
     pub facts: StreamFacts,
     /// Frames that the ranks delivered in the paced run.
     pub generated: u64,
@@ -50,7 +50,7 @@ pub struct Findings {
     pub chunks: Vec<ChunkTimes>,
     /// The clients of the paced run: first those that watch, then those that stalled.
     pub logs: Vec<ClientLog>,
-    /// Number of the former.
+    /// Number of the clients that watch.
     pub watching: usize,
     /// Resident memory by process.
     pub memory: BTreeMap<String, MemorySeries>,
@@ -80,7 +80,7 @@ impl Bar {
         })
     }
 
-    fn line(&self) -> String {
+    fn to_line(&self) -> String {
         let relation = if self.is_upper { "at most" } else { "at least" };
         let verdict = if self.is_met() { "met" } else { "NOT MET" };
         format!("{:<72} {:>8.3} ({relation} {:.3}): {verdict}", self.name, self.measured, self.limit)
@@ -115,8 +115,8 @@ impl Findings {
         log.lost_frames(if at < self.watching { own } else { last_frame(&self.logs) })
     }
 
-    /// Compares with the bars.
-    fn bars(&self) -> Vec<Bar> {
+    /// Compares what was measured with the bars.
+    fn compare_with_bars(&self) -> Vec<Bar> {
         let upper = |name, measured, limit| Bar { name, measured, limit, is_upper: true };
         let unpaced = &self.unpaced;
         let ratio = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
@@ -156,7 +156,7 @@ impl Findings {
 
     /// Builds the text and the numbers.
     pub fn report(&self, args: &Args) -> BenchResult {
-        let bars = self.bars();
+        let bars = self.compare_with_bars();
         let mut text = format!(
             "{} on {} {}, {} clients and {} that stall, {} minutes\n",
             args.model.display(),
@@ -168,7 +168,7 @@ impl Findings {
         );
         self.write_figures(&mut text);
         for bar in &bars {
-            let _ = writeln!(text, "{}", bar.line());
+            let _ = writeln!(text, "{}", bar.to_line());
         }
         let met = bars.iter().filter(|bar| bar.is_met()).count();
         let _ = write!(text, "{met} of {} bars met", bars.len());
@@ -322,7 +322,7 @@ mod tests {
     #[test]
     fn a_stalled_client_breaks_no_bar() {
         let findings = findings();
-        let bars = findings.bars();
+        let bars = findings.compare_with_bars();
         assert!(bars.iter().all(Bar::is_met), "{bars:#?}");
         assert_eq!((bars[0].measured, bars[3].measured, bars[3].limit), (0.96, 3.0, 3.1));
         assert_eq!((findings.lost_frames(0), findings.lost_frames(1)), (0, 90));
@@ -337,7 +337,8 @@ mod tests {
         findings.logs[0].stalls = 1;
         findings.logs[0].prompt_s.push(1.6);
         findings.logs[0].arrivals.remove(50);
-        let met: Vec<&str> = findings.bars().iter().filter(|bar| bar.is_met()).map(|bar| bar.name).collect();
+        let met: Vec<&str> =
+            findings.compare_with_bars().iter().filter(|bar| bar.is_met()).map(|bar| bar.name).collect();
         assert_eq!(met, [""; 0]);
     }
 }

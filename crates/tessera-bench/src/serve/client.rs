@@ -28,14 +28,14 @@ pub enum Part {
     Watch,
     /// It takes every frame, controls the stream, and sends one of the prompts every so often.
     Steer {
-        /// Prompts, in turn.
+        /// Prompts, which it sends alternately.
         prompts: Vec<String>,
         /// Time between two prompts.
         every: Duration,
     },
     /// It stops to read after a while.
     Stall {
-        /// Time until then.
+        /// Time from the start of the phase until it stops.
         after: Duration,
     },
 }
@@ -109,7 +109,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Joins a server.
+    /// Connects to a server and waits for its hello.
     pub fn join(address: SocketAddr, part: Part) -> anyhow::Result<Client> {
         let stream = TcpStream::connect(address).context("cannot reach the server")?;
         stream.set_read_timeout(Some(HELLO_TIME))?;

@@ -1,4 +1,4 @@
-//! `tessera stream`: runs a plan as processes on this host.
+//! `tessera stream`: runs a plan as processes on this host, or as one process of a run that a launcher started.
 
 mod changes;
 mod host_ranks;

@@ -212,8 +212,6 @@ def numeric(
     the element in the whole array: every run and every mesh rounds alike, and so does every call. Weights, and the results that
     ops themselves round to bf16, are rounded to nearest.
 
-    A program has one precision: layers that state one agree, and the others follow. In bf16 and fp8 the partial sums of ranks are
-    rounded to bf16 before they are added, so results differ between meshes in the last digits.
     A program has one precision: layers that state one agree, and the others follow. Ranks add partial sums in the order of their
     numbers, in bf16 and fp8 after rounding them to bf16, so a plan always gives the same bits, and two meshes differ in the last digits.
 

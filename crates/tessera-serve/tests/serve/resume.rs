@@ -28,6 +28,15 @@ fn read_chunk_lines(run: &Path) -> Vec<Value> {
     lines.filter(|line| line["kind"] == "chunk").collect()
 }
 
+/// Returns the options of a server whose runs have folders in `dir`, and which continues a session there.
+fn options_in(dir: &Path, name: &str, resume: Option<&str>) -> ServeOptions {
+    ServeOptions {
+        out: Some(dir.join(name)),
+        resume: resume.map(|folder| dir.join(folder)),
+        ..test_options()
+    }
+}
+
 /// Writes the record of a run as if the run had ended after so many chunks.
 fn cut_record(run: &Path, to: &Path, chunks: usize, edit: impl Fn(&str) -> String) {
     let record = std::fs::read_to_string(run.join("record.jsonl")).unwrap();
@@ -43,11 +52,7 @@ fn cut_record(run: &Path, to: &Path, chunks: usize, edit: impl Fn(&str) -> Strin
 
 pub(crate) fn a_session_goes_on_with_the_chunk_that_would_have_followed() {
     let dir = tempfile::tempdir().unwrap();
-    let options = |name: &str, resume: Option<&str>| ServeOptions {
-        out: Some(dir.path().join(name)),
-        resume: resume.map(|folder| dir.path().join(folder)),
-        ..test_options()
-    };
+    let options = |name: &str, resume: Option<&str>| options_in(dir.path(), name, resume);
     let server = TestServer::start(options("first", None));
     let mut client = SocketClient::join_in_control(server.at.address);
     client.wait_for_frame(|frame| frame.request == 1);
@@ -93,11 +98,7 @@ pub(crate) fn a_session_goes_on_with_the_chunk_that_would_have_followed() {
 
 pub(crate) fn a_session_that_comes_out_differently_does_not_go_on() {
     let dir = tempfile::tempdir().unwrap();
-    let options = |name: &str, resume: Option<&str>| ServeOptions {
-        out: Some(dir.path().join(name)),
-        resume: resume.map(|folder| dir.path().join(folder)),
-        ..test_options()
-    };
+    let options = |name: &str, resume: Option<&str>| options_in(dir.path(), name, resume);
     let server = TestServer::start(options("first", None));
     SocketClient::join_in_control(server.at.address).wait_for_frame(|frame| frame.request == 3);
     server.stop().unwrap();

@@ -12,7 +12,7 @@ use super::{LaunchRequest, RankPlace, UNKNOWN};
 pub enum VariableSource {
     /// The launch sets it, because it follows from the plan and the hosts.
     Set,
-    /// The launch would set another value; the user's value stays.
+    /// The user has set it, and this value stays.
     Kept,
     /// It must be set, and only the user or the host knows the value.
     Open,
