@@ -143,17 +143,16 @@ fn measure_round(args: &Args, unpaced: &mut Unpaced) -> anyhow::Result<()> {
     let logs = watch(clients, |_| server.wait_for_chunks(chunks))?;
     let watched = server.stop()?;
     unpaced.watched_periods_ms.extend(periods(measured_chunks(args, &watched)?));
+    let mut slowest = f64::INFINITY;
     for log in &logs {
         let fps = log.delivered_fps(args.measured());
         ensure!(fps > 0.0, "client {} did not get chunk {}", log.number, args.measured().end - 1);
         unpaced.client_fps.push(fps);
+        slowest = slowest.min(fps);
     }
-    let slowest = logs.iter().map(|log| log.delivered_fps(args.measured())).fold(f64::INFINITY, f64::min);
     unpaced.slowest_client_fps.push(slowest);
-    let last = last_frame(&logs);
     // The clients do not end at the same frame, so each is measured up to its own last one.
-    let lost = logs.iter().map(|log| log.lost_frames(log.arrivals.last().map_or(0, |a| a.frame.min(last))));
-    unpaced.lost_frames += lost.sum::<u64>();
+    unpaced.lost_frames += logs.iter().map(ClientLog::lost_before_last).sum::<u64>();
     Ok(())
 }
 
@@ -172,7 +171,7 @@ fn measure_paced(args: &Args, unpaced: Unpaced) -> anyhow::Result<Findings> {
     let mut memory: BTreeMap<String, MemorySeries> = BTreeMap::new();
     let logs = watch(clients, |start| {
         server.wait_for_chunks(WARM_UP_CHUNKS)?;
-        let processes = server.processes();
+        let processes = server.list_processes();
         while start.elapsed() < length {
             for (name, process) in &processes {
                 memory.entry(name.clone()).or_default().sample(start.elapsed().as_secs_f64(), *process);

@@ -16,7 +16,7 @@ use tessera_tools::minimal_model::{self, PROMPT};
 
 use crate::BenchResult;
 use crate::diagnostics_error;
-use crate::process_list::{Process, ProcessUsage, find_ranks};
+use crate::process_list::{Process, ProcessUsage};
 use crate::stats::{max_value, regression_slope, round_to_millis};
 use crate::stream_process::StreamArgs;
 
@@ -119,9 +119,7 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
             record.add_line(&line);
         }
         if processes.is_empty() && record.chunks > 0 {
-            processes.extend(stream.launcher_process().map(|p| ("launcher".to_string(), p)));
-            let ranks = find_ranks(stream.launcher_pid(), &stream.tag);
-            processes.extend(ranks.into_iter().map(|(rank, p)| (format!("rank {rank}"), p)));
+            processes.extend(stream.list_processes("launcher"));
         }
         let closing = record.chunks >= args.stream.chunks;
         for (name, process) in &processes {

@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::process_list::{Process, RUN_TAG_VARIABLE, find_tagged, new_run_tag};
+use crate::process_list::{Process, RUN_TAG_VARIABLE, find_ranks, find_tagged, new_run_tag};
 use rustix::process::Signal;
 
 /// Maximum wait until a run has written the expected chunks.
@@ -127,6 +127,13 @@ impl StreamProcess {
             .spawn()
             .with_context(|| format!("cannot start {program}"))?;
         Ok(StreamProcess { child, tag: tag.to_string(), dir: dir.to_path_buf(), status: None })
+    }
+
+    /// Returns the process that launched the ranks, under this name, and its ranks.
+    pub fn list_processes(&self, launcher: &str) -> Vec<(String, Process)> {
+        let own = self.launcher_process().map(|p| (launcher.to_string(), p));
+        let ranks = find_ranks(self.launcher_pid(), &self.tag);
+        own.into_iter().chain(ranks.into_iter().map(|(rank, p)| (format!("rank {rank}"), p))).collect()
     }
 
     /// Returns the launcher with its start time, or `None` after it was reaped.

@@ -41,6 +41,14 @@ impl CliError {
         CliError { diagnostics, status }
     }
 
+    /// Returns the error of a rank that joined others: a failure of all ranks has the status of its class.
+    pub fn from_join(diagnostics: Diagnostics) -> CliError {
+        match tessera::join::joint_failure_class(&diagnostics) {
+            Some(class) => CliError::with_status(diagnostics, u8::try_from(class.exit_code()).unwrap_or(1)),
+            None => diagnostics.into(),
+        }
+    }
+
     /// Returns the same error with the exit status of a usage error, for subcommands in which
     /// status 1 has another meaning.
     pub fn into_usage(self) -> CliError {

@@ -15,6 +15,7 @@ mod memory_check;
 mod op_support;
 mod prepare;
 mod run;
+mod weight_units;
 mod weights;
 
 use std::collections::{BTreeMap, BTreeSet};

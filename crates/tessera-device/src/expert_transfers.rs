@@ -51,6 +51,14 @@ pub struct LayerTransfers {
     pub waited_ns: u64,
 }
 
+impl LayerTransfers {
+    /// Returns the counts of a layer that has done nothing yet.
+    #[must_use]
+    pub fn empty(layer: u64) -> LayerTransfers {
+        LayerTransfers { layer, ..LayerTransfers::default() }
+    }
+}
+
 /// A transfer of one matrix of an expert into fast memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertTransfer {

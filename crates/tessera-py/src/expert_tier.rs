@@ -46,12 +46,7 @@ impl LayerTier {
     ///
     /// # Errors
     /// T1509 for experts that are no weights of the program, or that it uses twice.
-    pub(crate) fn state_in_program(
-        &self,
-        t: &mut TraceState,
-        banks: &[ValueId],
-        experts: u64,
-    ) -> Result<(), Diagnostic> {
+    pub(crate) fn state_in_program(&self, t: &mut TraceState, banks: &[ValueId]) -> Result<(), Diagnostic> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let ops = &t.builder.program().ops;
         let find_op = |bank: &ValueId| ops.iter().find(|op| op.results.first() == Some(bank));
@@ -73,7 +68,7 @@ impl LayerTier {
         }
         let layers = ops.iter().filter_map(Op::expert_tier).map(|tier| tier.layer + 1);
         let layer = layers.max().unwrap_or(0);
-        let tier = ExpertTier { layer, resident: resident.min(experts), window, policy };
+        let tier = ExpertTier { layer, resident, window, policy };
         for bank in banks {
             t.builder.set_source_attrs(*bank, tier.to_attrs());
         }

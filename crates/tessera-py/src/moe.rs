@@ -160,7 +160,7 @@ impl Moe {
             let operands: Vec<Operand> =
                 [&values[0], &logits].into_iter().chain(&values[2..]).cloned().map(Operand::Value).collect();
             emit(py, values[0].state(), &operands, |t, ids| {
-                self.tier.state_in_program(t, &ids[2..], self.experts)?;
+                self.tier.state_in_program(t, &ids[2..])?;
                 Ok(self.add_experts(t, ids))
             })
         })

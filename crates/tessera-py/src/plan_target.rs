@@ -6,7 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tessera::arrays::{ArrayFunction, DeviceMesh};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_cli::codes::{T1508, T1509};
+use tessera_cli::codes::{T1508, T1510};
 use tessera_estimate::{ArrayQuery, ArraySearch, MachineModel, Objective, load_machine};
 use tessera_ir::Bundle;
 use tessera_mesh::{Axis, Mesh as Sizes, RankMap};
@@ -140,7 +140,7 @@ fn check_request(
 /// Checks that a mesh names every axis that shards an array of a function.
 ///
 /// # Errors
-/// T1509.
+/// T1510.
 fn check_axes(graph: &Graph, mesh: &Mesh) -> Result<(), Diagnostic> {
     let names = |axes: &mut dyn Iterator<Item = &Axis>| axes.map(|a| a.name()).collect::<Vec<_>>().join(", ");
     let sharded = graph.function.sharded_axes();
@@ -154,7 +154,7 @@ fn check_axes(graph: &Graph, mesh: &Mesh) -> Result<(), Diagnostic> {
         "arrays of `{name}` are sharded over {}, which the mesh does not have",
         names(&mut missing.iter())
     );
-    Err(Diagnostic::error(&T1509, what)
+    Err(Diagnostic::error(&T1510, what)
         .with_label("the program", names(&mut sharded.iter()))
         .with_label("the mesh", mesh.describe())
         .with_hint("name the axis in the mesh, with size 1 if its arrays shall stay whole"))

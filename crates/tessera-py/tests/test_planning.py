@@ -91,7 +91,7 @@ def test_a_function_runs_on_every_mesh_of_its_axes(rng: np.random.Generator) -> 
     assert "source program.w0: dim 0 over tp" in wide.explain() and "source x: dim 0 over ep" in wide.explain()
     with pytest.raises(TesseraError) as lacking:
         traced.compile(mesh=make_mesh(tp=2))
-    assert lacking.value.code == "T1509" and "ep" in str(lacking.value)
+    assert lacking.value.code == "T1510" and "ep" in str(lacking.value)
     with pytest.raises(TesseraError) as large:
         traced.compile(mesh=make_mesh(tp=10, ep=1))
     assert large.value.code == "T0107" and "extent 9" in str(large.value)

@@ -1,9 +1,9 @@
 //! Programs of arrays: from a bundle to a sealed plan, and calls of its programs on ranks.
 //!
 //! [`ArrayPlan`] seals a bundle whose programs a user wrote. [`ArrayRun`] loads a plan on its ranks, which are threads of
-//! this process or processes of this host under a leader, and calls its programs: each call runs one program with whole
-//! arrays as inputs and outputs, of which each rank reads and returns its shards. Decisions, engines and checks are those
-//! of every other run.
+//! this process or processes under a leader, on this host or on several, and calls its programs: each call runs one
+//! program with whole arrays as inputs and outputs, of which each rank reads and returns its shards. Decisions, engines
+//! and checks are those of every other run.
 
 mod array_config;
 mod array_experts;

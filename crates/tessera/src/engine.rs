@@ -389,7 +389,6 @@ fn pixel_bytes(pixels: &PixelConverter, name: &str, values: &[f32]) -> Result<Ve
     })
 }
 
-/// Converts a fault of the backend; `refusal` is the code of a rejected collective.
 /// Gives ranks that wait for this one the cause with the abort, because their report may reach the leader before this rank's.
 fn tell_waiting_peers(backend: &EngineBackend, fault: &Fault) {
     if let Fault::Aborted(text) = fault {
@@ -397,6 +396,7 @@ fn tell_waiting_peers(backend: &EngineBackend, fault: &Fault) {
     }
 }
 
+/// Converts a fault of the backend; `refusal` is the code of a rejected collective.
 fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
     match fault {
         Fault::Refused(text) => EngineFault::from_tripwire(refusal, text),
@@ -409,7 +409,6 @@ fn to_engine_fault(fault: Fault, refusal: &'static Code) -> EngineFault {
     }
 }
 
-/// Returns the names of a program's ops of one kind.
 /// Checks that a rank issued the collectives of the sealed plan, in their order.
 fn check_trace(program: &str, issued: [u8; 32], sealed: [u8; 32]) -> Result<(), EngineFault> {
     if issued == sealed {
@@ -422,6 +421,7 @@ fn check_trace(program: &str, issued: [u8; 32], sealed: [u8; 32]) -> Result<(), 
     )))
 }
 
+/// Returns the names of a program's ops of one kind.
 fn named_ops(p: &Program, opcode: Opcode) -> BTreeSet<String> {
     p.ops.iter().filter(|o| o.opcode == opcode).filter_map(|o| o.name.clone()).collect()
 }

@@ -120,7 +120,7 @@ pub(crate) fn environment_keys(vars: impl IntoIterator<Item = (String, String)>)
 }
 
 /// Returns the environment of this process; bytes that are not UTF-8 are replaced.
-pub(crate) fn process_environment() -> impl Iterator<Item = (String, String)> {
+pub fn process_environment() -> impl Iterator<Item = (String, String)> {
     std::env::vars_os().map(|(n, v)| (n.to_string_lossy().into_owned(), v.to_string_lossy().into_owned()))
 }
 

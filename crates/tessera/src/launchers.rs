@@ -223,7 +223,7 @@ fn check_range(place: &ProcessPlace, launcher: Launcher) -> Diagnostics {
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ),
         Launcher::Mpich => ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        Launcher::Slurm => ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
+        Launcher::Slurm => ("SLURM_PROCID", slurm::TASKS[0], "SLURM_LOCALID", slurm::TASKS_PER_HOST[0]),
         Launcher::LeaderWorkerSet => {
             ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE")
         }

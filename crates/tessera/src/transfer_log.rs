@@ -4,7 +4,7 @@
 //! A file and no message, because the transfers of a call may be as many as its experts, and nothing in the lockstep
 //! depends on them. Each call is one line, written before the rank reports the call as finished.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -68,26 +68,24 @@ pub(crate) enum TransferPlace {
 
 /// The reports of the ranks that are threads of this process.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct TransferMemory(Arc<Mutex<VecDeque<CallTransfers>>>);
+pub(crate) struct TransferMemory(Arc<Mutex<BTreeMap<u32, VecDeque<CallTransfers>>>>);
 
 impl TransferMemory {
     /// Returns the reports of the last calls, by call and rank.
     pub(crate) fn list(&self) -> Vec<CallTransfers> {
         let reports = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut list: Vec<CallTransfers> = reports.iter().cloned().collect();
+        let mut list: Vec<CallTransfers> = reports.values().flatten().cloned().collect();
         list.sort_by_key(|report| (report.call, report.rank));
         list
     }
 
     fn push(&self, report: CallTransfers) {
         let mut reports = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let of_rank = reports.iter().filter(|other| other.rank == report.rank).count();
-        if of_rank >= REPORTED_CALLS
-            && let Some(oldest) = reports.iter().position(|other| other.rank == report.rank)
-        {
-            reports.remove(oldest);
+        let of_rank = reports.entry(report.rank).or_default();
+        of_rank.push_back(report);
+        if of_rank.len() > REPORTED_CALLS {
+            of_rank.pop_front();
         }
-        reports.push_back(report);
     }
 }
 

@@ -111,8 +111,7 @@ impl Findings {
     /// the same frame, and up to the last one of all if it stalled.
     fn lost_frames(&self, at: usize) -> u64 {
         let log = &self.logs[at];
-        let own = log.arrivals.last().map_or(0, |arrival| arrival.frame);
-        log.lost_frames(if at < self.watching { own } else { last_frame(&self.logs) })
+        if at < self.watching { log.lost_before_last() } else { log.lost_frames(last_frame(&self.logs)) }
     }
 
     /// Compares what was measured with the bars.

@@ -79,6 +79,11 @@ impl ClientLog {
         (last_frame + 1).saturating_sub(first.frame).saturating_sub(self.arrivals.len() as u64)
     }
 
+    /// Returns the number of frames that did not arrive, up to the last one that did.
+    pub fn lost_before_last(&self) -> u64 {
+        self.arrivals.last().map_or(0, |last| self.lost_frames(last.frame))
+    }
+
     /// Returns the frames per second that arrived for the requests of a range, from the last frame of the first one on.
     pub fn delivered_fps(&self, requests: std::ops::Range<u64>) -> f64 {
         let first = self.arrivals.iter().rfind(|a| a.request == requests.start);

@@ -10,7 +10,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use super::Args;
-use crate::process_list::{Process, ProcessUsage, find_ranks, new_run_tag};
+use crate::process_list::{Process, ProcessUsage, new_run_tag};
 use crate::stats::{median, regression_slope};
 use crate::stream_process::{JsonTail, StreamProcess};
 
@@ -71,10 +71,8 @@ impl ServerProcess {
     }
 
     /// Returns the server and its ranks, with names.
-    pub fn processes(&self) -> Vec<(String, Process)> {
-        let server = self.process.launcher_process().map(|p| ("server".to_string(), p));
-        let ranks = find_ranks(self.process.launcher_pid(), &self.process.tag);
-        server.into_iter().chain(ranks.into_iter().map(|(rank, p)| (format!("rank {rank}"), p))).collect()
+    pub fn list_processes(&self) -> Vec<(String, Process)> {
+        self.process.list_processes("server")
     }
 
     /// Fails if the server has ended.

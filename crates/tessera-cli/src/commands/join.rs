@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tessera::arrays::{ArrayRankOptions, ArrayRendezvous, run_joined_rank};
-use tessera::join::joint_failure_class;
 use tessera::terminal::print_stderr_line;
 
 use crate::output::{CliError, CliResult, print_failure};
@@ -86,10 +85,7 @@ pub fn run(args: &Args) -> CliResult {
         threads: args.threads.map(|n| n as usize),
         out: args.out.clone(),
     };
-    let failure = run_joined_rank(&options).map_err(|ds| match joint_failure_class(&ds) {
-        Some(class) => CliError::with_status(ds, u8::try_from(class.exit_code()).unwrap_or(1)),
-        None => ds.into(),
-    })?;
+    let failure = run_joined_rank(&options).map_err(CliError::from_join)?;
     let Some(failure) = failure else { return Ok(0) };
     print_stderr_line(&format!("rank {}:", args.rank));
     print_failure(&failure);

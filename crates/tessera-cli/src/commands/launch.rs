@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use tessera::Plan;
+use tessera::environment::process_environment;
 use tessera::files::read_text;
 use tessera::launchers::DEFAULT_PORT;
 use tessera::stream_options::RunDevice;
@@ -90,9 +91,7 @@ pub fn run(args: &Args) -> CliResult {
         device: args.device,
         leader_port: args.leader_port,
         secret: args.secret.clone(),
-        environment: std::env::vars_os()
-            .map(|(n, v)| (n.to_string_lossy().into_owned(), v.to_string_lossy().into_owned()))
-            .collect(),
+        environment: process_environment().collect(),
     };
     let launch = plan_launch(&request, &LocalHost::read(args.device == RunDevice::Cuda))?;
     let text = match (args.format, args.dry_run) {

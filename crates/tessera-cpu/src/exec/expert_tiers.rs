@@ -15,6 +15,7 @@ use tessera_ir::{CacheFetch, ExpertCache, ExpertTier, Type};
 
 use super::expert_io::{ExpertIo, FetchOrder, FetchedExpert};
 use super::memory::is_narrow;
+use super::weight_units::{locate_unit, units_of_rows};
 use crate::kernels::{PackedWeight, UNPACK_ROWS};
 
 /// The layers of the loaded programs whose experts lie in two tiers.
@@ -126,7 +127,7 @@ impl ExpertTiers {
             step: 0,
             uses: Vec::new(),
             passes: 0,
-            counts: LayerTransfers { layer: tier.layer, ..LayerTransfers::default() },
+            counts: LayerTransfers::empty(tier.layer),
         });
         layer.banks.push(at);
         let (name, ty) = (name.to_string(), ty.clone());
@@ -203,7 +204,7 @@ impl ExpertTiers {
         }
         layer.passes = 0;
         layer.step += 1;
-        let next = LayerTransfers { layer: layer.tier.layer, ..LayerTransfers::default() };
+        let next = LayerTransfers::empty(layer.tier.layer);
         self.report.layers.push(std::mem::replace(&mut layer.counts, next));
         self.request_ahead(&key, true);
     }
@@ -233,7 +234,7 @@ impl ExpertTiers {
             layer.ahead.clear();
             layer.uses.clear();
             (layer.step, layer.passes) = (0, 0);
-            layer.counts = LayerTransfers { layer: layer.tier.layer, ..LayerTransfers::default() };
+            layer.counts = LayerTransfers::empty(layer.tier.layer);
         }
         self.report = ExpertReport::default();
     }
@@ -269,8 +270,8 @@ impl ExpertTiers {
 
     /// Returns an element of a weight, from the tier in which its expert lies.
     pub(super) fn read_element(&self, bank: usize, index: usize) -> Option<f32> {
-        let (n, k) = self.banks[bank].matrix_shape();
-        let (expert, at) = (index / (n * k).max(1), index % (n * k).max(1));
+        let (_, k) = self.banks[bank].matrix_shape();
+        let (expert, at) = self.banks[bank].locate_element(index);
         if expert as u64 >= self.banks[bank].ty.shape[0] {
             return None;
         }
@@ -284,8 +285,7 @@ impl ExpertTiers {
 
     /// Sets an element in fast memory. Returns `false` if its expert does not lie there: host memory is shared.
     pub(super) fn write_element(&mut self, bank: usize, index: usize, value: f32) -> bool {
-        let (n, k) = self.banks[bank].matrix_shape();
-        let (expert, at) = (index / (n * k).max(1), index % (n * k).max(1));
+        let (expert, at) = self.banks[bank].locate_element(index);
         let mut slots = self.banks[bank].slots.iter_mut().filter(|slot| slot.current == Some(expert));
         slots.find_map(|slot| slot.memory.as_mut()).is_some_and(|matrix| matrix.set(at, value))
     }
@@ -433,13 +433,18 @@ impl TieredBank {
     }
 
     fn units_of_expert(&self) -> usize {
-        self.matrix_shape().0.div_ceil(UNPACK_ROWS).max(1)
+        units_of_rows(self.matrix_shape().0)
     }
 
     /// Returns the expert of a unit, and the unit's first row in its matrix.
     fn locate_unit(&self, unit: usize) -> (usize, usize) {
-        let units = self.units_of_expert();
-        (unit / units, unit % units * UNPACK_ROWS)
+        locate_unit(self.units_of_expert(), unit)
+    }
+
+    /// Returns the expert of an element, and the element's index in its matrix.
+    fn locate_element(&self, index: usize) -> (usize, usize) {
+        let (n, k) = self.matrix_shape();
+        (index / (n * k).max(1), index % (n * k).max(1))
     }
 
     fn find_resident(&self, expert: usize) -> Option<&PackedWeight> {

@@ -9,6 +9,7 @@ use tessera_ir::{DType, ExpertTier, Op, OpView, Opcode, Program, Type, WeightLoa
 
 use super::expert_tiers::ExpertTiers;
 use super::memory::{WeightData, is_narrow};
+use super::weight_units::{locate_unit, units_of_rows};
 use super::{CpuBackend, WeightForm, WeightKey};
 use crate::Pool;
 use crate::kernels::{
@@ -374,13 +375,7 @@ fn locate_element(matrices: &[PackedWeight], index: usize) -> (usize, usize) {
 
 /// Returns the number of units of one matrix of a packed weight.
 fn units_of_matrix(matrix: &PackedWeight) -> usize {
-    matrix.shape().0.div_ceil(UNPACK_ROWS).max(1)
-}
-
-/// Returns the matrix of a unit of a packed weight, and the unit's first row in it.
-fn locate_unit(matrices: &[PackedWeight], unit: usize) -> (usize, usize) {
-    let units = matrices.first().map_or(1, units_of_matrix);
-    (unit / units, unit % units * UNPACK_ROWS)
+    units_of_rows(matrix.shape().0)
 }
 
 impl WeightData {
@@ -407,7 +402,7 @@ impl WeightData {
             WeightData::Plain(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
             WeightData::Bf16(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
             WeightData::Packed(p) => {
-                let (matrix, first) = locate_unit(p, unit);
+                let (matrix, first) = locate_unit(p.first().map_or(1, units_of_matrix), unit);
                 let (n, k) = p[matrix].shape();
                 (n - first).min(UNPACK_ROWS) * k
             }
@@ -438,7 +433,7 @@ impl WeightData {
                 hash.update_as(rows, dtype);
             }
             WeightData::Packed(p) => {
-                let (matrix, first) = locate_unit(p, unit);
+                let (matrix, first) = locate_unit(p.first().map_or(1, units_of_matrix), unit);
                 p[matrix].unpack_rows(first, rows);
                 hash.update_as(rows, dtype);
             }

@@ -590,9 +590,9 @@ class Session:
     def plan(self) -> Plan: ...
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the ranks, in rank order; empty if they are threads."""
+        """Process ids of the ranks that this session started, in rank order; empty if they are threads."""
     def prefetch_report(self) -> PrefetchReport:
-        """Returns what the ranks did with the experts of registered layers, in the last 4096 calls."""
+        """Returns what the ranks did with the experts of registered layers, in the last 4096 calls; of joined ranks, rank 0 alone."""
     def trace(self) -> SessionTrace:
         """Returns the trace of the calls so far, of a session that was opened with ``trace=True``.
 

@@ -1,4 +1,4 @@
-"""Runs: sealed plans on threads of this process or processes of this host, streams of video, and texts."""
+"""Runs: sealed plans on threads, on processes of this host or on ranks that join over hosts, streams of video, and texts."""
 
 from ._native import (
     IoEvent,

@@ -75,7 +75,7 @@ pub fn run_host_ranks(spec: &HostRanksSpec, stop: &StopHandle) -> Result<Vec<Ran
             forwarded += 1;
             signal_all(&running, |pid| kill_process(pid, Signal::TERM));
         }
-        if exits.iter().any(|exit| exit.status != Some(0)) {
+        if exits.iter().any(|exit| !exit.is_clean()) {
             let at = *kill_at.get_or_insert_with(|| Instant::now() + END_LIMIT);
             if Instant::now() >= at {
                 signal_all(&running, |pid| kill_process_group(pid, Signal::KILL));
@@ -90,7 +90,7 @@ pub fn run_host_ranks(spec: &HostRanksSpec, stop: &StopHandle) -> Result<Vec<Ran
 /// failed. The ranks after it ended because of it.
 #[must_use]
 pub fn host_exit_status(exits: &[RankExit]) -> i32 {
-    let failed = exits.iter().find(|exit| exit.status != Some(0));
+    let failed = exits.iter().find(|exit| !exit.is_clean());
     failed.map_or(0, |exit| exit.status.unwrap_or(FailureClass::Peer.exit_code()))
 }
 

@@ -106,7 +106,7 @@ pub struct RankExit {
 }
 
 impl RankExit {
-    fn is_clean(&self) -> bool {
+    pub(super) fn is_clean(&self) -> bool {
         self.status == Some(0)
     }
 

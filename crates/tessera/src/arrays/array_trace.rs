@@ -102,10 +102,7 @@ impl ArrayTrace {
         let spans = self.events.iter().map(|event| TimelineSpan {
             rank: event.rank,
             stream: event.stream.to_string(),
-            name: match event.kind {
-                ArrayTraceKind::Compute => event.op.to_string(),
-                kind => format!("{} {}", event.op, kind.name()),
-            },
+            name: event.describe(),
             chunk: call_number(event.call),
             start_ns: event.start_ns,
             end_ns: event.end_ns,
@@ -122,6 +119,16 @@ impl ArrayTrace {
         };
         timeline.sort_and_name();
         timeline
+    }
+}
+
+impl ArrayTraceEvent {
+    /// Returns the op, with what the rank did of a collective.
+    pub(super) fn describe(&self) -> String {
+        match self.kind {
+            ArrayTraceKind::Compute => self.op.to_string(),
+            kind => format!("{} {}", self.op, kind.name()),
+        }
     }
 }
 

@@ -33,7 +33,6 @@ pub struct ArrayRunLog {
 
 #[derive(Default)]
 struct KeptCalls {
-    count: u64,
     newest: VecDeque<TimedCall>,
     kept_ops: usize,
 }
@@ -45,12 +44,14 @@ impl ArrayRunLog {
         (place, device): (RankPlace, RunDevice),
         mut stream_ids: Option<StreamIds>,
     ) -> Arc<ArrayRunLog> {
-        let sealed = &plan.sealed;
-        let ranks = || sealed.mesh().iter();
-        let programs = sealed.phase_names().iter().flat_map(|phase| ranks().map(move |rank| (phase, rank)));
-        let programs = programs.filter_map(|(phase, rank)| sealed.rank_program(phase, rank));
-        let streams: BTreeSet<&str> = programs.flat_map(|p| p.streams.iter().map(String::as_str)).collect();
         if let Some(ids) = &mut stream_ids {
+            let sealed = &plan.sealed;
+            let ranks = || sealed.mesh().iter();
+            let programs =
+                sealed.phase_names().iter().flat_map(|phase| ranks().map(move |rank| (phase, rank)));
+            let programs = programs.filter_map(|(phase, rank)| sealed.rank_program(phase, rank));
+            let streams: BTreeSet<&str> =
+                programs.flat_map(|p| p.streams.iter().map(String::as_str)).collect();
             ids.add_missing(StreamKind::ALL.map(StreamKind::name).into_iter().chain(streams));
         }
         let (plan, calls) = (Arc::clone(plan), Mutex::default());
@@ -62,8 +63,8 @@ impl ArrayRunLog {
         let since = |ns: u64| ns.saturating_sub(self.loaded_ns);
         let (start_ns, end_ns) = (since(begun_ns), since(monotonic_ns()));
         let mut calls = self.lock();
-        calls.count += 1;
-        let record = ArrayCallRecord { number: calls.count, program: program.to_string(), start_ns, end_ns };
+        let number = calls.count() + 1;
+        let record = ArrayCallRecord { number, program: program.to_string(), start_ns, end_ns };
         calls.keep(TimedCall { record, op_times });
     }
 
@@ -97,7 +98,7 @@ impl ArrayRunLog {
             place: self.place,
             device: self.device,
             calls: calls.newest.iter().map(|call| call.record.clone()).collect(),
-            call_count: calls.count,
+            call_count: calls.count(),
         }
     }
 
@@ -107,6 +108,11 @@ impl ArrayRunLog {
 }
 
 impl KeptCalls {
+    /// Returns the number of all completed calls, which is that of the newest one.
+    fn count(&self) -> u64 {
+        self.newest.back().map_or(0, |call| call.record.number)
+    }
+
     /// Keeps a call, and drops the oldest ones beyond the limits. The newest call stays, however large it is.
     fn keep(&mut self, call: TimedCall) {
         self.kept_ops += call.op_count();

@@ -1,4 +1,5 @@
-//! Calls of array programs on ranks that are processes of this host, under a leader.
+//! Calls of array programs on ranks that are processes under a leader: all of them on this host, or rank 0 here and the
+//! others on hosts that joined.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

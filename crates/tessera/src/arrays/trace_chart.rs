@@ -34,16 +34,16 @@ impl ArrayTrace {
 }
 
 fn to_bar(event: &ArrayTraceEvent, origin_ns: u64) -> ChartBar {
-    let (work, what) = match event.kind {
-        ArrayTraceKind::Compute => (BarWork::Compute, event.op.to_string()),
-        ArrayTraceKind::Issue => (BarWork::Issue, format!("{} issue", event.op)),
-        ArrayTraceKind::InFlight => (BarWork::InFlight, format!("{} in flight", event.op)),
-        ArrayTraceKind::Wait => (BarWork::Wait, format!("{} wait", event.op)),
+    let work = match event.kind {
+        ArrayTraceKind::Compute => BarWork::Compute,
+        ArrayTraceKind::Issue => BarWork::Issue,
+        ArrayTraceKind::InFlight => BarWork::InFlight,
+        ArrayTraceKind::Wait => BarWork::Wait,
     };
     let from = Nanoseconds(event.start_ns.saturating_sub(origin_ns));
     let length = Nanoseconds(event.end_ns.saturating_sub(event.start_ns));
     ChartBar {
-        title: format!("{what}: {length} from {from} on"),
+        title: format!("{}: {length} from {from} on", event.describe()),
         work,
         start_ns: event.start_ns,
         end_ns: event.end_ns,

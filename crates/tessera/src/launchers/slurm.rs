@@ -15,10 +15,10 @@ use crate::codes::T0034;
 const FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
 
 const STEP: [&str; 2] = ["SLURM_STEP_ID", "SLURM_STEPID"];
-const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
+pub(super) const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
 const HOSTS: [&str; 2] = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"];
 const HOST_LIST: [&str; 3] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
-const TASKS_PER_HOST: [&str; 2] = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
+pub(super) const TASKS_PER_HOST: [&str; 2] = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
 
 /// Returns whether the environment is that of a task of a step.
 pub(super) fn is_task(environment: &BTreeMap<String, String>) -> bool {

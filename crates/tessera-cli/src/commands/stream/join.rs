@@ -2,7 +2,6 @@
 //! is read from the environment, and the options for authentication.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +11,8 @@ use std::time::{Duration, Instant};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use tessera::codes::T0034;
-use tessera::join::{JoinEvent, JoinOptions, JoinReport, TlsFiles};
+use tessera::environment::process_environment;
+use tessera::join::{JoinEvent, JoinOptions, JoinReport, TlsFiles, joint_failure_class};
 use tessera::launchers::{self, Launcher, LauncherPlacement, RankShare};
 use tessera::stream_options::{RunDevice, StreamEvent, StreamOptions};
 use tessera::terminal::{print_stderr, print_stderr_line};
@@ -22,7 +22,9 @@ use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics, render_all};
 use super::report::{ReportPlace, print_report};
 use crate::flags::{AppliesTo, flag_set};
 use crate::output::{CliError, CliResult, OutputFormat, print_failure};
-use crate::progress::{EXIT_INTERRUPTED, Progress, STOPPING_MESSAGE, StopRequests, handle_signals};
+use crate::progress::{
+    EXIT_INTERRUPTED, Progress, STOPPING_MESSAGE, StopRequests, handle_signals, stop_on_signals,
+};
 
 const JOIN_HEADING: &str = "Ranks that torchrun, srun, mpirun, LeaderWorkerSet or a script started";
 /// Default time limit for the other ranks to join.
@@ -81,7 +83,7 @@ impl JoinArgs {
     /// # Errors
     /// T0034 and T0067.
     pub fn find_placement(&self) -> Result<Option<LauncherPlacement>, CliError> {
-        self.placement_from(&process_environment()).map_err(CliError::from_usage_errors)
+        self.placement_from(&process_environment().collect()).map_err(CliError::from_usage_errors)
     }
 
     fn placement_from(
@@ -149,11 +151,6 @@ fn join_error(message: String) -> Diagnostic {
 /// rejected and not taken as missing.
 fn read_variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-}
-
-fn process_environment() -> BTreeMap<String, String> {
-    let text = |value: OsString| value.to_string_lossy().into_owned();
-    std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect()
 }
 
 /// Runs this process as one rank of a stream whose other ranks are started externally.
@@ -236,14 +233,10 @@ pub fn rehearse(
     let ranks: Vec<JoinOptions> = (share.first..share.first + share.count)
         .map(|rank| JoinOptions { rank, ..join_options.clone() })
         .collect();
-    let interrupt = StopHandle::default();
-    let listener =
-        handle_signals(&interrupt, &Progress::new(quiet, 0), || "stopping before all ranks have joined");
-    let meeting = tessera::rehearsal::meet_ranks(plan, options, &ranks, &interrupt);
-    if let Some(listener) = listener {
-        listener.close();
-    }
-    let meeting = meeting.map_err(|ds| to_cli_error(ds, &interrupt))?;
+    let meeting = stop_on_signals("stopping before all ranks have joined", |interrupt| {
+        tessera::rehearsal::meet_ranks(plan, options, &ranks, interrupt)
+            .map_err(|ds| to_cli_error(ds, interrupt))
+    })?;
     print_stderr(&render_all(&meeting.notes, DiagnosticFormat::Text, &|_| None));
     if share.first == 0 && !quiet {
         print_stderr_line(&format!(
@@ -256,10 +249,9 @@ pub fn rehearse(
 }
 
 fn to_cli_error(ds: Diagnostics, interrupt: &StopHandle) -> CliError {
-    match tessera::join::joint_failure_class(&ds) {
-        Some(class) => CliError::with_status(ds, u8::try_from(class.exit_code()).unwrap_or(1)),
+    match joint_failure_class(&ds) {
         None if interrupt.is_stop_requested() => CliError::with_status(ds, EXIT_INTERRUPTED),
-        None => ds.into(),
+        _ => CliError::from_join(ds),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Arguments and grids of the elementwise kernels and of the row kernels that no neighbour shares.
 
+use tessera_base::random::DrawKey;
 use tessera_ir::{Activation, DType, Op, StochasticRounding, ValueId, views};
 use tessera_mesh::AxisLayout;
 
@@ -69,7 +70,7 @@ pub(super) fn build_quantize(s: &LaunchSite<'_>, v: &views::Quantize, results: &
     let Some(draws) = v.stochastic_rounding() else {
         return Ok(KernelLaunch::for_rows(QUANTIZE, of_rows, Quantize { rows, x, out, scales }));
     };
-    let (seed, seed_high, draw) = (draws.key.seed as u32, (draws.key.seed >> 32) as u32, draws.key.draw);
+    let (seed, seed_high, draw) = words_of_key(draws.key);
     let first_row = s.first_global_row(ty, draws.first_row) as i64;
     let args = QuantizeByWord { rows, x, out, scales, seed, seed_high, draw, first_row };
     Ok(KernelLaunch::for_rows(QUANTIZE_BY_WORD, of_rows, args))
@@ -225,6 +226,11 @@ pub(super) fn build_cast(s: &LaunchSite<'_>, v: &views::Cast, out: ValueId) -> B
     Ok(KernelLaunch::elements(kernel, n, Cast { x: s.at(v.x)?, out: s.at(out)?, n: n as i64 }))
 }
 
+/// Returns the lower and the upper half of a seed and the draw, as kernels take them.
+fn words_of_key(key: DrawKey) -> (u32, u32, u32) {
+    (key.seed as u32, (key.seed >> 32) as u32, key.draw)
+}
+
 /// Builds a cast by the words of a draw.
 fn build_cast_by_word(s: &LaunchSite<'_>, x: ValueId, out: ValueId, draws: StochasticRounding) -> Built {
     let ty = s.p.type_of(x);
@@ -245,12 +251,13 @@ fn build_cast_by_word(s: &LaunchSite<'_>, x: ValueId, out: ValueId, draws: Stoch
     let whole = ty.layout.global_shape(&ty.shape, &s.p.mesh);
     let row_elements: u64 = whole.iter().skip(1).product();
     let column = if last == 0 { 0 } else { s.first_global_column(x) };
+    let (seed, seed_high, draw) = words_of_key(draws.key);
     let args = CastByWord {
         x: s.at(x)?,
         out: s.at(out)?,
-        seed: draws.key.seed as u32,
-        seed_high: (draws.key.seed >> 32) as u32,
-        draw: draws.key.draw,
+        seed,
+        seed_high,
+        draw,
         first: (s.first_global_row(ty, draws.first_row) * row_elements + column) as i64,
         width: ty.shape.last().copied().unwrap_or(1).max(1) as i64,
         pitch: whole.last().copied().unwrap_or(1) as i64,
