@@ -12,7 +12,7 @@ mod rank_variables;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use tessera::gpu_placement::{find_gpu, position_on_host};
+use tessera::gpu_placement::{find_gpu, numa_node, position_on_host};
 use tessera::stream_options::RunDevice;
 use tessera::{Mesh, Plan};
 use tessera_base::{Diagnostic, Diagnostics};
@@ -166,7 +166,9 @@ fn place_gpu(
     };
     let found = find_gpu(&local.gpus, (mesh, map), first, rank).ok();
     match found.and_then(|i| Some((i, local.gpus.get(i as usize)?))) {
-        Some((i, gpu)) => (format!("GPU {i}, {}", gpu.uuid), local.numa_node_of(&gpu.pci_bus_id)),
+        Some((i, gpu)) => {
+            (format!("GPU {i}, {}", gpu.uuid), numa_node(&gpu.pci_bus_id).filter(|node| node != "-1"))
+        }
         None => (format!("GPU {index}, which this host does not show"), None),
     }
 }

@@ -172,7 +172,8 @@ fn build_header(session: u64, plan: &SealedPlan, rank: Rank) -> FlightHeader {
 }
 
 /// Returns the host name that the kernel reports; empty if `/proc` cannot be read.
-pub(crate) fn host_name() -> String {
+#[must_use]
+pub fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
 

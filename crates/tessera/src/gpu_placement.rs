@@ -98,7 +98,8 @@ pub fn launch_table(gpus: &[Gpu], mesh: &Mesh, map: &RankMap) -> String {
         let row =
             found.and_then(|i| Some((i, gpus.get(i)?))).map_or("-\t-\t-\t-\t-".to_string(), |(i, g)| {
                 let port = buses.iter().position(|b| *b == g.pci_bus_id).unwrap_or(0);
-                format!("{i}\t{}\t{}\t{}\t{port}", g.uuid, g.pci_bus_id, numa_node(&g.pci_bus_id))
+                let node = numa_node(&g.pci_bus_id).unwrap_or_else(|| "-".to_string());
+                format!("{i}\t{}\t{}\t{node}\t{port}", g.uuid, g.pci_bus_id)
             });
         // Writing to a String cannot fail.
         let _ = writeln!(out, "{rank}\t{name}\t{row}");
@@ -106,10 +107,11 @@ pub fn launch_table(gpus: &[Gpu], mesh: &Mesh, map: &RankMap) -> String {
     out
 }
 
-/// Returns the NUMA node of a PCI device as the kernel states it, or `-`.
-fn numa_node(bus: &str) -> String {
+/// Returns the NUMA node of a PCI device as the kernel states it: -1 on a host with a single node.
+#[must_use]
+pub fn numa_node(bus: &str) -> Option<String> {
     let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_lowercase());
-    std::fs::read_to_string(path).map_or("-".to_string(), |text| text.trim().to_string())
+    std::fs::read_to_string(path).ok().map(|text| text.trim().to_string())
 }
 
 #[cfg(test)]

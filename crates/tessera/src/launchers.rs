@@ -22,7 +22,7 @@ use variables::Variables;
 
 pub use address::DEFAULT_PORT;
 pub use host_list::{MAX_HOSTS, expand_hosts};
-pub use rank_share::{RankShare, share_ranks};
+pub use rank_share::{RankShare, share_of_host, share_ranks};
 
 /// Variables by which a launcher is recognised, and those that would misplace a rank. A process removes
 /// them before it starts ranks with variables of its own.

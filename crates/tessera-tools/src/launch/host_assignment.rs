@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use tessera::Mesh;
-use tessera::launchers::expand_hosts;
+use tessera::launchers::{expand_hosts, share_of_host};
 use tessera_base::Diagnostic;
 
 use crate::codes::{T0065, T0066};
@@ -72,8 +72,7 @@ pub fn parse_host_file(file: &str, text: &str) -> Result<Vec<HostSlots>, Diagnos
 /// # Errors
 /// T0066 if the numbers do not add up.
 pub fn assign_ranks(hosts: &[HostSlots], mesh: &Mesh) -> Result<Vec<HostRanks>, Diagnostic> {
-    let (world, outside) = (mesh.world_size(), mesh.outside_count());
-    let inside = world - outside;
+    let world = mesh.world_size();
     let stated: Vec<u32> = hosts.iter().filter_map(|h| h.slots).collect();
     let misfit =
         |what: String| Diagnostic::error(&T0066, what).with_label("plan", format!("{mesh}, {world} ranks"));
@@ -81,11 +80,12 @@ pub fn assign_ranks(hosts: &[HostSlots], mesh: &Mesh) -> Result<Vec<HostRanks>, 
     let counts: Vec<u32> = if hosts.is_empty() {
         return Err(misfit("no host is named".to_string()));
     } else if stated.is_empty() {
-        if !inside.is_multiple_of(count) {
-            return Err(misfit(format!("{inside} ranks of the mesh cannot be divided among {count} hosts"))
-                .with_hint("state the ranks of each host, as in --hosts a:4,b:3"));
-        }
-        (0..count).map(|i| inside / count + if i == 0 { outside } else { 0 }).collect()
+        let counts = (0..count).map(|host| Some(share_of_host(mesh, host, count)?.count));
+        counts.collect::<Option<Vec<u32>>>().ok_or_else(|| {
+            let inside = world - mesh.outside_count();
+            misfit(format!("{inside} ranks of the mesh cannot be divided among {count} hosts"))
+                .with_hint("state the ranks of each host, as in --hosts a:4,b:3")
+        })?
     } else if stated.len() < hosts.len() {
         let without = hosts.iter().find(|h| h.slots.is_none()).map_or("", |h| h.name.as_str());
         return Err(misfit(format!("some hosts state their ranks and {without} does not"))

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::read_to_string;
 
+use tessera::flight::host_name;
 use tessera::gpus::GpuDiscovery;
 use tessera_cuda::Gpu;
 
@@ -44,7 +45,7 @@ impl LocalHost {
         let status = text("/proc/self/status");
         let allowed = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:"));
         LocalHost {
-            name: text("/proc/sys/kernel/hostname").trim().to_string(),
+            name: host_name(),
             gpus,
             nodes: read_nodes(&parse_core_list(allowed.unwrap_or_default())),
             network: default_route_device(&text("/proc/net/route")),
@@ -80,14 +81,6 @@ impl LocalHost {
             _ => Some("several".to_string()),
         };
         (format_core_list(&own.iter().map(|(core, _)| *core).collect::<Vec<_>>()), node)
-    }
-
-    /// Returns the NUMA node of a PCI device as the kernel states it.
-    #[must_use]
-    pub fn numa_node_of(&self, bus: &str) -> Option<String> {
-        let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_lowercase());
-        // -1 means that the host has a single node.
-        read_to_string(path).ok().map(|t| t.trim().to_string()).filter(|node| node != "-1")
     }
 }
 

@@ -17,6 +17,20 @@ pub struct RankShare {
     pub world: u32,
 }
 
+/// Returns the ranks of one of equal hosts: ranks outside the mesh, which need no device, come first and run on the first
+/// host. `None` if the hosts cannot share the mesh equally.
+#[must_use]
+pub fn share_of_host(mesh: &Mesh, host: u32, hosts: u32) -> Option<RankShare> {
+    let (world, outside) = (mesh.world_size(), mesh.outside_count());
+    let inside = world - outside;
+    if hosts == 0 || !inside.is_multiple_of(hosts) {
+        return None;
+    }
+    let each = inside / hosts;
+    let (first, extra) = if host == 0 { (0, outside) } else { (outside + host * each, 0) };
+    Some(RankShare { first, count: each + extra, world })
+}
+
 /// Divides the ranks of a plan among the processes of a launcher.
 ///
 /// With as many processes as ranks, each process is one rank. With one process per host, each host
@@ -30,18 +44,14 @@ pub fn share_ranks(placement: &LauncherPlacement, mesh: &Mesh) -> Result<RankSha
     if processes == world {
         return Ok(RankShare { first: process, count: 1, world });
     }
-    let outside = mesh.outside_count();
-    let inside = world - outside;
     let is_per_host = placement.local_processes == Some(1);
-    if is_per_host && processes > 0 && inside.is_multiple_of(processes) {
-        let each = inside / processes;
-        let extra = if process == 0 { outside } else { 0 };
-        let first = if process == 0 { 0 } else { outside + process * each };
-        return Ok(RankShare { first, count: each + extra, world });
+    if is_per_host && let Some(share) = share_of_host(mesh, process, processes) {
+        return Ok(share);
     }
     let hint = match is_per_host {
         true => format!(
-            "start one process per rank, or one on each of a number of hosts that divides {inside} ranks"
+            "start one process per rank, or one on each of a number of hosts that divides {} ranks",
+            world - mesh.outside_count()
         ),
         false => "start as many processes as the plan has ranks, or one process on each host".to_string(),
     };
