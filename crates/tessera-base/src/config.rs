@@ -130,6 +130,16 @@ impl<'a> ConfigReader<'a> {
         self.read_as(key, Some(default.to_vec()), default.to_vec(), "a list of numbers", numbers)
     }
 
+    /// Reads a table whose keys are names and whose values are lists of numbers; returns an empty one if the key is absent
+    /// or its value is invalid, which is reported.
+    pub fn read_named_numbers(&mut self, key: &'static str) -> BTreeMap<String, Vec<f64>> {
+        let numbers = |v: &Value| v.as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>();
+        let named = |v: &Value| {
+            v.as_object()?.iter().map(|(name, v)| Some((name.clone(), numbers(v)?))).collect::<Option<_>>()
+        };
+        self.read_as(key, Some(BTreeMap::new()), BTreeMap::new(), "a table of lists of numbers", named)
+    }
+
     /// Reads a list of booleans; returns `default` if the key is absent or its value is invalid, which
     /// is reported.
     pub fn read_flags(&mut self, key: &'static str, default: &[bool]) -> Vec<bool> {

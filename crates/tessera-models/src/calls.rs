@@ -2,7 +2,7 @@
 
 use crate::vae::{EXACT_DECODE_PHASE, MediaPhases};
 use crate::video_model::{ContextRegime, VideoModel};
-use crate::{DecoderQuality, denoising_steps};
+use crate::{DEFAULT_STEP_LIST, DecoderQuality, SigmaStep};
 
 /// Lists every call that a stream may make: its name and its phases in order. Any other request is
 /// rejected at admission.
@@ -11,10 +11,10 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
     let chunk = m.stream.chunk_frames;
     let last = m.stream.window_frames - chunk;
     let resident = m.context_regime() == ContextRegime::Resident;
+    let starts = list_starts(m);
     let mut out = Vec::new();
     for fill in (0..=last).step_by(chunk as usize) {
-        for (text, video) in
-            [true, false].into_iter().flat_map(|text| video_starts(m).into_iter().map(move |v| (text, v)))
+        for (text, start) in [true, false].into_iter().flat_map(|text| starts.iter().map(move |s| (text, s)))
         {
             for rebase in [false, true] {
                 // A scene starts with its prompt, and only a full resident window can exceed the
@@ -24,7 +24,7 @@ pub fn list_calls(m: &VideoModel, media: MediaPhases) -> Vec<(String, Vec<String
                 }
                 let recaches = if text { recache_sizes(m, fill, rebase) } else { vec![0] };
                 out.extend(recaches.into_iter().map(|recached| {
-                    let call = ChunkCall { fill, video, text, recached, rebase };
+                    let call = ChunkCall { fill, start, text, recached, rebase };
                     (call.format_name(m), call.list_phases(m, media))
                 }));
             }
@@ -46,11 +46,10 @@ fn recache_sizes(m: &VideoModel, fill: u64, rebase: bool) -> Vec<u64> {
 }
 
 /// A call that generates a chunk.
-struct ChunkCall {
+struct ChunkCall<'a> {
     /// Latent frames in the KV cache before the chunk.
     fill: u64,
-    /// Denoising step at which an input video begins, if there is one.
-    video: Option<usize>,
+    start: &'a ChunkStart<'a>,
     /// Whether a new prompt takes effect.
     text: bool,
     /// Number of cached chunks whose keys and values the new prompt replaces.
@@ -59,13 +58,17 @@ struct ChunkCall {
     rebase: bool,
 }
 
-impl ChunkCall {
+impl ChunkCall<'_> {
     fn format_name(&self, m: &VideoModel) -> String {
         let flag = |is_set: bool, suffix: &'static str| if is_set { suffix } else { "" };
         format!(
-            "chunk.fill{}{}{}{}{}{}",
+            "chunk.fill{}{}{}{}{}{}{}",
             self.fill,
-            self.video.map_or(String::new(), |step| format!(".video{step}")),
+            match self.start.list {
+                DEFAULT_STEP_LIST => String::new(),
+                list => format!(".steps-{list}"),
+            },
+            self.start.video.map_or(String::new(), |step| format!(".video{step}")),
             flag(m.stream.given_noise, ".noise"),
             flag(self.text, ".text"),
             if self.recached > 0 { format!(".recache{}", self.recached) } else { String::new() },
@@ -90,8 +93,8 @@ impl ChunkCall {
         if !resident && fill > 0 {
             phases.push("recompute".into());
         }
-        phases.extend(self.video.map(|_| "video".to_string()));
-        for step in self.video.unwrap_or(0)..m.stream.steps.len() {
+        phases.extend(self.start.video.map(|_| "video".to_string()));
+        for step in self.start.video.unwrap_or(0)..self.start.steps {
             let is_given = m.stream.given_noise && step == 0;
             let noise = if is_given { "noise" } else { "renoise" };
             phases.extend([noise.into(), format!("denoise.fill{fill}")]);
@@ -125,11 +128,28 @@ fn media_phases(m: &VideoModel, media: MediaPhases, opens_scene: bool) -> Vec<St
     .collect()
 }
 
-/// Lists the ways in which a chunk may begin: with noise, or with an input video at a step. A step of pure
-/// noise leaves nothing of a video, and a first step with less noise needs one.
-fn video_starts(m: &VideoModel) -> Vec<Option<usize>> {
-    let sigmas: Vec<f32> = denoising_steps(&m.stream).into_iter().map(|s| s.sigma).collect();
-    let drawn = sigmas.first().is_none_or(|sigma| *sigma >= 1.0).then_some(None);
-    let given = (0..sigmas.len()).filter(|step| m.stream.takes_video && sigmas[*step] < 1.0).map(Some);
-    drawn.into_iter().chain(given).collect()
+/// How a chunk begins, and how many denoising steps it has.
+struct ChunkStart<'a> {
+    /// Name of the list of steps.
+    list: &'a str,
+    /// Number of steps in the list.
+    steps: usize,
+    /// Step at which an input video begins, if there is one.
+    video: Option<usize>,
+}
+
+/// Lists the ways in which a chunk may begin: with each list of steps, and with noise or with an input video at a step. A
+/// step of pure noise leaves nothing of a video, and a first step with less noise needs one.
+///
+/// Those of `schedule.steps` come last: estimates take the last call of a plan for the usual one.
+fn list_starts(m: &VideoModel) -> Vec<ChunkStart<'_>> {
+    let mut out = Vec::new();
+    for (list, steps) in m.stream.all_step_lists().into_iter().rev() {
+        let is_noise = |step: &SigmaStep| step.sigma >= 1.0;
+        let drawn = steps.first().is_none_or(is_noise).then_some(None);
+        let given = (0..steps.len()).filter(|at| m.stream.takes_video && !is_noise(&steps[*at])).map(Some);
+        let videos = drawn.into_iter().chain(given);
+        out.extend(videos.map(|video| ChunkStart { list, steps: steps.len(), video }));
+    }
+    out
 }

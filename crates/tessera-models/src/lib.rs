@@ -37,7 +37,8 @@ pub use lm::{
 pub use presets::Preset;
 pub use schedule::SigmaStep;
 pub use stream_config::{
-    DecoderQuality, Guidance, PixelDecoder, PredictionTarget, StreamConfig, TextEncoder, denoising_steps,
+    DEFAULT_STEP_LIST, DecoderQuality, Guidance, PixelDecoder, PredictionTarget, StreamConfig, TextEncoder,
+    denoising_steps,
 };
 pub use umt5::{
     TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS, Umt5Config, Umt5Weight, umt5_weights,

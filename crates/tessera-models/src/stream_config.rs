@@ -3,17 +3,20 @@
 
 mod contradictions;
 mod guidance;
+mod step_lists;
+
+use std::collections::BTreeMap;
 
 use tessera_base::Diagnostics;
 use tessera_base::config::{ConfigReader, quote_toml};
 
 use crate::WanConfig;
 use crate::presets::{Preset, parse_over_preset};
-use crate::schedule::{SigmaStep, compute_sigma_steps};
 use crate::vae::{TinyDecoderConfig, VaeConfig};
 use crate::wan_config::STRIDE_MAX;
 
 pub use guidance::Guidance;
+pub use step_lists::{DEFAULT_STEP_LIST, denoising_steps};
 
 /// The quantity that the model predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,6 +153,9 @@ pub struct StreamConfig {
     /// Denoising timesteps as configured, before `shift` warps them if `warp` is set; the first one
     /// has σ = 1. A final 0 in the file is not among them: at σ = 0 the flow does not move x.
     pub steps: Vec<f64>,
+    /// Further lists of denoising timesteps, by name, in the form of `steps`. A stream may change to each of them and
+    /// back at a chunk boundary.
+    pub step_lists: BTreeMap<String, Vec<f64>>,
     /// Shift s > 0 of the noise schedule: σ = s·u / (1 + (s − 1)·u) over u from 1 to 0.001.
     pub shift: f64,
     /// Whether the warp is on: a step t then takes timestep and σ from row 1000 − t of the noise
@@ -230,6 +236,7 @@ impl StreamConfig {
             recompute: cache.read_choice("mode", &["resident", "recompute"], "resident") == "recompute",
             bias: cache.read_number("bias", Some(1.0)),
             steps: schedule.read_numbers("steps", &[1000.0, 750.0, 500.0, 250.0]),
+            step_lists: schedule.read_named_numbers("lists"),
             shift: schedule.read_number("shift", Some(5.0)),
             warp: schedule.read_flag("warp", true),
             prediction: match schedule.read_choice("prediction", &["flow", "x0"], "flow") {
@@ -270,23 +277,11 @@ impl StreamConfig {
             .flat_map(ConfigReader::finish)
             .chain(vae_problems)
             .collect();
-        let steps = std::mem::take(&mut config.steps);
-        config.set_steps(steps);
+        config.drop_final_zeros();
         if ds.is_empty() {
             ds = config.find_contradictions(file, model);
         }
         if ds.is_empty() { Ok(config) } else { Err(ds) }
-    }
-
-    /// Sets the denoising timesteps, without a final 0 if the model predicts the flow.
-    ///
-    /// Schedules that end with 0 are common in published servers. A model that predicts x0 would
-    /// run there and change the result, so [`Self::find_contradictions`] rejects its 0.
-    pub fn set_steps(&mut self, mut steps: Vec<f64>) {
-        if self.prediction == PredictionTarget::Flow && steps.last() == Some(&0.0) {
-            steps.pop();
-        }
-        self.steps = steps;
     }
 
     /// Renders the settings as `stream.toml` with every key, in a fixed order.
@@ -325,13 +320,14 @@ impl StreamConfig {
             DecoderQuality::Exact => String::new(),
             quality => format!("quality = \"{}\"\n", quality.name()),
         };
+        let lists = self.render_step_lists();
         let input = if self.takes_video { "[input]\nvideo = true\n\n" } else { "" };
         let guidance = self.guidance.as_ref().map_or(String::new(), Guidance::to_toml);
         let noise = if self.given_noise { "[noise]\nsource = \"call\"\n\n" } else { "" };
         format!(
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\n{sink}{positions}{recache}bias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
-prediction = \"{prediction}\"\n\n{guidance}{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{quality}{dimensions}",
+prediction = \"{prediction}\"\n{lists}\n{guidance}{noise}{input}[text]\nencoder = \"{text}\"\n{text_file}\n[decoder]\nkind = \"{decoder}\"\n{quality}{dimensions}",
             self.width,
             self.height,
             self.fps,
@@ -417,12 +413,6 @@ prediction = \"{prediction}\"\n\n{guidance}{noise}{input}[text]\nencoder = \"{te
 fn nearest_multiple(n: u64, of: u64) -> u64 {
     let below = n - n % of;
     if below > 0 && n - below <= of / 2 { below } else { below + of }
-}
-
-/// Computes the denoising steps of a stream.
-#[must_use]
-pub fn denoising_steps(config: &StreamConfig) -> Vec<SigmaStep> {
-    compute_sigma_steps(&config.steps, config.shift, config.warp)
 }
 
 #[cfg(test)]

@@ -189,6 +189,15 @@ pub struct ChunkRecord {
     pub seed: u64,
     /// Whether a hard cut precedes the chunk.
     pub cut: bool,
+    /// Name of the list of denoise steps in force at the chunk. Absent for the model's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_list: Option<String>,
+    /// Attention bias on context keys in force at the chunk. Absent for the plan's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bias: Option<f32>,
+    /// Source of the weights in force at the chunk. Absent for those with which the run began.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights: Option<String>,
     /// Latent frames that left the full window of the KV caches for this chunk; 0 after a cut, which
     /// clears the caches, and in the recompute regime.
     #[serde(default)]

@@ -28,9 +28,19 @@ pub struct DenoiseStep {
 pub struct StreamSpec {
     /// Sizes and regime of the KV caches, equal on the leader and on every rank.
     pub cache: CacheSpec,
-    /// Attention bias b on context keys; 1 disables it. Programs with a bias scalar receive ln b.
+    /// Attention bias b on context keys; 1 disables it. Programs with a bias scalar receive ln b. A chunk may have another.
     pub bias: f32,
-    /// Denoise steps, noisiest first.
+    /// The lists of denoise steps that the plan admits, of which each chunk has one. The first is that of a chunk whose
+    /// request names none.
+    pub step_lists: Vec<StepList>,
+}
+
+/// A list of denoise steps that a plan admits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepList {
+    /// Name of the list, by which a change chooses it.
+    pub name: String,
+    /// The steps, noisiest first.
     pub steps: Vec<DenoiseStep>,
 }
 
@@ -40,25 +50,11 @@ impl StreamSpec {
     pub fn check_settings(&self) -> Diagnostics {
         let mut found = Vec::new();
         let mut refuse = |what: String| found.push(Diagnostic::error(&T0720, what));
-        if self.steps.is_empty() {
-            refuse("a stream needs at least one denoise step".into());
+        if self.step_lists.is_empty() {
+            refuse("a stream needs a list of denoise steps".into());
         }
-        for (i, s) in self.steps.iter().enumerate() {
-            if !s.timestep.is_finite() || !(0.0..=1.0).contains(&s.sigma) {
-                refuse(format!("step {i} has timestep {} and noise level {}", s.timestep, s.sigma));
-            }
-        }
-        for (i, pair) in self.steps.windows(2).enumerate() {
-            if pair[1].sigma > pair[0].sigma {
-                refuse(format!(
-                    "the noise level grows from {} at step {i} to {} at step {}",
-                    pair[0].sigma,
-                    pair[1].sigma,
-                    i + 1
-                ));
-            }
-        }
-        if !(self.bias.is_finite() && self.bias > 0.0) {
+        self.step_lists.iter().for_each(|list| list.check_steps(&mut refuse));
+        if !is_bias(self.bias) {
             refuse(format!("the attention bias is {}, not a number above 0", self.bias));
         }
         if let Err(d) = CacheState::new(self.cache) {
@@ -66,6 +62,46 @@ impl StreamSpec {
         }
         found
     }
+}
+
+impl StepList {
+    /// Creates the list of a stream that has no other.
+    #[must_use]
+    pub fn only(steps: Vec<DenoiseStep>) -> Vec<StepList> {
+        vec![StepList { name: "default".into(), steps }]
+    }
+
+    /// Reports every step that is no step, or out of order.
+    fn check_steps(&self, refuse: &mut impl FnMut(String)) {
+        let (name, steps) = (&self.name, &self.steps);
+        if steps.is_empty() {
+            refuse(format!("list `{name}` has no denoise step"));
+        }
+        for (i, s) in steps.iter().enumerate() {
+            if !s.timestep.is_finite() || !(0.0..=1.0).contains(&s.sigma) {
+                refuse(format!(
+                    "step {i} of list `{name}` has timestep {} and noise level {}",
+                    s.timestep, s.sigma
+                ));
+            }
+        }
+        for (i, pair) in steps.windows(2).enumerate() {
+            if pair[1].sigma > pair[0].sigma {
+                refuse(format!(
+                    "the noise level of list `{name}` grows from {} at step {i} to {} at step {}",
+                    pair[0].sigma,
+                    pair[1].sigma,
+                    i + 1
+                ));
+            }
+        }
+    }
+}
+
+/// Returns whether a number is a weight of context keys.
+#[must_use]
+pub fn is_bias(bias: f32) -> bool {
+    bias.is_finite() && bias > 0.0
 }
 
 /// Whether a chunk begins a new scene, and how the chunks before it are treated.
@@ -90,7 +126,7 @@ impl SceneCut {
 }
 
 /// One requested chunk as the [`Director`] needs it: without the text of its prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ChunkRequest {
     /// Whether a new prompt takes effect with this chunk.
     pub prompt_change: bool,
@@ -98,6 +134,10 @@ pub struct ChunkRequest {
     pub seed: u64,
     /// The hard cut before this chunk, if any.
     pub cut: SceneCut,
+    /// Index of the chunk's list of denoise steps among [`StreamSpec::step_lists`].
+    pub step_list: u32,
+    /// Attention bias on context keys; `None` for that of the plan.
+    pub bias: Option<F32Bits>,
 }
 
 /// One call that the [`Director`] planned. The leader adds the call's id, a deadline and the
@@ -168,10 +208,12 @@ impl Director {
         video_step: Option<u32>,
         programs: &ProgramIndex,
     ) -> Result<CallPlan, Diagnostics> {
+        let steps = &self.find_step_list(request.step_list)?.steps;
+        let bias = request.bias.map_or(self.spec.bias, F32Bits::get);
         if let Some(step) = video_step
-            && self.spec.steps.get(step as usize).is_none_or(|s| s.sigma >= 1.0)
+            && steps.get(step as usize).is_none_or(|s| s.sigma >= 1.0)
         {
-            let steps: Vec<f32> = self.spec.steps.iter().map(|s| s.sigma).collect();
+            let steps: Vec<f32> = steps.iter().map(|s| s.sigma).collect();
             return Err(vec![
                 Diagnostic::error(&T0721, format!("a video cannot begin at step {step}"))
                     .with_label("the stream", format!("has the noise levels {steps:?}"))
@@ -208,21 +250,22 @@ impl Director {
             draft.push_recompute(self.spec.cache.chunk_frames);
         }
         let start_frame = draft.cache.start_frame();
-        draft.push_steps(&self.spec, request.seed, chunk, video_step);
+        draft.push_steps(&self.spec, &ChunkValues { steps, bias, seed: request.seed, chunk, video_step });
         draft.push_phase("emit", &[]);
         for phase in programs.media_phases(opens_scene) {
             draft.push_phase(&phase.program, &[]);
         }
         let (cache, phases) = draft.into_phases()?;
         let work = CallWork::Chunk(ChunkWork {
-            n_steps: self.spec.steps.len() as u32 - video_step.unwrap_or(0),
+            step_list: request.step_list,
+            n_steps: steps.len() as u32 - video_step.unwrap_or(0),
             reset_kv: cut,
             reset_cross: text,
             recompute,
             start_frame,
             seed: request.seed,
             prompt_epoch: cache.prompt_epoch(),
-            kv_bias: F32Bits::new(self.spec.bias),
+            kv_bias: F32Bits::new(bias),
         });
         let meta = call_meta(phases, work, programs, cache.state_digest())?;
         self.cache = cache;
@@ -242,6 +285,17 @@ impl Director {
             self.cache.apply_transition(Transition::Reset).map_err(|d| vec![d])?;
         }
         Ok(self.plan_call(action, None))
+    }
+
+    /// Returns a list of denoise steps that the plan admits.
+    fn find_step_list(&self, at: u32) -> Result<&StepList, Diagnostics> {
+        self.spec.step_lists.get(at as usize).ok_or_else(|| {
+            let admitted = self.spec.step_lists.len();
+            vec![
+                Diagnostic::error(&T0721, format!("the plan admits no list {at} of denoise steps"))
+                    .with_label("the plan", format!("admits {admitted}, which count from 0")),
+            ]
+        })
     }
 
     /// Returns a call in the current cache state.
@@ -280,6 +334,16 @@ pub(crate) fn call_meta(
         predicted_state,
         work,
     })
+}
+
+/// The values of a chunk that its denoise steps read.
+struct ChunkValues<'a> {
+    steps: &'a [DenoiseStep],
+    bias: f32,
+    seed: u64,
+    chunk: u32,
+    /// Step at which an input video begins; the steps before it are left out.
+    video_step: Option<u32>,
 }
 
 /// The phases of a chunk's call so far, the cache state after them, and the problems found.
@@ -323,15 +387,15 @@ impl CallDraft<'_> {
 
     /// Adds the denoise steps of a chunk and, in the resident regime, the phase that caches the
     /// keys and values of the clean chunk.
-    fn push_steps(&mut self, spec: &StreamSpec, seed: u64, chunk: u32, video_step: Option<u32>) {
+    fn push_steps(&mut self, spec: &StreamSpec, values: &ChunkValues<'_>) {
         let start = ScalarArg::I64(i64::from(self.cache.start_frame()));
         let row = ScalarArg::I64(self.cache.start_row() as i64);
         let fill = self.cache.fill_frames();
-        let bias = ScalarArg::from_f32(spec.bias.ln());
-        if video_step.is_some() {
+        let bias = ScalarArg::from_f32(values.bias.ln());
+        if values.video_step.is_some() {
             self.push_phase(VIDEO_PROGRAM, &[]);
         }
-        for (draw, step) in spec.steps.iter().enumerate().skip(video_step.unwrap_or(0) as usize) {
+        for (draw, step) in values.steps.iter().enumerate().skip(values.video_step.unwrap_or(0) as usize) {
             let sigma = ScalarArg::from_f32(step.sigma);
             if draw == 0 && self.programs.takes_noise() {
                 self.push_phase(NOISE_PROGRAM, &[]);
@@ -340,8 +404,8 @@ impl CallDraft<'_> {
                     "renoise",
                     &[
                         ("sigma", sigma.clone()),
-                        ("seed", ScalarArg::I64(seed as i64)),
-                        ("chunk", ScalarArg::I64(i64::from(chunk))),
+                        ("seed", ScalarArg::I64(values.seed as i64)),
+                        ("chunk", ScalarArg::I64(i64::from(values.chunk))),
                         ("draw", ScalarArg::I64(draw as i64)),
                     ],
                 );
@@ -389,7 +453,7 @@ impl CallDraft<'_> {
 }
 
 /// Returns the same timestep for each frame of a chunk.
-fn frame_timesteps(timestep: f32, chunk_frames: u32) -> ScalarArg {
+pub(crate) fn frame_timesteps(timestep: f32, chunk_frames: u32) -> ScalarArg {
     ScalarArg::from_f32s(&vec![timestep; chunk_frames as usize])
 }
 
@@ -433,7 +497,9 @@ mod tests {
         };
         let steps =
             vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }, DenoiseStep { timestep: 500.0, sigma: 0.5 }];
-        StreamSpec { cache, bias: 0.3, steps }
+        let fast = steps[..1].to_vec();
+        let list = |name: &str, steps| StepList { name: name.into(), steps };
+        StreamSpec { cache, bias: 0.3, step_lists: vec![list("default", steps), list("fast", fast)] }
     }
 
     fn programs(plan: &CallPlan) -> Vec<&str> {
@@ -486,8 +552,31 @@ mod tests {
         assert!(at("video") < at("renoise"));
     }
 
-    const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
-    const NEXT: ChunkRequest = ChunkRequest { prompt_change: false, seed: 7, cut: SceneCut::None };
+    const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, ..NEXT };
+    const NEXT: ChunkRequest =
+        ChunkRequest { prompt_change: false, seed: 7, cut: SceneCut::None, step_list: 0, bias: None };
+
+    #[test]
+    fn a_request_chooses_an_admitted_list_of_steps_and_a_bias() {
+        let (mut d, index) = (Director::new(spec(CacheRegime::Resident, 9)).expect("legal"), program_index());
+        d.plan_chunk(&FIRST, &index).expect("planned");
+        let request = ChunkRequest { step_list: 1, bias: Some(F32Bits::new(0.5)), ..NEXT };
+        let fast = d.plan_chunk(&request, &index).expect("planned");
+        assert_eq!(programs(&fast), ["renoise", "denoise.fill3", "clean.fill3", "emit"]);
+        let meta = fast.meta.expect("a chunk");
+        let work = meta.chunk_work().expect("a chunk");
+        assert_eq!((work.step_list, work.n_steps, work.kv_bias.get()), (1, 1, 0.5));
+        assert_eq!(meta.phases[1].scalar_arg("bias"), Some(&ScalarArg::from_f32(0.5f32.ln())));
+        let own = d.plan_chunk(&NEXT, &index).expect("planned").meta.expect("a chunk");
+        let work = own.chunk_work().expect("a chunk");
+        assert_eq!(
+            (work.step_list, work.n_steps, work.kv_bias.get()),
+            (0, 2, 0.3),
+            "a request changes one chunk"
+        );
+        let refused = d.plan_chunk(&ChunkRequest { step_list: 2, ..NEXT }, &index).expect_err("not admitted");
+        assert_eq!(refused[0].code.id, "T0721");
+    }
 
     #[test]
     fn resident_chunks_fill_the_ring_then_stay_in_steady_state() {
@@ -648,7 +737,7 @@ mod tests {
         assert!(ids.iter().all(|id| *id == "T0722") && ids.len() == 7);
         assert_eq!(d.cache_state().state_digest(), before);
         let mut bad = spec(CacheRegime::Resident, 9);
-        (bad.bias, bad.steps[1].sigma) = (0.0, 2.0);
+        (bad.bias, bad.step_lists[0].steps[1].sigma) = (0.0, 2.0);
         assert_eq!(Director::new(bad).expect_err("refused").len(), 3);
     }
 }

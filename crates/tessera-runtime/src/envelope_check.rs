@@ -6,14 +6,15 @@ use std::fmt::Display;
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
 use crate::Digest;
-use crate::call_state::CallState;
+use crate::call_state::{CallState, SessionSpec};
 use crate::codes::{T0701, T0712, T0730, T0731, T0732, T0733, T0734, T0735};
-use crate::director::warmup_meta;
+use crate::director::{StreamSpec, frame_timesteps, is_bias, warmup_meta};
 use crate::kv_cache::{CacheStage, CacheState};
 use crate::program_index::{InputSpec, PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
 use crate::wire::{
-    CallAction, CallMeta, CallWork, ChunkWork, Envelope, MAX_PHASES, PhaseCall, Tensors, WIRE_VERSION,
+    CallAction, CallMeta, CallWork, ChunkWork, Envelope, MAX_PHASES, PhaseCall, ScalarArg, Tensors,
+    WIRE_VERSION,
 };
 
 /// Name of the tensor that follows an envelope in a separate message.
@@ -30,6 +31,8 @@ pub struct LocalState<'a> {
     pub last_call_id: u64,
     /// Call state after the last accepted envelope.
     pub state: &'a CallState,
+    /// Settings of the sealed plan that never change: what a chunk may choose from.
+    pub session_spec: &'a SessionSpec,
     /// Programs of the sealed plan, which define the scalars, inputs and counts of each phase.
     pub programs: &'a ProgramIndex,
     /// Number of accepted calls that are not finished; a `RELOAD` requires 0.
@@ -183,13 +186,14 @@ fn check_infer(
         let what = format!("phases lists {} phases, the maximum is {MAX_PHASES}", m.phases.len());
         return found.push(Diagnostic::error(&T0732, what));
     }
-    match (&m.work, &*after) {
-        (CallWork::Chunk(work), CallState::Video(before)) => {
+    match (&m.work, &*after, local.session_spec) {
+        (CallWork::Chunk(work), CallState::Video(before), SessionSpec::Video(stream)) => {
             found.extend(check_chunk(m, work, before, local.programs));
+            found.extend(check_step_values(m, work, stream));
         }
-        (CallWork::Tokens(_), CallState::Text(_)) => found.extend(check_tokens(m, local.programs)),
-        (CallWork::Arrays, CallState::Arrays(_)) => found.extend(check_array_phase(m)),
-        (work, _) => {
+        (CallWork::Tokens(_), CallState::Text(_), _) => found.extend(check_tokens(m, local.programs)),
+        (CallWork::Arrays, CallState::Arrays(_), _) => found.extend(check_array_phase(m)),
+        (work, ..) => {
             let kind = work.describe();
             let what = format!("an INFER envelope carries {kind}, which this session does not compute");
             return found.push(Diagnostic::error(&T0732, what));
@@ -279,9 +283,8 @@ fn check_chunk(m: &CallMeta, work: &ChunkWork, before: &CacheState, programs: &P
     if let Some(why) = find_wrong_end(m, &programs.media_phases(opens_scene(work, before))) {
         refuse(why);
     }
-    let bias = work.kv_bias.get();
-    if !(bias.is_finite() && bias > 0.0) {
-        refuse(format!("kv_bias is {bias}, not a number above 0"));
+    if !is_bias(work.kv_bias.get()) {
+        refuse(format!("kv_bias is {}, not a number above 0", work.kv_bias.get()));
     }
     for phase in &m.phases {
         if let (Some(Some(seed)), Some(PhaseKind::Renoise)) =
@@ -290,6 +293,64 @@ fn check_chunk(m: &CallMeta, work: &ChunkWork, before: &CacheState, programs: &P
         {
             let here = format!("{seed} in phase `{}`", phase.program);
             found.push(mismatch_error(&T0732, "seed", work.seed, here));
+        }
+    }
+    found
+}
+
+/// Largest difference between the logarithms of one bias on two hosts. Their mathematical libraries may round the last bit
+/// differently, and every rank computes with the leader's value, so that only another bias counts.
+const LN_TOLERANCE: f32 = 1e-5;
+
+/// Checks that the denoise steps of a chunk have the values of the list that the chunk names, and that they and the phases of
+/// its clean rows have the chunk's bias.
+fn check_step_values(m: &CallMeta, work: &ChunkWork, stream: &StreamSpec) -> Diagnostics {
+    let Some(list) = stream.step_lists.get(work.step_list as usize) else {
+        let what = format!("step_list is {}, the plan admits {}", work.step_list, stream.step_lists.len());
+        return vec![Diagnostic::error(&T0732, what)];
+    };
+    // A chunk of an input video leaves out the first steps.
+    let begins_with_video =
+        m.phases.iter().any(|p| PhaseKind::from_program(&p.program) == Some(PhaseKind::Video));
+    let skipped = list.steps.len().checked_sub(work.n_steps as usize);
+    let Some(skipped) = skipped.filter(|n| *n == 0 || begins_with_video) else {
+        let what =
+            format!("n_steps is {}, list `{}` of the plan has {}", work.n_steps, list.name, list.steps.len());
+        return vec![Diagnostic::error(&T0732, what)];
+    };
+    let mut found = Vec::new();
+    let mut steps = list.steps.iter().skip(skipped).peekable();
+    let ln_bias = work.kv_bias.get().ln();
+    for phase in &m.phases {
+        let kind = PhaseKind::from_program(&phase.program);
+        let mut expect = |name: &str, is_expected: &dyn Fn(&ScalarArg) -> bool, want: String| {
+            if phase.scalar_arg(name).is_some_and(|arg| !is_expected(arg)) {
+                let what = format!("`{name}` of phase `{}` is not that of the chunk", phase.program);
+                found.push(
+                    Diagnostic::error(&T0732, what).with_label("the plan and the chunk's settings", want),
+                );
+            }
+        };
+        if let (Some(PhaseKind::Renoise | PhaseKind::Denoise), Some(step)) = (kind, steps.peek()) {
+            let sigma = ScalarArg::from_f32(step.sigma);
+            expect(
+                "sigma",
+                &|arg| *arg == sigma,
+                format!("noise level {} of list `{}`", step.sigma, list.name),
+            );
+        }
+        if let (Some(PhaseKind::Denoise), Some(step)) = (kind, steps.peek()) {
+            let timestep = frame_timesteps(step.timestep, stream.cache.chunk_frames);
+            expect(
+                "t",
+                &|arg| *arg == timestep,
+                format!("timestep {} of list `{}`", step.timestep, list.name),
+            );
+            steps.next();
+        }
+        if let Some(PhaseKind::Denoise | PhaseKind::Clean) = kind {
+            let is_near = |arg: &ScalarArg| matches!(arg, ScalarArg::F32(bias) if (bias.get() - ln_bias).abs() <= LN_TOLERANCE);
+            expect("bias", &is_near, format!("the logarithm of kv_bias, {ln_bias}"));
         }
     }
     found

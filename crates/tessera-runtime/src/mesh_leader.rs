@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
-use crate::call_state::{CallState, CallStateSpec};
+use crate::call_state::{CallState, SessionSpec};
 use crate::codes::{T0707, T0742, T0743, T0749, T0755};
 use crate::envelope_check::{LocalState, check_context, check_envelope};
 use crate::limits::{AwakeClock, format_ms};
@@ -31,8 +31,8 @@ pub struct MeshLeaderConfig {
     pub plan: Digest,
     /// Programs of the sealed plan, against which envelopes and contexts are checked.
     pub programs: Arc<ProgramIndex>,
-    /// Cache sizes from the sealed plan.
-    pub state: CallStateSpec,
+    /// The settings of the sealed plan that never change, against which envelopes are checked.
+    pub session_spec: SessionSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
     /// Tripwires whose checks are skipped on the mesh leader; empty except in a self-test.
@@ -130,7 +130,7 @@ impl MeshLeader {
     /// Creates a mesh leader. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: MeshLeaderConfig) -> Result<MeshLeader, Diagnostics> {
         config.tripwires.check_findings(config.limits.check())?;
-        let predicted = CallState::new(config.state).map_err(|d| vec![d])?;
+        let predicted = CallState::new(config.session_spec.state_spec()).map_err(|d| vec![d])?;
         let ranks = config.members.iter().chain([&config.rank]);
         let peers = ranks.map(|r| (*r, MemberStatus::default())).collect();
         Ok(MeshLeader {
@@ -273,6 +273,7 @@ impl MeshLeader {
             session: self.session.unwrap_or_default(),
             last_call_id: self.last_call_id,
             state: &self.predicted,
+            session_spec: &self.config.session_spec,
             programs: &self.config.programs,
             open_calls: self.open_calls.len(),
             tripwires: &self.config.tripwires,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
-use crate::call_state::{CallState, CallStateSpec};
+use crate::call_state::{CallState, SessionSpec};
 use crate::codes::{T0707, T0710, T0712, T0731, T0742, T0743, T0746, T0749, T0771};
 use crate::engine::{CallReport, EngineFault, EngineFaultKind, ReadyCall};
 use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
@@ -36,8 +36,8 @@ pub struct WorkerConfig {
     pub parity: Parity,
     /// The programs of the sealed plan, against which the worker checks every envelope and context.
     pub programs: Arc<ProgramIndex>,
-    /// Cache sizes from the sealed plan.
-    pub state: CallStateSpec,
+    /// The settings of the sealed plan that never change, against which the worker checks every envelope.
+    pub session_spec: SessionSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
     /// Whether this rank sends the outputs of a chunk's call to the leader.
@@ -135,7 +135,7 @@ impl Worker {
     /// Creates a worker. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: WorkerConfig) -> Result<Worker, Diagnostics> {
         config.tripwires.check_findings(config.limits.check())?;
-        let predicted = CallState::new(config.state).map_err(|d| vec![d])?;
+        let predicted = CallState::new(config.session_spec.state_spec()).map_err(|d| vec![d])?;
         Ok(Worker {
             config,
             clock: AwakeClock::default(),
@@ -305,6 +305,7 @@ impl Worker {
             session: init.session,
             last_call_id: self.last_call_id,
             state: &self.predicted,
+            session_spec: &self.config.session_spec,
             programs: &self.config.programs,
             open_calls: open,
             tripwires: &self.config.tripwires,

@@ -7,7 +7,7 @@ use support::{
     SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_programs_with_noise,
     test_programs_with_recache, test_programs_with_video, test_stream,
 };
-use tessera_runtime::call_state::{CallState, CallStateSpec};
+use tessera_runtime::call_state::{CallState, CallStateSpec, SessionSpec};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::envelope_check::{LocalState, check_context, check_envelope};
 use tessera_runtime::kv_cache::CacheRegime;
@@ -22,7 +22,7 @@ use tessera_runtime::{Digest, Tripwires};
 /// The second call of a recompute stream with a new prompt, and the cache before that call.
 fn second_call() -> (Envelope, CallState) {
     let mut director = Director::new(test_stream(CacheRegime::Recompute)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let request = ChunkRequest { prompt_change: true, seed: 7, ..ChunkRequest::default() };
     director.plan_chunk(&request, &test_programs()).expect("planned");
     let before = CallState::Video(director.cache_state().clone());
     let call = director.plan_chunk(&request, &test_programs()).expect("planned");
@@ -49,11 +49,17 @@ fn codes_under(
     programs: &ProgramIndex,
     tripwires: &Tripwires,
 ) -> Vec<&'static str> {
+    let session_spec = match before {
+        CallState::Video(_) => SessionSpec::Video(test_stream(CacheRegime::Recompute)),
+        CallState::Text(_) => SessionSpec::Text(token_pages()),
+        CallState::Arrays(_) => SessionSpec::Arrays,
+    };
     let local = LocalState {
         plan: plan_digest(),
         session: SESSION,
         last_call_id: 1,
         state: before,
+        session_spec: &session_spec,
         programs,
         open_calls: 0,
         tripwires,
@@ -71,7 +77,7 @@ fn noise_tensor() -> Tensor {
 fn given_noise_is_sent_exactly_where_the_plan_takes_it() {
     let takes_noise = test_programs_with_noise();
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let request = ChunkRequest { prompt_change: true, seed: 7, ..ChunkRequest::default() };
     let before = CallState::Video(director.cache_state().clone());
     let mut drawing = director.clone();
     let call = director.plan_chunk(&request, &takes_noise).expect("planned");
@@ -106,7 +112,7 @@ fn programs_with_pixels() -> ProgramIndex {
 fn a_call_ends_with_the_phases_of_pixels_that_its_scene_needs() {
     let programs = programs_with_pixels();
     let mut director = Director::new(test_stream(CacheRegime::Recompute)).expect("legal");
-    let request = |cut| ChunkRequest { prompt_change: true, seed: 7, cut };
+    let request = |cut| ChunkRequest { prompt_change: true, seed: 7, cut, ..ChunkRequest::default() };
     let open = ["emit", "decode.open", "decode.rest"];
     let later = ["emit", "decode.first", "encode", "decode.rest"];
     for (call_id, (cut, tail)) in
@@ -152,7 +158,7 @@ fn video_tensor() -> Tensor {
 fn a_video_is_sent_exactly_where_the_call_begins_with_it() {
     let takes_video = test_programs_with_video();
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let request = ChunkRequest { prompt_change: true, seed: 7, ..ChunkRequest::default() };
     let before = CallState::Video(director.cache_state().clone());
     let mut drawing = director.clone();
     let call = director.plan_chunk_from(&request, Some(1), &takes_video).expect("planned");
@@ -178,7 +184,7 @@ fn a_video_is_sent_exactly_where_the_call_begins_with_it() {
 fn a_new_prompt_recalls_every_chunk_of_the_ring() {
     let recaches = test_programs_with_recache();
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let request = ChunkRequest { prompt_change: true, seed: 7, ..ChunkRequest::default() };
     let next = ChunkRequest { prompt_change: false, ..request };
     for chunk in 0..4 {
         director.plan_chunk(if chunk == 0 { &request } else { &next }, &recaches).expect("planned");
@@ -213,7 +219,7 @@ fn a_new_prompt_recalls_every_chunk_of_the_ring() {
 /// A text embedding has the rows and the columns that the text program declares, or no rank computes.
 #[test]
 fn a_text_embedding_of_another_length_is_refused_with_both_shapes() {
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let request = ChunkRequest { prompt_change: true, seed: 7, ..ChunkRequest::default() };
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
     let before = CallState::Video(director.cache_state().clone());
     let call = director.plan_chunk(&request, &test_programs()).expect("planned");
@@ -229,6 +235,51 @@ fn a_text_embedding_of_another_length_is_refused_with_both_shapes() {
     }
 }
 
+/// A chunk has the noise levels, the timesteps and the number of steps of a list that the plan admits, and one bias.
+#[test]
+fn a_chunk_with_steps_that_the_plan_does_not_admit_is_refused() {
+    let mut director = Director::new(test_stream(CacheRegime::Recompute)).expect("legal");
+    let before = CallState::Video(director.cache_state().clone());
+    let fast = ChunkRequest {
+        prompt_change: true,
+        step_list: 1,
+        bias: Some(F32Bits::new(0.5)),
+        ..ChunkRequest::default()
+    };
+    let call = director.plan_chunk(&fast, &test_programs()).expect("planned");
+    let (mut e, _) = second_call();
+    (e.header.chunk, e.header.cache_epoch, e.meta) = (call.chunk, call.cache_epoch, call.meta);
+    let codes = |e: &Envelope| codes_under(e, &before, &test_programs(), &Tripwires::default());
+    assert_eq!(codes(&e), [] as [&str; 0]);
+    type Edit = fn(&mut CallMeta);
+    let set = |program: &'static str, name: &'static str, value: ScalarArg| {
+        move |m: &mut CallMeta| {
+            let phase = m.phases.iter_mut().find(|p| p.program.starts_with(program)).expect("a phase");
+            phase.args.iter_mut().filter(|(n, _)| n == name).for_each(|(_, arg)| *arg = value.clone());
+        }
+    };
+    let work: [Edit; 3] = [
+        |m| chunk_work(m).step_list = 0,
+        |m| chunk_work(m).step_list = 2,
+        |m| chunk_work(m).kv_bias = F32Bits::new(0.3),
+    ];
+    let scalars: [Box<dyn Fn(&mut CallMeta)>; 3] = [
+        Box::new(set("denoise", "sigma", ScalarArg::from_f32(0.5))),
+        Box::new(set("denoise", "t", ScalarArg::from_f32s(&[1000.0, 1000.0, 999.0]))),
+        Box::new(set("denoise", "bias", ScalarArg::from_f32(0.3f32.ln()))),
+    ];
+    let edits = work.iter().map(|edit| edit as &dyn Fn(&mut CallMeta));
+    for (i, edit) in edits.chain(scalars.iter().map(|edit| &**edit)).enumerate() {
+        let mut e = e.clone();
+        e.meta.iter_mut().for_each(edit);
+        assert_eq!(codes(&e), ["T0732"], "edit {i}");
+    }
+    // The last bit of a logarithm may differ between hosts.
+    let near = f32::from_bits(0.5f32.ln().to_bits() + 1);
+    e.meta.iter_mut().for_each(set("denoise", "bias", ScalarArg::from_f32(near)));
+    assert_eq!(codes(&e), [] as [&str; 0]);
+}
+
 fn chunk_work(m: &mut CallMeta) -> &mut ChunkWork {
     m.chunk_work_mut().expect("a call of a chunk")
 }
@@ -238,6 +289,11 @@ fn token_work(m: &mut CallMeta) -> &mut TokenWork {
         CallWork::Tokens(work) => work,
         other => panic!("a call of {other:?}"),
     }
+}
+
+/// The pages of the language models of these tests.
+fn token_pages() -> PagedCacheSpec {
+    PagedCacheSpec { page_rows: 4, pages: 4, pages_per_sequence: 2 }
 }
 
 /// A program that takes 4 rows of each of 2 sequences, with 2 pages each.
@@ -259,8 +315,7 @@ fn decoding_programs() -> ProgramIndex {
 
 /// The first call of a language model, whose phases decode an id each: 3 of one sequence and 2 of another.
 fn call_of_phases(programs: &[&str]) -> (Envelope, CallState) {
-    let spec = PagedCacheSpec { page_rows: 4, pages: 4, pages_per_sequence: 2 };
-    let before = CallState::new(CallStateSpec::Text(spec)).expect("legal");
+    let before = CallState::new(CallStateSpec::Text(token_pages())).expect("legal");
     let rows = |sequence, count| Some(SequenceRows { sequence, first: 0, count });
     let begin = |sequence, pages: &[u32]| NewSequence { sequence, pages: pages.to_vec() };
     let work = CallWork::Tokens(TokenWork {
@@ -326,8 +381,7 @@ fn every_phase_but_the_first_decodes_the_ids_that_the_one_before_chose() {
 
 /// The second call of a language model: it ends a sequence, begins another and continues a third.
 fn second_token_call() -> (Envelope, CallState) {
-    let spec = PagedCacheSpec { page_rows: 4, pages: 4, pages_per_sequence: 2 };
-    let mut before = CallState::new(CallStateSpec::Text(spec)).expect("legal");
+    let mut before = CallState::new(CallStateSpec::Text(token_pages())).expect("legal");
     let numbers = |values: &[f32]| ScalarArg::from_f32s(values);
     let phase = |start: &[f32], pages: &[f32]| {
         let args = [("start", numbers(start)), ("pages", numbers(pages))];
@@ -454,6 +508,7 @@ fn break_field(e: &mut Envelope, field: &str) {
         "cache_epoch" => h.cache_epoch += 1,
         "deadline_ms" => h.deadline_ms = 0,
         "meta" => *meta = None,
+        "step_list" => chunk_work(m).step_list = 9,
         "n_steps" => chunk_work(m).n_steps += 1,
         "expected_generator_calls" => m.expected_generator_calls += 1,
         "expected_collectives" => m.expected_collectives -= 1,

@@ -538,7 +538,7 @@ fn a_rank_with_a_changed_message_refuses_or_is_detected_before_the_call_runs() {
         ("T0712", FailureClass::Drift, "cache_epoch", Box::new(|e| e.header.cache_epoch = 1)),
         ("T0712", FailureClass::Drift, "chunk", Box::new(|e| e.header.chunk = 0)),
         ("T0733", FailureClass::Protocol, "WARMUP", Box::new(|e| e.header.action = CallAction::Warmup)),
-        ("T0701", FailureClass::Protocol, "version", Box::new(|e| e.header.version = 9)),
+        ("T0701", FailureClass::Protocol, "version", Box::new(|e| e.header.version += 1)),
     ];
     for (code, class, says, change) in cases {
         let mut net = Net::new(3, CacheRegime::Resident, 4);

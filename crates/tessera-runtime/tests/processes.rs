@@ -163,8 +163,7 @@ fn as_rank() -> ! {
                 prompt: (k % 5 == 0).then(|| "a lighthouse".to_string()),
                 seed: 7,
                 cut: if k > 0 && k % 10 == 0 { SceneCut::Ordered } else { SceneCut::None },
-                reload: None,
-                start: tessera_runtime::leader::ChunkStart::Drawn,
+                ..StreamRequest::default()
             })
             .map(CallRequest::Chunk);
         let parts = LeaderParts {

@@ -342,7 +342,7 @@ fn latents_that_are_not_finite_end_the_call_unless_the_tripwire_is_off() {
     };
     let run_with = |latents: &[f32], changed: Option<RehashResult>, off: &str| {
         let config = worker_config(LeaderPlacement::InMesh, 1, CacheRegime::Resident);
-        let mut state = CallState::new(config.state).expect("legal");
+        let mut state = CallState::new(config.session_spec.state_spec()).expect("legal");
         let off = Tripwires::disabling([off]);
         let mut engine = GivenLatents { latents: latents.to_vec(), changed };
         run_call(&mut engine, &call, &test_programs(), &mut state, &off, &|_| {})

@@ -6,7 +6,7 @@ mod support;
 
 use proptest::prelude::*;
 use support::{plan_digest, prompt_tensor, test_programs, test_stream};
-use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
+use tessera_runtime::director::{ChunkRequest, Director};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
     ArrayCall, ArrayOutputs, CallAction, CallContext, CallObservation, ChangeEffect, ChangedSetting,
@@ -30,7 +30,7 @@ fn failure() -> Failure {
 
 fn envelope() -> Envelope {
     let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let request = ChunkRequest { prompt_change: true, seed: 7, ..ChunkRequest::default() };
     let plan_of = director.plan_chunk(&request, &test_programs()).expect("planned");
     let header = EnvelopeHeader {
         version: WIRE_VERSION,

@@ -55,7 +55,12 @@ impl Scenario {
                     _ => SceneCut::None,
                 };
                 (
-                    ChunkRequest { prompt_change: prompt.is_some(), seed: dice.next_below(4) as u64, cut },
+                    ChunkRequest {
+                        prompt_change: prompt.is_some(),
+                        seed: dice.next_below(4) as u64,
+                        cut,
+                        ..ChunkRequest::default()
+                    },
                     prompt,
                 )
             })

@@ -208,6 +208,7 @@ mod tests {
             phases: Vec::new(),
             predicted_state: Digest::default(),
             work: CallWork::Chunk(ChunkWork {
+                step_list: 0,
                 n_steps: 0,
                 reset_kv,
                 reset_cross: false,

@@ -112,6 +112,12 @@ Look at the messages of that program: a player that was closed, or an encoder th
 inherits. The descriptor is not open for writing, or standard output is a terminal, which uncompressed frames would fill with control characters. Pipe \
 the command into a program, or name a file.";
 
+    T0054: "plan does not admit this setting",
+    "A stream may change its list of denoise steps and the attention bias of its context at chunk boundaries, to values that its plan \
+admits. The lists are `schedule.steps`, by the name `default`, and those of `[schedule.lists]` in stream.toml; all of them are \
+part of the seal, and every rank compares the noise levels and timesteps of each call with the list that the call names. A bias is \
+above 0 and at most 1, and only programs of the recompute regime read one.";
+
     T0058: "rows of a prompt are missing or do not fit",
     "With `encoder = \"file\"` in stream.toml, or with --text-embeddings, another program has encoded the prompts. The file is \
 safetensors; the name of a tensor is a prompt, letter by letter, and the tensor holds its rows: at most text_len of them, each \

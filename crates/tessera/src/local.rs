@@ -71,8 +71,13 @@ pub fn run(
     let mut text: Option<Tensor> = None;
     let mut last: Option<UndeliveredChunk> = None;
     for (request, call_id) in requests.into_iter().zip(1..) {
-        let chunk_request =
-            ChunkRequest { prompt_change: request.prompt.is_some(), seed: request.seed, cut: request.cut };
+        let chunk_request = ChunkRequest {
+            prompt_change: request.prompt.is_some(),
+            seed: request.seed,
+            cut: request.cut,
+            step_list: request.step_list,
+            bias: request.bias,
+        };
         if request.reload.is_some() {
             return Err(vec![Diagnostic::error(&T0087, "an in-process run cannot reload weights")]);
         }

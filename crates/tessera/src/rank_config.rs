@@ -8,8 +8,9 @@ use tessera_runtime::Digest;
 use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::StreamRequest;
 use tessera_runtime::tripwire::T0765;
-use tessera_runtime::wire::Reload;
+use tessera_runtime::wire::{F32Bits, Reload};
 
+use crate::admitted_settings::AdmittedSettings;
 use crate::codes::T0010;
 use crate::cuda::GpuRankConfig;
 use crate::faults::DrillConfig;
@@ -46,6 +47,12 @@ pub(crate) struct RankConfig {
     pub(crate) prompts: Vec<(u32, String)>,
     /// Seeds, in the same form as `prompts`.
     pub(crate) seeds: Vec<(u32, u64)>,
+    /// Names of the plan's lists of denoise steps, in its order.
+    pub(crate) admitted_step_lists: Vec<String>,
+    /// Indices of lists of denoise steps, in the form of `prompts`; that of the model until the first.
+    pub(crate) step_lists: Vec<(u32, u32)>,
+    /// Attention biases, in the same form; that of the plan until the first.
+    pub(crate) biases: Vec<(u32, f32)>,
     /// Chunks before which the scene is cut.
     pub(crate) cuts: Vec<u32>,
     /// Chunks before which the scene is cut at once, which discards undelivered requests.
@@ -105,6 +112,10 @@ impl RankConfig {
         prompts.extend(options.prompts_at.iter().cloned());
         let mut seeds = vec![(0, options.seed)];
         seeds.extend(options.seeds_at.iter().copied());
+        let admitted = AdmittedSettings::from_plan(plan);
+        let step_lists =
+            options.step_lists_at.iter().map(|(c, name)| Ok((*c, admitted.find_step_list(name)?)));
+        let step_lists = step_lists.collect::<Result<Vec<_>, Diagnostic>>()?;
         let absolute = |p: &Path| std::path::absolute(p).map_err(|e| write_error(p, &e));
         let out = absolute(&options.out)?;
         let weights = options.weights_at.iter().map(|(chunk, change)| {
@@ -128,6 +139,9 @@ impl RankConfig {
             chunks: options.chunks,
             prompts,
             seeds,
+            admitted_step_lists: admitted.step_lists().to_vec(),
+            step_lists,
+            biases: options.biases_at.clone(),
             cuts: options.cuts_at.clone(),
             flushes: options.flushes_at.clone(),
             weights,
@@ -186,7 +200,20 @@ impl RankConfig {
             prompt: in_force(&self.prompts, chunk).cloned().unwrap_or_default(),
             seed: in_force(&self.seeds, chunk).copied().unwrap_or(0),
             cut: self.cut_at(chunk).is_cut() || self.reload_at(chunk).is_some(),
+            step_list: in_force(&self.step_lists, chunk).and_then(|at| self.step_list_name(*at)),
+            bias: in_force(&self.biases, chunk).copied(),
+            weights: self
+                .weights
+                .iter()
+                .filter(|(c, ..)| *c <= chunk)
+                .max_by_key(|(c, ..)| *c)
+                .map(|w| w.1.clone()),
         }
+    }
+
+    /// Returns the name of a list of denoise steps; `None` for that of the model.
+    pub(crate) fn step_list_name(&self, at: u32) -> Option<String> {
+        self.admitted_step_lists.get(at as usize).filter(|_| at > 0).cloned()
     }
 
     pub(crate) fn stream_request(&self, chunk: u32) -> StreamRequest {
@@ -196,6 +223,8 @@ impl RankConfig {
             prompt,
             seed,
             cut: self.cut_at(chunk),
+            step_list: in_force(&self.step_lists, chunk).copied().unwrap_or(0),
+            bias: in_force(&self.biases, chunk).map(|bias| F32Bits::new(*bias)),
             reload: self.reload_at(chunk),
             ..StreamRequest::default()
         }
@@ -204,6 +233,16 @@ impl RankConfig {
     /// Returns the seed that was scheduled for exactly this chunk.
     pub(crate) fn seed_at(&self, chunk: u32) -> Option<u64> {
         self.seeds.iter().rev().find(|(c, _)| *c == chunk).map(|(_, seed)| *seed)
+    }
+
+    /// Returns the list of denoise steps that was scheduled for exactly this chunk.
+    pub(crate) fn step_list_at(&self, chunk: u32) -> Option<u32> {
+        self.step_lists.iter().rev().find(|(c, _)| *c == chunk).map(|(_, at)| *at)
+    }
+
+    /// Returns the attention bias that was scheduled for exactly this chunk.
+    pub(crate) fn bias_at(&self, chunk: u32) -> Option<f32> {
+        self.biases.iter().rev().find(|(c, _)| *c == chunk).map(|(_, bias)| *bias)
     }
 
     pub(crate) fn cut_at(&self, chunk: u32) -> SceneCut {

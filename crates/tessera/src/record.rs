@@ -74,12 +74,18 @@ enum RecordClock {
 /// The phases of each rank in a call, on the record's clock.
 pub(crate) type PhasesByRank = BTreeMap<u32, Vec<PhaseRecord>>;
 
-/// Prompt and seed in force at a chunk, and whether a hard cut or a reload precedes it.
-#[derive(Debug, Clone)]
+/// The settings in force at a chunk, and whether a hard cut or a reload precedes it.
+#[derive(Debug, Clone, Default)]
 pub(crate) struct ChunkSettings {
     pub(crate) prompt: String,
     pub(crate) seed: u64,
     pub(crate) cut: bool,
+    /// Name of the list of denoise steps; `None` for that of the model.
+    pub(crate) step_list: Option<String>,
+    /// Attention bias on context keys; `None` for that of the plan.
+    pub(crate) bias: Option<f32>,
+    /// Source of the weights; `None` for those with which the run began.
+    pub(crate) weights: Option<String>,
 }
 
 /// An interval of the leader's own work: `decode`, or `decode.first` and `decode.rest`, `encode`,
@@ -340,6 +346,9 @@ impl RecordWriter {
             prompt: settings.prompt.clone(),
             seed: settings.seed,
             cut: settings.cut,
+            step_list: settings.step_list.clone(),
+            bias: settings.bias,
+            weights: settings.weights.clone(),
             evicted_frames: call.plan.evicted_frames,
             latents_digest: output,
             decoder_psnr_db: None,

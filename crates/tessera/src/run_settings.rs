@@ -5,9 +5,9 @@ use std::sync::OnceLock;
 
 use tessera_ir::op_workload;
 use tessera_mesh::{Axis, Rank};
-use tessera_models::denoising_steps;
+use tessera_models::SigmaStep;
 use tessera_runtime::Limits;
-use tessera_runtime::director::{DenoiseStep, StreamSpec};
+use tessera_runtime::director::{DenoiseStep, StepList, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 
 use crate::plan::{Plan, has_cpu_variant, leader_phases};
@@ -87,11 +87,13 @@ pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
             tokens_per_frame: plan.video.frame_tokens() as u32,
         },
         bias: s.bias as f32,
-        steps: denoising_steps(s)
-            .into_iter()
-            .map(|s| DenoiseStep { timestep: s.timestep, sigma: s.sigma })
-            .collect(),
+        step_lists: s.all_step_lists().into_iter().map(|(name, steps)| to_step_list(name, &steps)).collect(),
     }
+}
+
+fn to_step_list(name: &str, steps: &[SigmaStep]) -> StepList {
+    let steps = steps.iter().map(|s| DenoiseStep { timestep: s.timestep, sigma: s.sigma }).collect();
+    StepList { name: name.to_string(), steps }
 }
 
 /// Returns the ranks that output latents: those of the first stage.

@@ -28,6 +28,7 @@ use tessera_report::record::{RunDevice, RunStart};
 use tessera_runtime::call_state::SessionSpec;
 use tessera_runtime::director::ChunkRequest;
 use tessera_runtime::driver::StopHandle;
+use tessera_runtime::driver::StreamRequest;
 use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::sim::{ExternalEvent, Sim, SimConfig, SimOutcome};
 use tessera_runtime::{Digest, Failure, FailureClass, Parity, Tripwires};
@@ -160,8 +161,8 @@ fn sim_setup(plan: &Plan, orders: &RankConfig) -> SimConfig {
     let prompt = |chunk: u32| orders.prompts.iter().rposition(|(at, _)| *at == chunk);
     let request = |chunk: u32| {
         let prompt = prompt(chunk).and_then(|n| u32::try_from(n).ok());
-        let seed = orders.chunk_settings(u64::from(chunk)).seed;
-        (ChunkRequest { prompt_change: prompt.is_some(), seed, cut: orders.cut_at(chunk) }, prompt)
+        let StreamRequest { seed, cut, step_list, bias, .. } = orders.stream_request(chunk);
+        (ChunkRequest { prompt_change: prompt.is_some(), seed, cut, step_list, bias }, prompt)
     };
     SimConfig {
         // The state machines count their own timeouts in heartbeats.

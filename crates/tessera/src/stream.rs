@@ -13,6 +13,7 @@ use tessera_mesh::Rank;
 use tessera_models::{PixelDecoder, denoising_steps};
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 
+use crate::admitted_settings::AdmittedSettings;
 use crate::codes::{T0016, T0018};
 use crate::communicators;
 use crate::cuda::{self, GpuRankConfig};
@@ -230,6 +231,9 @@ pub(crate) fn check_stream(
         }
     }
     ds.extend(options.check_out().err());
+    let admitted = AdmittedSettings::from_plan(plan);
+    ds.extend(options.step_lists_at.iter().filter_map(|(_, name)| admitted.find_step_list(name).err()));
+    ds.extend(options.biases_at.iter().filter_map(|(_, bias)| admitted.check_bias(*bias).err()));
     ds.extend(check_noise(plan, options));
     ds.extend(check_video(plan, options));
     let reads_folder = |(_, change): &(u32, WeightChange)| matches!(change, WeightChange::Folder(_));

@@ -17,14 +17,19 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::StopHandle;
 use tessera_runtime::wire::{
-    ChangeEffect, ChangedSetting, HEADER_BYTES, LAUNCHER, Message, RequestLimit, StreamChange, decode_body,
-    decode_header, encode,
+    ChangeEffect, ChangedSetting, F32Bits, HEADER_BYTES, LAUNCHER, Message, Reload, RequestLimit,
+    StreamChange, decode_body, decode_header, encode,
 };
 
-use crate::codes::{T0017, T0093};
+use crate::admitted_settings::AdmittedSettings;
+use crate::codes::{T0017, T0018, T0093};
+use crate::files::write_error;
 use crate::model::Model;
 use crate::plan::Plan;
+use crate::rank_config::first_diagnostic;
+use crate::shards::preflight_reload;
 use crate::text_encoder::PromptEncoder;
+use crate::weights_origin::{WeightChange, WeightsBase};
 
 /// Most bytes of a prompt that a running stream takes.
 pub const MAX_LIVE_PROMPT_BYTES: usize = 4096;
@@ -33,7 +38,7 @@ pub const MAX_PENDING_CHANGES: usize = 16;
 /// Number of changes, the latest ones, whose chunks a handle remembers.
 const KNOWN_EFFECTS: usize = 1024;
 /// Most bytes of a message on the socket.
-const MAX_MESSAGE_BYTES: usize = HEADER_BYTES + MAX_LIVE_PROMPT_BYTES + 64;
+const MAX_MESSAGE_BYTES: usize = HEADER_BYTES + MAX_LIVE_PROMPT_BYTES + 128;
 /// Longest wait for room in the buffer of the socket.
 const SEND_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -45,6 +50,9 @@ const SEND_PATIENCE: Duration = Duration::from_secs(2);
 pub struct StreamControl {
     sender: Arc<Mutex<ChangeSender>>,
     encoder: Arc<PromptEncoder>,
+    /// The plan and the model with which the stream began.
+    stream: Arc<(Arc<Plan>, Model)>,
+    admitted: Arc<AdmittedSettings>,
     stop: StopHandle,
 }
 
@@ -64,7 +72,7 @@ impl StreamControl {
     /// # Errors
     /// What is wrong with the text encoder of the model, which checks prompts, or T0017.
     pub fn new(
-        plan: &Plan,
+        plan: &Arc<Plan>,
         model: &Model,
         stop: StopHandle,
     ) -> Result<(StreamControl, ControlSocket), Diagnostics> {
@@ -74,10 +82,14 @@ impl StreamControl {
         let (here, there) = UnixStream::pair().map_err(|e| one(socket_error(&e)))?;
         let link = ControlLink::new(here, (LAUNCHER, 0)).map_err(one)?;
         let sender = ChangeSender { link, last: 0, pending: 0, effects: VecDeque::new() };
-        Ok((
-            StreamControl { sender: Arc::new(Mutex::new(sender)), encoder, stop },
-            ControlSocket(there.into()),
-        ))
+        let control = StreamControl {
+            sender: Arc::new(Mutex::new(sender)),
+            encoder,
+            admitted: Arc::new(AdmittedSettings::from_plan(plan)),
+            stream: Arc::new((Arc::clone(plan), model)),
+            stop,
+        };
+        Ok((control, ControlSocket(there.into())))
     }
 
     /// Replaces the prompt. Returns the number of the change.
@@ -102,6 +114,66 @@ impl StreamControl {
     /// T0093 if too many changes wait or the stream requests no further chunk.
     pub fn set_seed(&self, seed: u64) -> Result<u64, Diagnostic> {
         self.lock().send(ChangedSetting::Seed(seed))
+    }
+
+    /// Replaces the list of denoise steps by one that the plan admits. Returns the number of the change.
+    ///
+    /// # Errors
+    /// T0054 if the plan has no list of this name, otherwise as [`StreamControl::set_seed`].
+    pub fn set_step_list(&self, name: &str) -> Result<u64, Diagnostic> {
+        let at = self.admitted.find_step_list(name)?;
+        self.lock().send(ChangedSetting::StepList(at))
+    }
+
+    /// Replaces the attention bias on context keys. Returns the number of the change.
+    ///
+    /// # Errors
+    /// T0054 if no program of the plan reads it or if it is not above 0 and at most 1, otherwise as
+    /// [`StreamControl::set_seed`].
+    pub fn set_bias(&self, bias: f32) -> Result<u64, Diagnostic> {
+        self.admitted.check_bias(bias)?;
+        self.lock().send(ChangedSetting::Bias(F32Bits::new(bias)))
+    }
+
+    /// Replaces the weights, which every rank loads before the next requested chunk; it opens a scene. This process reads
+    /// them first, because every rank compares what it has loaded with this digest. Returns the number of the change.
+    ///
+    /// # Errors
+    /// T0018 for files of weights where the stream began with synthetic ones, what is wrong with the files, or as
+    /// [`StreamControl::set_seed`].
+    pub fn set_weights(&self, change: &WeightChange) -> Result<u64, Diagnostic> {
+        let (plan, model) = &*self.stream;
+        if model.weights.base != WeightsBase::Files && matches!(change, WeightChange::Folder(_)) {
+            return Err(Diagnostic::error(
+                &T0018,
+                "a stream of synthetic weights cannot load weight files later",
+            )
+            .with_hint("stream from the files of the model"));
+        }
+        let weights = preflight_reload(plan, model, change).map_err(first_diagnostic)?;
+        let source = change.to_absolute().map_err(|e| write_error(&model.dir, &e))?.to_string();
+        if source.len() > MAX_LIVE_PROMPT_BYTES {
+            return Err(Diagnostic::error(
+                &T0093,
+                "the names of the weights are too long for a running stream",
+            )
+            .with_label("names", format!("{} bytes", source.len()))
+            .with_label("limit", format!("{MAX_LIVE_PROMPT_BYTES} bytes"))
+            .with_hint("move the files to a shorter path"));
+        }
+        self.lock().send(ChangedSetting::Weights(Reload { source, weights }))
+    }
+
+    /// Returns the names of the lists of denoise steps that the plan admits, that of the model first.
+    #[must_use]
+    pub fn step_lists(&self) -> &[String] {
+        self.admitted.step_lists()
+    }
+
+    /// Returns whether [`StreamControl::set_bias`] has an effect.
+    #[must_use]
+    pub fn reads_bias(&self) -> bool {
+        self.admitted.reads_bias()
     }
 
     /// Cuts the scene. Returns the number of the change.
@@ -205,6 +277,9 @@ pub(crate) struct TakenChanges {
     pub(crate) prompt: Option<String>,
     pub(crate) seed: Option<u64>,
     pub(crate) cut: SceneCut,
+    pub(crate) step_list: Option<u32>,
+    pub(crate) bias: Option<F32Bits>,
+    pub(crate) weights: Option<Reload>,
 }
 
 impl ChangeIntake {
@@ -237,6 +312,9 @@ impl ChangeIntake {
                 ChangedSetting::Cut if taken.cut == SceneCut::Flush => {}
                 ChangedSetting::Cut => taken.cut = SceneCut::Ordered,
                 ChangedSetting::Flush => taken.cut = SceneCut::Flush,
+                ChangedSetting::StepList(at) => taken.step_list = Some(at),
+                ChangedSetting::Bias(bias) => taken.bias = Some(bias),
+                ChangedSetting::Weights(reload) => taken.weights = Some(reload),
             }
             // A launching process that has closed its end wants no answer.
             let _ = self.link.send(&Message::ChangeEffect(ChangeEffect { number, chunk }));
@@ -395,12 +473,23 @@ mod tests {
         for setting in [prompt("a"), ChangedSetting::Seed(3), prompt("b"), ChangedSetting::Cut] {
             sender.send(setting).unwrap();
         }
-        let taken = TakenChanges { prompt: Some("b".into()), seed: Some(3), cut: SceneCut::Ordered };
+        let values = [ChangedSetting::StepList(1), ChangedSetting::Bias(F32Bits::new(0.5))];
+        for setting in values {
+            sender.send(setting).unwrap();
+        }
+        let taken = TakenChanges {
+            prompt: Some("b".into()),
+            seed: Some(3),
+            cut: SceneCut::Ordered,
+            step_list: Some(1),
+            bias: Some(F32Bits::new(0.5)),
+            weights: None,
+        };
         assert_eq!(leader.take_changes(5).unwrap(), taken);
         assert_eq!(leader.take_changes(6).unwrap(), TakenChanges::default());
         sender.take_effects();
         let effects: Vec<_> = sender.effects.iter().map(|e| (e.number, e.chunk)).collect();
-        assert_eq!((sender.pending, effects), (0, vec![(1, 5), (2, 5), (3, 5), (4, 5)]));
+        assert_eq!((sender.pending, effects), (0, (1..=6).map(|n| (n, 5)).collect()));
     }
 
     #[test]

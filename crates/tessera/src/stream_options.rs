@@ -34,6 +34,10 @@ pub struct StreamOptions {
     pub prompts_at: Vec<(u32, String)>,
     /// Seeds that replace `seed`, each with the chunk from which it holds.
     pub seeds_at: Vec<(u32, u64)>,
+    /// Names of the lists of denoise steps, each with the chunk from which it holds; the model's own until the first.
+    pub step_lists_at: Vec<(u32, String)>,
+    /// Attention biases on context keys, each with the chunk from which it holds; the plan's own until the first.
+    pub biases_at: Vec<(u32, f32)>,
     /// Chunks before which the scene is cut.
     pub cuts_at: Vec<u32>,
     /// Chunks before which the scene is cut at once: undelivered earlier requests are discarded.
@@ -131,7 +135,9 @@ impl StreamOptions {
         let mut ds = Vec::new();
         let changes = self.prompts_at.iter().map(|(c, _)| *c).chain(self.seeds_at.iter().map(|(c, _)| *c));
         let cuts = self.cuts_at.iter().chain(&self.flushes_at).copied();
-        for c in changes.chain(cuts).chain(self.weights_at.iter().map(|(c, _)| *c)) {
+        let values = self.step_lists_at.iter().map(|(c, _)| *c).chain(self.biases_at.iter().map(|(c, _)| *c));
+        let weights = self.weights_at.iter().map(|(c, _)| *c);
+        for c in changes.chain(cuts).chain(values).chain(weights) {
             if c >= self.chunks {
                 ds.push(Diagnostic::error(
                     &T0018,

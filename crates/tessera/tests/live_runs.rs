@@ -24,7 +24,7 @@ use tessera::plan::plan_model;
 use tessera::stream::{LiveChunk, LiveStream, run, run_steered};
 use tessera::stream_control::{MAX_LIVE_PROMPT_BYTES, StreamControl};
 use tessera::stream_options::{RunDevice, StreamOptions, StreamReport};
-use tessera::{Mapping, Model, Overrides, Plan, StopHandle, WeightsBase};
+use tessera::{LoraFile, Mapping, Model, Overrides, Plan, StopHandle, WeightChange, WeightsBase};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
@@ -36,6 +36,8 @@ fn main() -> ExitCode {
     }
     let tests: &[(&str, fn())] = &tests![
         changes_that_arrive_equal_scheduled_ones_bit_for_bit
+        step_lists_and_biases_that_change_equal_scheduled_ones_bit_for_bit
+        loras_that_change_equal_scheduled_ones_bit_for_bit
         a_control_socket_that_closes_early_changes_nothing
         a_change_without_effect_is_refused
         a_stream_that_is_closed_or_dropped_leaves_no_process
@@ -142,12 +144,128 @@ fn changes_that_arrive_equal_scheduled_ones_bit_for_bit() {
     let repeated = start("tp=2", scheduled, &dir.path().join("scheduled"));
     let pictures = |chunks: Vec<LiveChunk>| chunks.into_iter().map(|chunk| chunk.rgb).collect::<Vec<_>>();
     assert!(pictures(take_rest(&repeated)) == pictures(chunks.clone()), "the frames differ");
-    let golden = |live: &LiveStream| live.report().unwrap().golden.unwrap();
     assert_eq!(golden(&live), golden(&repeated));
     let plain = start("tp=2", options(CHUNKS), &dir.path().join("plain"));
     let plain = take_rest(&plain);
     let changed = plain.iter().zip(&chunks).position(|(a, b)| a.rgb != b.rgb);
     assert_eq!(changed, Some(prompt.min(seed).min(cut) as usize));
+}
+
+/// Opens the demo with a list of two steps beside its own four, in the recompute regime, whose context has a bias.
+fn demo_with_lists(dir: &Path) -> (Arc<Plan>, Model) {
+    let text = std::fs::read_to_string(models("demo").join("stream.toml")).unwrap();
+    let text =
+        text.replace("prediction = \"x0\"", "prediction = \"x0\"\n[schedule.lists]\nfast = [1000, 500]");
+    let file = dir.join("stream.toml");
+    std::fs::write(&file, text).unwrap();
+    let overrides = Overrides { stream_file: Some(file), recompute: Some(true), ..Overrides::default() };
+    let model = Model::open(&models("demo"), &overrides).unwrap();
+    let mapping = Mapping { mesh: "tp=2".parse().unwrap(), ..Mapping::default() };
+    (Arc::new(plan_model(&model.video, &model.name, "", &mapping).unwrap()), model)
+}
+
+/// Starts a stream of a model with a plan of its own.
+fn start_planned((plan, model): &(Arc<Plan>, Model), options: StreamOptions, out: &Path) -> LiveStream {
+    let folder = RunFolder::new(Some(out), "").unwrap();
+    LiveStream::start(Arc::clone(plan), model.clone(), options, argv(), folder)
+        .unwrap_or_else(|ds| panic!("{ds:#?}"))
+}
+
+fn golden(live: &LiveStream) -> String {
+    live.report().unwrap().golden.unwrap()
+}
+
+fn step_lists_and_biases_that_change_equal_scheduled_ones_bit_for_bit() {
+    const CHUNKS: u32 = 14;
+    let dir = tempfile::tempdir().unwrap();
+    let planned = demo_with_lists(dir.path());
+    let calls: Vec<&String> = planned.0.sealed.calls().iter().map(|(name, _)| name).collect();
+    assert!(calls.iter().any(|name| name.contains(".steps-fast")), "{calls:?}");
+    let live = start_planned(&planned, options(CHUNKS), &dir.path().join("live"));
+    let control = live.control();
+    assert_eq!((control.step_lists(), control.reads_bias()), (&["default".into(), "fast".into()][..], true));
+    live.next_chunk().unwrap().unwrap();
+    let fast = control.set_step_list("fast").unwrap();
+    live.next_chunk().unwrap().unwrap();
+    let bias = control.set_bias(0.25).unwrap();
+    live.next_chunk().unwrap().unwrap();
+    let back = control.set_step_list("default").unwrap();
+    for refused in [control.set_step_list("slow"), control.set_bias(0.0), control.set_bias(f32::NAN)] {
+        assert_eq!(refused.unwrap_err().code.id, "T0054");
+    }
+    take_rest(&live);
+    let [fast, bias, back] = [fast, bias, back].map(|change| live.control().chunk_of(change).unwrap());
+    let forwards = |line: &Value| {
+        let phases = line["ranks"][0]["phases"].as_array().unwrap();
+        phases.iter().filter(|p| p["name"].as_str().unwrap().starts_with("denoise")).count()
+    };
+    for (at, line) in (0_u32..).zip(&read_chunks(&dir.path().join("live"))) {
+        let is_fast = (fast..back).contains(&at);
+        assert_eq!(line["step_list"].as_str(), is_fast.then_some("fast"), "chunk {at}");
+        assert_eq!(line["bias"].as_f64(), (at >= bias).then_some(0.25), "chunk {at}");
+        assert_eq!(forwards(line), if is_fast { 2 } else { 4 }, "chunk {at}");
+    }
+    let scheduled = StreamOptions {
+        step_lists_at: vec![(fast, "fast".into()), (back, "default".into())],
+        biases_at: vec![(bias, 0.25)],
+        ..options(CHUNKS)
+    };
+    let repeated = start_planned(&planned, scheduled, &dir.path().join("scheduled"));
+    take_rest(&repeated);
+    assert_eq!(golden(&live), golden(&repeated));
+    let unbiased = StreamOptions {
+        step_lists_at: vec![(fast, "fast".into()), (back, "default".into())],
+        ..options(CHUNKS)
+    };
+    let unbiased = start_planned(&planned, unbiased, &dir.path().join("unbiased"));
+    take_rest(&unbiased);
+    assert_ne!(golden(&live), golden(&unbiased), "the bias has an effect");
+}
+
+/// Writes a LoRA of rank 1 for a square matrix of the generator, whose update has equal elements.
+fn write_lora(path: &Path, dim: usize) {
+    let bytes = 4 * dim;
+    let header = format!(
+        r#"{{"blocks.0.self_attn.q.lora_A.weight":{{"dtype":"F32","shape":[1,{dim}],"data_offsets":[0,{bytes}]}},"blocks.0.self_attn.q.lora_B.weight":{{"dtype":"F32","shape":[{dim},1],"data_offsets":[{bytes},{}]}}}}"#,
+        2 * bytes
+    );
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.extend((0..2 * dim).flat_map(|_| 0.05_f32.to_le_bytes()));
+    std::fs::write(path, file).unwrap();
+}
+
+fn loras_that_change_equal_scheduled_ones_bit_for_bit() {
+    const CHUNKS: u32 = 12;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("style.safetensors");
+    let planned = demo("tp=2");
+    write_lora(&path, planned.1.video.wan.dim as usize);
+    let style = WeightChange::Loras(vec![LoraFile { path: path.clone(), strength: 1.0 }]);
+    let plain = WeightChange::Loras(Vec::new());
+    let live = start_planned(&planned, options(CHUNKS), &dir.path().join("live"));
+    live.next_chunk().unwrap().unwrap();
+    let on = live.control().set_weights(&style).unwrap();
+    live.next_chunk().unwrap().unwrap();
+    let off = live.control().set_weights(&plain).unwrap();
+    let missing = WeightChange::Loras(vec![LoraFile { path: dir.path().join("absent"), strength: 1.0 }]);
+    live.control().set_weights(&missing).unwrap_err();
+    take_rest(&live);
+    let [on, off] = [on, off].map(|change| live.control().chunk_of(change).unwrap());
+    let record = read_chunks(&dir.path().join("live"));
+    for (at, line) in (0_u32..).zip(&record) {
+        assert_eq!(line["weights"].is_null(), at < on, "chunk {at}");
+        assert_eq!(line["cut"], at == on || at == off, "chunk {at}");
+        assert_eq!(line["weights"].as_str().is_some_and(|w| w.contains("style")), (on..off).contains(&at));
+    }
+    let scheduled = StreamOptions { weights_at: vec![(on, style), (off, plain)], ..options(CHUNKS) };
+    let repeated = start_planned(&planned, scheduled, &dir.path().join("scheduled"));
+    take_rest(&repeated);
+    assert_eq!(golden(&live), golden(&repeated));
+    let cut = StreamOptions { cuts_at: vec![on, off], ..options(CHUNKS) };
+    let cut = start_planned(&planned, cut, &dir.path().join("cut"));
+    take_rest(&cut);
+    assert_ne!(golden(&live), golden(&cut), "the LoRA has an effect");
 }
 
 fn run_plain(out: &Path, control: bool) -> StreamReport {

@@ -16,7 +16,7 @@ use tessera::engine::build_program_index;
 use tessera::{Model, Overrides, Plan};
 use tessera_device::Scalar;
 use tessera_plan::{Numerics, Strategy};
-use tessera_runtime::director::{ChunkRequest, DenoiseStep, Director, SceneCut, StreamSpec};
+use tessera_runtime::director::{ChunkRequest, DenoiseStep, Director, StepList, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 use tessera_runtime::wire::{PhaseCall, ScalarArg};
 use tessera_weights::WeightSet;
@@ -73,7 +73,7 @@ fn stream_spec(m: &Model, positions: u32) -> StreamSpec {
             tokens_per_frame: m.video.frame_tokens() as u32,
         },
         bias: 1.0,
-        steps: vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }],
+        step_lists: StepList::only(vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }]),
     }
 }
 
@@ -97,7 +97,7 @@ fn script(m: &Model, p: &Plan, set: &WeightSet, case: &Case) -> Vec<ScriptStep> 
     for chunk in 0..=case.after {
         let is_case = chunk == case.after;
         let prompt_change = chunk == 0 || (is_case && case.new_prompt);
-        let request = ChunkRequest { prompt_change, seed: 0, cut: SceneCut::None };
+        let request = ChunkRequest { prompt_change, ..ChunkRequest::default() };
         let call = director.plan_chunk(&request, &index).unwrap_or_else(|ds| panic!("{ds:#?}"));
         let phases = call.meta.unwrap().phases;
         let is_recalled = |at: usize| at > 0 && phases[at - 1].program.starts_with("recall");

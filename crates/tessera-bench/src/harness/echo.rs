@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
+use tessera_runtime::director::{ChunkRequest, Director};
 use tessera_runtime::driver::StreamRequest;
 use tessera_runtime::wire::{
     Commit, Envelope, EnvelopeHeader, Message, Ready, Tensors, WIRE_VERSION, encode,
@@ -142,7 +142,7 @@ impl FrameSizes {
         let mut director = Director::new(stream_spec()).map_err(diagnostics_error)?;
         let mut next = |prompt_change| {
             director
-                .plan_chunk(&ChunkRequest { prompt_change, seed: 0, cut: SceneCut::None }, &config.programs)
+                .plan_chunk(&ChunkRequest { prompt_change, ..ChunkRequest::default() }, &config.programs)
                 .map_err(diagnostics_error)
         };
         next(true)?;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_runtime::call_state::{CallStateSpec, SessionSpec};
-use tessera_runtime::director::{DenoiseStep, StreamSpec};
+use tessera_runtime::call_state::SessionSpec;
+use tessera_runtime::director::{DenoiseStep, StepList, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
@@ -47,7 +47,7 @@ pub(super) fn worker_config(harness: &HarnessConfig, rank: u32) -> WorkerConfig 
         build: build_label(),
         parity: Parity::default(),
         programs: Arc::new(program_index()),
-        state: CallStateSpec::Video(stream_spec().cache),
+        session_spec: SessionSpec::Video(stream_spec()),
         limits: one_call_limits(),
         sends_output: harness.mesh_ranks().start == rank,
         tripwires: Tripwires::default(),
@@ -60,7 +60,7 @@ pub(super) fn mesh_leader_config(harness: &HarnessConfig, rank: u32) -> MeshLead
         members: harness.mesh_ranks().skip(1).collect(),
         plan: plan_digest(),
         programs: Arc::new(program_index()),
-        state: CallStateSpec::Video(stream_spec().cache),
+        session_spec: SessionSpec::Video(stream_spec()),
         limits: one_call_limits(),
         tripwires: Tripwires::default(),
     }
@@ -87,7 +87,7 @@ pub(super) fn stream_spec() -> StreamSpec {
             tokens_per_frame: 16,
         },
         bias: 1.0,
-        steps: vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }],
+        step_lists: StepList::only(vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }]),
     }
 }
 

@@ -17,7 +17,7 @@ use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{DEFAULT_PROMPT, OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
 use tessera::terminal::print_stderr_line;
-use tessera::{Model, Plan, WeightChange, WeightsBase, WeightsOrigin};
+use tessera::{Model, Plan, WeightsBase, WeightsOrigin};
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
@@ -28,7 +28,7 @@ use crate::flags::{AppliesTo, flag_set, named_values};
 use crate::output::{CliError, CliResult, OutputFormat};
 use crate::parse::{invalid_argument, parse_milliseconds, parse_weights_base};
 use crate::progress::run_watched;
-use changes::{parse_lora, parse_lora_at, parse_prompt_at, parse_seed_at, parse_weights_at};
+use changes::{parse_changes, parse_lora};
 use join::JoinArgs;
 use performance::PerformanceArgs;
 use report::{ReportPlace, print_report};
@@ -112,6 +112,16 @@ pub struct Args {
     /// repeated
     #[arg(long, value_name = "CHUNK", help_heading = CHANGES_HEADING)]
     pub flush_at: Vec<u32>,
+
+    /// Denoise with another list of steps from this chunk on: one of [schedule.lists] in the model's stream.toml, or
+    /// `default`; may be repeated
+    #[arg(long, value_name = "CHUNK:LIST", help_heading = CHANGES_HEADING)]
+    pub steps_at: Vec<String>,
+
+    /// Weigh the keys of the recomputed context with another attention bias from this chunk on, above 0 and at most 1;
+    /// may be repeated
+    #[arg(long, value_name = "CHUNK:BIAS", help_heading = CHANGES_HEADING)]
+    pub bias_at: Vec<String>,
 
     /// Load other weights of the same shapes on every rank before this chunk, which starts a new
     /// scene (as --cut-at does); may be repeated
@@ -292,6 +302,8 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         seed: args.seed,
         prompts_at: changes.prompts,
         seeds_at: changes.seeds,
+        step_lists_at: changes.step_lists,
+        biases_at: changes.biases,
         cuts_at: args.cut_at.clone(),
         flushes_at: args.flush_at.clone(),
         weights_at: changes.weights,
@@ -425,36 +437,6 @@ fn run_simulated(
     print_report(&report?, (args.format, ReportPlace::StandardOutput), false)
 }
 
-struct StreamChanges {
-    prompts: Vec<(u32, String)>,
-    seeds: Vec<(u32, u64)>,
-    weights: Vec<(u32, WeightChange)>,
-}
-
-/// Parses `--at`, `--seed-at`, `--weights-at` and `--lora-at`, and reports all errors at once.
-fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
-    let mut errors = Vec::new();
-    let mut out = StreamChanges { prompts: Vec::new(), seeds: Vec::new(), weights: Vec::new() };
-    for text in &args.at {
-        parse_prompt_at(text).map_or_else(|d| errors.push(d), |p| out.prompts.push(p));
-    }
-    for text in &args.seed_at {
-        parse_seed_at(text).map_or_else(|d| errors.push(d), |s| out.seeds.push(s));
-    }
-    for text in &args.weights_at {
-        parse_weights_at(text).map_or_else(|d| errors.push(d), |w| out.weights.push(w));
-    }
-    for text in &args.lora_at {
-        parse_lora_at(text).map_or_else(|d| errors.push(d), |w| out.weights.push(w));
-    }
-    errors.extend(repeated_chunk_error("--at", out.prompts.iter().map(|(c, _)| *c)));
-    errors.extend(repeated_chunk_error("--seed-at", out.seeds.iter().map(|(c, _)| *c)));
-    errors.extend(repeated_chunk_error("--cut-at", args.cut_at.iter().copied()));
-    errors.extend(repeated_chunk_error("--flush-at", args.flush_at.iter().copied()));
-    errors.extend(repeated_chunk_error("--weights-at or --lora-at", out.weights.iter().map(|(c, _)| *c)));
-    if errors.is_empty() { Ok(out) } else { Err(CliError::from_usage_errors(errors)) }
-}
-
 /// Parses `--weights` and `--lora`.
 fn parse_weights_origin(args: &Args) -> Result<WeightsOrigin, CliError> {
     let base = args.weights.as_deref().map_or(Ok(WeightsBase::Files), parse_weights_base);
@@ -501,15 +483,6 @@ fn parse_delays(args: &Args, other_latents: u64) -> Result<SyntheticDelays, CliE
         (Ok(media), Ok(generate_ns)) => Ok(SyntheticDelays { media, generate_ns }),
         (a, b) => Err(CliError::from_usage_errors([a.err(), b.err()].into_iter().flatten())),
     }
-}
-
-fn repeated_chunk_error(option: &str, chunks: impl Iterator<Item = u32>) -> Option<Diagnostic> {
-    let mut seen = std::collections::BTreeSet::new();
-    let again = chunks.into_iter().find(|c| !seen.insert(*c))?;
-    Some(
-        Diagnostic::error(&T0030, format!("{option} names chunk {again} twice"))
-            .with_hint("leave one of them out"),
-    )
 }
 
 pub(super) fn plan_conflict_error(option: &str) -> CliError {
@@ -584,20 +557,6 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_chunk_is_an_error() {
-        assert!(
-            repeated_chunk_error("--at", [3, 1, 3].into_iter()).unwrap().message.contains("chunk 3 twice")
-        );
-        assert!(repeated_chunk_error("--at", [3, 1].into_iter()).is_none());
-    }
-
-    #[test]
-    fn changes_at_a_chunk_are_parsed() {
-        assert_eq!(parse_prompt_at("4: a: b ").unwrap(), (4, "a: b".to_string()));
-        assert_eq!(parse_seed_at("0:18446744073709551615").unwrap(), (0, u64::MAX));
-    }
-
-    #[test]
     fn modelled_times_are_filled_in() {
         let model = |text| parse_decode_delays(text, 2).map(|m| [m.first_ns, m.rest_ns, m.encode_ns]);
         assert_eq!(model("60").unwrap(), [60_000_000, 120_000_000, 0]);
@@ -605,19 +564,5 @@ mod tests {
         for bad in ["", "60,", "-1", "1e9", "NaN", "1,2,3,4"] {
             assert_eq!(model(bad).unwrap_err().code, &T0030, "{bad}");
         }
-    }
-
-    #[test]
-    fn errors_show_the_expected_syntax() {
-        let bad = [
-            parse_prompt_at("a red circle").unwrap_err(),
-            parse_prompt_at("x:a red circle").unwrap_err(),
-            parse_prompt_at("-1:a").unwrap_err(),
-            parse_seed_at("3:-1").unwrap_err(),
-            parse_seed_at("3").unwrap_err(),
-            parse_weights_at("3:").unwrap_err(),
-            parse_weights_at("models/demo").unwrap_err(),
-        ];
-        assert!(bad.iter().all(|d| d.code == &T0030 && d.hint.is_some()), "{bad:#?}");
     }
 }

@@ -2,15 +2,13 @@
 
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::{DecoderQuality, PixelDecoder, StreamConfig, denoising_steps};
+use super::{DEFAULT_STEP_LIST, DecoderQuality, PixelDecoder, StreamConfig, denoising_steps};
 use crate::WanConfig;
 use crate::codes::{T0411, T0412};
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
 
 /// Maximum chunks of a cache window; each chunk is a fill level with its own programs.
 const CHUNKS_MAX: u64 = 64;
-/// Maximum denoising steps of a chunk.
-const STEPS_MAX: usize = 100;
 /// Maximum operations of a forward, so that sums of costs fit 64 bits.
 const OPERATIONS_MAX: u128 = 1 << 60;
 /// Maximum frame rate. A larger one is a typo.
@@ -166,27 +164,11 @@ impl StreamConfig {
                 "a chunk begins with given noise or with an input video: noise.source is call".to_string(),
             );
         }
-        found
-    }
-
-    /// Describes what is wrong with the denoising steps, apart from the noise of the first.
-    fn describe_bad_steps(&self) -> Vec<String> {
-        let mut found = Vec::new();
-        if self.steps.len() > STEPS_MAX {
-            found.push(format!("schedule.steps has {} entries, the limit is {STEPS_MAX}", self.steps.len()));
-        }
-        let falling = self.steps.windows(2).all(|p| p[0] > p[1]);
-        let in_range = self.steps.iter().all(|t| *t > 0.0 && *t <= 1000.0);
-        if self.steps.is_empty() || !falling || !in_range {
-            found.push(format!("schedule.steps {:?} must decrease from at most 1000 to above 0", self.steps));
-        }
-        if let Some(t) = self.steps.iter().find(|t| self.warp && t.fract() != 0.0) {
-            found.push(format!(
-                "step {t} of schedule.steps lies between rows {} and {} of the noise schedule; a warped step \
-                 is one row",
-                1000.0 - t.ceil(),
-                1000.0 - t.floor()
-            ));
+        if self.takes_video && !self.step_lists.is_empty() {
+            found.push(
+                "an input video begins at a step of schedule.steps: input.video and schedule.lists exclude each other"
+                    .to_string(),
+            );
         }
         found
     }
@@ -205,20 +187,26 @@ impl StreamConfig {
                 .with_hint("add a step with less noise, such as 500")
             });
         }
-        let first = denoising_steps(self).first().copied().filter(|s| s.sigma < 1.0)?;
-        Some(
-            Diagnostic::error(
-                &T0412,
-                format!(
-                    "the first step {} has σ {}: its input would hold {} of the previous chunk's latents",
-                    self.steps[0],
-                    first.sigma,
-                    1.0 - first.sigma
-                ),
+        self.all_step_lists().into_iter().find_map(|(name, steps)| {
+            let first = steps.first().filter(|s| s.sigma < 1.0)?;
+            let key = match name {
+                DEFAULT_STEP_LIST => "schedule.steps".to_string(),
+                name => format!("schedule.lists.{name}"),
+            };
+            let stated = self.step_lists.get(name).unwrap_or(&self.steps).first()?;
+            Some(
+                Diagnostic::error(
+                    &T0412,
+                    format!(
+                        "the first step {stated} has σ {}: its input would hold {} of the previous chunk's latents",
+                        first.sigma,
+                        1.0 - first.sigma
+                    ),
+                )
+                .with_label(file, key)
+                .with_hint("begin the steps with 1000, which is pure noise"),
             )
-            .with_label(file, "schedule.steps")
-            .with_hint("begin the steps with 1000, which is pure noise"),
-        )
+        })
     }
 
     /// Describes the first tensor, or the cost of a call, that exceeds the limits.

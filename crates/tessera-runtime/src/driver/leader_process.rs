@@ -178,11 +178,20 @@ impl Machine for LeaderProcess {
             match intake_events {
                 IntakeEvent::Prompt(prompt) => self.send_media_job(process, MediaJob::EncodePrompt(prompt)),
                 IntakeEvent::Request(request, text) => match *request {
-                    CallRequest::Chunk(StreamRequest { prompt, seed, cut, reload, start }) => {
+                    CallRequest::Chunk(StreamRequest {
+                        prompt,
+                        seed,
+                        cut,
+                        step_list,
+                        bias,
+                        reload,
+                        start,
+                    }) => {
                         if let Some(reload) = reload {
                             process.queue_event(leader::Event::Reload(reload));
                         }
-                        let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
+                        let request =
+                            ChunkRequest { prompt_change: prompt.is_some(), seed, cut, step_list, bias };
                         process.queue_event(leader::Event::Request { request, text, start });
                     }
                     CallRequest::Tokens(request) => {

@@ -41,9 +41,15 @@ impl LocalRank {
         let on_event = move |event| {
             post.send(event);
         };
-        let engine =
-            EngineThread::spawn(rank, factory, config.programs, config.state, config.tripwires, on_event)
-                .map_err(|e| vec![io_diagnostic("engine thread", &e)])?;
+        let engine = EngineThread::spawn(
+            rank,
+            factory,
+            config.programs,
+            config.session_spec.state_spec(),
+            config.tripwires,
+            on_event,
+        )
+        .map_err(|e| vec![io_diagnostic("engine thread", &e)])?;
         Ok(LocalRank { machine, engine, inbox, abort: None, busy: false, rank, thread_end_reported: false })
     }
 

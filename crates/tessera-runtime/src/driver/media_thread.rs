@@ -17,7 +17,7 @@ use crate::engine::{MediaJob, MediaPipeline};
 use crate::leader::{self, ChunkStart};
 use crate::limits::{AwakeClock, format_ms};
 use crate::token_director::TokenRequest;
-use crate::wire::{Reload, Tensor};
+use crate::wire::{F32Bits, Reload, Tensor};
 use crate::{Failure, FailureClass, Limits};
 
 /// Builds the media pipeline on the media thread.
@@ -32,6 +32,10 @@ pub struct StreamRequest {
     pub seed: u64,
     /// Hard cut before this chunk.
     pub cut: SceneCut,
+    /// Index of the chunk's list of denoise steps among those of the plan.
+    pub step_list: u32,
+    /// Attention bias on context keys; `None` for that of the plan.
+    pub bias: Option<F32Bits>,
     /// Weights that every rank loads before this chunk, which then opens a scene.
     pub reload: Option<Reload>,
     /// What the chunk's first step begins with.

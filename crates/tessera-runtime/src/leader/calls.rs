@@ -157,6 +157,7 @@ impl Leader {
             session: self.config.session,
             last_call_id: self.last_call_id,
             state: &self.preflight_state,
+            session_spec: &self.config.session_spec,
             programs: &self.config.programs,
             open_calls: self.open_calls.len(),
             tripwires: &self.config.tripwires,

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::call_state::SessionSpec;
-use crate::director::{DenoiseStep, StreamSpec};
+use crate::director::{DenoiseStep, StepList, StreamSpec};
 use crate::engine::{AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall};
 use crate::kv_cache::{CacheRegime, CacheSpec};
 use crate::leader::LeaderConfig;
@@ -52,10 +52,10 @@ fn synthetic_stream(regime: CacheRegime) -> StreamSpec {
             tokens_per_frame: 4,
         },
         bias: 1.0,
-        steps: vec![
+        step_lists: StepList::only(vec![
             DenoiseStep { timestep: 1000.0, sigma: 1.0 },
             DenoiseStep { timestep: 500.0, sigma: 0.5 },
-        ],
+        ]),
     }
 }
 

@@ -8,7 +8,7 @@ use tessera_base::random::Rng;
 
 use super::{Frame, Sim, SimConfig, SimEvent, TICK_NS, World, synthetic_config};
 use crate::Limits;
-use crate::director::{ChunkRequest, SceneCut};
+use crate::director::ChunkRequest;
 use crate::engine::{MediaJob, ReadyCall};
 use crate::kv_cache::CacheRegime;
 use crate::program_index::PhaseKind;
@@ -64,7 +64,7 @@ pub fn simulate_pipeline(
 ) -> Result<Vec<ChunkTimes>, Diagnostics> {
     let request = |k: u32| {
         let first = k == 0;
-        (ChunkRequest { prompt_change: first, seed: 0, cut: SceneCut::None }, first.then_some(1))
+        (ChunkRequest { prompt_change: first, ..ChunkRequest::default() }, first.then_some(1))
     };
     let longest = stage_times.generate_ns.max(stage_times.context_ns).max(stage_times.delivery_ns);
     let limits = Limits { done_floor_ns: limits.done_floor_ns.max(4 * longest), ..limits.clone() };

@@ -99,7 +99,7 @@ fn mesh_leader_config(config: &SimConfig, rank: u32) -> MeshLeaderConfig {
         members: config.mesh()[1..].to_vec(),
         plan: leader.plan,
         programs: Arc::clone(&leader.programs),
-        state: leader.session_spec.state_spec(),
+        session_spec: leader.session_spec.clone(),
         limits: leader.limits.clone(),
         tripwires: leader.tripwires.clone(),
     }
@@ -114,7 +114,7 @@ fn worker_config(config: &SimConfig, rank: u32) -> WorkerConfig {
         build: leader.build.clone(),
         parity: leader.parity.clone(),
         programs: Arc::clone(&leader.programs),
-        state: leader.session_spec.state_spec(),
+        session_spec: leader.session_spec.clone(),
         limits: leader.limits.clone(),
         sends_output: rank == config.mesh()[0],
         tripwires: leader.tripwires.clone(),

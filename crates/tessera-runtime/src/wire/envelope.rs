@@ -107,6 +107,8 @@ impl CallWork {
 /// The decisions about one chunk of a video.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkWork {
+    /// Index of the list of denoise steps among those that the plan admits.
+    pub step_list: u32,
     /// Number of denoise steps, each with one phase of the call.
     pub n_steps: u32,
     /// Whether to clear the caches before the first phase.

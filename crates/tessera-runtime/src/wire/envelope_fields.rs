@@ -40,6 +40,7 @@ pub const ENVELOPE_FIELDS: &[EnvelopeField] = &[
     envelope_field("deadline_ms", "u32", "always, not 0", "Every wait has a limit", "T0732"),
     envelope_field("meta", "struct", "INFER and WARMUP only", "The leader's decisions; an action without payload carries none", "T0732"),
     envelope_field("work", "enum", "INFER and WARMUP", "A warm-up, a chunk of a video, rows of tokens or an array program, as the session computes; the fields up to `rows` belong to one kind", "T0732"),
+    envelope_field("step_list", "u32", "INFER of a chunk", "The noise levels and timesteps of the phases are those of this list of the sealed plan", "T0732"),
     envelope_field("n_steps", "u32", "INFER of a chunk", "Number of denoise forwards in the call", "T0732"),
     envelope_field("expected_generator_calls", "u32", "INFER", "A rank that would run one forward more or fewer stops before the first extra collective", "T0734"),
     envelope_field(

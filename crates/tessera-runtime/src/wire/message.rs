@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use tessera_base::Code;
 
-use super::{Envelope, Tensors};
+use super::{Envelope, F32Bits, Reload, Tensors};
 use crate::codes::{T0707, T0730, T0733, T0746, T0755};
 use crate::{Digest, Failure, Parity};
 
@@ -255,6 +255,12 @@ pub enum ChangedSetting {
     Cut,
     /// As `Cut`, and requested chunks that are not delivered yet are discarded.
     Flush,
+    /// The list of denoise steps from the next requested chunk on, by its index in the plan.
+    StepList(u32),
+    /// The attention bias on context keys from the next requested chunk on.
+    Bias(F32Bits),
+    /// The weights from the next requested chunk on, which opens a scene.
+    Weights(Reload),
 }
 
 /// The effect of a [`StreamChange`].

@@ -13,7 +13,6 @@ use std::sync::{Arc, Mutex};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::{ClockId, clock_gettime};
-use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::{
     CallRequest, ControlTopology, EngineFactory, LaunchSpec, LeaderParts, MeshLeaderParts, StopHandle,
     StreamRequest, WorkerParts, exit_process, join_launch, launch_ranks, run_leader, run_mesh_leader,
@@ -187,9 +186,7 @@ fn as_rank() -> ! {
             CallRequest::Chunk(StreamRequest {
                 prompt: (k == 0).then(|| "a lighthouse".to_string()),
                 seed: 7,
-                cut: SceneCut::None,
-                reload: None,
-                start: tessera_runtime::leader::ChunkStart::Drawn,
+                ..StreamRequest::default()
             })
         });
         let parts = LeaderParts {

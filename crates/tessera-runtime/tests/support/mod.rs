@@ -7,8 +7,8 @@ pub mod net;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use tessera_runtime::call_state::{CallStateSpec, SessionSpec};
-use tessera_runtime::director::{DenoiseStep, StreamSpec};
+use tessera_runtime::call_state::SessionSpec;
+use tessera_runtime::director::{DenoiseStep, StepList, StreamSpec};
 use tessera_runtime::engine::{
     AbortHandle, CacheFault, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, RehashResult,
     ReloadedWeights,
@@ -53,7 +53,7 @@ pub fn test_programs_with_recache() -> ProgramIndex {
 
 fn list_programs(more: &[&str]) -> ProgramIndex {
     let place = vec![("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(CHUNK))];
-    let with_sigma = [&place[..], &[("sigma", ArgKind::F32)]].concat();
+    let of_a_step = [&place[..], &[("sigma", ArgKind::F32), ("bias", ArgKind::F32)]].concat();
     let draw = vec![
         ("sigma", ArgKind::F32),
         ("seed", ArgKind::I64),
@@ -69,7 +69,7 @@ fn list_programs(more: &[&str]) -> ProgramIndex {
     ];
     rows.extend(more.iter().map(|name| ((*name).to_string(), vec![])));
     for fill in [0, 3, 6] {
-        rows.push((format!("denoise.fill{fill}"), with_sigma.clone()));
+        rows.push((format!("denoise.fill{fill}"), of_a_step.clone()));
         rows.push((format!("clean.fill{fill}"), place.clone()));
     }
     ProgramIndex::new(rows.into_iter().map(|(name, scalars)| {
@@ -105,9 +105,15 @@ pub fn test_stream(regime: CacheRegime) -> StreamSpec {
             tokens_per_frame: 10,
         },
         bias: 0.3,
-        steps: vec![
-            DenoiseStep { timestep: 1000.0, sigma: 1.0 },
-            DenoiseStep { timestep: 500.0, sigma: 0.5 },
+        step_lists: vec![
+            StepList {
+                name: "default".into(),
+                steps: vec![
+                    DenoiseStep { timestep: 1000.0, sigma: 1.0 },
+                    DenoiseStep { timestep: 500.0, sigma: 0.5 },
+                ],
+            },
+            StepList { name: "fast".into(), steps: vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }] },
         ],
     }
 }
@@ -142,7 +148,7 @@ pub fn mesh_leader_config(ranks: u32, regime: CacheRegime) -> MeshLeaderConfig {
         members: (2..=ranks).collect(),
         plan: plan_digest(),
         programs: Arc::new(test_programs()),
-        state: CallStateSpec::Video(test_stream(regime).cache),
+        session_spec: SessionSpec::Video(test_stream(regime)),
         limits: Limits::default(),
         tripwires: Tripwires::default(),
     }
@@ -171,7 +177,7 @@ pub fn worker_config(shape: LeaderPlacement, rank: u32, regime: CacheRegime) -> 
         build: "test".into(),
         parity: test_parity(),
         programs: Arc::new(test_programs()),
-        state: CallStateSpec::Video(test_stream(regime).cache),
+        session_spec: SessionSpec::Video(test_stream(regime)),
         limits: Limits::default(),
         sends_output: rank == shape.first_compute_rank(),
         tripwires: Tripwires::default(),

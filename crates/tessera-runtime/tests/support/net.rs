@@ -115,8 +115,9 @@ pub struct Rank {
     gone_reported: bool,
 }
 
-pub const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
-pub const NEXT: ChunkRequest = ChunkRequest { prompt_change: false, seed: 7, cut: SceneCut::None };
+pub const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, ..NEXT };
+pub const NEXT: ChunkRequest =
+    ChunkRequest { prompt_change: false, seed: 7, cut: SceneCut::None, step_list: 0, bias: None };
 
 impl Net {
     pub fn new(ranks: u32, regime: CacheRegime, chunks: u32) -> Net {

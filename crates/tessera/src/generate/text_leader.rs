@@ -72,7 +72,7 @@ fn build_parts(
             // An error here also makes the delivery fail, and the pipeline reports it there.
             let _ = record.record_entry(entry);
             if let RecordEntry::Call(call) = entry {
-                let settings = ChunkSettings { prompt: String::new(), seed: 0, cut: false };
+                let settings = ChunkSettings::default();
                 record.record_call(call, Some(&settings), None);
             }
         }),

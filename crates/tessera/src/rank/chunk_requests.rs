@@ -8,6 +8,7 @@ use tessera_base::Diagnostic;
 use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::{CallRequest, StreamRequest};
 use tessera_runtime::leader::ChunkStart;
+use tessera_runtime::wire::F32Bits;
 
 use crate::faults::FaultInjector;
 use crate::noise_file::NoiseFile;
@@ -25,6 +26,10 @@ pub(super) struct ChunkRequests {
     /// Prompt and seed in force.
     prompt: String,
     seed: u64,
+    /// List of denoise steps, attention bias and source of the weights in force.
+    step_list: u32,
+    bias: Option<f32>,
+    weights: Option<String>,
     noise: Option<NoiseFile>,
     video: LazyVideo,
     drill: Option<FaultInjector>,
@@ -51,6 +56,9 @@ impl ChunkRequests {
             next: 0,
             prompt: String::new(),
             seed: 0,
+            step_list: 0,
+            bias: None,
+            weights: None,
             noise,
             video: LazyVideo { orders: orders.clone(), plan: Arc::clone(plan), source: None },
             drill,
@@ -59,25 +67,42 @@ impl ChunkRequests {
         })
     }
 
-    /// Decides prompt, seed and cut of a chunk. A change that arrived takes precedence over one that was scheduled for
+    /// Decides the settings of a chunk. A change that arrived takes precedence over one that was scheduled for
     /// the same chunk, because it was made later.
     fn decide_settings(&mut self, chunk: u32, taken: TakenChanges) -> (StreamRequest, ChunkSettings) {
         let scheduled = self.orders.stream_request(chunk);
         let prompt = taken.prompt.or(scheduled.prompt);
         self.prompt = prompt.clone().unwrap_or_else(|| std::mem::take(&mut self.prompt));
         self.seed = taken.seed.or_else(|| self.orders.seed_at(chunk)).unwrap_or(self.seed);
+        self.step_list =
+            taken.step_list.or_else(|| self.orders.step_list_at(chunk)).unwrap_or(self.step_list);
+        self.bias = taken.bias.map(F32Bits::get).or_else(|| self.orders.bias_at(chunk)).or(self.bias);
+        let reload = taken.weights.or(scheduled.reload);
+        self.weights = reload.as_ref().map(|r| r.source.clone()).or_else(|| self.weights.take());
         // New weights open a scene by themselves.
         let cut = match (scheduled.cut, taken.cut) {
             (SceneCut::Flush, _) | (_, SceneCut::Flush) => SceneCut::Flush,
-            (SceneCut::None, cut) if scheduled.reload.is_none() => cut,
+            (SceneCut::None, cut) if reload.is_none() => cut,
             (cut, _) => cut,
         };
         let settings = ChunkSettings {
             prompt: self.prompt.clone(),
             seed: self.seed,
-            cut: cut.is_cut() || scheduled.reload.is_some(),
+            cut: cut.is_cut() || reload.is_some(),
+            step_list: self.orders.step_list_name(self.step_list),
+            bias: self.bias,
+            weights: self.weights.clone(),
         };
-        (StreamRequest { prompt, seed: self.seed, cut, ..scheduled }, settings)
+        let request = StreamRequest {
+            prompt,
+            seed: self.seed,
+            cut,
+            step_list: self.step_list,
+            bias: self.bias.map(F32Bits::new),
+            reload,
+            ..scheduled
+        };
+        (request, settings)
     }
 
     /// Returns what a chunk begins with; `None` if the input video has ended.

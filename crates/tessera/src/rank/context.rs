@@ -213,7 +213,7 @@ impl<P: RankPlan> RankContext<P> {
             build: self.build.clone(),
             parity: Parity::default(),
             programs: Arc::clone(&self.program_index),
-            state: self.session_spec.state_spec(),
+            session_spec: self.session_spec.clone(),
             limits: self.limits.clone(),
             sends_output: self.plan.output_groups().iter().any(|group| group.first() == Some(&rank.0)),
             tripwires: self.tripwires.clone(),
@@ -226,7 +226,7 @@ impl<P: RankPlan> RankContext<P> {
             members: self.plan.computing_ranks().into_iter().filter(|r| *r != rank).map(|r| r.0).collect(),
             plan: self.digest,
             programs: Arc::clone(&self.program_index),
-            state: self.session_spec.state_spec(),
+            session_spec: self.session_spec.clone(),
             limits: self.limits.clone(),
             tripwires: self.tripwires.clone(),
         }

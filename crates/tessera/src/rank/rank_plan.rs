@@ -101,8 +101,9 @@ impl RankPlan for Plan {
     }
 
     fn forwards_per_call(&self) -> u64 {
-        // A steady chunk runs one forward per step and one that recomputes or caches the context.
-        stream_spec(self).steps.len() as u64 + 1
+        // A steady chunk runs one forward per step and one that recomputes or caches the context. A synthetic delay is that
+        // of the model's own steps.
+        self.video.stream.steps.len() as u64 + 1
     }
 
     fn output_groups(&self) -> Vec<Vec<u32>> {

@@ -447,7 +447,8 @@ fn stream_latents(
             });
         }
         let cut = if c == cut { SceneCut::Ordered } else { SceneCut::None };
-        let asked = ChunkRequest { prompt_change: c == 0, seed: 7 + u64::from(c), cut };
+        let asked =
+            ChunkRequest { prompt_change: c == 0, seed: 7 + u64::from(c), cut, ..ChunkRequest::default() };
         let call = director.plan_chunk(&asked, &common.program_index).unwrap();
         let meta = call.meta.unwrap();
         let inputs = Tensors(if meta.replaces_prompt() { vec![text.clone()] } else { Vec::new() });
