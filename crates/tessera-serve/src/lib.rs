@@ -14,6 +14,7 @@ mod file_body;
 mod frames;
 mod metrics;
 mod options;
+mod otlp;
 mod pacing;
 mod page;
 pub mod protocol;
@@ -47,6 +48,7 @@ use crate::server_state::{ServerState, Settings};
 use crate::supervisor::RunTemplate;
 
 pub use options::{Access, ServeLimits, ServeOptions};
+pub use otlp::{CollectorEndpoint, TraceOptions};
 
 /// The stream that a server runs.
 pub struct ServedStream {
@@ -62,6 +64,8 @@ pub struct ServedStream {
     pub examples: Vec<String>,
     /// Returns the page of a code, for alarms.
     pub explain: fn(&str) -> Option<&'static str>,
+    /// Shows a warning to the person who started the server.
+    pub warn: fn(&Diagnostic),
 }
 
 /// Where a server is reached.
@@ -110,7 +114,7 @@ pub fn serve(
     let settings = session.as_ref().map_or(given, |session| session.last.clone());
     let limits = options.limits;
     let server =
-        Arc::new(ServerState::new(facts, limits, recorder, settings, options.keeps_running, stream.explain));
+        Arc::new(ServerState::new(facts, &options, recorder, settings, (stream.explain, stream.warn)));
     let is_tls = listening.is_tls();
     let shared = Shared {
         server: Arc::clone(&server),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::T1609;
+use crate::otlp::TraceOptions;
 use crate::protocol::Pace;
 
 /// Fewest characters of a token.
@@ -37,6 +38,8 @@ pub struct ServeOptions {
     pub recordings: Option<PathBuf>,
     /// Folder of a run whose recorded session the first run continues.
     pub resume: Option<PathBuf>,
+    /// Where traces go; `None` for nowhere.
+    pub traces: Option<TraceOptions>,
 }
 
 /// Who may use a server.
@@ -95,6 +98,7 @@ impl Default for ServeOptions {
             out: None,
             recordings: None,
             resume: None,
+            traces: None,
         }
     }
 }

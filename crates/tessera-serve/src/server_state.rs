@@ -13,13 +13,16 @@ use std::time::Instant;
 
 use serde::Serialize;
 use tessera::stream_control::StreamControl;
+use tessera_base::Diagnostic;
 use tokio::sync::Notify;
 
 use crate::client_queue::ClientQueue;
 use crate::control::ControlLease;
 use crate::frames::Frame;
 use crate::metrics::Metrics;
-use crate::options::ServeLimits;
+use crate::options::{ServeLimits, ServeOptions};
+use crate::otlp::exporter::SpanExporter;
+use crate::otlp::stream_traces::{StreamTraces, describe_resource};
 use crate::pacing::Pacer;
 use crate::protocol::{
     Alarm, ControlState, FrameFormat, ServerMessage, StreamFacts, StreamState, StreamStatus,
@@ -40,6 +43,8 @@ pub(crate) struct ServerState {
     pub(crate) facts: StreamFacts,
     pub(crate) metrics: Metrics,
     pub(crate) limits: ServeLimits,
+    /// Traces for a collector, if there is one.
+    pub(crate) traces: Option<StreamTraces>,
     recorder: Mutex<Recorder>,
     /// Whether a recording is open. The state is never locked together with the recorder, which waits for a disk.
     is_recording: AtomicBool,
@@ -130,14 +135,13 @@ pub(crate) struct Settings {
 }
 
 impl ServerState {
-    /// Creates the state of a server that has started no run.
+    /// Creates the state of a server that has started no run. The functions return the page of a code, and show a warning.
     pub(crate) fn new(
         facts: StreamFacts,
-        limits: ServeLimits,
+        options: &ServeOptions,
         recorder: Recorder,
         settings: Settings,
-        keeps_running: bool,
-        explain: fn(&str) -> Option<&'static str>,
+        (explain, warn): (fn(&str) -> Option<&'static str>, fn(&Diagnostic)),
     ) -> ServerState {
         let status = StreamStatus {
             state: StreamState::Starting,
@@ -179,14 +183,21 @@ impl ServerState {
             alarms: VecDeque::new(),
             stops: false,
         };
+        let metrics = Metrics::new(&facts);
+        let traces = options.traces.as_ref().map(|traces| {
+            let resource = describe_resource(traces, &facts);
+            let exporter = SpanExporter::new(traces.clone(), resource, metrics.spans.clone(), warn);
+            StreamTraces::new(Arc::new(exporter))
+        });
         ServerState {
-            metrics: Metrics::new(&facts),
+            metrics,
+            traces,
             facts,
-            limits,
+            limits: options.limits,
             recorder: Mutex::new(recorder),
             is_recording: AtomicBool::new(false),
             explain,
-            keeps_running,
+            keeps_running: options.keeps_running,
             started: Instant::now(),
             state: Mutex::new(state),
             pace_changed: Notify::new(),

@@ -130,6 +130,8 @@ fn start_run(
             Err(ds) => break Err(ds),
         }
     };
+    // The lines of the last chunks may stand behind their frames.
+    server.read_record(&mut recent);
     let failed = ended.map_err(|diagnostics| RunFailure { diagnostics, has_started: true, has_delivered });
     (run, failed)
 }

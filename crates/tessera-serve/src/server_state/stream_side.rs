@@ -13,6 +13,7 @@ use super::{
 use crate::control::RECONNECT_TIME;
 use crate::frames::Frame;
 use crate::metrics::{CodeLabels, PhaseLabels};
+use crate::otlp::stream_traces::TracedChange;
 use crate::pacing::Pacer;
 use crate::protocol::{Alarm, FrameFormat, FrameHeader, Pace, Refusal, ServerMessage, StreamState};
 use crate::recent_chunks::RecentChunks;
@@ -43,6 +44,7 @@ impl ServerState {
         }
         self.send_status(&state);
         self.metrics.runs.inc();
+        self.traces.iter().for_each(|traces| traces.begin_run(run));
         (run, state.pacer.first_limit(), settings)
     }
 
@@ -56,7 +58,8 @@ impl ServerState {
     /// Hands the frames of a chunk to every client.
     pub(crate) fn deliver(&self, chunk: &LiveChunk, recent: &mut RecentChunks) {
         let now = Instant::now();
-        recent.read_new_lines();
+        self.traces.iter().for_each(|traces| traces.note_delivery(chunk.progress.chunk));
+        self.read_record(recent);
         let frames = self.make_frames(chunk, now);
         self.with_recorder(|recorder| frames.iter().for_each(|frame| recorder.add_frame(frame.rgb())));
         let mut state = self.lock();
@@ -77,6 +80,14 @@ impl ServerState {
         self.pace_changed.notify_one();
     }
 
+    /// Reads what the record of the run says about chunks, and traces those.
+    pub(crate) fn read_record(&self, recent: &mut RecentChunks) {
+        let read = recent.read_new_lines();
+        if let Some(traces) = &self.traces {
+            recent.newest(read).for_each(|record| traces.add_chunk(record));
+        }
+    }
+
     /// Ends a run with its failure. `restarts` states whether another one follows.
     pub(crate) fn fail_run(&self, ds: &Diagnostics, restarts: bool) {
         let mut state = self.lock();
@@ -86,6 +97,7 @@ impl ServerState {
         if let Some(d) = ds.first() {
             let alarm = self.make_alarm(d, state.run, restarts);
             self.metrics.failures.get_or_create(&CodeLabels { code: alarm.code.clone() }).inc();
+            self.traces.iter().for_each(|traces| traces.end_run(Some(&alarm)));
             tracing::error!(run = state.run, code = alarm.code, restarts, "{}", alarm.message);
             let message = ServerMessage::Alarm(alarm.clone());
             state.connected().for_each(|(_, client)| client.send(&message));
@@ -103,6 +115,7 @@ impl ServerState {
         state.control = None;
         state.phase = StreamState::Ended;
         self.refuse_pending(&mut state);
+        self.traces.iter().for_each(|traces| traces.end_run(None));
         self.send_status(&state);
     }
 
@@ -241,6 +254,10 @@ impl ServerState {
             let Some(request) = control.chunk_of(change.number_in_run).map(u64::from) else { continue };
             self.metrics.change_wait.observe(change.since.elapsed().as_secs_f64());
             tracing::info!(run, request, change = change.kind, "change takes effect");
+            if let Some(traces) = &self.traces {
+                let waited = change.since.elapsed();
+                traces.note_effect(TracedChange { kind: change.kind, request, waited });
+            }
             state.record_outcome(ChangeOutcome { change: change.number, run, request });
             let current = state.settings_of(u64::MAX).clone();
             match change.setting {

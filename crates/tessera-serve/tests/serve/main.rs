@@ -14,6 +14,7 @@ mod client;
 mod control;
 mod hostile;
 mod interface;
+mod otlp;
 mod play;
 mod restart;
 mod resume;
@@ -61,6 +62,8 @@ fn main() -> ExitCode {
         interface::every_path_of_the_description_answers
         interface::metrics_are_those_of_the_reference_page_and_of_the_dashboard
         interface::a_recording_holds_every_frame
+        otlp::a_collector_receives_the_spans_of_chunks_changes_and_runs
+        otlp::a_collector_that_hangs_does_not_disturb_the_stream
     ];
     if args.iter().any(|a| a == "--list") {
         tests.iter().for_each(|(name, _)| println!("{name}: test"));
@@ -161,6 +164,7 @@ pub(crate) fn demo_stream_at(mesh: &str, frame_rate: f64) -> ServedStream {
         argv: vec![this, "as-rank".into()],
         examples: vec!["a blue square moves left".into()],
         explain: |_| None,
+        warn: |d| println!("{}: {}", d.code.id, d.message),
     }
 }
 

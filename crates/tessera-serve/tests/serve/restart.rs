@@ -5,8 +5,14 @@ use serde_json::{Value, json};
 use crate::client::{SocketClient, get};
 use crate::{TestServer, demo_stream, test_options};
 
+/// Kills the process of a rank.
+pub(crate) fn kill_rank(process: u32) {
+    let kill = std::process::Command::new("kill").args(["-9", &process.to_string()]).status().unwrap();
+    assert!(kill.success());
+}
+
 /// Returns the processes that this one has started and that run still.
-fn rank_processes() -> Vec<u32> {
+pub(crate) fn rank_processes() -> Vec<u32> {
     let this = std::process::id();
     let children = |pid: u32| -> Vec<u32> {
         let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
@@ -28,9 +34,7 @@ pub(crate) fn a_killed_rank_ends_the_run_with_its_code_and_the_next_run_continue
     client.wait_until("effect", |effect| effect["change"] == "prompt");
     let ranks = rank_processes();
     assert_eq!(ranks.len(), 2, "{ranks:?}");
-    let killed = *ranks.iter().max().unwrap();
-    let kill = std::process::Command::new("kill").args(["-9", &killed.to_string()]).status().unwrap();
-    assert!(kill.success());
+    kill_rank(*ranks.iter().max().unwrap());
     let alarm = client.wait_for("alarm");
     let code = alarm["code"].as_str().unwrap();
     assert!(code.starts_with('T') && !alarm["explanation"].as_str().unwrap().is_empty(), "{alarm}");
