@@ -8,7 +8,12 @@ pub(crate) mod exporter;
 mod span;
 pub(crate) mod stream_traces;
 
+use tessera_base::Diagnostic;
+
 pub use collector::CollectorEndpoint;
+
+/// Shows a warning to the person who started the server.
+pub type ShowWarning = fn(&Diagnostic);
 
 /// Where traces go, and under which name.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -13,14 +13,14 @@ use std::time::Instant;
 
 use serde::Serialize;
 use tessera::stream_control::StreamControl;
-use tessera_base::Diagnostic;
 use tokio::sync::Notify;
 
 use crate::client_queue::ClientQueue;
 use crate::control::ControlLease;
 use crate::frames::Frame;
 use crate::metrics::Metrics;
-use crate::options::{ServeLimits, ServeOptions};
+use crate::options::{ExplainCode, ServeLimits, ServeOptions};
+use crate::otlp::ShowWarning;
 use crate::otlp::exporter::SpanExporter;
 use crate::otlp::stream_traces::{StreamTraces, describe_resource};
 use crate::pacing::Pacer;
@@ -31,6 +31,7 @@ use crate::recent_chunks::ChunkTimeline;
 use crate::recorder::Recorder;
 
 pub(crate) use client_side::Joined;
+pub(crate) use stream_side::{AfterRun, Continuation, EndedRun};
 
 /// Alarms that the page shows when it is opened.
 const KEPT_ALARMS: usize = 8;
@@ -49,7 +50,7 @@ pub(crate) struct ServerState {
     /// Whether a recording is open. The state is never locked together with the recorder, which waits for a disk.
     is_recording: AtomicBool,
     /// Returns the page of a code.
-    explain: fn(&str) -> Option<&'static str>,
+    explain: ExplainCode,
     /// Whether chunks are generated while nobody watches.
     keeps_running: bool,
     started: Instant,
@@ -74,8 +75,8 @@ struct PendingChange {
 }
 
 /// What the stream generates after a change.
-#[derive(Debug, Clone)]
-enum NewSetting {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum NewSetting {
     Prompt(String),
     Seed(u64),
     Scene,
@@ -117,6 +118,8 @@ struct GuardedState {
     changes: u64,
     pending: Vec<PendingChange>,
     outcomes: VecDeque<ChangeOutcome>,
+    /// What the leader has changed with requests of the run that are not delivered, in order.
+    undelivered: Vec<(u64, NewSetting)>,
     /// The first request of the run with each prompt and seed.
     settings: Vec<(u64, Settings)>,
     status: StreamStatus,
@@ -141,7 +144,8 @@ impl ServerState {
         options: &ServeOptions,
         recorder: Recorder,
         settings: Settings,
-        (explain, warn): (fn(&str) -> Option<&'static str>, fn(&Diagnostic)),
+        explain: ExplainCode,
+        warn: ShowWarning,
     ) -> ServerState {
         let status = StreamStatus {
             state: StreamState::Starting,
@@ -175,6 +179,7 @@ impl ServerState {
             changes: 0,
             pending: Vec::new(),
             outcomes: VecDeque::new(),
+            undelivered: Vec::new(),
             settings: vec![(0, settings)],
             status,
             last_delivery: None,

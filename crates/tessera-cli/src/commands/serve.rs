@@ -12,7 +12,8 @@ use tessera_base::{Diagnostic, DiagnosticFormat};
 use tessera_serve::codes::T1609;
 use tessera_serve::protocol::Pace;
 use tessera_serve::{
-    Access, CollectorEndpoint, ServeLimits, ServeOptions, ServedStream, ServerAddress, TraceOptions, serve,
+    Access, AfterFailure, CollectorEndpoint, ServeLimits, ServeOptions, ServedStream, ServerAddress,
+    TraceOptions, serve,
 };
 
 use super::stream::{plan_conflict_error, read_sealed_plan};
@@ -35,6 +36,8 @@ HTTP interface, and says how to run the server for other people.";
 
 /// Variable with the token, which a file or a secret of a cluster may set.
 const TOKEN_VARIABLE: &str = "TESSERA_SERVE_TOKEN";
+/// Chunks that a restart generates again at most, unless the flag names a number.
+const DEFAULT_REGENERATED: &str = "256";
 /// Variables that name a collector of traces for any program. The first holds the whole address.
 const TRACES_VARIABLE: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
 const COLLECTOR_VARIABLE: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
@@ -132,6 +135,12 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub restarts: u32,
 
+    /// Continue the scene after a failure instead of beginning a new one: the chunks that were shown are generated again,
+    /// if they are so many at most
+    #[arg(long, value_name = "CHUNKS", num_args = 0..=1, require_equals = true,
+          default_missing_value = DEFAULT_REGENERATED)]
+    pub continue_after_failure: Option<u32>,
+
     /// Folder of the runs and of recordings; without it, both are temporary
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
@@ -196,6 +205,10 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         lead: args.lead,
         keeps_running: args.keep_running,
         max_restarts: args.restarts,
+        after_failure: match args.continue_after_failure {
+            None => AfterFailure::NewScene,
+            Some(max_chunks) => AfterFailure::Continue { max_chunks },
+        },
         out: args.out.clone(),
         resume: args.resume.clone(),
         traces: read_trace_options(args)?,

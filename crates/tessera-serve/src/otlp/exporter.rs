@@ -11,9 +11,9 @@ use tessera_base::Diagnostic;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::TraceOptions;
 use super::collector::Answer;
 use super::span::{Attributes, Span, to_request};
+use super::{ShowWarning, TraceOptions};
 use crate::codes::T1613;
 use crate::metrics::SpanLabels;
 
@@ -40,7 +40,7 @@ pub(crate) struct SpanExporter {
     closes: AtomicBool,
     counts: Family<SpanLabels, Counter>,
     /// Shows a person a warning.
-    warn: fn(&Diagnostic),
+    warn: ShowWarning,
 }
 
 impl SpanExporter {
@@ -49,7 +49,7 @@ impl SpanExporter {
         options: TraceOptions,
         resource: Attributes,
         counts: Family<SpanLabels, Counter>,
-        warn: fn(&Diagnostic),
+        warn: ShowWarning,
     ) -> SpanExporter {
         SpanExporter {
             options,

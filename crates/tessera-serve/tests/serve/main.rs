@@ -52,6 +52,8 @@ fn main() -> ExitCode {
         control::a_client_that_returns_keeps_the_control
         control::further_clients_are_refused_with_a_reason
         restart::a_killed_rank_ends_the_run_with_its_code_and_the_next_run_continues
+        restart::a_scene_goes_on_after_failures_as_though_nothing_had_happened
+        restart::a_scene_beyond_the_limit_does_not_go_on
         restart::a_stream_that_cannot_start_says_why
         resume::a_session_goes_on_with_the_chunk_that_would_have_followed
         resume::a_session_that_comes_out_differently_does_not_go_on
