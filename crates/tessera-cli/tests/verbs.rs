@@ -475,3 +475,25 @@ fn lint_finds_a_conditional_collective_and_certifies_nothing() {
     assert!(success_stdout(&tessera_in(dir.path(), &["lint", "."])).contains("suppressed by comments: 1"));
     assert_failed(&tessera_in(dir.path(), &["lint", "none.py"]), 2, &["T1430", "does not exist"]);
 }
+
+#[test]
+fn serve_takes_its_trace_collector_from_the_flag_before_the_variables() {
+    let serve = |flags: &[&str], variables: &[(&str, &str)]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tessera"));
+        // A lead of no chunks ends the command behind the check of the collector.
+        command.current_dir(repo_root()).args(["serve", "--lead", "0"]).args(flags);
+        for name in ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"]
+        {
+            command.env_remove(name);
+        }
+        command.envs(variables.iter().copied()).output().unwrap()
+    };
+    let (base, whole) = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT");
+    assert_failed(&serve(&["--otlp", "https://collector:4318"], &[]), 2, &["T1612", "TLS"]);
+    assert_failed(&serve(&[], &[(base, "collector")]), 2, &["T1612", base]);
+    assert_failed(&serve(&[], &[(base, "http://good"), (whole, "bad")]), 2, &["T1612", whole]);
+    let good = "http://collector:4318";
+    assert_failed(&serve(&["--otlp", good], &[(base, "bad")]), 2, &["T1609", "a lead of no chunks"]);
+    let disabled = serve(&[], &[(base, "bad"), ("OTEL_SDK_DISABLED", "true")]);
+    assert_failed(&disabled, 2, &["T1609", "a lead of no chunks"]);
+}

@@ -372,7 +372,11 @@ function drawTimeline(chunks) {
 
 stream.addEventListener("alarm", ({ detail: alarm }) => {
   element("alarm-section").hidden = false;
-  const next = alarm.restarts ? "The stream starts again by itself." : "The stream does not start again.";
+  const next = !alarm.restarts
+    ? "The stream does not start again."
+    : alarm.regenerates === null
+      ? "The stream starts again by itself."
+      : `It starts again, generates ${alarm.regenerates} chunks again, and continues with the next one.`;
   const details = alarm.details.map((line) => make("li", line));
   element("alarms").prepend(
     make(

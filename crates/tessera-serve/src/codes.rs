@@ -50,5 +50,21 @@ does; send the change again when its state is `running`.";
     T1611: "recorded session cannot be continued",
     "`tessera serve --resume RUN` generates the chunks of a record again and shows those that follow. Chunks have the same bits if plan, weights, build and kind of \
 machine are those of the session, and each one is compared with the digest of its latents in the record. A record of another plan, one without \
-chunks, and a chunk that differs end the server before anything is shown. Start without `--resume` for a new scene.";
+chunks, and a chunk that differs end the server before anything is shown. Start without `--resume` for a new scene. A restart with `--continue-after-failure` compares chunks in the same way, and \
+begins a new scene after one that differs: look for a GPU that computes wrongly.";
+
+    T1612: "address of the trace collector cannot be used",
+    "`tessera serve --otlp http://HOST:4318` sends traces to an OpenTelemetry collector, as OTLP over HTTP with JSON. Without the flag, the variables \
+OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and OTEL_EXPORTER_OTLP_ENDPOINT may name it. The server speaks no TLS to collectors and sends them no secret, so the address begins with \
+`http://` and names no user: run a collector on this host or in this cluster, and let it encrypt what it sends on. OTEL_SDK_DISABLED=true ignores the variables.";
+
+    T1613: "trace collector takes no spans",
+    "The OpenTelemetry collector cannot be reached, does not answer within ten seconds, or refuses the spans. The stream goes on. Up to 8192 spans wait, and the server tries again after one \
+second to thirty; further spans are dropped, and `tessera_spans` of /metrics counts them. A server warns once, and again only after the collector has taken spans. An address of the gRPC port 4317 \
+gives this warning too: use the HTTP port, usually 4318.";
+
+    T1614: "scene of a failed run cannot continue",
+    "A server with `--continue-after-failure` restarts by generating the chunks again that were shown, from the first one on, because the noise of a chunk depends on its number. They are more than the limit, or \
+the record of the failed run lacks one that was shown, as after a full disk or a leader that was killed. The stream starts again with a new scene. A larger limit makes a longer wait acceptable: the \
+ranks take as much time as before, without the pauses.";
 }

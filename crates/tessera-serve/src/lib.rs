@@ -14,6 +14,7 @@ mod file_body;
 mod frames;
 mod metrics;
 mod options;
+mod otlp;
 mod pacing;
 mod page;
 pub mod protocol;
@@ -46,7 +47,8 @@ use crate::server::{Listening, SPARE_SOCKETS, serve_until_stopped};
 use crate::server_state::{ServerState, Settings};
 use crate::supervisor::RunTemplate;
 
-pub use options::{Access, ServeLimits, ServeOptions};
+pub use options::{Access, AfterFailure, ExplainCode, ServeLimits, ServeOptions};
+pub use otlp::{CollectorEndpoint, ShowWarning, TraceOptions};
 
 /// The stream that a server runs.
 pub struct ServedStream {
@@ -61,7 +63,9 @@ pub struct ServedStream {
     /// Prompts that the page suggests.
     pub examples: Vec<String>,
     /// Returns the page of a code, for alarms.
-    pub explain: fn(&str) -> Option<&'static str>,
+    pub explain: ExplainCode,
+    /// Shows a warning to the person who started the server.
+    pub warn: ShowWarning,
 }
 
 /// Where a server is reached.
@@ -92,7 +96,7 @@ pub fn serve(
     }
     let one = |d: Diagnostic| vec![d];
     let facts = describe_stream(&stream, &options).map_err(one)?;
-    let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan);
+    let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan, None);
     let session = options.resume.as_ref().map(read).transpose().map_err(one)?;
     if let Some(out) = &options.out {
         std::fs::create_dir_all(out)
@@ -109,8 +113,7 @@ pub fn serve(
     let given = Settings { prompt: stream.options.prompt.clone(), seed: stream.options.seed };
     let settings = session.as_ref().map_or(given, |session| session.last.clone());
     let limits = options.limits;
-    let server =
-        Arc::new(ServerState::new(facts, limits, recorder, settings, options.keeps_running, stream.explain));
+    let server = Arc::new(ServerState::new(facts, &options, recorder, settings, stream.explain, stream.warn));
     let is_tls = listening.is_tls();
     let shared = Shared {
         server: Arc::clone(&server),
@@ -125,6 +128,7 @@ pub fn serve(
         argv: stream.argv,
         out: options.out,
         max_restarts: options.max_restarts,
+        after_failure: options.after_failure,
         session,
     };
     on_ready(&ServerAddress { address: listening.address, is_tls, recordings });

@@ -35,6 +35,7 @@ pub(crate) struct Metrics {
     pub(crate) queued_requests: Gauge,
     pub(crate) queued_results: Gauge,
     pub(crate) overlap_score: FloatGauge,
+    pub(crate) spans: Family<SpanLabels, Counter>,
     state: Family<StateLabels, Gauge>,
 }
 
@@ -61,6 +62,12 @@ pub(crate) struct ChangeLabels {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct CodeLabels {
     pub(crate) code: String,
+}
+
+/// Labels of spans.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct SpanLabels {
+    pub(crate) outcome: &'static str,
 }
 
 /// Labels of the state of the stream.
@@ -91,6 +98,7 @@ impl Metrics {
             queued_requests: Gauge::default(),
             queued_results: Gauge::default(),
             overlap_score: FloatGauge::default(),
+            spans: Family::default(),
             state: Family::default(),
         };
         metrics.register(facts);
@@ -144,6 +152,7 @@ impl Metrics {
         r.register("queued_requests", "Requests that wait at the leader", self.queued_requests.clone());
         r.register("queued_results", "Finished chunks that wait for delivery", self.queued_results.clone());
         r.register("overlap_score", "OverlapScore of the latest chunks", self.overlap_score.clone());
+        r.register("spans", "Spans for the collector of traces, by outcome", self.spans.clone());
         r.register("stream_state", "1 for what the stream does now", self.state.clone());
     }
 }

@@ -7,10 +7,14 @@ use std::time::Duration;
 use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::codes::T1609;
+use crate::otlp::TraceOptions;
 use crate::protocol::Pace;
 
 /// Fewest characters of a token.
 const MIN_TOKEN_CHARACTERS: usize = 16;
+
+/// Returns the page of a code.
+pub type ExplainCode = fn(&str) -> Option<&'static str>;
 
 /// How a server is reached and how its stream runs.
 #[derive(Debug, Clone)]
@@ -31,12 +35,29 @@ pub struct ServeOptions {
     pub keeps_running: bool,
     /// How often the stream starts again after a failure, in a row without a delivered chunk.
     pub max_restarts: u32,
+    /// What a restart after a failure shows.
+    pub after_failure: AfterFailure,
     /// Folder of the runs; `None` for temporary ones, which are kept if a run fails.
     pub out: Option<PathBuf>,
     /// Folder of recordings; `None` for one beside the runs.
     pub recordings: Option<PathBuf>,
     /// Folder of a run whose recorded session the first run continues.
     pub resume: Option<PathBuf>,
+    /// Where traces go; `None` for nowhere.
+    pub traces: Option<TraceOptions>,
+}
+
+/// What a restart after a failure shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterFailure {
+    /// A new scene with the prompt and the seed in force.
+    NewScene,
+    /// The chunk that would have followed. The ranks first generate the chunks again that were shown: at most so many, otherwise a
+    /// new scene begins.
+    Continue {
+        /// Most chunks that are generated again.
+        max_chunks: u32,
+    },
 }
 
 /// Who may use a server.
@@ -92,9 +113,11 @@ impl Default for ServeOptions {
             lead: 2,
             keeps_running: false,
             max_restarts: 3,
+            after_failure: AfterFailure::NewScene,
             out: None,
             recordings: None,
             resume: None,
+            traces: None,
         }
     }
 }

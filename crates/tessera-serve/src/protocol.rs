@@ -288,6 +288,8 @@ pub struct Alarm {
     pub explanation: String,
     /// Whether the stream starts again.
     pub restarts: bool,
+    /// Number of chunks that the next run generates again before it continues the scene; `None` if it begins a new one.
+    pub regenerates: Option<u32>,
     /// Run of the stream that ended.
     pub run: u32,
 }

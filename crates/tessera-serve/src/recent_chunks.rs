@@ -87,8 +87,9 @@ impl RecentChunks {
         self.differing.or((self.read < chunks).then_some(self.read))
     }
 
-    /// Reads the lines that were added. A record that cannot be read now is read later: it only serves people who look.
-    pub(crate) fn read_new_lines(&mut self) {
+    /// Reads the lines that were added, and returns the number of their chunks. A record that cannot be read now is read later: it only serves people who look.
+    pub(crate) fn read_new_lines(&mut self) -> usize {
+        let before = self.read;
         let mut bytes = std::mem::take(&mut self.partial);
         let begun = bytes.len() as u64;
         let read = File::open(&self.path).and_then(|mut file| {
@@ -110,6 +111,12 @@ impl RecentChunks {
         }
         let surplus = self.chunks.len().saturating_sub(KEPT_CHUNKS);
         self.chunks.drain(..surplus);
+        (self.read - before) as usize
+    }
+
+    /// Returns the newest chunks, oldest first: so many, or those that are kept.
+    pub(crate) fn newest(&self, count: usize) -> impl Iterator<Item = &ChunkRecord> {
+        self.chunks.iter().skip(self.chunks.len().saturating_sub(count))
     }
 
     /// Returns the OverlapScore of the kept chunks.

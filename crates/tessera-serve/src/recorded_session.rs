@@ -13,7 +13,7 @@ use tessera_base::Diagnostic;
 use tessera_report::record::{ChunkRecord, RunRecord};
 
 use crate::codes::T1611;
-use crate::server_state::Settings;
+use crate::server_state::{Continuation, EndedRun, NewSetting, Settings};
 
 /// Most bytes of a record: some 300,000 chunks of two ranks.
 const MAX_RECORD_BYTES: u64 = 2 << 30;
@@ -31,14 +31,20 @@ pub(crate) struct RecordedSession {
     cuts_at: Vec<u32>,
     /// Digests of the latents of each chunk.
     pub(crate) digests: Vec<String>,
+    /// Prompt and seed from a chunk behind the recorded ones, in order.
+    later: Vec<(u32, Settings)>,
 }
 
 impl RecordedSession {
-    /// Reads the record in a run folder. The session must have run this plan.
+    /// Reads the record in a run folder: so many chunks, or all. The session must have run this plan.
     ///
     /// # Errors
     /// T1611, or what is wrong with the record.
-    pub(crate) fn read(folder: &Path, plan: &Plan) -> Result<RecordedSession, Diagnostic> {
+    pub(crate) fn read(
+        folder: &Path,
+        plan: &Plan,
+        chunks: Option<u32>,
+    ) -> Result<RecordedSession, Diagnostic> {
         let path = folder.join(RECORD_FILE);
         let refuse = |what: String| Diagnostic::error(&T1611, format!("{}: {what}", path.display()));
         let bytes = read_file(&path, MAX_RECORD_BYTES).map_err(|e| refuse(e.to_string()))?;
@@ -52,7 +58,9 @@ impl RecordedSession {
                     "give the model and the mapping of the session, or --plan with its folder `plan`",
                 ));
         }
-        RecordedSession::from_chunks(&record.chunks)
+        let recorded = chunks.map_or(Some(&*record.chunks), |chunks| record.chunks.get(..chunks as usize));
+        recorded
+            .and_then(RecordedSession::from_chunks)
             .ok_or_else(|| refuse("the session delivered no chunk, or the record lacks some".into()))
     }
 
@@ -82,12 +90,45 @@ impl RecordedSession {
             // A flush discarded requests that never became chunks, so that it is a cut now.
             cuts_at: later().filter(|(_, chunk)| chunk.cut).map(|(_, chunk)| chunk.chunk).collect(),
             digests: chunks.iter().map(|chunk| chunk.latents_digest.clone()).collect(),
+            later: Vec::new(),
         })
     }
 
     /// Returns the number of recorded chunks: the first one that the server shows.
     pub(crate) fn chunks(&self) -> u32 {
         self.digests.len() as u32
+    }
+
+    /// Adds what the leader had changed with requests that were not delivered, at the chunks that they would have become.
+    pub(crate) fn add_changes(&mut self, ended: EndedRun) {
+        let EndedRun { next_request, undelivered, .. } = ended;
+        let is_flush = |(_, setting): &&(u64, NewSetting)| *setting == NewSetting::FlushedScene;
+        // A flush has discarded the requests before it, so that its own becomes the next chunk.
+        let next = undelivered.iter().rfind(is_flush).map_or(next_request, |(request, _)| *request);
+        let mut settings = self.last.clone();
+        for (request, setting) in undelivered {
+            let behind = u32::try_from(request.saturating_sub(next)).unwrap_or(u32::MAX);
+            let chunk = self.chunks().saturating_add(behind);
+            match setting {
+                NewSetting::Prompt(prompt) => {
+                    self.prompts_at.push((chunk, prompt.clone()));
+                    settings.prompt = prompt;
+                }
+                NewSetting::Seed(seed) => {
+                    self.seeds_at.push((chunk, seed));
+                    settings.seed = seed;
+                }
+                NewSetting::Scene | NewSetting::FlushedScene => self.cuts_at.push(chunk),
+            }
+            self.later.push((chunk, settings.clone()));
+        }
+    }
+
+    /// Returns how a run continues the session.
+    pub(crate) fn to_continuation(&self) -> Continuation {
+        let later = self.later.iter().map(|(chunk, settings)| (u64::from(*chunk), settings.clone()));
+        let settings = std::iter::once((0, self.last.clone())).chain(later).collect();
+        Continuation { unshown: self.chunks(), settings }
     }
 
     /// Lets a run generate the recorded chunks first.
@@ -171,5 +212,36 @@ mod tests {
         assert_eq!((session.chunks(), session.last.prompt.as_str(), session.last.seed), (5, "b", 2));
         assert_eq!(RecordedSession::from_chunks(&chunks[1..]), None);
         assert_eq!(RecordedSession::from_chunks(&[]), None);
+    }
+
+    #[test]
+    fn changes_of_requests_that_were_not_delivered_hold_from_the_chunks_that_those_would_have_become() {
+        let settings = |prompt: &str, seed| Settings { prompt: prompt.into(), seed };
+        let recorded = [chunk(0, "a", 1, false, "text"), chunk(1, "a", 1, false, "denoise")];
+        let continue_with = |undelivered: Vec<(u64, NewSetting)>| {
+            let mut session = RecordedSession::from_chunks(&recorded).unwrap();
+            session.add_changes(EndedRun { chunks: 2, next_request: 7, undelivered });
+            session
+        };
+        // Requests 7 and 9 would have become chunks 2 and 4.
+        let session = continue_with(vec![
+            (7, NewSetting::Prompt("b".into())),
+            (9, NewSetting::Seed(4)),
+            (9, NewSetting::Scene),
+        ]);
+        assert_eq!((session.chunks(), &session.prompts_at), (2, &vec![(2, "b".to_string())]));
+        assert_eq!((&session.seeds_at, &session.cuts_at), (&vec![(4, 4)], &vec![4]));
+        let of_requests = session.to_continuation().settings;
+        let expected =
+            [(0, settings("a", 1)), (2, settings("b", 1)), (4, settings("b", 4)), (4, settings("b", 4))];
+        assert_eq!(of_requests, expected);
+        // Request 9 flushes, so that 7 and 8 become no chunk, and the prompt holds all the same.
+        let session = continue_with(vec![
+            (8, NewSetting::Prompt("b".into())),
+            (9, NewSetting::FlushedScene),
+            (10, NewSetting::Seed(4)),
+        ]);
+        assert_eq!((&session.prompts_at, &session.cuts_at), (&vec![(2, "b".to_string())], &vec![2]));
+        assert_eq!(session.seeds_at, [(3, 4)]);
     }
 }

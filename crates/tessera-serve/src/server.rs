@@ -99,11 +99,18 @@ pub(crate) fn serve_until_stopped(
     runtime.spawn(accept_connections(listener, tls, router, Arc::clone(server)));
     runtime.spawn(pace_stream(Arc::clone(server)));
     runtime.spawn(pass_stop_on(Arc::clone(server), stop.clone()));
+    let exporter = server.traces.as_ref().map(|traces| Arc::clone(traces.exporter()));
+    let sending = exporter.clone().map(|exporter| runtime.spawn(async move { exporter.send_spans().await }));
     let ended = run_streams(server, template);
     let bye = Diagnostic::error(&T1610, "the server stops");
     server.end_clients(&Refusal::from_diagnostic(&bye));
     // The queues of the clients are sent while this waits.
     runtime.block_on(async { sleep(CLOSING_TIME / 4).await });
+    if let (Some(exporter), Some(sending)) = (exporter, sending) {
+        exporter.close();
+        // A collector that does not answer now gets nothing more.
+        let _ = runtime.block_on(async { timeout(CLOSING_TIME, sending).await });
+    }
     runtime.shutdown_timeout(CLOSING_TIME);
     ended
 }

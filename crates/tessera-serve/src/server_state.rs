@@ -19,7 +19,10 @@ use crate::client_queue::ClientQueue;
 use crate::control::ControlLease;
 use crate::frames::Frame;
 use crate::metrics::Metrics;
-use crate::options::ServeLimits;
+use crate::options::{ExplainCode, ServeLimits, ServeOptions};
+use crate::otlp::ShowWarning;
+use crate::otlp::exporter::SpanExporter;
+use crate::otlp::stream_traces::{StreamTraces, describe_resource};
 use crate::pacing::Pacer;
 use crate::protocol::{
     Alarm, ControlState, FrameFormat, ServerMessage, StreamFacts, StreamState, StreamStatus,
@@ -28,6 +31,7 @@ use crate::recent_chunks::ChunkTimeline;
 use crate::recorder::Recorder;
 
 pub(crate) use client_side::Joined;
+pub(crate) use stream_side::{AfterRun, Continuation, EndedRun};
 
 /// Alarms that the page shows when it is opened.
 const KEPT_ALARMS: usize = 8;
@@ -40,11 +44,13 @@ pub(crate) struct ServerState {
     pub(crate) facts: StreamFacts,
     pub(crate) metrics: Metrics,
     pub(crate) limits: ServeLimits,
+    /// Traces for a collector, if there is one.
+    pub(crate) traces: Option<StreamTraces>,
     recorder: Mutex<Recorder>,
     /// Whether a recording is open. The state is never locked together with the recorder, which waits for a disk.
     is_recording: AtomicBool,
     /// Returns the page of a code.
-    explain: fn(&str) -> Option<&'static str>,
+    explain: ExplainCode,
     /// Whether chunks are generated while nobody watches.
     keeps_running: bool,
     started: Instant,
@@ -69,8 +75,8 @@ struct PendingChange {
 }
 
 /// What the stream generates after a change.
-#[derive(Debug, Clone)]
-enum NewSetting {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum NewSetting {
     Prompt(String),
     Seed(u64),
     Scene,
@@ -112,6 +118,8 @@ struct GuardedState {
     changes: u64,
     pending: Vec<PendingChange>,
     outcomes: VecDeque<ChangeOutcome>,
+    /// What the leader has changed with requests of the run that are not delivered, in order.
+    undelivered: Vec<(u64, NewSetting)>,
     /// The first request of the run with each prompt and seed.
     settings: Vec<(u64, Settings)>,
     status: StreamStatus,
@@ -130,14 +138,14 @@ pub(crate) struct Settings {
 }
 
 impl ServerState {
-    /// Creates the state of a server that has started no run.
+    /// Creates the state of a server that has started no run. The functions return the page of a code, and show a warning.
     pub(crate) fn new(
         facts: StreamFacts,
-        limits: ServeLimits,
+        options: &ServeOptions,
         recorder: Recorder,
         settings: Settings,
-        keeps_running: bool,
-        explain: fn(&str) -> Option<&'static str>,
+        explain: ExplainCode,
+        warn: ShowWarning,
     ) -> ServerState {
         let status = StreamStatus {
             state: StreamState::Starting,
@@ -171,6 +179,7 @@ impl ServerState {
             changes: 0,
             pending: Vec::new(),
             outcomes: VecDeque::new(),
+            undelivered: Vec::new(),
             settings: vec![(0, settings)],
             status,
             last_delivery: None,
@@ -179,14 +188,21 @@ impl ServerState {
             alarms: VecDeque::new(),
             stops: false,
         };
+        let metrics = Metrics::new(&facts);
+        let traces = options.traces.as_ref().map(|traces| {
+            let resource = describe_resource(traces, &facts);
+            let exporter = SpanExporter::new(traces.clone(), resource, metrics.spans.clone(), warn);
+            StreamTraces::new(Arc::new(exporter))
+        });
         ServerState {
-            metrics: Metrics::new(&facts),
+            metrics,
+            traces,
             facts,
-            limits,
+            limits: options.limits,
             recorder: Mutex::new(recorder),
             is_recording: AtomicBool::new(false),
             explain,
-            keeps_running,
+            keeps_running: options.keeps_running,
             started: Instant::now(),
             state: Mutex::new(state),
             pace_changed: Notify::new(),

@@ -9,11 +9,13 @@ use tessera::record::RECORD_FILE;
 use tessera::stream::LiveStream;
 use tessera::stream_options::{OutputOptions, StreamOptions};
 use tessera::{Model, Plan};
-use tessera_base::Diagnostics;
+use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::codes::{T1611, T1614};
+use crate::options::AfterFailure;
 use crate::recent_chunks::RecentChunks;
 use crate::recorded_session::RecordedSession;
-use crate::server_state::ServerState;
+use crate::server_state::{AfterRun, EndedRun, ServerState};
 
 /// Wait before the first restart; each further one waits twice as long.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
@@ -31,6 +33,7 @@ pub(crate) struct RunTemplate {
     /// Folder of the runs; `None` for temporary ones.
     pub(crate) out: Option<PathBuf>,
     pub(crate) max_restarts: u32,
+    pub(crate) after_failure: AfterFailure,
     /// What the first run continues.
     pub(crate) session: Option<RecordedSession>,
 }
@@ -41,17 +44,27 @@ pub(crate) struct RunTemplate {
 /// What is wrong with the first run before its ranks were started.
 pub(crate) fn run_streams(server: &ServerState, template: &RunTemplate) -> Result<(), Diagnostics> {
     let mut failures = 0;
-    let mut session = template.session.as_ref();
+    let mut session = template.session.clone();
     loop {
-        // Only the first run continues a session: a restart opens a scene.
-        let (run, ended) = start_run(server, template, session.take());
+        let (run, ended) = start_run(server, template, session.as_ref());
         let Err(failure) = ended else { break };
         if server.is_stopping() {
             break;
         }
         failures = if failure.has_delivered { 1 } else { failures + 1 };
         let restarts = failures <= template.max_restarts && (run > 1 || failure.has_started);
-        server.fail_run(&failure.diagnostics, restarts);
+        let ended = server.close_run();
+        let next = if restarts { plan_next(template, session, &failure, ended) } else { Ok(None) };
+        let after = match &next {
+            _ if !restarts => AfterRun::Nothing,
+            Ok(Some(session)) => AfterRun::Continued(session.chunks()),
+            Ok(None) | Err(_) => AfterRun::NewScene,
+        };
+        server.fail_run(&failure.diagnostics, after);
+        session = next.unwrap_or_else(|reason| {
+            server.report_new_scene(&reason);
+            None
+        });
         if !restarts {
             return if failure.has_started || run > 1 {
                 wait_for_stop(server)
@@ -71,10 +84,41 @@ pub(crate) fn run_streams(server: &ServerState, template: &RunTemplate) -> Resul
 /// How a run failed.
 struct RunFailure {
     diagnostics: Diagnostics,
+    /// Folder of the run, unless it could not be made.
+    folder: Option<PathBuf>,
     /// Whether the ranks were started.
     has_started: bool,
     /// Whether a chunk was delivered.
     has_delivered: bool,
+}
+
+/// Returns what the next run continues; `None` for a new scene.
+///
+/// # Errors
+/// T1614 with the reason why the next run cannot continue the scene.
+fn plan_next(
+    template: &RunTemplate,
+    session: Option<RecordedSession>,
+    failure: &RunFailure,
+    ended: EndedRun,
+) -> Result<Option<RecordedSession>, Diagnostic> {
+    let AfterFailure::Continue { max_chunks } = template.after_failure else { return Ok(None) };
+    if !failure.has_delivered {
+        // Chunks that came out differently would do so again, and the alarm says that they did.
+        let differs = failure.diagnostics.iter().any(|d| d.code.id == T1611.id);
+        return Ok(session.filter(|_| !differs));
+    }
+    if ended.chunks > max_chunks {
+        let message =
+            format!("{} chunks would be generated again, and the limit is {max_chunks}", ended.chunks);
+        return Err(Diagnostic::error(&T1614, message)
+            .with_hint("raise the limit with --continue-after-failure=CHUNKS if the wait is acceptable"));
+    }
+    let Some(folder) = &failure.folder else { return Ok(None) };
+    let read = RecordedSession::read(folder, &template.plan, Some(ended.chunks));
+    let mut session = read.map_err(|d| Diagnostic::error(&T1614, d.message))?;
+    session.add_changes(ended);
+    Ok(Some(session))
 }
 
 /// Starts a run and hands its chunks over until it ends. Returns its number, and how it failed.
@@ -83,8 +127,7 @@ fn start_run(
     template: &RunTemplate,
     session: Option<&RecordedSession>,
 ) -> (u32, Result<(), RunFailure>) {
-    let unshown = session.map_or(0, RecordedSession::chunks);
-    let (run, limit, settings) = server.begin_run(unshown);
+    let (run, limit, settings) = server.begin_run(session.map(RecordedSession::to_continuation));
     let mut options = StreamOptions {
         // A stream without an end runs until it is closed.
         chunks: u32::MAX,
@@ -95,6 +138,10 @@ fn start_run(
     };
     session.inspect(|session| session.apply_to(&mut options));
     let folder = run_folder(template.out.as_deref(), run);
+    let path = folder.as_ref().ok().map(|folder| folder.path().to_path_buf());
+    let fail = |diagnostics, has_started, has_delivered| {
+        Err(RunFailure { diagnostics, folder: path.clone(), has_started, has_delivered })
+    };
     let started = folder.and_then(|folder| {
         let record = folder.path().join(RECORD_FILE);
         let (plan, model) = (Arc::clone(&template.plan), template.model.clone());
@@ -105,9 +152,7 @@ fn start_run(
     });
     let (live, mut recent) = match started {
         Ok(started) => started,
-        Err(diagnostics) => {
-            return (run, Err(RunFailure { diagnostics, has_started: false, has_delivered: false }));
-        }
+        Err(ds) => return (run, fail(ds, false, false)),
     };
     if !server.set_control(live.control().clone()) {
         live.control().stop();
@@ -117,7 +162,7 @@ fn start_run(
         && let Err(ds) = skip_recorded(&live, &mut recent, session)
     {
         live.kill();
-        return (run, Err(RunFailure { diagnostics: ds, has_started: false, has_delivered: false }));
+        return (run, fail(ds, false, false));
     }
     let mut has_delivered = false;
     let ended = loop {
@@ -130,8 +175,9 @@ fn start_run(
             Err(ds) => break Err(ds),
         }
     };
-    let failed = ended.map_err(|diagnostics| RunFailure { diagnostics, has_started: true, has_delivered });
-    (run, failed)
+    // The lines of the last chunks may stand behind their frames.
+    server.read_record(&mut recent);
+    (run, ended.or_else(|ds| fail(ds, true, has_delivered)))
 }
 
 /// Takes the chunks of a session, which are not shown, and compares them with their record.

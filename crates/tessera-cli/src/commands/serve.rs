@@ -8,15 +8,18 @@ use tessera::files::read_text;
 use tessera::stream_options::{DEFAULT_PROMPT, RunDevice, StreamOptions};
 use tessera::terminal::print_stderr_line;
 use tessera::{Model, Plan, WeightsBase, WeightsOrigin};
-use tessera_base::Diagnostic;
+use tessera_base::{Diagnostic, DiagnosticFormat};
 use tessera_serve::codes::T1609;
 use tessera_serve::protocol::Pace;
-use tessera_serve::{Access, ServeLimits, ServeOptions, ServedStream, ServerAddress, serve};
+use tessera_serve::{
+    Access, AfterFailure, CollectorEndpoint, ServeLimits, ServeOptions, ServedStream, ServerAddress,
+    TraceOptions, serve,
+};
 
 use super::stream::{plan_conflict_error, read_sealed_plan};
 use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::flags::named_values;
-use crate::output::{CliError, CliResult, OutputFormat};
+use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics};
 use crate::parse::parse_weights_base;
 use crate::progress::{STOPPING_MESSAGE, stop_on_signals};
 
@@ -33,6 +36,17 @@ HTTP interface, and says how to run the server for other people.";
 
 /// Variable with the token, which a file or a secret of a cluster may set.
 const TOKEN_VARIABLE: &str = "TESSERA_SERVE_TOKEN";
+/// Chunks that a restart generates again at most, unless the flag names a number.
+const DEFAULT_REGENERATED: &str = "256";
+/// Variables that name a collector of traces for any program. The first holds the whole address.
+const TRACES_VARIABLE: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
+const COLLECTOR_VARIABLE: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
+/// Variable that ignores those two.
+const DISABLED_VARIABLE: &str = "OTEL_SDK_DISABLED";
+/// Variable with the name of the service in its traces.
+const SERVICE_VARIABLE: &str = "OTEL_SERVICE_NAME";
+/// Name of the service without that variable.
+const DEFAULT_SERVICE: &str = "tessera-serve";
 /// File of a model folder with prompts that the page suggests, one per line.
 const EXAMPLES_FILE: &str = "examples.txt";
 
@@ -121,6 +135,12 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub restarts: u32,
 
+    /// Continue the scene after a failure instead of beginning a new one: the chunks that were shown are generated again,
+    /// if they are so many at most
+    #[arg(long, value_name = "CHUNKS", num_args = 0..=1, require_equals = true,
+          default_missing_value = DEFAULT_REGENERATED)]
+    pub continue_after_failure: Option<u32>,
+
     /// Folder of the runs and of recordings; without it, both are temporary
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
@@ -132,6 +152,11 @@ pub struct Args {
     /// Print a line per chunk, change and client: as text or as JSON
     #[arg(long, value_parser = named_values(LOGS), default_value = "none")]
     pub log: LogFormat,
+
+    /// Send traces to this OpenTelemetry collector, such as http://localhost:4318 [default:
+    /// OTEL_EXPORTER_OTLP_ENDPOINT, if it is set]
+    #[arg(long, value_name = "URL")]
+    pub otlp: Option<String>,
 
     /// Format of diagnostics
     #[arg(long, value_enum, default_value_t)]
@@ -180,8 +205,13 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         lead: args.lead,
         keeps_running: args.keep_running,
         max_restarts: args.restarts,
+        after_failure: match args.continue_after_failure {
+            None => AfterFailure::NewScene,
+            Some(max_chunks) => AfterFailure::Continue { max_chunks },
+        },
         out: args.out.clone(),
         resume: args.resume.clone(),
+        traces: read_trace_options(args)?,
         ..ServeOptions::default()
     };
     let wrong = options.check();
@@ -203,6 +233,10 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         },
         argv: vec![program?, "rank".to_string()],
         explain: crate::explain_code,
+        warn: match args.format {
+            OutputFormat::Text => |d| print_warning(d, DiagnosticFormat::Text),
+            OutputFormat::Json => |d| print_warning(d, DiagnosticFormat::Json),
+        },
     };
     start_log(args.log);
     let token = if options.access.token.is_some() { "?token=TOKEN" } else { "" };
@@ -243,6 +277,28 @@ fn read_token(args: &Args) -> Result<Option<String>, CliError> {
         None => std::env::var(TOKEN_VARIABLE).ok(),
     };
     Ok(text.map(|text| text.trim().to_string()).filter(|token| !token.is_empty()))
+}
+
+/// Returns where traces go. The flag goes before the variables, which an operator may set for all programs of a cluster.
+fn read_trace_options(args: &Args) -> Result<Option<TraceOptions>, CliError> {
+    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let is_disabled = variable(DISABLED_VARIABLE).is_some_and(|value| value.eq_ignore_ascii_case("true"));
+    let of_variable = |name: &'static str| variable(name).filter(|_| !is_disabled).map(|value| (name, value));
+    let endpoint = if let Some(address) = &args.otlp {
+        CollectorEndpoint::from_address(address)
+    } else if let Some((name, address)) = of_variable(TRACES_VARIABLE) {
+        CollectorEndpoint::from_traces_address(&address).map_err(|d| d.with_label("variable", name))
+    } else if let Some((name, address)) = of_variable(COLLECTOR_VARIABLE) {
+        CollectorEndpoint::from_address(&address).map_err(|d| d.with_label("variable", name))
+    } else {
+        return Ok(None);
+    };
+    let service = variable(SERVICE_VARIABLE).unwrap_or_else(|| DEFAULT_SERVICE.to_string());
+    endpoint.map(|endpoint| Some(TraceOptions { endpoint, service })).map_err(CliError::usage)
+}
+
+fn print_warning(d: &Diagnostic, format: DiagnosticFormat) {
+    print_diagnostics(std::slice::from_ref(d), format, &|_| None);
 }
 
 /// Returns the prompts that the page suggests.

@@ -13,6 +13,7 @@ use super::{
 use crate::control::RECONNECT_TIME;
 use crate::frames::Frame;
 use crate::metrics::{CodeLabels, PhaseLabels};
+use crate::otlp::stream_traces::TracedChange;
 use crate::pacing::Pacer;
 use crate::protocol::{Alarm, FrameFormat, FrameHeader, Pace, Refusal, ServerMessage, StreamState};
 use crate::recent_chunks::RecentChunks;
@@ -22,27 +23,64 @@ const TICK_INTERVAL: Duration = Duration::from_millis(250);
 /// Time between two looks while the leader has not answered a change.
 const ANSWER_INTERVAL: Duration = Duration::from_millis(10);
 
+/// How a run continues a scene: with the chunk that follows those that its ranks generate again.
+#[derive(Debug)]
+pub(crate) struct Continuation {
+    /// Number of chunks that are generated again, and not shown.
+    pub(crate) unshown: u32,
+    /// The first request with each prompt and seed.
+    pub(crate) settings: Vec<(u64, Settings)>,
+}
+
+/// What a run that has ended had delivered, and what it still should have.
+#[derive(Debug)]
+pub(crate) struct EndedRun {
+    /// Number of its chunks up to the last one that clients got.
+    pub(crate) chunks: u32,
+    /// The first request that was not delivered.
+    pub(crate) next_request: u64,
+    /// What the leader had changed with requests that were not delivered, in order.
+    pub(crate) undelivered: Vec<(u64, NewSetting)>,
+}
+
+/// What follows a run that has failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AfterRun {
+    /// No further run.
+    Nothing,
+    /// A run that begins a new scene.
+    NewScene,
+    /// A run that generates so many chunks again and continues the scene.
+    Continued(u32),
+}
+
 impl ServerState {
-    /// Begins a run and returns its number, the limit of its requested chunks, and prompt and seed to begin with. So many
-    /// chunks at its beginning are not shown.
-    pub(crate) fn begin_run(&self, unshown: u32) -> (u32, u32, Settings) {
+    /// Begins a run and returns its number, the limit of its requested chunks, and prompt and seed to begin with. Without a
+    /// continuation, it begins a scene with the settings in force.
+    pub(crate) fn begin_run(&self, continuation: Option<Continuation>) -> (u32, u32, Settings) {
         let mut state = self.lock();
         state.run += 1;
         state.phase = StreamState::Starting;
         let current = state.settings.last().map(|(_, settings)| settings.clone());
         let settings = current.unwrap_or_else(|| state.settings_of(0).clone());
-        state.settings = vec![(0, settings.clone())];
+        let is_continued = continuation.is_some();
+        let begins = || Continuation { unshown: 0, settings: vec![(0, settings.clone())] };
+        let Continuation { unshown, settings: of_requests } = continuation.unwrap_or_else(begins);
+        state.settings = of_requests;
         state.pacer = Pacer::from_request(self.facts.lead, self.facts.frame_rate, unshown);
+        state.undelivered.clear();
         state.last_delivery = None;
         let run = state.run;
         state.status.run = run;
         state.status.chunks = 0;
-        for (_, client) in state.connected() {
+        // Frames that wait for a client come before those of a scene that continues, and are shown.
+        for (_, client) in state.connected().filter(|_| !is_continued) {
             client.queue.fence(run, 0);
             client.send(&ServerMessage::Fence { run, request: 0 });
         }
         self.send_status(&state);
         self.metrics.runs.inc();
+        self.traces.iter().for_each(|traces| traces.begin_run(run));
         (run, state.pacer.first_limit(), settings)
     }
 
@@ -56,7 +94,8 @@ impl ServerState {
     /// Hands the frames of a chunk to every client.
     pub(crate) fn deliver(&self, chunk: &LiveChunk, recent: &mut RecentChunks) {
         let now = Instant::now();
-        recent.read_new_lines();
+        self.traces.iter().for_each(|traces| traces.note_delivery(chunk.progress.chunk));
+        self.read_record(recent);
         let frames = self.make_frames(chunk, now);
         self.with_recorder(|recorder| frames.iter().for_each(|frame| recorder.add_frame(frame.rgb())));
         let mut state = self.lock();
@@ -77,24 +116,46 @@ impl ServerState {
         self.pace_changed.notify_one();
     }
 
-    /// Ends a run with its failure. `restarts` states whether another one follows.
-    pub(crate) fn fail_run(&self, ds: &Diagnostics, restarts: bool) {
+    /// Reads what the record of the run says about chunks, and traces those.
+    pub(crate) fn read_record(&self, recent: &mut RecentChunks) {
+        let read = recent.read_new_lines();
+        if let Some(traces) = &self.traces {
+            recent.newest(read).for_each(|record| traces.add_chunk(record));
+        }
+    }
+
+    /// Returns what the run has delivered that has just ended, after the last answers of its leader.
+    pub(crate) fn close_run(&self) -> EndedRun {
         let mut state = self.lock();
+        self.take_effects(&mut state);
         state.control = None;
-        state.phase = if restarts { StreamState::Restarting } else { StreamState::Ended };
+        EndedRun {
+            chunks: state.status.chunks,
+            next_request: state.status.request.map_or(0, |request| request + 1),
+            undelivered: std::mem::take(&mut state.undelivered),
+        }
+    }
+
+    /// Ends a run with its failure.
+    pub(crate) fn fail_run(&self, ds: &Diagnostics, next: AfterRun) {
+        let mut state = self.lock();
+        let ends = next == AfterRun::Nothing;
+        state.phase = if ends { StreamState::Ended } else { StreamState::Restarting };
         self.refuse_pending(&mut state);
         if let Some(d) = ds.first() {
-            let alarm = self.make_alarm(d, state.run, restarts);
+            let alarm = self.make_alarm(d, state.run, next);
             self.metrics.failures.get_or_create(&CodeLabels { code: alarm.code.clone() }).inc();
-            tracing::error!(run = state.run, code = alarm.code, restarts, "{}", alarm.message);
-            let message = ServerMessage::Alarm(alarm.clone());
-            state.connected().for_each(|(_, client)| client.send(&message));
-            state.alarms.push_back(alarm);
-            if state.alarms.len() > KEPT_ALARMS {
-                state.alarms.pop_front();
-            }
+            self.traces.iter().for_each(|traces| traces.end_run(Some(&alarm)));
+            self.show_alarm(&mut state, alarm);
         }
         self.send_status(&state);
+    }
+
+    /// Shows why the run that follows a failed one begins a new scene, although it should not.
+    pub(crate) fn report_new_scene(&self, reason: &Diagnostic) {
+        let mut state = self.lock();
+        let alarm = self.make_alarm(reason, state.run, AfterRun::NewScene);
+        self.show_alarm(&mut state, alarm);
     }
 
     /// Ends the last run.
@@ -103,6 +164,7 @@ impl ServerState {
         state.control = None;
         state.phase = StreamState::Ended;
         self.refuse_pending(&mut state);
+        self.traces.iter().for_each(|traces| traces.end_run(None));
         self.send_status(&state);
     }
 
@@ -207,6 +269,7 @@ impl ServerState {
             self.metrics.phase_time.get_or_create(&labels).set(*ns as f64 / 1e9);
         }
         state.timeline = recent.timeline();
+        state.undelivered.retain(|(request, _)| *request > progress.request);
         let status = &mut state.status;
         status.chunks = progress.chunk + 1;
         status.frames += frames;
@@ -241,8 +304,13 @@ impl ServerState {
             let Some(request) = control.chunk_of(change.number_in_run).map(u64::from) else { continue };
             self.metrics.change_wait.observe(change.since.elapsed().as_secs_f64());
             tracing::info!(run, request, change = change.kind, "change takes effect");
+            if let Some(traces) = &self.traces {
+                let waited = change.since.elapsed();
+                traces.note_effect(TracedChange { kind: change.kind, request, waited });
+            }
             state.record_outcome(ChangeOutcome { change: change.number, run, request });
             let current = state.settings_of(u64::MAX).clone();
+            state.undelivered.push((request, change.setting.clone()));
             match change.setting {
                 NewSetting::Prompt(prompt) => state.settings.push((request, Settings { prompt, ..current })),
                 NewSetting::Seed(seed) => state.settings.push((request, Settings { seed, ..current })),
@@ -287,7 +355,18 @@ impl ServerState {
         }
     }
 
-    fn make_alarm(&self, d: &Diagnostic, run: u32, restarts: bool) -> Alarm {
+    fn show_alarm(&self, state: &mut GuardedState, alarm: Alarm) {
+        let Alarm { run, restarts, code, .. } = &alarm;
+        tracing::error!(run, code, restarts, "{}", alarm.message);
+        let message = ServerMessage::Alarm(alarm.clone());
+        state.connected().for_each(|(_, client)| client.send(&message));
+        state.alarms.push_back(alarm);
+        if state.alarms.len() > KEPT_ALARMS {
+            state.alarms.pop_front();
+        }
+    }
+
+    fn make_alarm(&self, d: &Diagnostic, run: u32, next: AfterRun) -> Alarm {
         let labels = d.labels.iter().map(|label| format!("{}: {}", label.location, label.message));
         let details = labels.chain(d.notes.iter().cloned()).chain(d.hint.clone());
         Alarm {
@@ -296,7 +375,11 @@ impl ServerState {
             message: d.message.clone(),
             details: details.collect(),
             explanation: (self.explain)(d.code.id).unwrap_or(d.code.page).to_string(),
-            restarts,
+            restarts: next != AfterRun::Nothing,
+            regenerates: match next {
+                AfterRun::Continued(chunks) => Some(chunks),
+                AfterRun::Nothing | AfterRun::NewScene => None,
+            },
             run,
         }
     }

@@ -14,6 +14,7 @@ mod client;
 mod control;
 mod hostile;
 mod interface;
+mod otlp;
 mod play;
 mod restart;
 mod resume;
@@ -51,6 +52,8 @@ fn main() -> ExitCode {
         control::a_client_that_returns_keeps_the_control
         control::further_clients_are_refused_with_a_reason
         restart::a_killed_rank_ends_the_run_with_its_code_and_the_next_run_continues
+        restart::a_scene_goes_on_after_failures_as_though_nothing_had_happened
+        restart::a_scene_beyond_the_limit_does_not_go_on
         restart::a_stream_that_cannot_start_says_why
         resume::a_session_goes_on_with_the_chunk_that_would_have_followed
         resume::a_session_that_comes_out_differently_does_not_go_on
@@ -61,6 +64,8 @@ fn main() -> ExitCode {
         interface::every_path_of_the_description_answers
         interface::metrics_are_those_of_the_reference_page_and_of_the_dashboard
         interface::a_recording_holds_every_frame
+        otlp::a_collector_receives_the_spans_of_chunks_changes_and_runs
+        otlp::a_collector_that_hangs_does_not_disturb_the_stream
     ];
     if args.iter().any(|a| a == "--list") {
         tests.iter().for_each(|(name, _)| println!("{name}: test"));
@@ -161,6 +166,7 @@ pub(crate) fn demo_stream_at(mesh: &str, frame_rate: f64) -> ServedStream {
         argv: vec![this, "as-rank".into()],
         examples: vec!["a blue square moves left".into()],
         explain: |_| None,
+        warn: |d| println!("{}: {}", d.code.id, d.message),
     }
 }
 
