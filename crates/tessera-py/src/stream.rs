@@ -11,7 +11,7 @@ use tessera::files::RunFolder;
 use tessera::plan::plan_model;
 use tessera::stream::{LiveChunk, LiveStream};
 use tessera::stream_options::{DEFAULT_PROMPT, OutputOptions, RunDevice, StreamOptions};
-use tessera::{Mapping, Mesh, Model, Overrides, Plan};
+use tessera::{LoraFile, Mapping, Mesh, Model, Overrides, Plan, WeightChange};
 use tessera_base::Diagnostics;
 use tessera_estimate::{choose_media, usual_machine};
 
@@ -115,6 +115,23 @@ impl VideoStream {
     /// Replaces the seed from the next requested chunk on. Returns the number of the change.
     fn reseed(&self, py: Python<'_>, seed: u64) -> PyResult<u64> {
         py.detach(|| self.live.control().set_seed(seed)).or_raise(py)
+    }
+
+    /// Replaces the list of denoise steps from the next requested chunk on. Returns the number of the change.
+    fn choose_steps(&self, py: Python<'_>, name: &str) -> PyResult<u64> {
+        py.detach(|| self.live.control().set_step_list(name)).or_raise(py)
+    }
+
+    /// Replaces the attention bias of the context from the next requested chunk on. Returns the number of the change.
+    fn set_bias(&self, py: Python<'_>, bias: f32) -> PyResult<u64> {
+        py.detach(|| self.live.control().set_bias(bias)).or_raise(py)
+    }
+
+    /// Replaces the LoRA before the next requested chunk, which opens a scene. Returns the number of the change.
+    #[pyo3(signature = (path, *, strength=1.0))]
+    fn set_lora(&self, py: Python<'_>, path: Option<PathBuf>, strength: f32) -> PyResult<u64> {
+        let loras = path.map(|path| LoraFile { path, strength }).into_iter().collect();
+        py.detach(|| self.live.control().set_weights(&WeightChange::Loras(loras))).or_raise(py)
     }
 
     /// Cuts the scene before the next requested chunk. Returns the number of the change.

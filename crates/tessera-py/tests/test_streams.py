@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,30 @@ def test_a_seed_and_a_cut_take_effect(tmp_path: Path) -> None:
     chunks = [line for line in lines if "latents_digest" in line]
     assert [line["seed"] for line in chunks].index(8) == seed
     assert [line["cut"] for line in chunks].index(True) == cut
+
+
+def test_steps_and_weights_take_effect(tmp_path: Path) -> None:
+    lists = 'prediction = "x0"\n[schedule.lists]\nhalf = [1000, 500]'
+    text = (DEMO / "stream.toml").read_text().replace('prediction = "x0"', lists)
+    model = tmp_path / "demo"
+    shutil.copytree(DEMO, model)
+    (model / "stream.toml").write_text(text)
+    with rt.stream(model, prompt=FIRST, chunks=16, out=tmp_path / "run") as stream:
+        next(stream)
+        changes = [stream.choose_steps("half"), stream.set_lora(None)]
+        with pytest.raises(TesseraError, match="default, half"):
+            stream.choose_steps("quarter")
+        with pytest.raises(TesseraError, match="--cache recompute"):
+            stream.set_bias(0.5)
+        with pytest.raises(TesseraError, match="absent"):
+            stream.set_lora(tmp_path / "absent.safetensors", strength=0.5)
+        for _ in stream:
+            pass
+        steps, weights = (stream.chunk_of(change) for change in changes)
+    lines = [json.loads(line) for line in (tmp_path / "run/record.jsonl").read_text().splitlines()]
+    chunks = [line for line in lines if "latents_digest" in line]
+    assert [line.get("step_list") for line in chunks].index("half") == steps
+    assert [line["cut"] for line in chunks].index(True) == weights
 
 
 def test_changes_without_effect_are_refused() -> None:

@@ -125,6 +125,7 @@ stream.addEventListener("open", ({ detail: hello }) => {
   canvas.classList.toggle("small", facts.width <= 256);
   element("screen").style.setProperty("--shape", `${facts.width}/${facts.height}`);
   element("examples").replaceChildren(...facts.examples.map((text) => promptButton(text)));
+  showSettings();
   player ??= new Player({ frameRate: facts.frame_rate, chunkFrames: facts.chunk_frames, show, discard: replace });
   element("alarms").replaceChildren();
   showControl(hello.control);
@@ -160,7 +161,7 @@ function showControl({ holder, is_you: isYou }) {
       ? `Nobody controls the stream. You are viewer ${client}.`
       : `Viewer ${holder} controls the stream. You are viewer ${client} and watch.`;
   element("take").textContent = isYou ? "Release control" : holder === null ? "Take control" : "Ask for control";
-  for (const id of ["prompt", "send", "pause", "cut", "flush", "seed"]) element(id).disabled = !isYou;
+  for (const id of ["prompt", "send", "pause", "cut", "flush", "seed", "steps", "bias", "lora"]) element(id).disabled = !isYou;
   document.querySelectorAll("[data-prompt]").forEach((button) => (button.disabled = !isYou));
 }
 
@@ -234,6 +235,26 @@ element("seed").onchange = ({ target }) => {
   if (Number.isSafeInteger(seed) && seed >= 0) change({ seed }, "Seed");
   else say("A seed is a whole number of at least 0.", "bad");
 };
+element("steps").onchange = ({ target }) => change({ steps: target.value }, "Steps");
+element("lora").onchange = ({ target }) => change({ lora: target.value || null }, "LoRA");
+element("bias").onchange = ({ target }) => {
+  const bias = Number(target.value);
+  if (bias > 0 && bias <= 1) change({ bias }, "Bias");
+  else say("A context bias is above 0 and at most 1.", "bad");
+};
+
+/** Shows the settings that this stream has: those of one choice are none. */
+function showSettings() {
+  const offer = (id, rows) => {
+    element(id).replaceChildren(...rows.map(([value, text]) => make("option", text, { value })));
+    element(id).parentElement.hidden = rows.length < 2;
+  };
+  offer("steps", facts.step_lists.map((name) => [name, name]));
+  offer("lora", [["", "none"], ...facts.loras.map((name) => [name, name])]);
+  element("bias").parentElement.hidden = !facts.reads_bias;
+  element("settings").hidden = facts.step_lists.length < 2 && facts.loras.length === 0 && !facts.reads_bias;
+}
+
 function togglePause() {
   if (inControl) change(status?.state === "paused" ? "resume" : "pause", status?.state === "paused" ? "Resume" : "Pause");
 }
@@ -267,7 +288,10 @@ stream.addEventListener("status", ({ detail }) => {
       idle: "Nobody watches.",
     }[status.state];
   }
-  if (document.activeElement !== element("seed")) element("seed").value = status.seed;
+  const inForce = { seed: status.seed, steps: status.steps, bias: status.bias ?? facts?.bias, lora: status.lora ?? "" };
+  for (const [id, value] of Object.entries(inForce)) {
+    if (document.activeElement !== element(id)) element(id).value = value;
+  }
   showFigures();
 });
 

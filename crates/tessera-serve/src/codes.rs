@@ -67,4 +67,8 @@ gives this warning too: use the HTTP port, usually 4318.";
     "A server with `--continue-after-failure` restarts by generating the chunks again that were shown, from the first one on, because the noise of a chunk depends on its number. They are more than the limit, or \
 the record of the failed run lacks one that was shown, as after a full disk or a leader that was killed. The stream starts again with a new scene. A larger limit makes a longer wait acceptable: the \
 ranks take as much time as before, without the pauses.";
+
+    T1615: "server has no LoRA of this name",
+    "A client chooses among the LoRAs that the server was started with, by name, so that nobody names a file of the server. Start it with `--lora NAME=FILE`, and with `--lora NAME=FILE:STRENGTH` for the \
+strength that the publisher states; `hello` and `/api/v1/stream` list the names.";
 }

@@ -12,6 +12,7 @@ pub mod codes;
 mod control;
 mod file_body;
 mod frames;
+mod lora_table;
 mod metrics;
 mod options;
 mod otlp;
@@ -25,6 +26,7 @@ mod routes;
 mod secret;
 mod server;
 mod server_state;
+mod settings;
 mod socket;
 mod supervisor;
 
@@ -32,19 +34,22 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use tessera::admitted_settings::AdmittedSettings;
 use tessera::stream_options::{RunDevice, StreamOptions};
-use tessera::{Model, Plan, StopHandle};
+use tessera::{LoraFile, Model, Plan, StopHandle};
 use tessera_base::{Diagnostic, Diagnostics};
 use tokio::sync::Semaphore;
 
 use crate::access::AccessRules;
 use crate::codes::T1609;
+use crate::lora_table::LoraTable;
 use crate::protocol::StreamFacts;
 use crate::recorded_session::RecordedSession;
 use crate::recorder::Recorder;
 use crate::routes::{Shared, router};
 use crate::server::{Listening, SPARE_SOCKETS, serve_until_stopped};
-use crate::server_state::{ServerState, Settings};
+use crate::server_state::ServerState;
+use crate::settings::Settings;
 use crate::supervisor::RunTemplate;
 
 pub use options::{Access, AfterFailure, ExplainCode, ServeLimits, ServeOptions};
@@ -62,10 +67,21 @@ pub struct ServedStream {
     pub argv: Vec<String>,
     /// Prompts that the page suggests.
     pub examples: Vec<String>,
+    /// LoRAs that a client may choose, by name.
+    pub loras: Vec<LoraChoice>,
     /// Returns the page of a code, for alarms.
     pub explain: ExplainCode,
     /// Shows a warning to the person who started the server.
     pub warn: ShowWarning,
+}
+
+/// A LoRA that clients know by a name, so that none of them names a file of the server.
+#[derive(Debug, Clone)]
+pub struct LoraChoice {
+    /// Name of the choice.
+    pub name: String,
+    /// The file and its strength.
+    pub file: LoraFile,
 }
 
 /// Where a server is reached.
@@ -96,6 +112,7 @@ pub fn serve(
     }
     let one = |d: Diagnostic| vec![d];
     let facts = describe_stream(&stream, &options).map_err(one)?;
+    let loras = LoraTable::open(&stream)?;
     let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan, None);
     let session = options.resume.as_ref().map(read).transpose().map_err(one)?;
     if let Some(out) = &options.out {
@@ -110,10 +127,11 @@ pub fn serve(
     let rate = stream.plan.video.stream.frame_rate_fraction();
     let recorder =
         Recorder::new(&recordings, (facts.width, facts.height), rate, options.limits.recording_bytes);
-    let given = Settings { prompt: stream.options.prompt.clone(), seed: stream.options.seed };
+    let given = Settings::from_options(&stream.options);
     let settings = session.as_ref().map_or(given, |session| session.last.clone());
     let limits = options.limits;
-    let server = Arc::new(ServerState::new(facts, &options, recorder, settings, stream.explain, stream.warn));
+    let server =
+        Arc::new(ServerState::new(facts, loras, &options, recorder, settings, (stream.explain, stream.warn)));
     let is_tls = listening.is_tls();
     let shared = Shared {
         server: Arc::clone(&server),
@@ -137,7 +155,8 @@ pub fn serve(
 
 /// Returns what does not change while the server runs.
 fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<StreamFacts, Diagnostic> {
-    let ServedStream { plan, examples, options: run, .. } = stream;
+    let ServedStream { plan, examples, loras, options: run, .. } = stream;
+    let admitted = AdmittedSettings::from_plan(plan);
     let video = &plan.video.stream;
     let fits = |pixels: u64| u16::try_from(pixels).is_ok();
     if !fits(video.width) || !fits(video.height) {
@@ -161,5 +180,9 @@ fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<Stre
         pace: options.pace,
         lead: options.lead,
         examples: examples.clone(),
+        step_lists: admitted.step_lists().to_vec(),
+        reads_bias: admitted.reads_bias(),
+        bias: video.bias,
+        loras: loras.iter().map(|choice| choice.name.clone()).collect(),
     })
 }

@@ -82,13 +82,19 @@ pub struct ClientHello {
 }
 
 /// A change of the stream.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Change {
     /// The prompt, from the next requested chunk on.
     Prompt(String),
     /// The seed, from the next requested chunk on.
     Seed(u64),
+    /// The list of denoise steps, by its name, from the next requested chunk on.
+    Steps(String),
+    /// The attention bias on context keys, from the next requested chunk on.
+    Bias(f32),
+    /// The LoRA, by its name, or none, from the next requested chunk on, which opens a new scene.
+    Lora(Option<String>),
     /// The next requested chunk opens a new scene.
     Cut,
     /// As `cut`, and chunks that are not delivered yet are discarded.
@@ -106,6 +112,9 @@ impl Change {
         match self {
             Change::Prompt(_) => "prompt",
             Change::Seed(_) => "seed",
+            Change::Steps(_) => "steps",
+            Change::Bias(_) => "bias",
+            Change::Lora(_) => "lora",
             Change::Cut => "cut",
             Change::Flush => "flush",
             Change::Pause => "pause",
@@ -218,6 +227,14 @@ pub struct StreamFacts {
     pub lead: u32,
     /// Prompts that the model knows, as suggestions.
     pub examples: Vec<String>,
+    /// Names of the lists of denoise steps that the plan admits, that of the model first.
+    pub step_lists: Vec<String>,
+    /// Whether the stream takes another attention bias.
+    pub reads_bias: bool,
+    /// The attention bias of the plan.
+    pub bias: f64,
+    /// Names of the LoRAs that a client may choose.
+    pub loras: Vec<String>,
 }
 
 /// What paces a stream.
@@ -356,6 +373,12 @@ pub struct StreamStatus {
     pub prompt: String,
     /// Seed of the latest chunk.
     pub seed: u64,
+    /// List of denoise steps of the latest chunk.
+    pub steps: String,
+    /// Attention bias of the latest chunk, if a client has changed it.
+    pub bias: Option<f32>,
+    /// LoRA of the latest chunk, if a client has chosen one.
+    pub lora: Option<String>,
     /// Frames per second of this run since its first chunk.
     pub generated_fps: f64,
     /// Frames per second that the ranks would reach without pacing: frames of the latest chunk over the time of its phases
@@ -492,6 +515,10 @@ mod tests {
         };
         assert_eq!(change(r#"{"prompt":"a dog"}"#), Change::Prompt("a dog".into()));
         assert_eq!(change(r#"{"seed":9}"#), Change::Seed(9));
+        assert_eq!(change(r#"{"steps":"fast"}"#), Change::Steps("fast".into()));
+        assert_eq!(change(r#"{"bias":0.5}"#), Change::Bias(0.5));
+        assert_eq!(change(r#"{"lora":"sketch"}"#), Change::Lora(Some("sketch".into())));
+        assert_eq!(change(r#"{"lora":null}"#), Change::Lora(None));
         assert_eq!(change(r#""flush""#), Change::Flush);
         let hand_over = parse(r#"{"type":"control","action":{"hand_over":3}}"#);
         assert_eq!(hand_over, ClientMessage::Control { action: ControlAction::HandOver(3) });

@@ -13,7 +13,8 @@ use tessera_base::Diagnostic;
 use tessera_report::record::{ChunkRecord, RunRecord};
 
 use crate::codes::T1611;
-use crate::server_state::{Continuation, EndedRun, NewSetting, Settings};
+use crate::server_state::{Continuation, EndedRun};
+use crate::settings::{NewSetting, Settings};
 
 /// Most bytes of a record: some 300,000 chunks of two ranks.
 const MAX_RECORD_BYTES: u64 = 2 << 30;
@@ -21,17 +22,16 @@ const MAX_RECORD_BYTES: u64 = 2 << 30;
 const TEXT_PHASE: &str = "text";
 
 /// What a recorded run delivered.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RecordedSession {
     first: Settings,
-    /// Prompt and seed of the last chunk, with which the session goes on.
+    /// Settings of the last chunk, with which the session goes on.
     pub(crate) last: Settings,
-    prompts_at: Vec<(u32, String)>,
-    seeds_at: Vec<(u32, u64)>,
-    cuts_at: Vec<u32>,
+    /// Changes with the chunks from which they hold, in order.
+    changes: Vec<(u32, NewSetting)>,
     /// Digests of the latents of each chunk.
     pub(crate) digests: Vec<String>,
-    /// Prompt and seed from a chunk behind the recorded ones, in order.
+    /// The settings from a chunk behind the recorded ones, in order.
     later: Vec<(u32, Settings)>,
 }
 
@@ -69,26 +69,15 @@ impl RecordedSession {
         if !chunks.iter().map(|chunk| chunk.chunk).eq(0..chunks.len() as u32) {
             return None;
         }
-        let settings = |chunk: &ChunkRecord| Settings { prompt: chunk.prompt.clone(), seed: chunk.seed };
-        let later = || chunks.iter().zip(chunks.iter().skip(1));
-        let takes_prompt = |before: &ChunkRecord, chunk: &ChunkRecord| {
-            let encodes = chunk.ranks.iter().flat_map(|rank| &rank.phases).any(|p| p.name == TEXT_PHASE);
-            // The first chunk of a scene encodes its prompt in any case.
-            before.prompt != chunk.prompt || (encodes && !chunk.cut)
-        };
+        let pairs = chunks.iter().zip(chunks.iter().skip(1));
+        let changes = pairs.flat_map(|(before, chunk)| {
+            let changes = changes_between(before, chunk);
+            changes.into_iter().map(|change| (chunk.chunk, change))
+        });
         Some(RecordedSession {
-            first: settings(chunks.first()?),
-            last: settings(chunks.last()?),
-            prompts_at: later()
-                .filter(|(before, chunk)| takes_prompt(before, chunk))
-                .map(|(_, chunk)| (chunk.chunk, chunk.prompt.clone()))
-                .collect(),
-            seeds_at: later()
-                .filter(|(before, chunk)| before.seed != chunk.seed)
-                .map(|(_, chunk)| (chunk.chunk, chunk.seed))
-                .collect(),
-            // A flush discarded requests that never became chunks, so that it is a cut now.
-            cuts_at: later().filter(|(_, chunk)| chunk.cut).map(|(_, chunk)| chunk.chunk).collect(),
+            first: Settings::from_record(chunks.first()?),
+            last: Settings::from_record(chunks.last()?),
+            changes: changes.collect(),
             digests: chunks.iter().map(|chunk| chunk.latents_digest.clone()).collect(),
             later: Vec::new(),
         })
@@ -109,17 +98,8 @@ impl RecordedSession {
         for (request, setting) in undelivered {
             let behind = u32::try_from(request.saturating_sub(next)).unwrap_or(u32::MAX);
             let chunk = self.chunks().saturating_add(behind);
-            match setting {
-                NewSetting::Prompt(prompt) => {
-                    self.prompts_at.push((chunk, prompt.clone()));
-                    settings.prompt = prompt;
-                }
-                NewSetting::Seed(seed) => {
-                    self.seeds_at.push((chunk, seed));
-                    settings.seed = seed;
-                }
-                NewSetting::Scene | NewSetting::FlushedScene => self.cuts_at.push(chunk),
-            }
+            settings.apply(&setting);
+            self.changes.push((chunk, setting));
             self.later.push((chunk, settings.clone()));
         }
     }
@@ -133,11 +113,8 @@ impl RecordedSession {
 
     /// Lets a run generate the recorded chunks first.
     pub(crate) fn apply_to(&self, options: &mut StreamOptions) {
-        options.prompt.clone_from(&self.first.prompt);
-        options.seed = self.first.seed;
-        options.prompts_at.clone_from(&self.prompts_at);
-        options.seeds_at.clone_from(&self.seeds_at);
-        options.cuts_at.clone_from(&self.cuts_at);
+        self.first.schedule_first(options);
+        self.changes.iter().for_each(|(chunk, change)| change.schedule(*chunk, options));
     }
 
     /// Returns why a session cannot go on whose chunk is not the recorded one.
@@ -148,8 +125,30 @@ impl RecordedSession {
     }
 }
 
+/// Returns the changes that took effect with a chunk.
+fn changes_between(before: &ChunkRecord, chunk: &ChunkRecord) -> Vec<NewSetting> {
+    let encodes = chunk.ranks.iter().flat_map(|rank| &rank.phases).any(|p| p.name == TEXT_PHASE);
+    // The first chunk of a scene encodes its prompt in any case.
+    let takes_prompt = before.prompt != chunk.prompt || (encodes && !chunk.cut);
+    let settings = Settings::from_record(chunk);
+    let takes_steps = before.step_list != chunk.step_list;
+    let weights = settings.weights.filter(|_| before.weights != chunk.weights);
+    // New weights open a scene by themselves. A flush discarded requests that never became chunks, so that it is a cut now.
+    let cuts = chunk.cut && weights.is_none();
+    let changes = [
+        takes_prompt.then_some(NewSetting::Prompt(settings.prompt)),
+        (before.seed != chunk.seed).then_some(NewSetting::Seed(chunk.seed)),
+        takes_steps.then_some(NewSetting::Steps(settings.steps)),
+        settings.bias.filter(|_| before.bias != chunk.bias).map(NewSetting::Bias),
+        weights.map(NewSetting::Weights),
+        cuts.then_some(NewSetting::Scene),
+    ];
+    changes.into_iter().flatten().collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use tessera::WeightChange;
     use tessera_report::record::{PhaseRecord, RankChunk};
 
     use super::*;
@@ -180,6 +179,9 @@ mod tests {
             prompt: prompt.into(),
             seed,
             cut,
+            step_list: None,
+            bias: None,
+            weights: None,
             evicted_frames: 0,
             latents_digest: format!("digest {number}"),
             decoder_psnr_db: None,
@@ -211,12 +213,34 @@ mod tests {
         assert_eq!((options.seeds_at, options.cuts_at), (vec![(3, 2)], vec![4]));
         assert_eq!((session.chunks(), session.last.prompt.as_str(), session.last.seed), (5, "b", 2));
         assert_eq!(RecordedSession::from_chunks(&chunks[1..]), None);
+        let styled = ChunkRecord {
+            step_list: Some("fast".into()),
+            bias: Some(0.5),
+            weights: Some("lora:[]".into()),
+            ..chunk(5, "b", 2, true, "text")
+        };
+        let plain = ChunkRecord { weights: Some("lora:[]".into()), ..chunk(6, "b", 2, false, "denoise") };
+        let session =
+            RecordedSession::from_chunks(&[&chunks[..], &[styled.clone(), plain]].concat()).unwrap();
+        let mut options = StreamOptions::default();
+        session.apply_to(&mut options);
+        assert_eq!(options.step_lists_at, [(5, "fast".to_string()), (6, "default".to_string())]);
+        // The weights of chunk 5 open its scene.
+        assert_eq!((options.biases_at, options.cuts_at), (vec![(5, 0.5)], vec![4]));
+        assert_eq!(options.weights_at, [(5, WeightChange::Loras(Vec::new()))]);
+        let begun = RecordedSession::from_chunks(&[ChunkRecord { chunk: 0, ..styled }]).unwrap();
+        let mut options = StreamOptions::default();
+        begun.apply_to(&mut options);
+        assert_eq!((options.step_lists_at, options.biases_at), (vec![(0, "fast".into())], vec![(0, 0.5)]));
+        assert_eq!(options.weights_at, [(0, WeightChange::Loras(Vec::new()))]);
         assert_eq!(RecordedSession::from_chunks(&[]), None);
     }
 
     #[test]
     fn changes_of_requests_that_were_not_delivered_hold_from_the_chunks_that_those_would_have_become() {
-        let settings = |prompt: &str, seed| Settings { prompt: prompt.into(), seed };
+        let options =
+            |prompt: &str, seed| StreamOptions { prompt: prompt.into(), seed, ..StreamOptions::default() };
+        let settings = |prompt: &str, seed| Settings::from_options(&options(prompt, seed));
         let recorded = [chunk(0, "a", 1, false, "text"), chunk(1, "a", 1, false, "denoise")];
         let continue_with = |undelivered: Vec<(u64, NewSetting)>| {
             let mut session = RecordedSession::from_chunks(&recorded).unwrap();
@@ -224,24 +248,17 @@ mod tests {
             session
         };
         // Requests 7 and 9 would have become chunks 2 and 4.
-        let session = continue_with(vec![
-            (7, NewSetting::Prompt("b".into())),
-            (9, NewSetting::Seed(4)),
-            (9, NewSetting::Scene),
-        ]);
-        assert_eq!((session.chunks(), &session.prompts_at), (2, &vec![(2, "b".to_string())]));
-        assert_eq!((&session.seeds_at, &session.cuts_at), (&vec![(4, 4)], &vec![4]));
+        let (prompt, seed) = (NewSetting::Prompt("b".into()), NewSetting::Seed(4));
+        let session = continue_with(vec![(7, prompt.clone()), (9, seed.clone()), (9, NewSetting::Scene)]);
+        assert_eq!(session.chunks(), 2);
+        assert_eq!(session.changes, [(2, prompt.clone()), (4, seed.clone()), (4, NewSetting::Scene)]);
         let of_requests = session.to_continuation().settings;
         let expected =
             [(0, settings("a", 1)), (2, settings("b", 1)), (4, settings("b", 4)), (4, settings("b", 4))];
         assert_eq!(of_requests, expected);
         // Request 9 flushes, so that 7 and 8 become no chunk, and the prompt holds all the same.
-        let session = continue_with(vec![
-            (8, NewSetting::Prompt("b".into())),
-            (9, NewSetting::FlushedScene),
-            (10, NewSetting::Seed(4)),
-        ]);
-        assert_eq!((&session.prompts_at, &session.cuts_at), (&vec![(2, "b".to_string())], &vec![2]));
-        assert_eq!(session.seeds_at, [(3, 4)]);
+        let session =
+            continue_with(vec![(8, prompt.clone()), (9, NewSetting::FlushedScene), (10, seed.clone())]);
+        assert_eq!(session.changes, [(2, prompt), (2, NewSetting::FlushedScene), (3, seed)]);
     }
 }

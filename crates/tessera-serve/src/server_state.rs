@@ -18,6 +18,7 @@ use tokio::sync::Notify;
 use crate::client_queue::ClientQueue;
 use crate::control::ControlLease;
 use crate::frames::Frame;
+use crate::lora_table::LoraTable;
 use crate::metrics::Metrics;
 use crate::options::{ExplainCode, ServeLimits, ServeOptions};
 use crate::otlp::ShowWarning;
@@ -29,6 +30,7 @@ use crate::protocol::{
 };
 use crate::recent_chunks::ChunkTimeline;
 use crate::recorder::Recorder;
+use crate::settings::{NewSetting, Settings};
 
 pub(crate) use client_side::Joined;
 pub(crate) use stream_side::{AfterRun, Continuation, EndedRun};
@@ -42,6 +44,7 @@ const KEPT_EFFECTS: usize = 256;
 #[derive(Debug)]
 pub(crate) struct ServerState {
     pub(crate) facts: StreamFacts,
+    pub(crate) loras: LoraTable,
     pub(crate) metrics: Metrics,
     pub(crate) limits: ServeLimits,
     /// Traces for a collector, if there is one.
@@ -69,19 +72,8 @@ struct PendingChange {
     /// The client that is told, and its own number; `None` for the HTTP interface.
     owner: Option<(u64, u64)>,
     kind: &'static str,
-    /// The new prompt or seed.
     setting: NewSetting,
     since: Instant,
-}
-
-/// What the stream generates after a change.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum NewSetting {
-    Prompt(String),
-    Seed(u64),
-    Scene,
-    /// The first request after a flush.
-    FlushedScene,
 }
 
 /// The first chunk with a change.
@@ -120,7 +112,7 @@ struct GuardedState {
     outcomes: VecDeque<ChangeOutcome>,
     /// What the leader has changed with requests of the run that are not delivered, in order.
     undelivered: Vec<(u64, NewSetting)>,
-    /// The first request of the run with each prompt and seed.
+    /// The first request of the run with each change of its settings.
     settings: Vec<(u64, Settings)>,
     status: StreamStatus,
     last_delivery: Option<Instant>,
@@ -130,22 +122,15 @@ struct GuardedState {
     stops: bool,
 }
 
-/// Prompt and seed of a chunk.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Settings {
-    pub(crate) prompt: String,
-    pub(crate) seed: u64,
-}
-
 impl ServerState {
     /// Creates the state of a server that has started no run. The functions return the page of a code, and show a warning.
     pub(crate) fn new(
         facts: StreamFacts,
+        loras: LoraTable,
         options: &ServeOptions,
         recorder: Recorder,
         settings: Settings,
-        explain: ExplainCode,
-        warn: ShowWarning,
+        (explain, warn): (ExplainCode, ShowWarning),
     ) -> ServerState {
         let status = StreamStatus {
             state: StreamState::Starting,
@@ -156,6 +141,9 @@ impl ServerState {
             epoch: None,
             prompt: settings.prompt.clone(),
             seed: settings.seed,
+            steps: settings.steps.clone(),
+            bias: settings.bias,
+            lora: settings.weights.as_deref().and_then(|source| loras.name_of(source)),
             generated_fps: 0.0,
             possible_fps: 0.0,
             call_ms: 0.0,
@@ -198,6 +186,7 @@ impl ServerState {
             metrics,
             traces,
             facts,
+            loras,
             limits: options.limits,
             recorder: Mutex::new(recorder),
             is_recording: AtomicBool::new(false),
@@ -298,7 +287,7 @@ impl GuardedState {
         ControlState { holder, is_you: holder == Some(client) }
     }
 
-    /// Returns prompt and seed of a request of this run.
+    /// Returns the settings of a request of this run.
     fn settings_of(&self, request: u64) -> &Settings {
         let behind = self.settings.iter().rposition(|(from, _)| *from <= request);
         &self.settings[behind.unwrap_or(0)].1

@@ -131,12 +131,13 @@ fn start_run(
     let mut options = StreamOptions {
         // A stream without an end runs until it is closed.
         chunks: u32::MAX,
-        prompt: settings.prompt,
-        seed: settings.seed,
         outputs: OutputOptions { no_clip: true, ..OutputOptions::default() },
         ..template.options.clone()
     };
-    session.inspect(|session| session.apply_to(&mut options));
+    match session {
+        Some(session) => session.apply_to(&mut options),
+        None => settings.schedule_first(&mut options),
+    }
     let folder = run_folder(template.out.as_deref(), run);
     let path = folder.as_ref().ok().map(|folder| folder.path().to_path_buf());
     let fail = |diagnostics, has_started, has_delivered| {

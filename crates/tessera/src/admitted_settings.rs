@@ -8,7 +8,7 @@ use crate::plan::Plan;
 
 /// The settings of denoising and of the context that a plan admits.
 #[derive(Debug, Clone)]
-pub(crate) struct AdmittedSettings {
+pub struct AdmittedSettings {
     model: String,
     /// Names of the lists of denoise steps, in the order of the plan.
     step_lists: Vec<String>,
@@ -17,7 +17,9 @@ pub(crate) struct AdmittedSettings {
 }
 
 impl AdmittedSettings {
-    pub(crate) fn from_plan(plan: &Plan) -> AdmittedSettings {
+    /// Returns what a plan admits.
+    #[must_use]
+    pub fn from_plan(plan: &Plan) -> AdmittedSettings {
         let lists = plan.video.stream.all_step_lists();
         AdmittedSettings {
             model: plan.model.clone(),
@@ -27,12 +29,14 @@ impl AdmittedSettings {
     }
 
     /// Returns the names of the lists of denoise steps, that of the model first.
-    pub(crate) fn step_lists(&self) -> &[String] {
+    #[must_use]
+    pub fn step_lists(&self) -> &[String] {
         &self.step_lists
     }
 
     /// Returns whether a stream may change its attention bias.
-    pub(crate) fn reads_bias(&self) -> bool {
+    #[must_use]
+    pub fn reads_bias(&self) -> bool {
         self.reads_bias
     }
 
@@ -40,7 +44,7 @@ impl AdmittedSettings {
     ///
     /// # Errors
     /// T0054 if the plan has none of this name.
-    pub(crate) fn find_step_list(&self, name: &str) -> Result<u32, Diagnostic> {
+    pub fn find_step_list(&self, name: &str) -> Result<u32, Diagnostic> {
         let at = self.step_lists.iter().position(|list| list == name);
         at.and_then(|at| u32::try_from(at).ok()).ok_or_else(|| {
             Diagnostic::error(&T0054, format!("the plan has no list of denoise steps `{name}`"))
@@ -55,7 +59,7 @@ impl AdmittedSettings {
     ///
     /// # Errors
     /// T0054 if no program of the plan reads one, or if it is not above 0 and at most 1.
-    pub(crate) fn check_bias(&self, bias: f32) -> Result<(), Diagnostic> {
+    pub fn check_bias(&self, bias: f32) -> Result<(), Diagnostic> {
         if !self.reads_bias {
             return Err(Diagnostic::error(&T0054, "no program of the plan reads an attention bias")
                 .with_label(&self.model, "keeps its caches from chunk to chunk")

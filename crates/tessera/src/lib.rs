@@ -12,7 +12,7 @@
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stderr, clippy::print_stdout)]
 
-mod admitted_settings;
+pub mod admitted_settings;
 pub mod arrays;
 mod budget;
 mod cache_audit;

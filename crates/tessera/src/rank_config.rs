@@ -254,7 +254,7 @@ impl RankConfig {
     }
 
     pub(crate) fn reload_at(&self, chunk: u32) -> Option<Reload> {
-        let found = self.weights.iter().find(|(c, ..)| *c == chunk);
+        let found = self.weights.iter().rev().find(|(c, ..)| *c == chunk);
         found.map(|(_, source, weights)| Reload { source: source.clone(), weights: *weights })
     }
 }

@@ -164,18 +164,6 @@ impl StreamControl {
         self.lock().send(ChangedSetting::Weights(Reload { source, weights }))
     }
 
-    /// Returns the names of the lists of denoise steps that the plan admits, that of the model first.
-    #[must_use]
-    pub fn step_lists(&self) -> &[String] {
-        self.admitted.step_lists()
-    }
-
-    /// Returns whether [`StreamControl::set_bias`] has an effect.
-    #[must_use]
-    pub fn reads_bias(&self) -> bool {
-        self.admitted.reads_bias()
-    }
-
     /// Cuts the scene. Returns the number of the change.
     ///
     /// # Errors

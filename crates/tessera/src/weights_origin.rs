@@ -87,7 +87,7 @@ impl LoraFile {
 impl WeightChange {
     /// Parses the text that `Display` writes.
     #[must_use]
-    pub(crate) fn parse(text: &str) -> WeightChange {
+    pub fn parse(text: &str) -> WeightChange {
         match text.strip_prefix(LORAS).map(serde_json::from_str) {
             Some(Ok(loras)) => WeightChange::Loras(loras),
             _ => WeightChange::Folder(PathBuf::from(text)),
@@ -98,7 +98,7 @@ impl WeightChange {
     ///
     /// # Errors
     /// Why a path has no absolute form.
-    pub(crate) fn to_absolute(&self) -> std::io::Result<WeightChange> {
+    pub fn to_absolute(&self) -> std::io::Result<WeightChange> {
         Ok(match self {
             WeightChange::Folder(folder) => WeightChange::Folder(std::path::absolute(folder)?),
             WeightChange::Loras(loras) => {

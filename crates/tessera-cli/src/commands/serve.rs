@@ -7,20 +7,20 @@ use std::sync::Arc;
 use tessera::files::read_text;
 use tessera::stream_options::{DEFAULT_PROMPT, RunDevice, StreamOptions};
 use tessera::terminal::print_stderr_line;
-use tessera::{Model, Plan, WeightsBase, WeightsOrigin};
+use tessera::{LoraFile, Model, Plan, WeightsBase, WeightsOrigin};
 use tessera_base::{Diagnostic, DiagnosticFormat};
 use tessera_serve::codes::T1609;
 use tessera_serve::protocol::Pace;
 use tessera_serve::{
-    Access, AfterFailure, CollectorEndpoint, ServeLimits, ServeOptions, ServedStream, ServerAddress,
-    TraceOptions, serve,
+    Access, AfterFailure, CollectorEndpoint, LoraChoice, ServeLimits, ServeOptions, ServedStream,
+    ServerAddress, TraceOptions, serve,
 };
 
 use super::stream::{plan_conflict_error, read_sealed_plan};
 use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::flags::named_values;
 use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics};
-use crate::parse::parse_weights_base;
+use crate::parse::{invalid_argument, parse_weights_base};
 use crate::progress::{STOPPING_MESSAGE, stop_on_signals};
 
 const EXAMPLES: &str = "\
@@ -84,6 +84,10 @@ pub struct Args {
     /// Prompt that the page suggests; may be repeated [default: the lines of examples.txt in the model folder]
     #[arg(long, value_name = "TEXT")]
     pub example: Vec<String>,
+
+    /// LoRA that the client in control may choose by this name; may be repeated
+    #[arg(long, value_name = "NAME=FILE[:STRENGTH]")]
+    pub lora: Vec<String>,
 
     /// Compute all weights from a seed instead of reading files
     #[arg(long, value_name = "synthetic:SEED")]
@@ -218,9 +222,12 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     if !wrong.is_empty() {
         return Err(CliError::from_usage_errors(wrong));
     }
+    let loras = args.lora.iter().map(|text| parse_lora_choice(text)).collect::<Result<_, _>>();
+    let loras = loras.map_err(CliError::usage)?;
     let (model, plan) = open_model_and_plan(args)?;
     let stream = ServedStream {
         examples: read_examples(args, &model.dir),
+        loras,
         plan: Arc::new(plan),
         model,
         options: StreamOptions {
@@ -268,6 +275,18 @@ fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
         }
     };
     Ok((model.with_weights(WeightsOrigin { base, loras: Vec::new() }), plan))
+}
+
+/// Parses a LoRA with the name by which clients choose it, such as `sketch=sketch.safetensors:0.8`.
+fn parse_lora_choice(text: &str) -> Result<LoraChoice, Diagnostic> {
+    let example = "--lora sketch=sketch.safetensors:0.8";
+    let refuse = |why: &str| invalid_argument("--lora", text, why, example);
+    let (name, file) = text.split_once('=').ok_or_else(|| refuse("no `=` after the name"))?;
+    if name.trim().is_empty() {
+        return Err(refuse("no name in front of `=`"));
+    }
+    let file = LoraFile::parse(file).map_err(refuse)?;
+    Ok(LoraChoice { name: name.trim().to_string(), file })
 }
 
 /// Reads the token from its file or its variable.

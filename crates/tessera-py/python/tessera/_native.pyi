@@ -850,6 +850,14 @@ class VideoStream:
         """Replaces the prompt, and returns the number of the change."""
     def reseed(self, seed: int) -> int:
         """Replaces the seed, and returns the number of the change."""
+    def choose_steps(self, name: str) -> int:
+        """Replaces the list of denoise steps by one that the plan admits: a name of ``[schedule.lists]`` in the model's
+        stream.toml, or ``"default"``. Returns the number of the change."""
+    def set_bias(self, bias: float) -> int:
+        """Replaces the attention bias of the recomputed context, above 0 and at most 1. Returns the number of the change."""
+    def set_lora(self, path: Path | None, *, strength: float = 1.0) -> int:
+        """Replaces the LoRA by a safetensors file, or by none, before the next requested chunk, which opens a new scene. Returns
+        the number of the change."""
     def cut(self) -> int:
         """Opens a new scene, and returns the number of the change."""
     def chunk_of(self, change: int) -> int | None:

@@ -199,10 +199,16 @@ impl ServerState {
             state.changes += 1;
             (control, state.changes)
         };
-        // A long prompt is encoded here, and a full socket waited for.
+        // A long prompt is encoded here, files of weights are read, and a full socket is waited for.
         let (sent, setting) = match change {
             Change::Prompt(text) => (control.set_prompt(text), NewSetting::Prompt(text.clone())),
             Change::Seed(seed) => (control.set_seed(*seed), NewSetting::Seed(*seed)),
+            Change::Steps(list) => (control.set_step_list(list), NewSetting::Steps(list.clone())),
+            Change::Bias(bias) => (control.set_bias(*bias), NewSetting::Bias(*bias)),
+            Change::Lora(name) => {
+                let weights = self.loras.find(name.as_deref()).map_err(|d| Refusal::from_diagnostic(&d))?;
+                (control.set_weights(&weights), NewSetting::Weights(weights.to_string()))
+            }
             Change::Cut => (control.cut(), NewSetting::Scene),
             Change::Flush => (control.flush(), NewSetting::FlushedScene),
             Change::Pause | Change::Resume => return Ok(number),

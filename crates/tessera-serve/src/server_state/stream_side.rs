@@ -28,7 +28,7 @@ const ANSWER_INTERVAL: Duration = Duration::from_millis(10);
 pub(crate) struct Continuation {
     /// Number of chunks that are generated again, and not shown.
     pub(crate) unshown: u32,
-    /// The first request with each prompt and seed.
+    /// The first request with each change of the settings.
     pub(crate) settings: Vec<(u64, Settings)>,
 }
 
@@ -55,7 +55,7 @@ pub(crate) enum AfterRun {
 }
 
 impl ServerState {
-    /// Begins a run and returns its number, the limit of its requested chunks, and prompt and seed to begin with. Without a
+    /// Begins a run and returns its number, the limit of its requested chunks, and the settings to begin with. Without a
     /// continuation, it begins a scene with the settings in force.
     pub(crate) fn begin_run(&self, continuation: Option<Continuation>) -> (u32, u32, Settings) {
         let mut state = self.lock();
@@ -252,7 +252,7 @@ impl ServerState {
     ) {
         let progress = &chunk.progress;
         let frames = chunk.shape[0] as u64;
-        let Settings { prompt, seed } = state.settings_of(progress.request).clone();
+        let settings = state.settings_of(progress.request).clone();
         if let Some(last) = state.last_delivery.replace(now) {
             self.metrics.chunk_period.observe((now - last).as_secs_f64());
         }
@@ -275,7 +275,9 @@ impl ServerState {
         status.frames += frames;
         status.request = Some(progress.request);
         status.epoch = Some(progress.epoch);
-        (status.prompt, status.seed) = (prompt, seed);
+        status.lora = settings.weights.as_deref().and_then(|source| self.loras.name_of(source));
+        (status.prompt, status.seed) = (settings.prompt, settings.seed);
+        (status.steps, status.bias) = (settings.steps, settings.bias);
         status.generated_fps = progress.fps;
         // The rate of the generator alone: waits between calls, and the leader's work beside it, are left out.
         let busy: u64 = progress.phases.iter().map(|(_, ns)| ns).sum();
@@ -309,20 +311,17 @@ impl ServerState {
                 traces.note_effect(TracedChange { kind: change.kind, request, waited });
             }
             state.record_outcome(ChangeOutcome { change: change.number, run, request });
-            let current = state.settings_of(u64::MAX).clone();
-            state.undelivered.push((request, change.setting.clone()));
-            match change.setting {
-                NewSetting::Prompt(prompt) => state.settings.push((request, Settings { prompt, ..current })),
-                NewSetting::Seed(seed) => state.settings.push((request, Settings { seed, ..current })),
-                NewSetting::Scene => {}
-                NewSetting::FlushedScene => {
-                    state.pacer.flush(Instant::now(), request);
-                    for (_, client) in state.connected() {
-                        client.queue.fence(run, request);
-                        client.send(&ServerMessage::Fence { run, request });
-                    }
+            let mut settings = state.settings_of(u64::MAX).clone();
+            settings.apply(&change.setting);
+            state.settings.push((request, settings));
+            if change.setting == NewSetting::FlushedScene {
+                state.pacer.flush(Instant::now(), request);
+                for (_, client) in state.connected() {
+                    client.queue.fence(run, request);
+                    client.send(&ServerMessage::Fence { run, request });
                 }
             }
+            state.undelivered.push((request, change.setting));
             if let Some((client, id)) = change.owner
                 && let Some(client) = state.clients.get(&client)
             {

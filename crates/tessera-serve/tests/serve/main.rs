@@ -18,6 +18,7 @@ mod otlp;
 mod play;
 mod restart;
 mod resume;
+mod settings;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -57,6 +58,8 @@ fn main() -> ExitCode {
         restart::a_stream_that_cannot_start_says_why
         resume::a_session_goes_on_with_the_chunk_that_would_have_followed
         resume::a_session_that_comes_out_differently_does_not_go_on
+        settings::a_client_changes_what_the_plan_and_the_server_admit
+        settings::a_lora_that_cannot_be_read_ends_the_server_before_it_starts
         hostile::malformed_messages_end_one_connection_and_no_other
         hostile::connections_that_say_nothing_or_too_much_do_not_disturb_the_stream
         access::foreign_sites_and_missing_tokens_are_refused
@@ -148,9 +151,18 @@ pub(crate) fn demo_stream(mesh: &str) -> ServedStream {
 
 /// The demo model on a mesh, whose video plays at so many frames per second.
 pub(crate) fn demo_stream_at(mesh: &str, frame_rate: f64) -> ServedStream {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    let mut model = Model::open(&folder, &Overrides::default()).unwrap();
+    let mut model = Model::open(&demo_folder(), &Overrides::default()).unwrap();
     model.video.stream.fps = frame_rate;
+    serve_model(model, mesh)
+}
+
+/// Folder of the demo model.
+pub(crate) fn demo_folder() -> PathBuf {
+    project_root().join("models/demo")
+}
+
+/// Plans a model for a mesh.
+pub(crate) fn serve_model(model: Model, mesh: &str) -> ServedStream {
     let mapping = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
     let plan = plan_model(&model.video, &model.name, "", &mapping).unwrap();
     let this = std::env::current_exe().unwrap().to_string_lossy().into_owned();
@@ -165,6 +177,7 @@ pub(crate) fn demo_stream_at(mesh: &str, frame_rate: f64) -> ServedStream {
         },
         argv: vec![this, "as-rank".into()],
         examples: vec!["a blue square moves left".into()],
+        loras: Vec::new(),
         explain: |_| None,
         warn: |d| println!("{}: {}", d.code.id, d.message),
     }

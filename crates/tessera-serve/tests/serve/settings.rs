@@ -1,0 +1,120 @@
+//! The settings of a model that clients change: lists of denoise steps, the bias of the context, and LoRAs.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use tessera::{LoraFile, Model, Overrides};
+use tessera_serve::{LoraChoice, ServeOptions, ServedStream};
+
+use crate::client::SocketClient;
+use crate::{TestServer, demo_folder, serve_model, test_options};
+
+/// The demo model with a list of two steps, a recomputed context and a LoRA.
+fn adjustable_stream(dir: &Path) -> ServedStream {
+    let text = std::fs::read_to_string(demo_folder().join("stream.toml")).unwrap();
+    let file = dir.join("stream.toml");
+    let lists = "prediction = \"x0\"\n[schedule.lists]\nfast = [1000, 500]";
+    std::fs::write(&file, text.replace("prediction = \"x0\"", lists)).unwrap();
+    let overrides = Overrides { stream_file: Some(file), recompute: Some(true), ..Overrides::default() };
+    let model = Model::open(&demo_folder(), &overrides).unwrap();
+    let path = dir.join("sketch.safetensors");
+    write_lora(&path, model.video.wan.dim as usize);
+    let sketch = LoraChoice { name: "sketch".into(), file: LoraFile { path, strength: 0.5 } };
+    ServedStream { loras: vec![sketch], ..serve_model(model, "tp=2") }
+}
+
+/// Writes a LoRA of rank 1 for a square matrix of the generator.
+fn write_lora(path: &Path, dim: usize) {
+    let bytes = 4 * dim;
+    let tensor = |shape: [usize; 2], at: usize| json!({ "dtype": "F32", "shape": shape, "data_offsets": [at, at + bytes] });
+    let module = "blocks.0.self_attn.q";
+    let header = json!({
+        format!("{module}.lora_A.weight"): tensor([1, dim], 0),
+        format!("{module}.lora_B.weight"): tensor([dim, 1], bytes),
+    });
+    let header = header.to_string();
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.extend((0..2 * dim).flat_map(|_| 0.05_f32.to_le_bytes()));
+    std::fs::write(path, file).unwrap();
+}
+
+fn options_in(dir: &Path, name: &str, resume: Option<&str>) -> ServeOptions {
+    ServeOptions {
+        out: Some(dir.join(name)),
+        resume: resume.map(|folder| dir.join(folder)),
+        ..test_options()
+    }
+}
+
+/// Requests a change, and returns the first request with it.
+fn change(client: &mut SocketClient, what: Value) -> u64 {
+    let id = client.change(what);
+    client.wait_until("effect", |effect| effect["id"] == id)["request"].as_u64().unwrap()
+}
+
+pub(crate) fn a_client_changes_what_the_plan_and_the_server_admit() {
+    let dir = tempfile::tempdir().unwrap();
+    let server =
+        TestServer::start_stream(adjustable_stream(dir.path()), options_in(dir.path(), "first", None));
+    let mut client = SocketClient::join_in_control(server.at.address);
+    let facts = &client.hello["stream"];
+    assert_eq!(facts["step_lists"], json!(["default", "fast"]));
+    assert_eq!(
+        (&facts["loras"], &facts["reads_bias"], &facts["bias"]),
+        (&json!(["sketch"]), &json!(true), &json!(1.0))
+    );
+    client.wait_for_frame(|_| true);
+    for (what, code) in [
+        (json!({ "steps": "slow" }), "T0054"),
+        (json!({ "bias": 2 }), "T0054"),
+        (json!({ "lora": "oil" }), "T1615"),
+    ] {
+        let id = client.change(what);
+        let refused = client.wait_for("refused");
+        assert_eq!((refused["id"].as_u64(), refused["code"].as_str()), (Some(id), Some(code)));
+    }
+    change(&mut client, json!({ "steps": "fast" }));
+    change(&mut client, json!({ "bias": 0.25 }));
+    let styled = change(&mut client, json!({ "lora": "sketch" }));
+    let status = client.wait_until("status", |status| status["request"].as_u64() >= Some(styled));
+    assert_eq!(
+        (&status["steps"], &status["bias"], &status["lora"]),
+        (&json!("fast"), &json!(0.25), &json!("sketch"))
+    );
+    let phases = status["phases"].as_array().unwrap();
+    let steps = phases.iter().filter(|phase| phase[0].as_str().unwrap().starts_with("denoise")).count();
+    assert_eq!(steps, 2, "{phases:?}");
+    let plain = change(&mut client, json!({ "lora": null }));
+    let status = client.wait_until("status", |status| status["request"].as_u64() >= Some(plain + 1));
+    assert_eq!((&status["steps"], &status["lora"]), (&json!("fast"), &Value::Null));
+    drop(client);
+    drop(server);
+
+    // Another server generates every chunk again with the same settings, or its digests would differ.
+    let options = options_in(dir.path(), "second", Some("first/run-1"));
+    let server = TestServer::start_stream(adjustable_stream(dir.path()), options);
+    let mut client = SocketClient::join_in_control(server.at.address);
+    client.wait_for_frame(|_| true);
+    let status = client.wait_until("status", |status| status["state"] == "running");
+    assert_eq!(
+        (&status["steps"], &status["bias"], &status["lora"]),
+        (&json!("fast"), &json!(0.25), &Value::Null)
+    );
+}
+
+pub(crate) fn a_lora_that_cannot_be_read_ends_the_server_before_it_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut stream = adjustable_stream(dir.path());
+    stream.loras.push(stream.loras[0].clone());
+    let start = |stream| {
+        let stop = tessera::StopHandle::default();
+        tessera_serve::serve(stream, test_options(), &stop, &mut |_| panic!("the server is reached"))
+            .unwrap_err()
+    };
+    assert_eq!(start(stream)[0].code.id, "T1609");
+    let mut stream = adjustable_stream(dir.path());
+    stream.loras[0].file.path = dir.path().join("absent.safetensors");
+    let refused = start(stream);
+    assert!(refused[0].code.id.starts_with('T'), "{refused:?}");
+}
