@@ -12,6 +12,7 @@ pub mod apng;
 pub mod autopsy;
 pub mod call_comparison;
 mod canvas;
+mod chunk_record;
 mod class_work;
 mod codes;
 mod counterexample;

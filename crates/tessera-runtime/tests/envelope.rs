@@ -263,7 +263,8 @@ fn a_chunk_with_steps_that_the_plan_does_not_admit_is_refused() {
         |m| chunk_work(m).step_list = 2,
         |m| chunk_work(m).kv_bias = F32Bits::new(0.3),
     ];
-    let scalars: [Box<dyn Fn(&mut CallMeta)>; 3] = [
+    type BoxedEdit = Box<dyn Fn(&mut CallMeta)>;
+    let scalars: [BoxedEdit; 3] = [
         Box::new(set("denoise", "sigma", ScalarArg::from_f32(0.5))),
         Box::new(set("denoise", "t", ScalarArg::from_f32s(&[1000.0, 1000.0, 999.0]))),
         Box::new(set("denoise", "bias", ScalarArg::from_f32(0.3f32.ln()))),
