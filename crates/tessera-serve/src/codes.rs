@@ -67,4 +67,8 @@ gives this warning too: use the HTTP port, usually 4318.";
     "A server with `--continue-after-failure` restarts by generating the chunks again that were shown, from the first one on, because the noise of a chunk depends on its number. They are more than the limit, or \
 the record of the failed run lacks one that was shown, as after a full disk or a leader that was killed. The stream starts again with a new scene. A larger limit makes a longer wait acceptable: the \
 ranks take as much time as before, without the pauses.";
+
+    T1615: "server has no such format of frames",
+    "Every server sends frames as `raw` and `jpeg`, and `formats` of its `/api/v1/status` lists those that it has. The format `mp4` needs a program that was built with \
+`cargo build --features h264`, because its encoder builds C++, and pictures whose width and height are even. Take `jpeg`.";
 }

@@ -13,6 +13,7 @@ mod control;
 mod file_body;
 mod frames;
 mod metrics;
+mod mp4;
 mod options;
 mod otlp;
 mod pacing;
@@ -39,7 +40,8 @@ use tokio::sync::Semaphore;
 
 use crate::access::AccessRules;
 use crate::codes::T1609;
-use crate::protocol::StreamFacts;
+use crate::mp4::Mp4Encoder;
+use crate::protocol::{FrameFormat, StreamFacts};
 use crate::recorded_session::RecordedSession;
 use crate::recorder::Recorder;
 use crate::routes::{Shared, router};
@@ -95,7 +97,13 @@ pub fn serve(
         return Err(wrong);
     }
     let one = |d: Diagnostic| vec![d];
-    let facts = describe_stream(&stream, &options).map_err(one)?;
+    let mut facts = describe_stream(&stream, &options).map_err(one)?;
+    let rate = stream.plan.video.stream.frame_rate_fraction();
+    let mp4 = Mp4Encoder::new((facts.width as usize, facts.height as usize), rate);
+    if let Some(mp4) = &mp4 {
+        facts.formats.push(FrameFormat::Mp4.name());
+        facts.mp4_type = Some(mp4.media_type().to_string());
+    }
     let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan, None);
     let session = options.resume.as_ref().map(read).transpose().map_err(one)?;
     if let Some(out) = &options.out {
@@ -107,13 +115,13 @@ pub fn serve(
         options.recordings.clone().or_else(|| options.out.as_ref().map(|out| out.join("recordings")));
     let recordings = recordings
         .unwrap_or_else(|| std::env::temp_dir().join(format!("tessera-recordings-{}", std::process::id())));
-    let rate = stream.plan.video.stream.frame_rate_fraction();
     let recorder =
         Recorder::new(&recordings, (facts.width, facts.height), rate, options.limits.recording_bytes);
     let given = Settings { prompt: stream.options.prompt.clone(), seed: stream.options.seed };
     let settings = session.as_ref().map_or(given, |session| session.last.clone());
     let limits = options.limits;
-    let server = Arc::new(ServerState::new(facts, &options, recorder, settings, stream.explain, stream.warn));
+    let server =
+        Arc::new(ServerState::new(facts, mp4, &options, recorder, settings, stream.explain, stream.warn));
     let is_tls = listening.is_tls();
     let shared = Shared {
         server: Arc::clone(&server),
@@ -160,6 +168,8 @@ fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<Stre
         chunk_frames: video.frames_per_chunk() as u32,
         pace: options.pace,
         lead: options.lead,
+        formats: [FrameFormat::Raw, FrameFormat::Jpeg, FrameFormat::None].map(FrameFormat::name).to_vec(),
+        mp4_type: None,
         examples: examples.clone(),
     })
 }

@@ -19,6 +19,7 @@ use crate::client_queue::ClientQueue;
 use crate::control::ControlLease;
 use crate::frames::Frame;
 use crate::metrics::Metrics;
+use crate::mp4::Mp4Encoder;
 use crate::options::{ExplainCode, ServeLimits, ServeOptions};
 use crate::otlp::ShowWarning;
 use crate::otlp::exporter::SpanExporter;
@@ -46,6 +47,8 @@ pub(crate) struct ServerState {
     pub(crate) limits: ServeLimits,
     /// Traces for a collector, if there is one.
     pub(crate) traces: Option<StreamTraces>,
+    /// Encodes chunks for clients that take MP4, if the program can.
+    mp4: Option<Mp4Encoder>,
     recorder: Mutex<Recorder>,
     /// Whether a recording is open. The state is never locked together with the recorder, which waits for a disk.
     is_recording: AtomicBool,
@@ -141,6 +144,7 @@ impl ServerState {
     /// Creates the state of a server that has started no run. The functions return the page of a code, and show a warning.
     pub(crate) fn new(
         facts: StreamFacts,
+        mp4: Option<Mp4Encoder>,
         options: &ServeOptions,
         recorder: Recorder,
         settings: Settings,
@@ -197,6 +201,7 @@ impl ServerState {
         ServerState {
             metrics,
             traces,
+            mp4,
             facts,
             limits: options.limits,
             recorder: Mutex::new(recorder),
