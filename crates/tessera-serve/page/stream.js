@@ -10,9 +10,10 @@ export function parseFrame(buffer) {
   if (buffer.byteLength < HEADER_BYTES || view.getUint32(0, false) !== 0x54534631) throw new Error("no frame");
   const flags = view.getUint8(5);
   return {
-    format: ["none", "raw", "jpeg"][view.getUint8(4)],
+    format: ["none", "raw", "jpeg", "mp4"][view.getUint8(4)],
     isFirst: Boolean(flags & 1),
     isLast: Boolean(flags & 2),
+    isInitialisation: Boolean(flags & 4),
     run: view.getUint32(8, true),
     epoch: view.getUint32(12, true),
     request: Number(view.getBigUint64(16, true)),

@@ -68,7 +68,11 @@ gives this warning too: use the HTTP port, usually 4318.";
 the record of the failed run lacks one that was shown, as after a full disk or a leader that was killed. The stream starts again with a new scene. A larger limit makes a longer wait acceptable: the \
 ranks take as much time as before, without the pauses.";
 
-    T1615: "server has no LoRA of this name",
+    T1615: "server has no such format of frames",
+    "Every server sends frames as `raw` and `jpeg`, and `formats` of its `/api/v1/status` lists those that it has. The format `mp4` needs a program that was built with \
+`cargo build --features h264`, because its encoder builds C++, and pictures whose width and height are even. Take `jpeg`.";
+
+    T1616: "server has no LoRA of this name",
     "A client chooses among the LoRAs that the server was started with, by name, so that nobody names a file of the server. Start it with `--lora NAME=FILE`, and with `--lora NAME=FILE:STRENGTH` for the \
 strength that the publisher states; `hello` and `/api/v1/stream` list the names.";
 }

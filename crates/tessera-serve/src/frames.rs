@@ -16,12 +16,37 @@ pub(crate) struct Frame {
     header: FrameHeader,
     raw: Bytes,
     jpeg: OnceLock<Option<Bytes>>,
+    /// Of the last frame of a chunk, if a client takes MP4.
+    fragment: Option<FragmentMessages>,
+}
+
+/// The messages of a fragment: its initialisation segment, which a client needs once, and the fragment.
+#[derive(Debug)]
+struct FragmentMessages {
+    initialisation: Bytes,
+    fragment: Bytes,
 }
 
 impl Frame {
     /// Wraps the RGB bytes of a frame. The header states the raw picture.
     pub(crate) fn new(header: FrameHeader, rgb: &[u8]) -> Frame {
-        Frame { raw: join_message(&header, FrameFormat::Raw, rgb), header, jpeg: OnceLock::new() }
+        Frame {
+            raw: join_message(&header, FrameFormat::Raw, rgb),
+            header,
+            jpeg: OnceLock::new(),
+            fragment: None,
+        }
+    }
+
+    /// Adds the fragment that ends with this frame, which is the last one of its chunk.
+    pub(crate) fn with_fragment(self, first_frame: u64, initialisation: &[u8], fragment: &[u8]) -> Frame {
+        let header = FrameHeader { is_first: true, frame: first_frame, ..self.header };
+        let first = FrameHeader { is_first: false, is_last: false, is_initialisation: true, ..header };
+        let fragment = FragmentMessages {
+            initialisation: join_message(&first, FrameFormat::Mp4, initialisation),
+            fragment: join_message(&header, FrameFormat::Mp4, fragment),
+        };
+        Frame { fragment: Some(fragment), ..self }
     }
 
     pub(crate) fn header(&self) -> &FrameHeader {
@@ -33,13 +58,21 @@ impl Frame {
         &self.raw[FRAME_HEADER_BYTES..]
     }
 
-    /// Returns the binary message in a format; `None` if the client takes no frames, or if the picture is too large for it.
+    /// Returns the binary message in a format; `None` if the client takes no frames, if the picture is too large for it, or if the
+    /// frame has no message of its own: a fragment goes with the last frame of its chunk.
     pub(crate) fn message(&self, format: FrameFormat) -> Option<Bytes> {
         match format {
             FrameFormat::None => None,
             FrameFormat::Raw => Some(self.raw.clone()),
             FrameFormat::Jpeg => self.jpeg_message().cloned(),
+            FrameFormat::Mp4 => self.fragment.as_ref().map(|messages| messages.fragment.clone()),
         }
+    }
+
+    /// Returns the binary message that a client needs before the first other one in a format.
+    pub(crate) fn initialisation(&self, format: FrameFormat) -> Option<Bytes> {
+        let messages = self.fragment.as_ref().filter(|_| format == FrameFormat::Mp4)?;
+        Some(messages.initialisation.clone())
     }
 
     /// Returns the picture as JPEG.
@@ -76,6 +109,7 @@ pub(crate) mod tests {
             format: FrameFormat::Raw,
             is_first: false,
             is_last,
+            is_initialisation: false,
             run: 1,
             epoch: 1,
             request,

@@ -14,6 +14,7 @@ mod file_body;
 mod frames;
 mod lora_table;
 mod metrics;
+mod mp4;
 mod options;
 mod otlp;
 mod pacing;
@@ -43,7 +44,8 @@ use tokio::sync::Semaphore;
 use crate::access::AccessRules;
 use crate::codes::T1609;
 use crate::lora_table::LoraTable;
-use crate::protocol::StreamFacts;
+use crate::mp4::Mp4Encoder;
+use crate::protocol::{FrameFormat, StreamFacts};
 use crate::recorded_session::RecordedSession;
 use crate::recorder::Recorder;
 use crate::routes::{Shared, router};
@@ -111,7 +113,13 @@ pub fn serve(
         return Err(wrong);
     }
     let one = |d: Diagnostic| vec![d];
-    let facts = describe_stream(&stream, &options).map_err(one)?;
+    let mut facts = describe_stream(&stream, &options).map_err(one)?;
+    let rate = stream.plan.video.stream.frame_rate_fraction();
+    let mp4 = Mp4Encoder::new((facts.width as usize, facts.height as usize), rate);
+    if let Some(mp4) = &mp4 {
+        facts.formats.push(FrameFormat::Mp4.name());
+        facts.mp4_type = Some(mp4.media_type().to_string());
+    }
     let loras = LoraTable::open(&stream)?;
     let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan, None);
     let session = options.resume.as_ref().map(read).transpose().map_err(one)?;
@@ -124,14 +132,20 @@ pub fn serve(
         options.recordings.clone().or_else(|| options.out.as_ref().map(|out| out.join("recordings")));
     let recordings = recordings
         .unwrap_or_else(|| std::env::temp_dir().join(format!("tessera-recordings-{}", std::process::id())));
-    let rate = stream.plan.video.stream.frame_rate_fraction();
     let recorder =
         Recorder::new(&recordings, (facts.width, facts.height), rate, options.limits.recording_bytes);
     let given = Settings::from_options(&stream.options);
     let settings = session.as_ref().map_or(given, |session| session.last.clone());
     let limits = options.limits;
-    let server =
-        Arc::new(ServerState::new(facts, loras, &options, recorder, settings, (stream.explain, stream.warn)));
+    let server = Arc::new(ServerState::new(
+        facts,
+        loras,
+        mp4,
+        &options,
+        recorder,
+        settings,
+        (stream.explain, stream.warn),
+    ));
     let is_tls = listening.is_tls();
     let shared = Shared {
         server: Arc::clone(&server),
@@ -179,6 +193,8 @@ fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<Stre
         chunk_frames: video.frames_per_chunk() as u32,
         pace: options.pace,
         lead: options.lead,
+        formats: [FrameFormat::Raw, FrameFormat::Jpeg, FrameFormat::None].map(FrameFormat::name).to_vec(),
+        mp4_type: None,
         examples: examples.clone(),
         step_lists: admitted.step_lists().to_vec(),
         reads_bias: admitted.reads_bias(),

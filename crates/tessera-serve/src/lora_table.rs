@@ -5,7 +5,7 @@ use tessera::{LoraFile, WeightChange};
 use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::ServedStream;
-use crate::codes::{T1609, T1615};
+use crate::codes::{T1609, T1616};
 
 /// Names of LoRAs with the weights that each stands for.
 #[derive(Debug, Default)]
@@ -40,13 +40,13 @@ impl LoraTable {
     /// Returns the weights with a LoRA, or those without any.
     ///
     /// # Errors
-    /// T1615 for a name that no LoRA has.
+    /// T1616 for a name that no LoRA has.
     pub(crate) fn find(&self, name: Option<&str>) -> Result<WeightChange, Diagnostic> {
         let Some(name) = name else { return Ok(WeightChange::Loras(Vec::new())) };
         let found = self.choices.iter().find(|(known, _)| known == name).map(|(_, change)| change.clone());
         found.ok_or_else(|| {
             let known: Vec<&str> = self.choices.iter().map(|(name, _)| name.as_str()).collect();
-            Diagnostic::error(&T1615, format!("the server has no LoRA `{name}`")).with_hint(match known[..] {
+            Diagnostic::error(&T1616, format!("the server has no LoRA `{name}`")).with_hint(match known[..] {
                 [] => "start the server with --lora NAME=FILE".to_string(),
                 _ => format!("choose one of {}, or null for none", known.join(", ")),
             })

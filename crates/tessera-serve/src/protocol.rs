@@ -21,6 +21,8 @@ pub enum FrameFormat {
     Raw,
     /// JPEG.
     Jpeg,
+    /// A fragment of MP4 with the H.264 of a chunk.
+    Mp4,
     /// No frames: the client controls or observes only.
     None,
 }
@@ -32,6 +34,7 @@ impl FrameFormat {
         match self {
             FrameFormat::Raw => "raw",
             FrameFormat::Jpeg => "jpeg",
+            FrameFormat::Mp4 => "mp4",
             FrameFormat::None => "none",
         }
     }
@@ -225,6 +228,10 @@ pub struct StreamFacts {
     pub pace: Pace,
     /// Number of chunks that are requested ahead of the one that plays.
     pub lead: u32,
+    /// Formats that a client may name in its hello.
+    pub formats: Vec<&'static str>,
+    /// Media type of the format `mp4`, with its codec; `None` if the server has no such format.
+    pub mp4_type: Option<String>,
     /// Prompts that the model knows, as suggestions.
     pub examples: Vec<String>,
     /// Names of the lists of denoise steps that the plan admits, that of the model first.
@@ -409,6 +416,8 @@ pub struct FrameHeader {
     pub is_first: bool,
     /// Whether it is the last one.
     pub is_last: bool,
+    /// Whether the picture is the initialisation segment of a video instead.
+    pub is_initialisation: bool,
     /// Run of the stream.
     pub run: u32,
     /// Cache epoch of the chunk.
@@ -435,8 +444,10 @@ impl FrameHeader {
             FrameFormat::None => 0,
             FrameFormat::Raw => 1,
             FrameFormat::Jpeg => 2,
+            FrameFormat::Mp4 => 3,
         };
-        let flags = u8::from(self.is_first) | u8::from(self.is_last) << 1;
+        let flags =
+            u8::from(self.is_first) | u8::from(self.is_last) << 1 | u8::from(self.is_initialisation) << 2;
         let mut bytes = [0; FRAME_HEADER_BYTES];
         bytes[..4].copy_from_slice(&FRAME_MAGIC);
         bytes[4..8].copy_from_slice(&[format, flags, 0, 0]);
@@ -458,6 +469,7 @@ impl FrameHeader {
         let format = match head[4] {
             1 => FrameFormat::Raw,
             2 => FrameFormat::Jpeg,
+            3 => FrameFormat::Mp4,
             _ => return None,
         };
         let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
@@ -467,6 +479,7 @@ impl FrameHeader {
             format,
             is_first: head[5] & 1 != 0,
             is_last: head[5] & 2 != 0,
+            is_initialisation: head[5] & 4 != 0,
             run: u32_at(8),
             epoch: u32_at(12),
             request: u64_at(16),
@@ -548,6 +561,7 @@ mod tests {
             format: FrameFormat::Raw,
             is_first: true,
             is_last: false,
+            is_initialisation: false,
             run: 1,
             epoch: 2,
             request: 3,

@@ -20,6 +20,7 @@ use crate::control::ControlLease;
 use crate::frames::Frame;
 use crate::lora_table::LoraTable;
 use crate::metrics::Metrics;
+use crate::mp4::Mp4Encoder;
 use crate::options::{ExplainCode, ServeLimits, ServeOptions};
 use crate::otlp::ShowWarning;
 use crate::otlp::exporter::SpanExporter;
@@ -49,6 +50,8 @@ pub(crate) struct ServerState {
     pub(crate) limits: ServeLimits,
     /// Traces for a collector, if there is one.
     pub(crate) traces: Option<StreamTraces>,
+    /// Encodes chunks for clients that take MP4, if the program can.
+    mp4: Option<Mp4Encoder>,
     recorder: Mutex<Recorder>,
     /// Whether a recording is open. The state is never locked together with the recorder, which waits for a disk.
     is_recording: AtomicBool,
@@ -127,6 +130,7 @@ impl ServerState {
     pub(crate) fn new(
         facts: StreamFacts,
         loras: LoraTable,
+        mp4: Option<Mp4Encoder>,
         options: &ServeOptions,
         recorder: Recorder,
         settings: Settings,
@@ -185,6 +189,7 @@ impl ServerState {
         ServerState {
             metrics,
             traces,
+            mp4,
             facts,
             loras,
             limits: options.limits,

@@ -87,6 +87,7 @@ async fn receive_hello(server: &ServerState, receiver: &mut Receiver) -> Result<
 async fn write_outgoing(server: &ServerState, joined: &Joined, format: FrameFormat, sender: &mut Sender) {
     let mut pings = interval(server.limits.ping);
     pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut is_initialised = false;
     loop {
         let outgoing = tokio::select! {
             outgoing = joined.queue.next() => outgoing,
@@ -101,6 +102,12 @@ async fn write_outgoing(server: &ServerState, joined: &Joined, format: FrameForm
             Outgoing::Message(text) => send(server, sender, Message::Text(text.into())).await,
             Outgoing::Frame(frame) => {
                 let Some(message) = frame.message(format) else { continue };
+                if !is_initialised && let Some(first) = frame.initialisation(format) {
+                    if !send(server, sender, Message::Binary(first)).await {
+                        return;
+                    }
+                    is_initialised = true;
+                }
                 let is_sent = send(server, sender, Message::Binary(message)).await;
                 if is_sent {
                     server.metrics.frames_sent.get_or_create(&FormatLabels { format: format.name() }).inc();

@@ -1,4 +1,4 @@
-//! The project's automation: `cargo xtask tidy`, `bless`, `library`, `kernels`, `page`, `python` and `ci`.
+//! The project's automation: `cargo xtask tidy`, `bless`, `library`, `kernels`, `page`, `mp4`, `python` and `ci`.
 
 #![forbid(unsafe_code)]
 
@@ -18,6 +18,7 @@ const USAGE: &str = "usage: cargo xtask <task>
   library  write the generated pages of the library, the data of `tessera explain`, and the list of embedded pages
   kernels  compile every CUDA kernel with the compiler of a Python wheel; needs no GPU
   page     test the page of `tessera serve` in a browser; needs Node.js
+  mp4      test the format mp4 of `tessera serve`, and the page with it; needs a C++ compiler
   python   build the wheel, and test it in a fresh virtual environment
   ci       run everything that must pass: fmt, tidy, clippy, kernels, all tests";
 
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         ["library"] => ci::write_library,
         ["kernels"] => ci::compile_kernels,
         ["page"] => page::check_page,
+        ["mp4"] => page::check_mp4,
         ["python"] => python::check_package,
         ["ci"] => ci::run_all,
         ["help" | "--help" | "-h"] => {

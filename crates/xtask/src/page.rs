@@ -29,6 +29,17 @@ const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 ///
 /// What needs Node.js or the registry is skipped with a line that says so, unless TESSERA_REQUIRE_PAGE is 1.
 pub(crate) fn check_page(root: &Path) -> Result<()> {
+    check_page_with(root, &[])
+}
+
+/// Tests the format `mp4` of `tessera serve`, whose encoder needs a C++ compiler, in Rust and in a browser.
+pub(crate) fn check_mp4(root: &Path) -> Result<()> {
+    const FEATURE: [&str; 2] = ["--features", "h264"];
+    run(Command::new("cargo").args(["test", "--package", "tessera-serve"]).args(FEATURE).current_dir(root))?;
+    check_page_with(root, &FEATURE)
+}
+
+fn check_page_with(root: &Path, features: &[&str]) -> Result<()> {
     let folder = copy_tests(root)?;
     if let Err(why) = run(Command::new("node").arg("--version")) {
         return skip("the page is not tested", &why);
@@ -37,7 +48,7 @@ pub(crate) fn check_page(root: &Path) -> Result<()> {
         .args(["--test", "--test-reporter=spec", "play_out.test.mjs"])
         .current_dir(&folder))?;
     match install_tools(&folder) {
-        Ok(()) => run_tests(root, &folder),
+        Ok(()) => run_tests(root, &folder, features),
         Err(why) => skip("the page is not tested in a browser", &why),
     }
 }
@@ -72,13 +83,14 @@ fn skip(what: &str, why: &anyhow::Error) -> Result<()> {
     Ok(())
 }
 
-fn run_tests(root: &Path, folder: &Path) -> Result<()> {
-    run(Command::new("cargo").args(["build", "--package", "tessera-cli"]).current_dir(root))?;
+fn run_tests(root: &Path, folder: &Path, features: &[&str]) -> Result<()> {
+    run(Command::new("cargo").args(["build", "--package", "tessera-cli"]).args(features).current_dir(root))?;
     let mut node = Command::new("node");
     node.args(["--test", "--test-reporter=spec", "page.test.mjs"])
         .current_dir(folder)
         .env("TESSERA", root.join("target/debug/tessera"))
         .env("MODEL", root.join("models/demo"))
+        .env("MP4", if features.is_empty() { "0" } else { "1" })
         .env("SCREENSHOTS", folder.join("screenshots"));
     if let Some(browser) = find_browser() {
         node.env("CHROMIUM", browser);

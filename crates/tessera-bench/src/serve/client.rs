@@ -368,6 +368,7 @@ mod tests {
         let frame = |request| FrameHeader {
             format: tessera_serve::protocol::FrameFormat::Raw,
             is_first: true,
+            is_initialisation: false,
             is_last: false,
             run: 1,
             epoch: 0,

@@ -110,8 +110,8 @@ impl CollectorEndpoint {
             Ok(request) => request,
             Err(e) => return Answer::Refused(e.to_string()),
         };
-        // The connection makes progress only while it is polled, and ends with the answer.
-        let answered = async {
+        // The connection makes progress only while it is polled, and ends when the sender is dropped.
+        let answered = async move {
             let response = sender.send_request(request).await.map_err(|e| busy(&e))?;
             let status = response.status();
             let body = to_bytes(Body::new(response.into_body()), MAX_ANSWER_BYTES).await;

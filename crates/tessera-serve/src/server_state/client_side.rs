@@ -7,11 +7,11 @@ use tessera_base::Diagnostic;
 
 use super::{ChangeOutcome, Client, GuardedState, NewSetting, PendingChange, ServerState};
 use crate::client_queue::ClientQueue;
-use crate::codes::{T1604, T1605, T1610};
+use crate::codes::{T1604, T1605, T1610, T1615};
 use crate::metrics::{ChangeLabels, CodeLabels};
 use crate::protocol::{
-    Change, ClientHello, ControlAction, MAX_CLIENT_MESSAGE_BYTES, PROTOCOL_VERSION, Pace, Refusal,
-    ServerHello, ServerMessage, StreamState,
+    Change, ClientHello, ControlAction, FrameFormat, MAX_CLIENT_MESSAGE_BYTES, PROTOCOL_VERSION, Pace,
+    Refusal, ServerHello, ServerMessage, StreamState,
 };
 use crate::secret::new_secret;
 
@@ -37,11 +37,17 @@ impl ServerState {
             let full = Diagnostic::error(&T1605, message).with_hint("close one, or raise --max-clients");
             return Err(self.count_refusal(Refusal::from_diagnostic(&full)));
         }
+        if hello.format == FrameFormat::Mp4 && self.mp4.is_none() {
+            let formats = self.facts.formats.join(", ");
+            let absent = Diagnostic::error(&T1615, "this server has no format mp4")
+                .with_hint(format!("name one of {formats}"));
+            return Err(self.count_refusal(Refusal::from_diagnostic(&absent)));
+        }
         let connection = state.next_connection;
         state.next_connection += 1;
         let client = known.unwrap_or(state.next_client);
         state.next_client = state.next_client.max(client + 1);
-        let queue = Arc::new(ClientQueue::new(self.max_waiting_frames(), hello.credits));
+        let queue = Arc::new(ClientQueue::new(self.max_waiting_frames(hello.format), hello.credits));
         let old = state.clients.remove(&client);
         if let Some(old) = &old {
             let replaced = Diagnostic::error(&T1605, "the client continues on another connection");
@@ -162,9 +168,12 @@ impl ServerState {
         refusal
     }
 
-    /// Most frames that wait for a client: those of two chunks.
-    fn max_waiting_frames(&self) -> usize {
-        2 * self.facts.chunk_frames as usize
+    /// Most frames that wait for a client: those of two chunks. A fragment counts as one.
+    fn max_waiting_frames(&self, format: FrameFormat) -> usize {
+        match format {
+            FrameFormat::Mp4 => 2,
+            FrameFormat::Raw | FrameFormat::Jpeg | FrameFormat::None => 2 * self.facts.chunk_frames as usize,
+        }
     }
 
     /// Sends a client its first messages.
@@ -175,7 +184,7 @@ impl ServerState {
             client: id,
             resume: client.secret.clone(),
             max_message_bytes: MAX_CLIENT_MESSAGE_BYTES,
-            max_waiting_frames: self.max_waiting_frames(),
+            max_waiting_frames: self.max_waiting_frames(client.format),
             stream: self.facts.clone(),
             control: state.control_of(now, id),
         })));

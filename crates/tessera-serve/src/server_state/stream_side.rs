@@ -107,8 +107,14 @@ impl ServerState {
             state.pacer.mark_taken(chunk.progress.request);
         }
         state.latest = frames.last().cloned().or(state.latest.take());
-        for (_, client) in state.connected().filter(|(_, c)| c.format != FrameFormat::None) {
-            let dropped = frames.iter().map(|frame| client.queue.push_frame(Arc::clone(frame))).sum();
+        for (_, client) in state.connected() {
+            // A fragment goes with the last frame of its chunk.
+            let taken = match client.format {
+                FrameFormat::None => &[],
+                FrameFormat::Raw | FrameFormat::Jpeg => &frames[..],
+                FrameFormat::Mp4 => &frames[frames.len().saturating_sub(1)..],
+            };
+            let dropped = taken.iter().map(|frame| client.queue.push_frame(Arc::clone(frame))).sum();
             self.metrics.frames_dropped.inc_by(dropped);
         }
         self.send_status(&state);
@@ -210,16 +216,17 @@ impl ServerState {
     }
 
     fn make_frames(&self, chunk: &LiveChunk, now: Instant) -> Vec<Arc<Frame>> {
-        let (run, first_number, is_jpeg_taken) = {
+        let (run, first_number, is_jpeg_taken, is_mp4_taken) = {
             let state = self.lock();
-            let is_jpeg_taken = state.connected().any(|(_, client)| client.format == FrameFormat::Jpeg);
-            (state.run, state.status.frames, is_jpeg_taken)
+            let is_taken = |format| state.connected().any(|(_, client)| client.format == format);
+            (state.run, state.status.frames, is_taken(FrameFormat::Jpeg), is_taken(FrameFormat::Mp4))
         };
         let [count, height, width] = chunk.shape;
         let header = FrameHeader {
             format: FrameFormat::Raw,
             is_first: false,
             is_last: false,
+            is_initialisation: false,
             run,
             epoch: chunk.progress.epoch,
             request: chunk.progress.request,
@@ -229,18 +236,23 @@ impl ServerState {
             height: height as u16,
             picture_bytes: 0,
         };
-        let pictures = chunk.rgb.chunks_exact((height * width * 3).max(1)).enumerate();
+        let pictures = || chunk.rgb.chunks_exact((height * width * 3).max(1));
+        let mp4 = self.mp4.as_ref().filter(|_| is_mp4_taken);
+        let fragment = mp4.and_then(|mp4| Some((mp4, mp4.encode_chunk(first_number, pictures())?)));
         let make = |(i, rgb): (usize, &[u8])| {
             let frame = first_number + i as u64;
             let header = FrameHeader { is_first: i == 0, is_last: i + 1 == count, frame, ..header };
-            let frame = Frame::new(header, rgb);
+            let mut frame = Frame::new(header, rgb);
+            if let Some((mp4, fragment)) = fragment.as_ref().filter(|_| header.is_last) {
+                frame = frame.with_fragment(first_number, mp4.initialisation(), fragment);
+            }
             if is_jpeg_taken {
                 // Here, so that no client's connection spends the time.
                 frame.message(FrameFormat::Jpeg);
             }
             Arc::new(frame)
         };
-        pictures.map(make).collect()
+        pictures().enumerate().map(make).collect()
     }
 
     fn update_status(

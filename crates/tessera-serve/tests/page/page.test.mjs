@@ -204,6 +204,53 @@ test("recordings and snapshots can be downloaded", async () => {
   assert.deepEqual(page.problems, []);
 });
 
+test("a browser plays chunks as MP4", async (t) => {
+  const { stream } = await (await fetch(`${address}api/v1/status`)).json();
+  if (!stream.mp4_type) {
+    // `cargo xtask mp4` builds the encoder.
+    assert.notEqual(process.env.MP4, "1");
+    return t.skip("the program was built without the feature h264");
+  }
+  const page = await openPage();
+  const played = await page.evaluate(async (type) => {
+    if (!MediaSource.isTypeSupported(type)) return null;
+    const { TesseraStream } = await import("/stream.js");
+    const wait = async (holds) => {
+      while (!holds()) await new Promise((resolve) => setTimeout(resolve, 20));
+    };
+    const [video, source, parts] = [document.createElement("video"), new MediaSource(), []];
+    video.muted = true;
+    video.src = URL.createObjectURL(source);
+    await wait(() => source.readyState === "open");
+    const buffer = source.addSourceBuffer(type);
+    const append = () => buffer.updating || parts.length === 0 || buffer.appendBuffer(parts.shift());
+    buffer.onupdateend = append;
+    const stream = new TesseraStream(new URL("/socket", location.href.replace(/^http/, "ws")).href, { format: "mp4", credits: 4 });
+    stream.addEventListener("frame", ({ detail }) => {
+      parts.push(detail.picture);
+      append();
+      if (!detail.isInitialisation) stream.grant(1);
+    });
+    await wait(() => buffer.buffered.length > 0);
+    const first = buffer.buffered.start(0);
+    video.currentTime = first;
+    await video.play();
+    await wait(() => video.error || video.currentTime > first + 1);
+    stream.close();
+    const { width, height } = document.getElementById("video");
+    const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+    copy.drawImage(video, 0, 0);
+    const { data } = copy.getImageData(0, 0, width, height);
+    const mean = [0, 1, 2].map((c) => data.filter((_, i) => i % 4 === c).reduce((sum, value) => sum + value, 0) / (width * height));
+    return { size: [video.videoWidth, video.videoHeight], error: video.error?.message ?? null, frames: buffer.buffered.length, mean };
+  }, stream.mp4_type);
+  if (!played) return t.skip("this browser plays no H.264");
+  assert.deepEqual([played.size, played.error, played.frames], [[128, 128], null, 1]);
+  const expected = await meanColor(page);
+  assert.ok(played.mean.every((value, c) => Math.abs(value - expected[c]) < 16), `${played.mean} ${expected}`);
+  assert.deepEqual(page.problems, []);
+});
+
 test("the client of the examples changes the prompt", async () => {
   const watch = join(import.meta.dirname, "watch.mjs");
   const output = execFileSync(process.execPath, [watch, address.replace("http", "ws") + "socket", "a green triangle moves up"], PATIENCE);

@@ -19,6 +19,9 @@ pub(crate) struct ReceivedFrame {
     pub(crate) epoch: u32,
     pub(crate) request: u64,
     pub(crate) number: u64,
+    pub(crate) is_first: bool,
+    pub(crate) is_last: bool,
+    pub(crate) is_initialisation: bool,
     pub(crate) size: (u16, u16),
     pub(crate) picture: Vec<u8>,
 }
@@ -133,6 +136,9 @@ fn read_frame(bytes: &[u8]) -> ReceivedFrame {
         epoch: header.epoch,
         request: header.request,
         number: header.frame,
+        is_first: header.is_first,
+        is_last: header.is_last,
+        is_initialisation: header.is_initialisation,
         size: (header.width, header.height),
         picture: picture.to_vec(),
     }

@@ -14,6 +14,7 @@ mod client;
 mod control;
 mod hostile;
 mod interface;
+mod mp4;
 mod otlp;
 mod play;
 mod restart;
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         interface::every_path_of_the_description_answers
         interface::metrics_are_those_of_the_reference_page_and_of_the_dashboard
         interface::a_recording_holds_every_frame
+        mp4::a_client_gets_whole_chunks_as_mp4_where_the_program_has_the_encoder
         otlp::a_collector_receives_the_spans_of_chunks_changes_and_runs
         otlp::a_collector_that_hangs_does_not_disturb_the_stream
     ];

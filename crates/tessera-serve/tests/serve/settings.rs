@@ -68,7 +68,7 @@ pub(crate) fn a_client_changes_what_the_plan_and_the_server_admit() {
     for (what, code) in [
         (json!({ "steps": "slow" }), "T0054"),
         (json!({ "bias": 2 }), "T0054"),
-        (json!({ "lora": "oil" }), "T1615"),
+        (json!({ "lora": "oil" }), "T1616"),
     ] {
         let id = client.change(what);
         let refused = client.wait_for("refused");
