@@ -21,12 +21,11 @@ mod timing_model;
 pub use cache_checks::CacheChecks;
 pub use call_data::{CallData, Scalar, check_input};
 pub use codes::{CODES, T0801, T0802, T0803, T0804, T0805, T0806};
-pub use communicator::{
-    CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, exchanged_shape, shard_ranges,
-};
+pub use communicator::{as_matrix, collective_signature, exchanged_shape, shard_ranges};
 pub use expert_transfers::{ExpertBank, ExpertReport, ExpertTransfer, LayerTransfers};
 pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice, first_nonfinite};
 pub use memory_use::MemoryUse;
+pub use tessera_ir::{CommRoute, Communicator, TransferPeer};
 pub use timing_model::TimingModel;
 
 use std::sync::Arc;

@@ -16,6 +16,7 @@ mod expert_map;
 mod expert_placement;
 mod expert_routing;
 pub mod layouts;
+mod host_statement;
 mod logical_model;
 mod lower;
 mod mapping;
@@ -36,6 +37,7 @@ pub mod video;
 pub use codes::CODES;
 pub use expert_map::ExpertMap;
 pub use expert_routing::EXPERT_STATISTICS;
+pub use host_statement::state_hosts;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
 pub use mapping::{

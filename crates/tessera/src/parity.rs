@@ -12,7 +12,7 @@ use tessera_runtime::{Digest, Parity, Tripwires};
 use tessera_verify::SealedPlan;
 
 use crate::codes::T0010;
-use crate::communicators::{communicator_specs, describe_communicator};
+use crate::communicators::communicator_specs;
 use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
 use crate::kernel_probe::shorten_digest;
 use crate::machine_shape::cpu_model;
@@ -218,7 +218,7 @@ fn describe_groups(plan: &SealedPlan, joined: Option<&(Rank, Vec<JoinedCommunica
             .collect();
         communicators.extend(own);
     }
-    let texts: Vec<String> = communicators.iter().map(describe_communicator).collect();
+    let texts: Vec<String> = communicators.iter().map(ToString::to_string).collect();
     let mesh_text = mesh.to_string();
     let parts = [mesh_text.as_str()].into_iter().chain(texts.iter().map(String::as_str)).collect();
     format!(
@@ -239,7 +239,7 @@ fn shared_ids<'a>(
 ) -> impl Iterator<Item = (String, String)> + 'a {
     joined.iter().filter_map(move |c| {
         let communicator = c.route.communicator_of(mesh, rank)?;
-        Some((format!("communicator: {}", describe_communicator(&communicator)), c.shared.clone()?))
+        Some((format!("communicator: {communicator}"), c.shared.clone()?))
     })
 }
 
