@@ -140,6 +140,34 @@ pub struct JoinedCommunicator {
     /// Name of the memory or connection that all members share and no other communicator has;
     /// `None` if the transport has no such name.
     pub shared: Option<String>,
+    /// How its members exchange data.
+    pub transport: UsedTransport,
+}
+
+/// How the members of a communicator exchange data, as the backend found or chose it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum UsedTransport {
+    /// Through host memory that the processes of one host share.
+    SharedMemory,
+    /// Through a TCP connection between every two members.
+    Tcp,
+    /// GPUs read and write one another's memory.
+    PeerMemory,
+    /// Through NCCL; the text says why the members do not use peer memory.
+    Nccl(String),
+}
+
+impl UsedTransport {
+    /// Returns the name that records show, such as `NCCL`.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            UsedTransport::SharedMemory => "shared memory",
+            UsedTransport::Tcp => "TCP",
+            UsedTransport::PeerMemory => "peer memory",
+            UsedTransport::Nccl(_) => "NCCL",
+        }
+    }
 }
 
 /// Reason why a program did not complete.

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use tessera_mesh::{Axis, Mesh, Rank, RankMap};
 
-use crate::{HostStatement, Program};
 use crate::rules::role_coordinate;
+use crate::{HostStatement, Program};
 
 /// The ranks of a role; they run the same program in each phase.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,6 +1,7 @@
 //! The hosts of a plan: which ranks each holds, and which hosts share a switch domain.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use crate::{Cluster, GroupPath, Mesh, Rank};
 
@@ -135,6 +136,15 @@ impl HostMap {
     }
 }
 
+impl fmt::Display for MisplacedRank {
+    /// Writes `rank 3 is on node02, but the plan states it on host 0 with rank 0, which is on node01`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let MisplacedRank { rank, stated_host, real_host, first: (first, first_host) } = self;
+        write!(f, "rank {rank} is on {real_host}, but the plan states it on host {stated_host} ")?;
+        write!(f, "with rank {first}, which is on {first_host}")
+    }
+}
+
 /// Describes ranks in ascending order by their runs, such as `0 to 3, 8`.
 fn describe_ranks(ranks: &[Rank]) -> String {
     let runs = ranks.chunk_by(|a, b| a.0.checked_add(1) == Some(b.0)).map(|run| match run {
@@ -190,6 +200,8 @@ mod tests {
             first: (Rank(0), "a".to_string()),
         };
         assert_eq!(found, [expected]);
+        let text = "rank 2 is on b, but the plan states it on host 0 with rank 0, which is on a";
+        assert_eq!(found[0].to_string(), text);
         let mut known = real("aabbb");
         known.remove(&2);
         assert!(map.find_misplaced(&known).is_empty());

@@ -470,6 +470,8 @@ mod tests {
         let pinned = Mapping { weights: Some("0a".repeat(32)), ..pieces };
         assert!(pinned.to_toml().ends_with("0a0a\"\n"), "{}", pinned.to_toml());
         assert_eq!(Mapping::parse("m", &pinned.to_toml()).unwrap(), pinned);
+        let placed = Mapping { hosts: vec![4, 2], host_domains: vec![3, 3], ..pinned };
+        assert_eq!(Mapping::parse("m", &placed.to_toml()).unwrap(), placed);
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
     }
@@ -499,6 +501,15 @@ mod tests {
                 "chunks = 2 without an all-reduce",
             ),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
+            ("[mesh]\ntp = 4\n[hosts]\nranks = [2, 1]\n", "T0605", "hold 3 ranks and the mapping has 4"),
+            ("[mesh]\ntp = 4\n[hosts]\nranks = [4, 0]\n", "T0605", "hosts.ranks"),
+            (
+                "[mesh]\ntp = 4\n[hosts]\nranks = [2, 2]\ndomains = [0]\n",
+                "T0605",
+                "1 switch domains for 2 hosts",
+            ),
+            ("[hosts]\ndomains = [0]\n", "T0605", "without hosts.ranks"),
+            ("topology = \"pp1\"\n[mesh]\ntp = 2\n[hosts]\nranks = [2]\n", "T0605", "the mapping has 3"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
             ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),
             ("[devices]\norder = ['a\\b']\n", "T0605", "a\\\\b"),

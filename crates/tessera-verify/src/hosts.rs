@@ -38,10 +38,7 @@ fn check_ranks(mesh: &Mesh, stated: &HostStatement) -> Diagnostics {
         };
         let d = Diagnostic::error(&T0346, message).with_label("mesh", mesh.to_string());
         Some(hosts.iter().fold(d, |d, number| {
-            d.with_label(
-                format!("host {number}"),
-                display::list_ranks(&stated.hosts.hosts[*number].ranks),
-            )
+            d.with_label(format!("host {number}"), display::list_ranks(&stated.hosts.hosts[*number].ranks))
         }))
     };
     hosts_of.iter().filter_map(of_rank).collect()
@@ -113,8 +110,7 @@ fn check_peer_memory(b: &Bundle, stated: &HostStatement) -> Diagnostics {
                     path.leaves_host().then_some(GroupStatement { communicator, path })
                 };
                 if let Some(group) = role.ranks.iter().find_map(spanning) {
-                    let message =
-                        format!("{} requests peer memory between hosts: {group}", op.opcode.name());
+                    let message = format!("{} requests peer memory between hosts: {group}", op.opcode.name());
                     out.push(display::error_at_op(&T0348, p, at, message));
                 }
             }

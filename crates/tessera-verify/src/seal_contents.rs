@@ -115,7 +115,12 @@ impl SealedPlan {
                 "hosts".to_string(),
                 format!("{}; switch domains {}", stated.hosts.describe(), domains.join(" ")),
             ));
-            parts.extend(stated.groups.iter().map(|g| (format!("path of {}", g.communicator), g.path.name().to_string())));
+            parts.extend(
+                stated
+                    .groups
+                    .iter()
+                    .map(|g| (format!("path of {}", g.communicator), g.path.name().to_string())),
+            );
         }
         for role in self.roles() {
             let ranks: Vec<String> = role.ranks.iter().map(ToString::to_string).collect();

@@ -201,11 +201,7 @@ pub(crate) fn check_join_order(
     let Some((at, (own, next))) = joined.zip(planned).enumerate().find(|(_, (own, next))| own != next) else {
         return Ok(());
     };
-    let what = format!(
-        "rank {rank} was about to join {} as number {at}, where the plan has {}",
-        own,
-        next
-    );
+    let what = format!("rank {rank} was about to join {} as number {at}, where the plan has {}", own, next);
     Err(Diagnostic::error(&T0757, what))
 }
 

@@ -5,7 +5,9 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_ir::{Bundle, Communicator, GroupStatement, HostStatement, Phase, Program, RoleRanks, Slots, parse, print};
+use tessera_ir::{
+    Bundle, Communicator, GroupStatement, HostStatement, Phase, Program, RoleRanks, Slots, parse, print,
+};
 use tessera_mesh::{Group, GroupPath, HostMap, PlanHost, Rank, RankMap};
 use tessera_plan::Mapping;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};

@@ -7,6 +7,7 @@ use tessera_ir::{Opcode, Program, ValueId, op_workload};
 use tessera_mesh::{Axis, Rank};
 use tessera_plan::{Mapping, Strategy};
 
+use crate::group_traffic::{GroupPathSummary, summarize_group_paths};
 use crate::leader_memory::LeaderMemory;
 use crate::plan::Plan;
 
@@ -52,6 +53,12 @@ pub struct PlanSummary {
     pub ranks: Vec<RankSummary>,
     /// Memory of the leader's own programs, in its process beside that of its rank.
     pub leader: LeaderMemory,
+    /// The ranks of each host, if the plan states hosts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hosts: Option<Vec<Vec<u32>>>,
+    /// The groups with the paths that the plan states, and the bytes of a call in the middle of a scene.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GroupPathSummary>,
     /// Phases, in the order of the plan.
     pub phases: Vec<PhaseSummary>,
     /// One entry per kind of call that the plan admits: its phases in order, and its collectives,
@@ -136,7 +143,12 @@ impl PlanSummary {
         let phases: Vec<PhaseSummary> =
             sealed.phase_names().iter().map(|name| summarize_phase(plan, name)).collect();
         let calls = sealed.calls().iter().map(|(name, list)| summarize_call(name, list, &phases)).collect();
-        PlanSummary {
+        let hosts = sealed
+            .hosts()
+            .map(|stated| stated.hosts.hosts.iter().map(|h| h.ranks.iter().map(|r| r.0).collect()).collect());
+        let mut summary = PlanSummary {
+            hosts,
+            groups: Vec::new(),
             model: plan.model.clone(),
             digest: sealed.digest_hex(),
             topology: plan.mapping.topology.name(),
@@ -157,7 +169,10 @@ impl PlanSummary {
             leader: LeaderMemory::from_plan(plan),
             phases,
             calls,
-        }
+        };
+        let steady = summary.steady_call().map_or(Vec::new(), |call| call.phases.clone());
+        summary.groups = summarize_group_paths(sealed, &steady);
+        summary
     }
 
     /// Returns the call of a chunk in the middle of a scene: full window, no new prompt.

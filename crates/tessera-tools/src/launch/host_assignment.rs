@@ -8,6 +8,9 @@ use tessera_base::Diagnostic;
 
 use crate::codes::{T0065, T0066};
 
+/// Most hosts that a number may state: more than a plan has ranks.
+const MAX_HOSTS: u32 = 65_536;
+
 /// A host, and how many ranks it takes if that was stated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostSlots {
@@ -38,6 +41,20 @@ pub fn parse_host_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
         hosts.extend(parse_item(item).map_err(|why| unreadable("--hosts", item, &why))?);
     }
     check_names(hosts)
+}
+
+/// Parses a number of hosts such as `2`, or a list of hosts.
+///
+/// # Errors
+/// T0065.
+pub fn parse_host_count_or_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
+    match text.trim().parse::<u32>() {
+        Ok(count) if (1..=MAX_HOSTS).contains(&count) => {
+            Ok((0..count).map(|number| HostSlots { name: format!("host {number}"), slots: None }).collect())
+        }
+        Ok(_) => Err(unreadable("--hosts", text, &format!("there may be 1 to {MAX_HOSTS} hosts"))),
+        Err(_) => parse_host_list(text),
+    }
 }
 
 /// Parses a file with one host per line, as Open MPI (`node01 slots=4`) and MPICH (`node01:4`) read
@@ -164,6 +181,11 @@ mod tests {
             "# rack 3\nn1 slots=4 max_slots=4\nn2:4  # as MPICH writes it\n\nn4 slots=4\nspare slots=1\n";
         assert_eq!(parse_host_file("hosts", file).unwrap(), list);
         assert_eq!(slots(&parse_host_list("a,b").unwrap()), [("a", None), ("b", None)]);
+        assert_eq!(parse_host_count_or_list("a:2,b:1").unwrap(), parse_host_list("a:2,b:1").unwrap());
+        assert_eq!(parse_host_count_or_list(" 3").unwrap().len(), 3);
+        for wrong in ["0", "65537", "-1:x"] {
+            assert_eq!(parse_host_count_or_list(wrong).unwrap_err().code, &T0065, "{wrong}");
+        }
     }
 
     #[test]

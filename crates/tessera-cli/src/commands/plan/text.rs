@@ -43,6 +43,7 @@ pub fn run(args: &Args, folder: &Path) -> CliResult {
         mapping.mesh = parse_mesh(mesh).map_err(CliError::usage)?;
     }
     args.mapping_args.apply_options(&mut mapping, &[MappingUse::Fixed]);
+    args.mapping_args.apply_hosts(&mut mapping)?;
     let positions = args.positions.unwrap_or(DEFAULT_POSITIONS.min(model.decoder.max_positions));
     let settings = LanguageSettings {
         sequences: args.sequences.unwrap_or(1),
