@@ -158,6 +158,15 @@ fn a_summary_shows_the_path_of_each_kind_of_group() {
 }
 
 #[test]
+fn commands_set_the_variables_that_the_user_keeps_because_other_hosts_do_not_have_them() {
+    let plan = PlanFolder::new(&[]);
+    let text = plan.launch(&["--hosts", "a,b", "--device", "cuda"], &[("NCCL_SOCKET_IFNAME", "ib7")]);
+    let commands: Vec<&str> = text.lines().filter(|l| l.starts_with("env ")).collect();
+    assert_eq!(commands.len(), 4, "{text}");
+    assert!(commands.iter().all(|c| c.contains(" NCCL_SOCKET_IFNAME=ib7 ")), "{text}");
+}
+
+#[test]
 fn hosts_that_do_not_fit_are_refused() {
     let plan = PlanFolder::new(&[]);
     let path = plan.path();
