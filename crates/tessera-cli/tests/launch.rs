@@ -115,7 +115,7 @@ fn a_plan_with_hosts_states_paths_and_refuses_hosts_that_split_one() {
         "json",
     ]);
     let v: Value = serde_json::from_str(&to_text(&read.stdout)).unwrap();
-    assert_eq!(v["hosts"], serde_json::json!([[0, 1], [2, 3]]));
+    assert_eq!(v["hosts"]["ranks"], serde_json::json!([[0, 1], [2, 3]]));
     let seal: Value =
         serde_json::from_str(&std::fs::read_to_string(format!("{path}/seal.json")).unwrap()).unwrap();
     assert_eq!(v["digest"], seal["digest"], "the mapping keeps the hosts");
@@ -141,7 +141,7 @@ fn a_plan_with_hosts_states_paths_and_refuses_hosts_that_split_one() {
 fn a_summary_shows_the_path_of_each_kind_of_group() {
     let plan = |more: &[&'static str]| [&["plan", "models/demo", "--mesh", "tp=2,pp=2"][..], more].concat();
     let text = to_text(&run_tessera(&plan(&["--hosts", "a:3,b:1"])).stdout);
-    assert!(text.contains("2: ranks 0 to 2; 3"), "{text}");
+    assert!(text.contains("2 hosts: ranks 0 to 2; 3"), "{text}");
     assert!(text.contains("1 group of tp  peer memory") && text.contains("1 group of tp  network"), "{text}");
     let text = to_text(&run_tessera(&["plan", "models/demo", "--mesh", "tp=4", "--hosts", "a:3,b:1"]).stdout);
     assert!(text.contains("hierarchical  NCCL for the whole group"), "{text}");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use tessera_ir::{Opcode, Program, ValueId, op_workload};
-use tessera_mesh::{Axis, Rank};
+use tessera_mesh::{Axis, HostMap, Rank};
 use tessera_plan::{Mapping, Strategy};
 
 use crate::group_traffic::{GroupPathSummary, summarize_group_paths};
@@ -53,9 +53,9 @@ pub struct PlanSummary {
     pub ranks: Vec<RankSummary>,
     /// Memory of the leader's own programs, in its process beside that of its rank.
     pub leader: LeaderMemory,
-    /// The ranks of each host, if the plan states hosts.
+    /// The hosts, if the plan states them.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub hosts: Option<Vec<Vec<u32>>>,
+    pub hosts: Option<HostsSummary>,
     /// The groups with the paths that the plan states, and the bytes of a call in the middle of a scene.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<GroupPathSummary>,
@@ -64,6 +64,27 @@ pub struct PlanSummary {
     /// One entry per kind of call that the plan admits: its phases in order, and its collectives,
     /// bytes and FLOPs, summed over these phases.
     pub calls: Vec<CallSummary>,
+}
+
+/// The hosts that a plan states.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct HostsSummary {
+    /// The ranks of each host, such as `2 hosts: ranks 0 to 3; 4 to 7`.
+    pub text: String,
+    /// The ranks of each host.
+    pub ranks: Vec<Vec<u32>>,
+    /// The switch domain of each host.
+    pub domains: Vec<u32>,
+}
+
+impl HostsSummary {
+    fn new(map: &HostMap) -> HostsSummary {
+        HostsSummary {
+            text: map.describe(),
+            ranks: map.hosts.iter().map(|h| h.ranks.iter().map(|r| r.0).collect()).collect(),
+            domains: map.hosts.iter().map(|h| h.domain).collect(),
+        }
+    }
 }
 
 /// Position, role, device and planned memory of one rank.
@@ -143,11 +164,8 @@ impl PlanSummary {
         let phases: Vec<PhaseSummary> =
             sealed.phase_names().iter().map(|name| summarize_phase(plan, name)).collect();
         let calls = sealed.calls().iter().map(|(name, list)| summarize_call(name, list, &phases)).collect();
-        let hosts = sealed
-            .hosts()
-            .map(|stated| stated.hosts.hosts.iter().map(|h| h.ranks.iter().map(|r| r.0).collect()).collect());
         let mut summary = PlanSummary {
-            hosts,
+            hosts: sealed.hosts().map(|stated| HostsSummary::new(&stated.hosts)),
             groups: Vec::new(),
             model: plan.model.clone(),
             digest: sealed.digest_hex(),

@@ -227,7 +227,7 @@ fn render_summary(s: &PlanSummary, pixels: Option<String>, folder: Option<String
         ));
     }
     facts.extend(pixels.map(|text| ("pixels", text)));
-    facts.extend(s.hosts.as_ref().map(|hosts| ("hosts", describe_hosts(hosts))));
+    facts.extend(s.hosts.clone().map(|h| ("hosts", h.text)));
     facts.push(("digest", s.digest.clone()));
     facts.extend(s.weights.clone().map(|digest| ("weights", format!("{digest} alone"))));
     if let Some(folder) = folder {
@@ -303,16 +303,6 @@ fn ranks_table(ranks: &[RankSummary]) -> String {
         out += &format!("  and {} more (--format json lists all)\n", ranks.len() - MAX_RANKS_SHOWN);
     }
     out
-}
-
-/// Describes the ranks of hosts, such as `2: ranks 0 to 3; 4 to 7`.
-pub(crate) fn describe_hosts(hosts: &[Vec<u32>]) -> String {
-    let run = |ranks: &Vec<u32>| match ranks[..] {
-        [first, .., last] => format!("{first} to {last}"),
-        [one] => one.to_string(),
-        [] => "none".to_string(),
-    };
-    format!("{}: ranks {}", hosts.len(), hosts.iter().map(run).collect::<Vec<_>>().join("; "))
 }
 
 /// Returns the table of the paths of groups, one row for the groups of one kind and path; empty for a

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use tessera::Mesh;
-use tessera::launchers::{expand_hosts, share_of_host};
+use tessera::launchers::{expand_hosts, share_of_host, split_outside_brackets};
 use tessera_base::Diagnostic;
 
 use crate::codes::{T0065, T0066};
@@ -37,7 +37,8 @@ pub struct HostRanks {
 /// T0065.
 pub fn parse_host_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
     let mut hosts = Vec::new();
-    for item in split_items(text) {
+    for item in split_outside_brackets(text).map_err(|why| unreadable("--hosts", text, &why))? {
+        let item = item.trim();
         hosts.extend(parse_item(item).map_err(|why| unreadable("--hosts", item, &why))?);
     }
     check_names(hosts)
@@ -125,17 +126,6 @@ pub fn assign_ranks(hosts: &[HostSlots], mesh: &Mesh) -> Result<Vec<HostRanks>, 
             ranks
         })
         .collect())
-}
-
-/// Splits at the commas outside of brackets.
-fn split_items(text: &str) -> Vec<&str> {
-    let mut is_inside = false;
-    text.split(|c: char| {
-        is_inside = (is_inside || c == '[') && c != ']';
-        c == ',' && !is_inside
-    })
-    .map(str::trim)
-    .collect()
 }
 
 fn parse_item(item: &str) -> Result<Vec<HostSlots>, String> {
