@@ -435,6 +435,69 @@ impl Drop for NetnsLink {
     }
 }
 
+/// Returns the values of the keys of this prefix that a rank reported at its start.
+fn startup_values(record: &str, rank: u32, prefix: &str) -> Vec<String> {
+    let lines = record.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+    let startups = lines.filter(|l| l["startup"]["rank"] == rank);
+    let keys = startups.flat_map(|l| l["startup"]["keys"].as_array().cloned().unwrap_or_default());
+    let named = keys.filter(|k| k[0].as_str().unwrap().starts_with(prefix));
+    named.map(|k| k[1].as_str().unwrap().to_string()).collect()
+}
+
+#[test]
+fn the_record_states_the_transport_of_each_group_beside_the_planned_path() {
+    let spawned = tempfile::tempdir().unwrap();
+    stream_spawned(spawned.path(), &["--mesh", "tp=2", "--chunks", "1", "--hosts", "2"]);
+    let world = DistributedRun::new(2);
+    let more = ["--mesh", "tp=2", "--chunks", "1", "--hosts", "1"];
+    for o in wait_for_all((0..2).map(|rank| world.start_rank(rank, &more)).collect()) {
+        assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
+    }
+    let read = |dir: &Path, file: &str| fs::read_to_string(dir.join(file)).unwrap();
+    let (spawned, joined) = (spawned.path().join("spawned"), world.out_dir());
+    for rank in 0..2 {
+        let values = |dir: &Path| {
+            startup_values(&read(dir, "record.jsonl"), rank, "transport: group over tp of ranks 0, 1")
+        };
+        assert_eq!(values(&spawned), ["shared memory, stated network"]);
+        assert_eq!(values(&joined), ["TCP, stated peer memory"]);
+    }
+    // Both stated hosts are this one, which is noted and ends nothing.
+    assert!(
+        read(&spawned, "record.jsonl")
+            .contains("the plan states 2 hosts: ranks 0; 1, and hosts 0 and 1 are both")
+    );
+    assert!(!read(&joined, "record.jsonl").contains("the plan states"));
+    assert!(
+        read(&joined, "report.html")
+            .contains("<td class=\"l\">TCP</td><td class=\"l\">stated peer memory</td>")
+    );
+    assert!(
+        read(&joined, "flight/rank-0.jsonl").contains("group over tp of ranks 0, 1: TCP, stated peer memory")
+    );
+}
+
+/// Gives rank 1 another host name. Run it where processes may create namespaces: `cargo test -p tessera-cli
+/// --test join -- --ignored host_that_the_plan`.
+#[test]
+#[ignore = "needs namespaces of users and host names"]
+fn a_rank_on_another_host_than_the_plan_states_ends_the_run_before_the_first_call() {
+    let elsewhere = ["unshare", "-Ur", "--uts", "sh", "-c", "hostname elsewhere && exec \"$0\" \"$@\""];
+    for (hosts, status) in [("1", Some(13)), ("2", Some(0))] {
+        let world = DistributedRun::new(2);
+        let secret = world.dir.path().join("secret");
+        let more = ["--mesh", "tp=2", "--chunks", "1", "--hosts", hosts];
+        let other = world.start_rank_with_prefix(&elsewhere, 1, secret.to_str().unwrap(), &more);
+        let ended = wait_for_all(vec![world.start_rank(0, &more), other]);
+        for o in &ended {
+            let said = to_text(&o.stdout) + &to_text(&o.stderr);
+            assert_eq!(o.status.code(), status, "{said}");
+            let text = "rank 1 is on elsewhere, boot";
+            assert_eq!(said.contains("T0777") && said.contains(text), status != Some(0), "{said}");
+        }
+    }
+}
+
 /// Prints how long each side takes to end. Run it as root: `cargo test -p tessera-cli --test join
 /// -- --ignored --nocapture`.
 #[test]

@@ -103,6 +103,70 @@ fn commands_are_printed_and_nothing_is_started() {
 }
 
 #[test]
+fn a_plan_with_hosts_states_paths_and_refuses_hosts_that_split_one() {
+    let plan = PlanFolder::new(&["--hosts", "2", "--format", "json"]);
+    let path = plan.path();
+    let read = run_tessera(&[
+        "plan",
+        "models/demo",
+        "--mapping",
+        &format!("{path}/mapping.toml"),
+        "--format",
+        "json",
+    ]);
+    let v: Value = serde_json::from_str(&to_text(&read.stdout)).unwrap();
+    assert_eq!(v["hosts"]["ranks"], serde_json::json!([[0, 1], [2, 3]]));
+    let seal: Value =
+        serde_json::from_str(&std::fs::read_to_string(format!("{path}/seal.json")).unwrap()).unwrap();
+    assert_eq!(v["digest"], seal["digest"], "the mapping keeps the hosts");
+    let groups = v["groups"].as_array().unwrap();
+    let of = |group: &str| groups.iter().filter(|g| g["group"] == group).collect::<Vec<_>>();
+    assert!(of("tp").iter().all(|g| g["path"] == "peer memory" && g["bytes_between_hosts"] == 0));
+    let (between, launched) = (of("pp"), plan.launch_json(&["--hosts", "a,b"], &[]));
+    assert!(
+        !between.is_empty() && between.iter().all(|g| g["path"] == "network" && g["is_transfer"] == true)
+    );
+    assert!(between.iter().any(|g| g["bytes_between_hosts"].as_u64().unwrap() > 0), "{v}");
+    assert_eq!(launched["ranks"][3]["host"], "b");
+    let launch = |hosts: &'static str| ["launch", "--dry-run", &path, "--hosts", hosts].map(String::from);
+    // One host is never slower than two.
+    let one = launch("a");
+    assert_ends_with(&one.each_ref().map(String::as_str), 0, &["peer memory"]);
+    let split = launch("a:1,b:3");
+    let text = "rank 1 is on b, but the plan states it on host 0 with rank 0, which is on a";
+    assert_ends_with(&split.each_ref().map(String::as_str), 1, &["T0777", text]);
+}
+
+#[test]
+fn a_summary_shows_the_path_of_each_kind_of_group() {
+    let plan = |more: &[&'static str]| [&["plan", "models/demo", "--mesh", "tp=2,pp=2"][..], more].concat();
+    let text = to_text(&run_tessera(&plan(&["--hosts", "a:3,b:1"])).stdout);
+    assert!(text.contains("2 hosts: ranks 0 to 2; 3"), "{text}");
+    assert!(text.contains("1 group of tp  peer memory") && text.contains("1 group of tp  network"), "{text}");
+    let text = to_text(&run_tessera(&["plan", "models/demo", "--mesh", "tp=4", "--hosts", "a:3,b:1"]).stdout);
+    assert!(text.contains("hierarchical  NCCL for the whole group"), "{text}");
+    assert!(!to_text(&run_tessera(&plan(&[])).stdout).contains("path of their data"));
+    assert_ends_with(&plan(&["--hosts", "3"]), 2, &["T0066", "cannot be divided among 3 hosts"]);
+    assert_ends_with(&plan(&["--hosts", "0"]), 2, &["T0065"]);
+    assert_ends_with(
+        &plan(&["--hosts", "2", "--cluster", "laptop"]),
+        2,
+        &["T0030", "--hosts does not apply"],
+    );
+    let spanning = ["plan", "models/demo", "--mesh", "tp=4", "--hosts", "2", "--transport", "p2p"];
+    assert_ends_with(&spanning, 1, &["T0348", "group over tp of ranks 0, 1, 2, 3: hierarchical"]);
+}
+
+#[test]
+fn commands_set_the_variables_that_the_user_keeps_because_other_hosts_do_not_have_them() {
+    let plan = PlanFolder::new(&[]);
+    let text = plan.launch(&["--hosts", "a,b", "--device", "cuda"], &[("NCCL_SOCKET_IFNAME", "ib7")]);
+    let commands: Vec<&str> = text.lines().filter(|l| l.starts_with("env ")).collect();
+    assert_eq!(commands.len(), 4, "{text}");
+    assert!(commands.iter().all(|c| c.contains(" NCCL_SOCKET_IFNAME=ib7 ")), "{text}");
+}
+
+#[test]
 fn hosts_that_do_not_fit_are_refused() {
     let plan = PlanFolder::new(&[]);
     let path = plan.path();

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tessera_device::AbortFn;
+use tessera_device::{AbortFn, UsedTransport};
 
 use crate::system::{create_sealed_memory, is_sealed, sleep_while_equal, wake_sleepers};
 use crate::transport::{
@@ -104,6 +104,10 @@ impl Transport for Arena {
 
     fn shared_id(&self) -> Option<u64> {
         Some(self.inode)
+    }
+
+    fn used_transport(&self) -> UsedTransport {
+        UsedTransport::SharedMemory
     }
 
     fn abort_fn(&self) -> AbortFn {

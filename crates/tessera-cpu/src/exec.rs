@@ -226,6 +226,7 @@ impl Backend for CpuBackend {
         let describe = |e: &CommEndpoint| JoinedCommunicator {
             route: e.route,
             shared: e.transport.shared_id().map(|id| format!("shared memory {id}")),
+            transport: e.transport.used_transport(),
         };
         self.endpoints.iter().map(describe).collect()
     }

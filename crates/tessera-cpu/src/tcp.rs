@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::fd::OwnedFd;
-use tessera_device::AbortFn;
+use tessera_device::{AbortFn, UsedTransport};
 
 use crate::system::create_event;
 use crate::transport::{CommFault, CommLayout, MAX_MEMBERS, PeerAction, Ticket, Transport, TransportError};
@@ -155,6 +155,10 @@ impl Transport for TcpTransport {
     fn shared_id(&self) -> Option<u64> {
         // Each pair of members has its own stream.
         None
+    }
+
+    fn used_transport(&self) -> UsedTransport {
+        UsedTransport::Tcp
     }
 
     fn abort_fn(&self) -> AbortFn {

@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use tessera_device::AbortFn;
+use tessera_device::{AbortFn, UsedTransport};
 
 /// The maximum number of members of a communicator. It exceeds 72, the largest NVLink domain of
 /// today, so that one host can stand in for such a domain.
@@ -22,6 +22,9 @@ pub trait Transport: std::fmt::Debug + Send {
     /// Returns a number that all members of the communicator share and no other communicator of this
     /// host has; `None` if the transport has none.
     fn shared_id(&self) -> Option<u64>;
+
+    /// Returns what carries the data.
+    fn used_transport(&self) -> UsedTransport;
 
     /// Returns a callback that ends every present and future wait on the communicator, on every
     /// member that can be reached. Only the first reason is kept.

@@ -21,12 +21,11 @@ mod timing_model;
 pub use cache_checks::CacheChecks;
 pub use call_data::{CallData, Scalar, check_input};
 pub use codes::{CODES, T0801, T0802, T0803, T0804, T0805, T0806};
-pub use communicator::{
-    CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, exchanged_shape, shard_ranges,
-};
+pub use communicator::{as_matrix, collective_signature, exchanged_shape, shard_ranges};
 pub use expert_transfers::{ExpertBank, ExpertReport, ExpertTransfer, LayerTransfers};
 pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice, first_nonfinite};
 pub use memory_use::MemoryUse;
+pub use tessera_ir::{CommRoute, Communicator, TransferPeer};
 pub use timing_model::TimingModel;
 
 use std::sync::Arc;
@@ -141,6 +140,34 @@ pub struct JoinedCommunicator {
     /// Name of the memory or connection that all members share and no other communicator has;
     /// `None` if the transport has no such name.
     pub shared: Option<String>,
+    /// How its members exchange data.
+    pub transport: UsedTransport,
+}
+
+/// How the members of a communicator exchange data, as the backend found or chose it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum UsedTransport {
+    /// Through host memory that the processes of one host share.
+    SharedMemory,
+    /// Through a TCP connection between every two members.
+    Tcp,
+    /// GPUs read and write one another's memory.
+    PeerMemory,
+    /// Through NCCL; the text says why the members do not use peer memory.
+    Nccl(String),
+}
+
+impl UsedTransport {
+    /// Returns the name that records show, such as `NCCL`.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            UsedTransport::SharedMemory => "shared memory",
+            UsedTransport::Tcp => "TCP",
+            UsedTransport::PeerMemory => "peer memory",
+            UsedTransport::Nccl(_) => "NCCL",
+        }
+    }
 }
 
 /// Reason why a program did not complete.

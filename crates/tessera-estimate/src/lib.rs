@@ -13,7 +13,6 @@ mod attention_program;
 pub mod codes;
 mod defaults;
 mod format;
-pub mod group_path;
 mod language;
 mod library_env;
 mod machine;

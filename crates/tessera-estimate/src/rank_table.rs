@@ -2,10 +2,8 @@
 
 use std::fmt::Write;
 
-use tessera_mesh::{Cluster, Mesh, Rank};
+use tessera_mesh::{Cluster, GroupPath, HostMap, Mesh, Rank};
 use tessera_plan::search::Candidate;
-
-use crate::group_path::{GroupPath, group_path};
 
 /// File name of the table in a plan's folder.
 pub(crate) const RANK_TABLE_FILE: &str = "ranks.txt";
@@ -41,10 +39,11 @@ pub(crate) fn mesh_table(cluster: &Cluster, mesh: &Mesh) -> Option<String> {
 
 /// Returns a comment line for each axis: the longest path that the data of its groups takes.
 fn describe_paths(cluster: &Cluster, mesh: &Mesh) -> String {
+    let hosts = HostMap::from_cluster(cluster, mesh.world_size());
     let mut out = String::new();
     for axis in mesh.active_axes() {
         let groups = mesh.axis_groups(axis);
-        let paths: Vec<GroupPath> = groups.iter().map(|members| group_path(cluster, members)).collect();
+        let paths: Vec<GroupPath> = groups.iter().filter_map(|members| hosts.path_between(members)).collect();
         let longest = paths.iter().copied().max().unwrap_or(GroupPath::PeerMemory);
         let leaving = paths.iter().filter(|path| path.leaves_host()).count();
         // Writing to a String cannot fail.

@@ -101,7 +101,7 @@ pub fn search_video(
     let models = QueryModels::new(query);
     let q = models.build_question(query)?;
     let outcome = video::search_with_progress(&q, on_progress);
-    let mapping = best_runnable(&q, &outcome).map(|r| r.mapping.clone());
+    let mapping = best_runnable(&q, &outcome).map(|r| r.mapping.clone().on_cluster(&query.machine.cluster));
     let mut sheet = build_report(query, &q, &outcome);
     if let Some(pinned) = best_runnable(&q, &outcome).filter(|_| q.pins.media.is_some() && q.pixels.is_some())
     {
@@ -425,7 +425,7 @@ fn fill_report(
             ]
         })
         .collect();
-    page.mapping = best.mapping.to_toml();
+    page.mapping = best.mapping.clone().on_cluster(&machine.cluster).to_toml();
     sheet.rank_table = rank_table::mesh_table(&machine.cluster, &best.mapping.mesh);
     sheet.timeline = intervals_to_timeline(&best.call.intervals_of_all_ranks(), |b| b.track.clone());
     sheet.page.timelines.extend(block_drawing(best));

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_ir::{Program, RoleRanks};
-use tessera_mesh::{Mesh, Rank};
+use tessera_ir::{Communicator, GroupStatement, Program, RoleRanks};
+use tessera_mesh::{Group, GroupPath, HostMap, Mesh, PlanHost, Rank};
 use tessera_reference::{CallInputs, CallScalar, InputTensor, Tensor};
 
 /// What a test file asserts about its programs; the `test:` line at its top selects it.
@@ -50,6 +50,10 @@ pub(crate) struct Header {
     pub graph_mixing_off: bool,
     /// The calls that the plan allows: the name and the phases of each.
     pub calls: Vec<(String, Vec<String>)>,
+    /// Hosts of the ranks, if the file states them.
+    pub hosts: Option<HostMap>,
+    /// Paths of groups that the file states instead of those that follow from the hosts.
+    pub paths: Vec<GroupStatement>,
 }
 
 impl Header {
@@ -67,6 +71,8 @@ impl Header {
             device_bytes: None,
             graph_mixing_off: false,
             calls: Vec::new(),
+            hosts: None,
+            paths: Vec::new(),
         };
         let mut problems = Vec::new();
         let mut first = true;
@@ -109,10 +115,7 @@ impl Header {
                 }
             }
             "ranks" => {
-                let ranks: Result<Vec<Rank>, _> =
-                    value.split_whitespace().map(|r| r.parse().map(Rank)).collect();
-                self.ranks_by_role
-                    .insert(name.to_string(), ranks.map_err(|_| format!("invalid ranks `{value}`"))?);
+                self.ranks_by_role.insert(name.to_string(), parse_ranks(value)?);
             }
             "int" => {
                 let i = value.parse().map_err(|_| format!("`{value}` is not an integer"))?;
@@ -147,6 +150,8 @@ impl Header {
                     other => return Err(format!("graph-mixing `{other}`: write on or off")),
                 }
             }
+            "hosts" => self.hosts = Some(parse_hosts(value)?),
+            "path" => self.paths.push(parse_path(name, value)?),
             "phases" => self.calls.push((name.to_string(), split_names(value))),
             "note" | "error-anywhere" => {}
             other => {
@@ -178,6 +183,29 @@ impl Header {
         let names: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
         RoleRanks::assign_ranks(mesh, &names, &self.ranks_by_role)
     }
+}
+
+/// Parses `0 1 | 2 3`: the ranks of each host, each host in a switch domain of its own.
+fn parse_hosts(text: &str) -> Result<HostMap, String> {
+    let host = |(domain, ranks): (u32, &str)| Ok(PlanHost { domain, ranks: parse_ranks(ranks)? });
+    Ok(HostMap { hosts: (0..).zip(text.split('|')).map(host).collect::<Result<_, String>>()? })
+}
+
+/// Parses the path `network` of the group `tp/2` in `path tp/2: 0 2 = network`. The ranks of transfers
+/// stand as `0 > 2`.
+fn parse_path(group: &str, text: &str) -> Result<GroupStatement, String> {
+    let wrong = || format!("`{text}`: write the ranks of {group:?} = a path, such as `0 1 = network`");
+    let (members, path) = text.split_once('=').ok_or_else(wrong)?;
+    let group = Group::parse(group).ok_or_else(wrong)?;
+    let is_transfer = members.contains('>');
+    let members = parse_ranks(&members.replace('>', " "))?;
+    let path = GroupPath::from_name(path.trim()).ok_or_else(wrong)?;
+    Ok(GroupStatement { communicator: Communicator { group, is_transfer, members }, path })
+}
+
+fn parse_ranks(text: &str) -> Result<Vec<Rank>, String> {
+    let ranks: Result<Vec<Rank>, _> = text.split_whitespace().map(|r| r.parse().map(Rank)).collect();
+    ranks.map_err(|_| format!("invalid ranks `{text}`"))
 }
 
 fn split_names(text: &str) -> Vec<String> {

@@ -3,6 +3,7 @@
 use tessera_base::Diagnostics;
 use tessera_ir::{Bundle, Dialect, Phase, Program, Slots};
 use tessera_mesh::RankMap;
+use tessera_plan::state_hosts;
 use tessera_verify::{DeviceLimits, check_program, seal};
 
 use crate::dedicated_slots;
@@ -36,14 +37,20 @@ pub(crate) fn build_bundle(header: &Header, programs: &[&Program]) -> Bundle {
         slots: programs.iter().map(|p| assign_slots(header, p)).collect(),
         programs: programs.into_iter().cloned().collect(),
     };
-    Bundle {
+    let mut bundle = Bundle {
         mesh,
         rank_map: RankMap::from_device_kind(&mesh, "cpu"),
+        hosts: None,
         roles,
         phases: phases.into_iter().map(phase).collect(),
         calls,
         mapping: String::new(),
+    };
+    state_hosts(&mut bundle, header.hosts.clone());
+    if let Some(stated) = bundle.hosts.as_mut().filter(|_| !header.paths.is_empty()) {
+        stated.groups = header.paths.clone();
     }
+    bundle
 }
 
 /// Gives each value its own slot and applies the slot keys of the header.

@@ -170,6 +170,7 @@ fn build_plan(moves: &[BuildStep], more: &[BuildStep], eps: f64) -> Bundle {
     Bundle {
         mesh,
         rank_map: RankMap::from_device_kind(&mesh, "cpu"),
+        hosts: None,
         roles: RoleRanks::assign_by_name(&mesh, &names),
         phases: vec![Phase {
             name: "denoise".into(),

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use tessera_mesh::{Axis, Mesh, Rank, RankMap};
 
-use crate::Program;
 use crate::rules::role_coordinate;
+use crate::{HostStatement, Program};
 
 /// The ranks of a role; they run the same program in each phase.
 #[derive(Debug, Clone, PartialEq)]
@@ -122,6 +122,9 @@ pub struct Bundle {
     pub mesh: Mesh,
     /// Device of each rank of the world, ranks outside the mesh first.
     pub rank_map: RankMap,
+    /// The hosts of the ranks and the paths between them, if the plan states any. The digest of a plan
+    /// without this statement does not depend on it.
+    pub hosts: Option<HostStatement>,
     /// Roles, which together cover every rank exactly once.
     pub roles: Vec<RoleRanks>,
     /// All phases, in the order of the model's logical programs. The plan's digest does not depend

@@ -14,11 +14,13 @@ mod attr_kind;
 mod builder;
 mod bundle;
 mod codes;
+mod communicator;
 mod cost;
 mod expert_cache;
 mod expert_names;
 mod expert_tier;
 mod fragment;
+mod host_statement;
 mod ids;
 mod op_table;
 pub mod op_traits;
@@ -38,11 +40,13 @@ pub use attr_kind::{
 pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use codes::CODES;
+pub use communicator::{CommRoute, Communicator, TransferPeer};
 pub use cost::{OpWorkload, op_workload};
 pub use expert_cache::{CacheFetch, EvictionPolicy, ExpertCache};
 pub use expert_names::{EVERY_EXPERT, ExpertTensorNames, name_experts};
 pub use expert_tier::ExpertTier;
 pub use fragment::{Fragment, FragmentOp, SpannedName, print_fragment};
+pub use host_statement::{GroupStatement, HostStatement};
 pub use ids::{BufferId, StreamId, ValueId};
 pub use op_table::{
     AttrRow, CollectiveOp, ComputeOp, HINT_ATTRS, KeyedRow, OP_TABLE, OpByKind, OpKind, OpRow, OpView,

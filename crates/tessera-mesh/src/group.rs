@@ -27,6 +27,21 @@ impl Group {
     pub fn whole_axis(axis: Axis) -> Group {
         Group::Axis { axis, subgroup_size: None }
     }
+
+    /// Parses `tp`, `tp/2` or `world`, as [`Group`] is displayed.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Group> {
+        if text == "world" {
+            return Some(Group::World);
+        }
+        let (axis, size) = text.split_once('/').map_or((text, None), |(axis, size)| (axis, Some(size)));
+        let axis = Axis::ALL.into_iter().find(|a| a.name() == axis)?;
+        let subgroup_size = match size {
+            Some(size) => Some(size.parse().ok()?),
+            None => None,
+        };
+        Some(Group::Axis { axis, subgroup_size })
+    }
 }
 
 impl fmt::Display for Group {
@@ -118,6 +133,10 @@ mod tests {
             [Group::whole_axis(Axis::Pp), block, Group::World].map(|g| g.to_string()),
             ["pp", "tp/2", "world"]
         );
+        for group in [Group::whole_axis(Axis::Pp), block, Group::World] {
+            assert_eq!(Group::parse(&group.to_string()), Some(group));
+        }
+        assert_eq!(["tp/", "tp/x", "xp", ""].map(Group::parse), [None; 4]);
     }
 
     #[test]

@@ -170,6 +170,7 @@ pub fn rs_mm_ag(shape: &AttentionShape, q: QLayout) -> Result<Bundle, Diagnostic
     Ok(Bundle {
         mesh,
         rank_map: RankMap::from_device_kind(&mesh, "device"),
+        hosts: None,
         roles,
         phases: vec![Phase { name: ROLE.to_string(), programs, slots }],
         calls: vec![(ROLE.to_string(), vec![ROLE.to_string()])],

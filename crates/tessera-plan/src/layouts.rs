@@ -109,6 +109,7 @@ fn lower_programs(
     Ok(Bundle {
         mesh: *mesh,
         rank_map,
+        hosts: None,
         roles: roles.into_iter().map(|role| role.ranks).collect(),
         calls: phases.iter().map(|p| (p.name.clone(), vec![p.name.clone()])).collect(),
         phases,

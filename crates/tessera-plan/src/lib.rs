@@ -15,6 +15,7 @@ mod copy_op;
 mod expert_map;
 mod expert_placement;
 mod expert_routing;
+mod host_statement;
 pub mod layouts;
 mod logical_model;
 mod lower;
@@ -36,6 +37,7 @@ pub mod video;
 pub use codes::CODES;
 pub use expert_map::ExpertMap;
 pub use expert_routing::EXPERT_STATISTICS;
+pub use host_statement::state_hosts;
 pub use logical_model::LogicalModel;
 pub use lower::lower;
 pub use mapping::{

@@ -23,6 +23,7 @@ use tessera_ir::{
 use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
 use crate::codes::{T0606, T0609, T0610};
+use crate::host_statement::state_hosts;
 use crate::ownership::{
     OpOwner, ProgramAnalysis, is_leader_cpu_phase, is_leader_phase, is_media_phase, is_outside_media_phase,
 };
@@ -95,14 +96,17 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
         );
         of_role.insert(0, leader_programs);
     }
-    Ok(Bundle {
+    let mut bundle = Bundle {
         mesh: world,
         rank_map,
+        hosts: None,
         roles,
         phases: collect_phases(&sources, of_role, mapping),
         calls: logical.calls.clone(),
         mapping: mapping.to_toml(),
-    })
+    };
+    state_hosts(&mut bundle, mapping.host_map());
+    Ok(bundle)
 }
 
 /// Checks that the model has phases of pixels for the place that the mapping names.

@@ -157,6 +157,10 @@ pub struct Mapping {
     pub blocks: Vec<u64>,
     /// Devices in rank order; empty for logical names.
     pub devices: Vec<String>,
+    /// Ranks of each host, which are consecutive; empty if the mapping states no hosts.
+    pub hosts: Vec<u32>,
+    /// Switch domain of each host; empty if each host is a domain of its own.
+    pub host_domains: Vec<u32>,
     /// Maximum prepared calls that wait for the mesh.
     pub d_in: u32,
     /// Maximum finished chunks that wait for decode and write.
@@ -185,6 +189,8 @@ impl Default for Mapping {
             overlap_chunks: 1,
             blocks: Vec::new(),
             devices: Vec::new(),
+            hosts: Vec::new(),
+            host_domains: Vec::new(),
             d_in: 2,
             d_out: 2,
             max_outstanding: 2,
@@ -251,6 +257,10 @@ impl Mapping {
                 ),
             }
         }
+        let mut hosts = root.read_optional_table("hosts");
+        if let Some(table) = &mut hosts {
+            (out.hosts, out.host_domains) = read_hosts(file, table);
+        }
         let mut depth =
             |name, default| u32::try_from(queues.read_count(name, Some(default))).unwrap_or(u32::MAX);
         (out.d_in, out.d_out, out.max_outstanding) =
@@ -260,6 +270,7 @@ impl Mapping {
         let mut ds: Diagnostics =
             [root, mesh, strategy, numerics, experts, overlap, collectives, runtime, stages, devices, queues]
                 .into_iter()
+                .chain(hosts)
                 .chain(weights)
                 .flat_map(ConfigReader::finish)
                 .collect();
@@ -275,7 +286,7 @@ impl Mapping {
 
     /// Returns the canonical text: every key in a fixed order, except keys at their defaults: a
     /// topology of `mesh`, media on the leader, a dtype of f32, tokens of experts replicated and none dropped, unchunked rows, the best transport, captured
-    /// programs and any weights.
+    /// programs, no hosts and any weights.
     /// [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn to_toml(&self) -> String {
@@ -313,11 +324,19 @@ impl Mapping {
             1 => String::new(),
             n => format!("[overlap]\nchunks = {n}\n\n"),
         };
+        let numbers = |v: &[u32]| v.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+        let mut hosts = String::new();
+        if !self.hosts.is_empty() {
+            hosts += &format!("\n[hosts]\nranks = [{}]\n", numbers(&self.hosts));
+        }
+        if !self.host_domains.is_empty() {
+            hosts += &format!("domains = [{}]\n", numbers(&self.host_domains));
+        }
         let weights =
             self.weights.as_ref().map_or(String::new(), |w| format!("\n[weights]\ndigest = \"{w}\"\n"));
         format!(
             "{placement}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}{tokens}\n{experts}{overlap}{collectives}{runtime}\
-[stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n{weights}",
+[stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n{hosts}{weights}",
             size(Axis::Tp),
             size(Axis::Ep),
             size(Axis::Pp),
@@ -361,6 +380,22 @@ impl Mapping {
             RankMap::new(&world, self.devices.clone())
         }
     }
+}
+
+/// Reads the ranks of each host, and the switch domain of each.
+fn read_hosts(file: &str, hosts: &mut ConfigReader<'_>) -> (Vec<u32>, Vec<u32>) {
+    let mut read = |key: &'static str, least: f64, what: &str| {
+        let found = hosts.read_numbers(key, &[]);
+        if found.iter().all(|n| n.fract() == 0.0 && (least..=f64::from(u32::MAX)).contains(n)) {
+            return found.into_iter().map(|n| n as u32).collect();
+        }
+        hosts.diagnostics.push(
+            Diagnostic::error(&T0605, format!("`hosts.{key}` must be a list of {what}"))
+                .with_label(file, format!("found {found:?}")),
+        );
+        Vec::new()
+    };
+    (read("ranks", 1.0, "numbers of ranks, from 1"), read("domains", 0.0, "numbers of switch domains"))
 }
 
 /// Reads the digest to which a plan pins its weights.
@@ -435,6 +470,8 @@ mod tests {
         let pinned = Mapping { weights: Some("0a".repeat(32)), ..pieces };
         assert!(pinned.to_toml().ends_with("0a0a\"\n"), "{}", pinned.to_toml());
         assert_eq!(Mapping::parse("m", &pinned.to_toml()).unwrap(), pinned);
+        let placed = Mapping { hosts: vec![4, 2], host_domains: vec![3, 3], ..pinned };
+        assert_eq!(Mapping::parse("m", &placed.to_toml()).unwrap(), placed);
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
     }
@@ -464,6 +501,15 @@ mod tests {
                 "chunks = 2 without an all-reduce",
             ),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
+            ("[mesh]\ntp = 4\n[hosts]\nranks = [2, 1]\n", "T0605", "hold 3 ranks and the mapping has 4"),
+            ("[mesh]\ntp = 4\n[hosts]\nranks = [4, 0]\n", "T0605", "hosts.ranks"),
+            (
+                "[mesh]\ntp = 4\n[hosts]\nranks = [2, 2]\ndomains = [0]\n",
+                "T0605",
+                "1 switch domains for 2 hosts",
+            ),
+            ("[hosts]\ndomains = [0]\n", "T0605", "without hosts.ranks"),
+            ("topology = \"pp1\"\n[mesh]\ntp = 2\n[hosts]\nranks = [2]\n", "T0605", "the mapping has 3"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
             ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),
             ("[devices]\norder = ['a\\b']\n", "T0605", "a\\\\b"),

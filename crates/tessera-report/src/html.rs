@@ -11,6 +11,7 @@ mod plan;
 mod tests;
 mod texts;
 mod time;
+mod transports;
 
 pub use estimate::{
     AdviceTable, EstimatePage, EstimateVerdict, FailureModeAdvice, MAX_MAPPINGS, PlanGate, TimelineChart,
@@ -114,6 +115,7 @@ pub fn render_report(page: &ReportPage<'_>) -> String {
         // The ids of a call are part of the next one, so a language model has no stages that could overlap.
         @if record.start.generates.is_video() { (pipeline::render_pipeline_section(record)) }
         (render_settings(record))
+        (transports::render_transports(record))
         @if let Some(plan) = page.plan { (plan::render_plan_section(plan)) }
         (render_list_section("Events", &shown_events(record), |events| render_events(record, events)))
         (render_reproduction(record))

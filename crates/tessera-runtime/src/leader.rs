@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_mesh::HostMap;
 
 use crate::array_director::ArrayRequest;
 use crate::call_state::{CallState, SessionSpec};
@@ -55,6 +56,8 @@ pub struct LeaderConfig {
     pub output_groups: Vec<Vec<u32>>,
     /// The leader's own parity table, which is compared with those of all ranks.
     pub parity: Parity,
+    /// The hosts that the plan states, which are compared with those that the ranks report.
+    pub hosts: Option<HostMap>,
     /// Programs of the sealed plan, from which the leader plans the phases of each call.
     pub programs: Arc<ProgramIndex>,
     /// What the calls compute, with the settings that never change.

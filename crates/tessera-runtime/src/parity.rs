@@ -68,6 +68,12 @@ const fn best_effort(key: &'static str, why: &'static str) -> ParityKeySpec {
 /// Prefix of the keys of kernel probes: the op with its types and attributes follows.
 pub const KERNEL_KEY: &str = "kernel:";
 
+/// Key of the host of a rank: its name and its boot.
+pub const HOST_KEY: &str = "host";
+
+/// Prefix of the keys of transports: the communicator follows.
+pub const TRANSPORT_KEY: &str = "transport:";
+
 /// The keys that ranks send with the hello. The keys of the class `in envelope` are the envelope's
 /// [`FIELDS`].
 #[rustfmt::skip]
@@ -92,12 +98,13 @@ pub static KEYS: &[ParityKeySpec] = &[
     at_init("synthetic delays", "A timed wait in place of a stage's work changes the measurements of a run"),
     ParityKeySpec { key: "tokenizer", class: ParityClass::AtInitIfReported, why: "Only the leader tokenizes, but a rank whose folder holds another tokenizer was given another model, and would encode other prompts as the leader", code: &T0740 },
     at_init("topology", "The leading, relaying and computing ranks are fixed for the run"),
+    ParityKeySpec { key: TRANSPORT_KEY, class: ParityClass::AtInitIfReported, why: "How the members of a communicator exchange data, and what the plan states: members that differ wait in two places", code: &T0757 },
     at_init("tripwires off", "Every rank announces its disabled checks"),
     at_init("warm-up", "A program that the warm-up skips would run for the first time inside a call"),
     at_init("weights", "Equal inputs give equal outputs only with equal weights"),
     at_init("wire version", "The meaning of fields is never guessed across versions"),
     best_effort("cpu model", "Explains a slow rank"),
-    best_effort("host", "Explains a slow link"),
+    best_effort(HOST_KEY, "Name and boot of the host: explains a slow link, and is compared with the hosts that the plan states (T0777)"),
     best_effort("kernel version", "Explains different scheduling"),
     best_effort("kernels", "Instruction sets of the CPU kernels; they are bit-identical but differ in speed"),
     best_effort("other environment:", "Variables of GPU libraries whose effect is unknown explain a difference"),
@@ -199,6 +206,13 @@ impl Parity {
     fn get(&self, name: &str) -> Option<&ParityKey> {
         self.keys.iter().find(|k| k.key == name)
     }
+}
+
+/// Returns the host of each rank that reports one.
+#[must_use]
+pub fn reported_hosts(ranks: &BTreeMap<u32, Parity>) -> BTreeMap<u32, String> {
+    let host = |(rank, table): (&u32, &Parity)| Some((*rank, table.get(HOST_KEY)?.value.clone()));
+    ranks.iter().filter_map(host).collect()
 }
 
 /// A key that differs between ranks.

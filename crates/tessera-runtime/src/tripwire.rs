@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostics};
 
 use crate::codes;
-pub use crate::codes::{T0751, T0757, T0765, T0773, T0775, T0785};
+pub use crate::codes::{T0751, T0757, T0765, T0773, T0775, T0777, T0785};
 
 /// The place in the protocol at which a check runs: the process and the moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -103,6 +103,7 @@ pub static TRIPWIRES: &[Tripwire] = {
         new_tripwire(&codes::T0772, &[Worker], "kv"),
         new_tripwire(&codes::T0773, &[Worker], "groups"),
         new_tripwire(&codes::T0775, &[Init], "determinism"),
+        new_tripwire(&codes::T0777, &[Init], "groups"),
         new_tripwire(&codes::T0785, &[Worker], "determinism"),
     ]
 };

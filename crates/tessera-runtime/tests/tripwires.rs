@@ -12,6 +12,7 @@ use support::{
     Bug, LeaderPlacement, context_tensor, leader_config, mesh_leader_config, prompt_tensor, test_programs,
     weights_at, worker_config,
 };
+use tessera_mesh::HostMap;
 use tessera_runtime::call_state::CallState;
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::engine::{
@@ -280,7 +281,7 @@ fn each_tripwire_fires_at_its_site_and_not_when_it_is_disabled() {
     fired.extend([
         "T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757", "T0775",
     ]);
-    fired.extend(["T0765", "T0770", "T0771", "T0773", "T0785"]);
+    fired.extend(["T0765", "T0770", "T0771", "T0773", "T0777", "T0785"]);
     for t in TRIPWIRES {
         assert!(fired.contains(t.code.id), "{} has no test", t.code.id);
     }
@@ -473,6 +474,44 @@ fn other_group_orders_and_tripwires_disabled_on_one_rank_are_refused() {
         );
         assert!(failure.text.contains(key), "{failure}");
     }
+}
+
+/// Runs ranks 1 to 3 and a leader outside of the mesh, whose real hosts are the letters of `real`, under a
+/// plan that states these numbers of ranks on hosts. Returns the failure and the notes.
+fn run_on_hosts(stated: &[u32], real: &str, off: &Tripwires) -> (Option<Failure>, Vec<String>) {
+    let host = |rank: u32| real[rank as usize..=rank as usize].to_string();
+    let mut config = leader_config(LeaderPlacement::Outside, 3, CacheRegime::Resident);
+    config.hosts = Some(HostMap::from_counts(stated, &[]));
+    config.parity = config.parity.with_known_key("host", host(0));
+    config.tripwires = off.clone();
+    let mut net = Net::with_configs(LeaderPlacement::Outside, config, CacheRegime::Resident, 2, |rank| {
+        let mut w = worker_config(LeaderPlacement::Outside, rank, CacheRegime::Resident);
+        w.parity = w.parity.with_known_key("host", host(rank));
+        w.tripwires = off.clone();
+        w
+    });
+    let failure = net.run(10);
+    (failure, net.notes)
+}
+
+#[test]
+fn ranks_of_a_stated_host_on_two_hosts_end_the_run_and_hosts_that_share_one_are_noted() {
+    let armed = Tripwires::default();
+    let (failure, _) = run_on_hosts(&[2, 2], "aabb", &armed);
+    assert!(failure.is_none(), "{failure:?}");
+    let (failure, _) = run_on_hosts(&[2, 2], "aaab", &armed);
+    let failure = failure.expect("a failure");
+    assert_eq!((failure.code.as_str(), failure.site, failure.rank), ("T0777", CheckSite::Init, Some(3)));
+    assert_eq!(failure.text, "rank 3 is on b, but the plan states it on host 1 with rank 2, which is on a");
+    // The host of a leader outside of the mesh counts as well.
+    let (failure, _) = run_on_hosts(&[2, 2], "abcc", &armed);
+    assert_eq!(failure.expect("a failure").rank, Some(1));
+    let (failure, _) = run_on_hosts(&[2, 2], "aaab", &Tripwires::disabling(["T0777"]));
+    assert!(failure.is_none(), "{failure:?}");
+    let (failure, notes) = run_on_hosts(&[1, 3], "aaaa", &armed);
+    assert!(failure.is_none(), "{failure:?}");
+    let note = "the plan states 2 hosts: ranks 0; 1 to 3, and hosts 0 and 1 are both a";
+    assert!(notes.iter().any(|n| n == note), "{notes:?}");
 }
 
 #[test]

@@ -4,7 +4,6 @@
 //! Nothing here starts a process on another host. The result is for a person who checks it, or for
 //! the scripts of a launcher.
 
-mod group_traffic;
 mod host_assignment;
 mod local_host;
 mod rank_variables;
@@ -13,18 +12,22 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use tessera::gpu_placement::{find_gpu, numa_node, position_on_host};
+use tessera::group_traffic::list_group_traffic;
 use tessera::stream_options::RunDevice;
 use tessera::{Mesh, Plan};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_mesh::{Rank, RankMap};
+use tessera_mesh::{HostMap, Rank, RankMap};
+use tessera_runtime::tripwire::T0777;
 use tessera_verify::SealedPlan;
 
 use crate::codes::T0066;
 
-pub use group_traffic::{GroupTraffic, list_group_traffic};
-pub use host_assignment::{HostRanks, HostSlots, assign_ranks, parse_host_file, parse_host_list};
+pub use host_assignment::{
+    HostRanks, HostSlots, assign_ranks, parse_host_count_or_list, parse_host_file, parse_host_list,
+};
 pub use local_host::{LocalHost, NumaNode};
 pub use rank_variables::{RankVariable, VariableSource};
+pub use tessera::group_traffic::GroupTraffic;
 
 /// Text of a fact that only the host itself knows.
 pub const UNKNOWN: &str = "unknown until the host is asked";
@@ -81,7 +84,7 @@ pub struct LaunchPlan {
 /// Works out the launch of a plan. `local` describes this host, if it is one of the hosts.
 ///
 /// # Errors
-/// T0066 if the hosts do not fit the plan.
+/// T0066 if the hosts do not fit the plan, T0777 if they split a host that the plan states.
 pub fn plan_launch(request: &LaunchRequest<'_>, local: &LocalHost) -> Result<LaunchPlan, Diagnostics> {
     let (sealed, mesh) = (&request.plan.sealed, request.plan.sealed.mesh());
     let hosts = assign_ranks(&request.hosts, mesh).map_err(|d| vec![d])?;
@@ -93,9 +96,9 @@ pub fn plan_launch(request: &LaunchRequest<'_>, local: &LocalHost) -> Result<Lau
                 .with_hint("name the first host as the others know it"),
         ]);
     }
-    let host_of_rank: Vec<u32> =
-        hosts.iter().zip(0..).flat_map(|(host, index)| vec![index; host.count as usize]).collect();
-    let groups = list_group_traffic(sealed, &host_of_rank);
+    check_stated_hosts(sealed, &hosts)?;
+    let counts: Vec<u32> = hosts.iter().map(|host| host.count).collect();
+    let groups = list_group_traffic(sealed, &HostMap::from_counts(&counts, &[]));
     let uses_all_to_all = groups.iter().any(|g| g.op == "all_to_all");
     let mut ranks = Vec::new();
     for host in &hosts {
@@ -115,6 +118,22 @@ pub fn plan_launch(request: &LaunchRequest<'_>, local: &LocalHost) -> Result<Lau
         }
     }
     Ok(LaunchPlan { ranks, groups })
+}
+
+/// Checks that no two ranks that the plan states on one host get two, as the leader does before the first
+/// call.
+fn check_stated_hosts(sealed: &SealedPlan, hosts: &[HostRanks]) -> Result<(), Diagnostics> {
+    let Some(stated) = sealed.hosts() else { return Ok(()) };
+    let names =
+        |h: &HostRanks| (h.first..h.first + h.count).map(|rank| (rank, h.name.clone())).collect::<Vec<_>>();
+    let real: BTreeMap<u32, String> = hosts.iter().flat_map(names).collect();
+    let refused = stated.hosts.find_misplaced(&real).into_iter().map(|m| {
+        Diagnostic::error(&T0777, m.to_string())
+            .with_label("plan", stated.hosts.describe())
+            .with_hint("name as many hosts as the plan states, or plan again with --hosts")
+    });
+    let refused: Diagnostics = refused.collect();
+    if refused.is_empty() { Ok(()) } else { Err(refused) }
 }
 
 fn place_rank(

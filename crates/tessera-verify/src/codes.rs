@@ -301,4 +301,26 @@ fetches the three matrices of an expert for these counts. Layers are numbered fr
 uses them, so that a window of layers means the same on every rank. The message names the weight and what it lacks.\n\n\
 Shard the experts over ep, or the columns of gate and up and the rows of down over tp: in another layout a rank may gather the weight \
 before it reads it. Otherwise leave the weight in one tier.";
+
+    T0346: "rank is not on exactly one host",
+    "A plan that states hosts lists the ranks of each. Every rank of the plan stands on one host: the path of a group follows \
+from the hosts of its members, and a rank on no host, or on two, has no path. `tessera plan` gives ranks to hosts in order and \
+makes no such plan, so the file was changed after it was written, or another program wrote it.\n\n\
+Plan again with `--hosts`, which takes a number of hosts or the ranks of each host.";
+
+    T0347: "stated path of a group contradicts its hosts",
+    "A plan that states hosts also states the path of each group that exchanges data: `peer memory` if all members are on one \
+host, `switch domain` if they are on several hosts of one NVLink domain, `network` if each is on a host of its own beyond the \
+network, and `hierarchical` if some share a host or a domain and others do not. A group on several hosts that the plan calls \
+peer memory would run over the network without a word, 10 to 50 times slower. The verifier derives the path of every group from \
+its members' hosts and rejects a plan that states another one, states a group twice, leaves one out, or states one that no op \
+uses.\n\n\
+Plan again: `tessera plan --hosts` derives all paths.";
+
+    T0348: "op requests peer memory between hosts",
+    "`transport = \"p2p\"` makes a collective a kernel that writes into the memory of the other members' GPUs. A GPU maps the memory \
+of GPUs of its own host alone, so a group with members on several hosts has no peer memory, and its collective would run over \
+NCCL although the program requests otherwise.\n\n\
+Plan with the transport `best`, which uses peer memory wherever a host holds the whole group, or `nccl`; or choose a mesh whose \
+groups of this axis fit on one host.";
 }

@@ -20,6 +20,7 @@ mod display;
 mod expert_tiers;
 mod graph_mixing;
 mod happens_before;
+mod hosts;
 mod launch_order;
 mod matching;
 mod memory;

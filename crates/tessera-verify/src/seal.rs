@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, canonical_text};
+use tessera_ir::{Bundle, HostStatement, Phase, Program, RoleRanks, Slots, canonical_text};
 use tessera_mesh::{Mesh, Rank, RankMap};
 
 use crate::codes::{T0329, T0330};
 use crate::graph_mixing::check_graph_mixing;
+use crate::hosts::check_hosts;
 use crate::memory::{check_limits, check_slots, role_memory};
 use crate::phase::check_roles;
 use crate::signature::to_hex;
@@ -39,6 +40,7 @@ pub fn seal(bundle: Bundle, limits: &DeviceLimits) -> Result<SealedPlan, Diagnos
     if !out.is_empty() {
         return Err(out);
     }
+    out.extend(check_hosts(&bundle));
     let mut memory = Vec::new();
     for (i, role) in bundle.roles.iter().enumerate() {
         let in_calls =
@@ -57,6 +59,7 @@ pub struct SealedPlan {
     digest: [u8; 32],
     mesh: Mesh,
     rank_map: RankMap,
+    hosts: Option<HostStatement>,
     roles: Vec<RoleRanks>,
     role_of: Vec<usize>,
     phase_names: Vec<String>,
@@ -91,6 +94,7 @@ impl SealedPlan {
             digest,
             mesh: bundle.mesh,
             rank_map: bundle.rank_map,
+            hosts: bundle.hosts,
             roles: bundle.roles,
             role_of,
             phase_names: bundle.phases.iter().map(|p| p.name.clone()).collect(),
@@ -128,6 +132,12 @@ impl SealedPlan {
     #[must_use]
     pub fn rank_map(&self) -> &RankMap {
         &self.rank_map
+    }
+
+    /// Returns the hosts of the ranks with the path of every group, if the plan states them.
+    #[must_use]
+    pub fn hosts(&self) -> Option<&HostStatement> {
+        self.hosts.as_ref()
     }
 
     /// Returns the roles with their ranks; [`SealedPlan::role_of`] returns an index into this list.
@@ -269,7 +279,23 @@ fn bundle_digest(b: &Bundle) -> [u8; 32] {
             slots.value_slots.iter().for_each(|s| fields.write_number(s.map_or(0, |s| u64::from(s) + 1)));
         }
     }
+    // A plan without hosts has the digest that it had before plans could state them.
+    if let Some(stated) = &b.hosts {
+        write_hosts(&mut fields, stated);
+    }
     *fields.0.finalize().as_bytes()
+}
+
+fn write_hosts(fields: &mut DigestWriter, stated: &HostStatement) {
+    fields.write_text("hosts");
+    fields.write_number(stated.hosts.hosts.len() as u64);
+    for host in &stated.hosts.hosts {
+        fields.write_number(u64::from(host.domain));
+        fields.write_number(host.ranks.len() as u64);
+        host.ranks.iter().for_each(|r| fields.write_number(u64::from(r.0)));
+    }
+    fields.write_number(stated.groups.len() as u64);
+    stated.groups.iter().for_each(|group| fields.write_text(&group.to_string()));
 }
 
 struct DigestWriter(blake3::Hasher);

@@ -7,6 +7,7 @@ use tessera_ir::canonical_text;
 
 use crate::codes::{
     T0301, T0307, T0311, T0312, T0313, T0316, T0317, T0319, T0321, T0325, T0327, T0329, T0330, T0332, T0343,
+    T0346, T0347, T0348,
 };
 use crate::signature::to_hex;
 use crate::{SealedPlan, collective_lines};
@@ -47,7 +48,7 @@ impl SealedPlan {
             .map(|slots| slots.slot_bytes.len())
             .sum();
         let property = |name, statement, codes| ProvedProperty { name, statement, codes };
-        vec![
+        let mut properties = vec![
             property(
                 "complete",
                 format!("each of {ranks} ranks has one of {roles} roles, and each role a program in every one of {phases} phases"),
@@ -84,7 +85,19 @@ impl SealedPlan {
                 format!("every temporary has room in one of {slots} slots, and no two that live at once share bytes"),
                 vec![&T0325, &T0327],
             ),
-        ]
+        ];
+        properties.extend(self.hosts().map(|stated| {
+            property(
+                "hosts",
+                format!(
+                    "every rank is on one of {} hosts, {} groups have the path of their members' hosts, and no op needs memory of another host",
+                    stated.hosts.hosts.len(),
+                    stated.groups.len()
+                ),
+                vec![&T0346, &T0347, &T0348],
+            )
+        }));
+        properties
     }
 
     /// Returns the parts that the digest covers, by name. Plans have one digest if and only if these are equal, so the
@@ -96,6 +109,19 @@ impl SealedPlan {
             ("mesh".to_string(), self.mesh().to_string()),
             ("devices".to_string(), self.rank_map().devices().join(", ")),
         ];
+        if let Some(stated) = self.hosts() {
+            let domains: Vec<String> = stated.hosts.hosts.iter().map(|h| h.domain.to_string()).collect();
+            parts.push((
+                "hosts".to_string(),
+                format!("{}; switch domains {}", stated.hosts.describe(), domains.join(" ")),
+            ));
+            parts.extend(
+                stated
+                    .groups
+                    .iter()
+                    .map(|g| (format!("path of {}", g.communicator), g.path.name().to_string())),
+            );
+        }
         for role in self.roles() {
             let ranks: Vec<String> = role.ranks.iter().map(ToString::to_string).collect();
             parts.push((format!("ranks of {}", role.role), ranks.join(" ")));

@@ -5,9 +5,11 @@ mod common;
 
 use common::*;
 use proptest::prelude::*;
-use tessera_ir::{Bundle, Opcode, Program, Slots, canonical_text};
-use tessera_mesh::{Axis, Rank, RankMap};
-use tessera_verify::{CODES, DeviceLimits, check_slots, collective_lines, seal};
+use tessera_ir::{
+    Bundle, Communicator, GroupStatement, HostStatement, Opcode, Program, Slots, canonical_text,
+};
+use tessera_mesh::{Axis, Group, GroupPath, HostMap, Rank, RankMap};
+use tessera_verify::{CODES, DeviceLimits, SealedPlan, check_slots, collective_lines, seal};
 
 fn two_rank_bundle() -> Bundle {
     bundle((0..2).map(|r| block(&format!("r{r}"), mesh("tp=2"), 3)).collect())
@@ -327,6 +329,36 @@ fn the_covered_parts_differ_where_two_plans_differ() {
     assert_eq!(parts(&plan), parts(&plan.clone()));
     assert_eq!(differing(&|b| b.mapping += "x"), ["mapping"]);
     assert_eq!(differing(&|b| b.rank_map = RankMap::from_device_kind(&b.mesh, "other")), ["devices"]);
+    let state = |b: &mut Bundle, counts: &[u32], path| {
+        let communicator = Communicator {
+            group: Group::whole_axis(Axis::Tp),
+            is_transfer: false,
+            members: vec![Rank(0), Rank(1)],
+        };
+        b.hosts = Some(HostStatement {
+            hosts: HostMap::from_counts(counts, &[]),
+            groups: vec![GroupStatement { communicator, path }],
+        });
+    };
+    let seal_on = |counts: &[u32], path| {
+        let mut placed = plan.clone();
+        state(&mut placed, counts, path);
+        seal(placed, &DeviceLimits::default()).unwrap()
+    };
+    let (one, two) = (seal_on(&[2], GroupPath::PeerMemory), seal_on(&[1, 1], GroupPath::Network));
+    let bare = seal(plan.clone(), &DeviceLimits::default()).unwrap();
+    assert!(one.digest() != two.digest() && one.digest() != bare.digest());
+    let without = |sealed: &SealedPlan| {
+        sealed.covered_parts().into_iter().filter(|p| !bare.covered_parts().contains(p)).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        without(&two),
+        [
+            ("hosts".to_string(), "2 hosts: ranks 0; 1; switch domains 0 1".to_string()),
+            ("path of group over tp of ranks 0, 1".to_string(), "network".to_string()),
+        ]
+    );
+    assert_eq!(one.list_properties().len(), bare.list_properties().len() + 1);
     let calls = differing(&|b| b.calls[0].0 += "x");
     assert_eq!(calls.len(), 1);
     assert!(calls[0].starts_with("call "), "{calls:?}");

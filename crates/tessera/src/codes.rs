@@ -137,6 +137,14 @@ there are processes. With one per host, every host gets the same number of ranks
 first host besides. So 72 ranks need 72 processes, or one process on each of 1, 2, 3, 4, 6, 8, 9, 12, 18, 24 or 36 hosts.\n\n\
 Change the mesh, the number of processes or the number of hosts. The guide `launchers` shows a command line for each launcher.";
 
+    T0069: "a group does not use the peer memory that its plan states",
+    "The plan states hosts, and all members of this group on one of them, so their GPUs are to read and write one another's memory. \
+The backend found that they cannot, and would use NCCL: the collectives of the group would take several times as long, without a \
+word. The message has the reason that the backend found, such as a GPU without peer access, a process that does not see all GPUs \
+of the host, or a container in which processes cannot share memory.\n\n\
+Remove the reason: `tessera doctor` shows which GPUs reach each other. If NCCL is what you want on this host, plan with \
+`--transport nccl`; without `--hosts` a plan states no paths, and the record alone says which transport each group used.";
+
     T0070: "a part of the checkpoint is missing",
     "A video model has four parts: the generator, the VAE, the text encoder and the tokenizer. Tessera looks for the names \
 under which they are published: those of the original Wan release (Wan2.1_VAE.pth, models_t5_umt5-xxl-enc-bf16.pth, \

@@ -201,11 +201,7 @@ pub(crate) fn check_join_order(
     let Some((at, (own, next))) = joined.zip(planned).enumerate().find(|(_, (own, next))| own != next) else {
         return Ok(());
     };
-    let what = format!(
-        "rank {rank} was about to join {} as number {at}, where the plan has {}",
-        describe_communicator(&own),
-        describe_communicator(&next)
-    );
+    let what = format!("rank {rank} was about to join {} as number {at}, where the plan has {}", own, next);
     Err(Diagnostic::error(&T0757, what))
 }
 
@@ -317,14 +313,7 @@ impl PeerStream for StreamWire {
 }
 
 fn describe_spec(spec: &CommunicatorSpec) -> String {
-    describe_communicator(&spec.communicator)
-}
-
-/// Describes a communicator, such as `group over tp/2 of ranks 1, 2`.
-pub(crate) fn describe_communicator(c: &Communicator) -> String {
-    let ranks: Vec<String> = c.members.iter().map(Rank::to_string).collect();
-    let what = if c.is_transfer { "transfers" } else { "group" };
-    format!("{what} over {} of ranks {}", c.group, ranks.join(", "))
+    spec.communicator.to_string()
 }
 
 #[cfg(test)]
@@ -376,6 +365,7 @@ mod tests {
         let bundle = Bundle {
             mesh,
             rank_map: RankMap::from_device_kind(&mesh, "cpu"),
+            hosts: None,
             roles: RoleRanks::assign_by_name(&mesh, &names),
             phases: vec![Phase {
                 name: programs[0].name.clone(),

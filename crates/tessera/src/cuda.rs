@@ -1,7 +1,6 @@
 //! Ranks on GPUs: their communicators and communicator ids, the assignment of devices to ranks, and
 //! the start of a rank's CUDA backend.
 
-use std::hash::Hasher as _;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -14,6 +13,7 @@ use tessera_verify::SealedPlan;
 use crate::communicators::{self, JoinOrder};
 use crate::gpu_placement::find_gpu;
 use crate::gpus::{GpuDiscovery, masked_features, open_kernel_cache};
+use crate::host_identity::host_number;
 
 /// Maximum wait for the other ranks of a communicator before the first collective. The ranks load
 /// weights during this time.
@@ -143,7 +143,7 @@ fn backend_options(device: u32, collective_timeout: Duration) -> Result<CudaOpti
         kernel_cache: open_kernel_cache(),
         peer_timeout: collective_timeout,
         setup_timeout: SETUP_TIMEOUT,
-        host_id: host_id(),
+        host_id: host_number(),
         masked_features: masked_features()?,
     })
 }
@@ -182,18 +182,6 @@ fn decode_id(hex: &str) -> Option<[u8; 128]> {
         *o = u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).ok()?;
     }
     Some(out)
-}
-
-/// Returns a number that all processes of this host share until its next boot and that differs
-/// between hosts; 0 if the boot id cannot be read.
-fn host_id() -> u64 {
-    let read = |path: &str| std::fs::read(path).ok();
-    let Some(boot) = read("/proc/sys/kernel/random/boot_id") else { return 0 };
-    let name = read("/proc/sys/kernel/hostname").unwrap_or_default();
-    let mut hash = std::hash::DefaultHasher::new();
-    hash.write(&boot);
-    hash.write(&name);
-    hash.finish().max(1)
 }
 
 /// Checks that this host has the libraries and GPUs for `ranks` ranks.

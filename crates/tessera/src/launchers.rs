@@ -21,7 +21,7 @@ use crate::codes::{T0034, T0067};
 use variables::Variables;
 
 pub use address::DEFAULT_PORT;
-pub use host_list::{MAX_HOSTS, expand_hosts};
+pub use host_list::{MAX_HOSTS, expand_hosts, split_outside_brackets};
 pub use rank_share::{RankShare, share_of_host, share_ranks};
 
 /// Variables by which a launcher is recognised, and those that would misplace a rank. A process removes

@@ -8,15 +8,18 @@ use tessera_device::{CacheChecks, Communicator, JoinedCommunicator, LoadedProgra
 use tessera_ir::Op;
 use tessera_mesh::{Mesh, Rank};
 use tessera_plan::Mapping;
+use tessera_runtime::parity::{HOST_KEY, TRANSPORT_KEY};
 use tessera_runtime::{Digest, Parity, Tripwires};
 use tessera_verify::SealedPlan;
 
 use crate::codes::T0010;
-use crate::communicators::{communicator_specs, describe_communicator};
+use crate::communicators::communicator_specs;
 use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
+use crate::host_identity::host_identity;
 use crate::kernel_probe::shorten_digest;
 use crate::machine_shape::cpu_model;
 use crate::model::{Model, Weights};
+use crate::stated_transports::{TransportUse, list_transports};
 use crate::synthetic_delays::SyntheticDelays;
 use crate::text_encoder::PromptEncoder;
 
@@ -48,6 +51,11 @@ impl ExecutorState {
             unarmed_checks: ENGINE_CHECKS.into_iter().filter(|code| !tripwires.is_armed(code)).collect(),
             cache_checks: None,
         }
+    }
+
+    /// Returns the transports of the communicators that the rank has joined.
+    pub(crate) fn transports(&self, plan: &SealedPlan) -> Vec<TransportUse> {
+        self.joined.iter().flat_map(|(rank, joined)| list_transports(plan, *rank, joined)).collect()
     }
 
     /// Reads back what the engine of a rank holds.
@@ -142,7 +150,7 @@ pub(crate) fn rank_parity(
         .with_known_key("topology", mapping.topology.name())
         .with_known_key("weights", Digest(files.weights).to_string())
         .with_known_key("cpu model", cpu_model())
-        .with_known_key("host", read_line_or_unknown("/proc/sys/kernel/hostname"))
+        .with_known_key(HOST_KEY, host_identity())
         .with_known_key("kernel version", read_line_or_unknown("/proc/sys/kernel/osrelease"));
     let parity = state
         .cache_checks
@@ -150,7 +158,9 @@ pub(crate) fn rank_parity(
         .fold(parity, |p, checks| p.with_known_key("cache checks", checks.to_string()));
     let parity = files.tokenizer.iter().fold(parity, |p, text| p.with_known_key("tokenizer", text.as_str()));
     let shared = state.joined.iter().flat_map(|(rank, joined)| shared_ids(plan.mesh(), *rank, joined));
-    let values = state.backend_values.iter().cloned().chain(shared);
+    let transports = state.transports(plan).into_iter();
+    let transports = transports.map(|t| (format!("{TRANSPORT_KEY} {}", t.communicator_name()), t.summary()));
+    let values = state.backend_values.iter().cloned().chain(shared).chain(transports);
     values.fold(parity, |parity, (key, value)| parity.with_known_key(&key, value))
 }
 
@@ -218,7 +228,7 @@ fn describe_groups(plan: &SealedPlan, joined: Option<&(Rank, Vec<JoinedCommunica
             .collect();
         communicators.extend(own);
     }
-    let texts: Vec<String> = communicators.iter().map(describe_communicator).collect();
+    let texts: Vec<String> = communicators.iter().map(ToString::to_string).collect();
     let mesh_text = mesh.to_string();
     let parts = [mesh_text.as_str()].into_iter().chain(texts.iter().map(String::as_str)).collect();
     format!(
@@ -239,7 +249,7 @@ fn shared_ids<'a>(
 ) -> impl Iterator<Item = (String, String)> + 'a {
     joined.iter().filter_map(move |c| {
         let communicator = c.route.communicator_of(mesh, rank)?;
-        Some((format!("communicator: {}", describe_communicator(&communicator)), c.shared.clone()?))
+        Some((format!("communicator: {communicator}"), c.shared.clone()?))
     })
 }
 

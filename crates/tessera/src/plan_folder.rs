@@ -5,8 +5,10 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
-use tessera_mesh::{Rank, RankMap};
+use tessera_ir::{
+    Bundle, Communicator, GroupStatement, HostStatement, Phase, Program, RoleRanks, Slots, parse, print,
+};
+use tessera_mesh::{Group, GroupPath, HostMap, PlanHost, Rank, RankMap};
 use tessera_plan::Mapping;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
@@ -70,6 +72,7 @@ pub(crate) fn write_sealed(
             .map(|r| (r.role.clone(), r.ranks.iter().map(|r| r.0).collect()))
             .collect(),
         devices: sealed.rank_map().devices().to_vec(),
+        hosts: sealed.hosts().map(HostsFile::new),
         phases: sealed.phase_names().to_vec(),
         calls: sealed.calls().to_vec(),
     };
@@ -122,6 +125,8 @@ struct SealFile {
     model_dir: String,
     roles: Vec<(String, Vec<u32>)>,
     devices: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    hosts: Option<HostsFile>,
     phases: Vec<String>,
     calls: Vec<(String, Vec<String>)>,
 }
@@ -134,6 +139,72 @@ impl SealFile {
             .filter(|(phase, role)| location.contains(&format!("@{phase} role({role})")))
             .map(|(phase, role)| program_file(phase, role))
             .next()
+    }
+}
+
+/// The hosts of a plan in `seal.json`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HostsFile {
+    /// The ranks of each host.
+    ranks: Vec<Vec<u32>>,
+    /// The switch domain of each host.
+    domains: Vec<u32>,
+    groups: Vec<GroupFile>,
+}
+
+/// A group that exchanges data, with the path of its data.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GroupFile {
+    group: String,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    is_transfer: bool,
+    members: Vec<u32>,
+    path: String,
+}
+
+impl HostsFile {
+    fn new(stated: &HostStatement) -> HostsFile {
+        let numbers = |ranks: &[Rank]| ranks.iter().map(|r| r.0).collect();
+        HostsFile {
+            ranks: stated.hosts.hosts.iter().map(|h| numbers(&h.ranks)).collect(),
+            domains: stated.hosts.hosts.iter().map(|h| h.domain).collect(),
+            groups: stated
+                .groups
+                .iter()
+                .map(|GroupStatement { communicator: c, path }| GroupFile {
+                    group: c.group.to_string(),
+                    is_transfer: c.is_transfer,
+                    members: numbers(&c.members),
+                    path: path.name().to_string(),
+                })
+                .collect(),
+        }
+    }
+
+    /// Returns the statement of the file. Whether it is true is for the verifier to find.
+    fn to_statement(&self, file: &str) -> Result<HostStatement, Diagnostic> {
+        let wrong = |what: String| Diagnostic::error(&T0011, what).with_label(file.to_string(), "hosts");
+        if self.domains.len() != self.ranks.len() {
+            let (domains, hosts) = (self.domains.len(), self.ranks.len());
+            return Err(wrong(format!("{domains} switch domains for {hosts} hosts")));
+        }
+        let ranks = |numbers: &[u32]| numbers.iter().copied().map(Rank).collect();
+        let hosts = self.ranks.iter().zip(&self.domains);
+        let hosts = hosts.map(|(of_host, domain)| PlanHost { domain: *domain, ranks: ranks(of_host) });
+        let statement = |g: &GroupFile| {
+            let path = GroupPath::from_name(&g.path);
+            let (Some(group), Some(path)) = (Group::parse(&g.group), path) else {
+                return Err(wrong(format!("`{}` with the path `{}` is no group", g.group, g.path)));
+            };
+            let (is_transfer, members) = (g.is_transfer, ranks(&g.members));
+            Ok(GroupStatement { communicator: Communicator { group, is_transfer, members }, path })
+        };
+        Ok(HostStatement {
+            hosts: HostMap { hosts: hosts.collect() },
+            groups: self.groups.iter().map(statement).collect::<Result<_, _>>()?,
+        })
     }
 }
 
@@ -213,9 +284,11 @@ fn read_bundle(
             ranks: ranks.iter().map(|r| Rank(*r)).collect(),
         })
         .collect();
+    let hosts = seal_file.hosts.as_ref().map(|h| h.to_statement(&shown(SEAL_FILE)));
     let bundle = Bundle {
         mesh: world,
         rank_map,
+        hosts: hosts.transpose().map_err(|d| vec![d])?,
         roles,
         phases,
         calls: seal_file.calls.clone(),

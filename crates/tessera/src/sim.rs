@@ -181,6 +181,8 @@ fn sim_setup(plan: &Plan, orders: &RankConfig) -> SimConfig {
                 .with_known_key("topology", plan.mapping.topology.name()),
             programs: build_program_index(&plan.sealed).into(),
             session_spec: SessionSpec::Video(stream_spec(plan)),
+            // Simulated ranks are on no host.
+            hosts: None,
             output_groups: vec![ranks_with_latents(plan)],
             limits,
             tripwires: Tripwires::default(),

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use tessera_ir::{Opcode, Program, ValueId, op_workload};
-use tessera_mesh::{Axis, Rank};
+use tessera_mesh::{Axis, HostMap, Rank};
 use tessera_plan::{Mapping, Strategy};
 
+use crate::group_traffic::{GroupPathSummary, summarize_group_paths};
 use crate::leader_memory::LeaderMemory;
 use crate::plan::Plan;
 
@@ -52,11 +53,38 @@ pub struct PlanSummary {
     pub ranks: Vec<RankSummary>,
     /// Memory of the leader's own programs, in its process beside that of its rank.
     pub leader: LeaderMemory,
+    /// The hosts, if the plan states them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hosts: Option<HostsSummary>,
+    /// The groups with the paths that the plan states, and the bytes of a call in the middle of a scene.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GroupPathSummary>,
     /// Phases, in the order of the plan.
     pub phases: Vec<PhaseSummary>,
     /// One entry per kind of call that the plan admits: its phases in order, and its collectives,
     /// bytes and FLOPs, summed over these phases.
     pub calls: Vec<CallSummary>,
+}
+
+/// The hosts that a plan states.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct HostsSummary {
+    /// The ranks of each host, such as `2 hosts: ranks 0 to 3; 4 to 7`.
+    pub text: String,
+    /// The ranks of each host.
+    pub ranks: Vec<Vec<u32>>,
+    /// The switch domain of each host.
+    pub domains: Vec<u32>,
+}
+
+impl HostsSummary {
+    fn new(map: &HostMap) -> HostsSummary {
+        HostsSummary {
+            text: map.describe(),
+            ranks: map.hosts.iter().map(|h| h.ranks.iter().map(|r| r.0).collect()).collect(),
+            domains: map.hosts.iter().map(|h| h.domain).collect(),
+        }
+    }
 }
 
 /// Position, role, device and planned memory of one rank.
@@ -136,7 +164,9 @@ impl PlanSummary {
         let phases: Vec<PhaseSummary> =
             sealed.phase_names().iter().map(|name| summarize_phase(plan, name)).collect();
         let calls = sealed.calls().iter().map(|(name, list)| summarize_call(name, list, &phases)).collect();
-        PlanSummary {
+        let mut summary = PlanSummary {
+            hosts: sealed.hosts().map(|stated| HostsSummary::new(&stated.hosts)),
+            groups: Vec::new(),
             model: plan.model.clone(),
             digest: sealed.digest_hex(),
             topology: plan.mapping.topology.name(),
@@ -157,7 +187,10 @@ impl PlanSummary {
             leader: LeaderMemory::from_plan(plan),
             phases,
             calls,
-        }
+        };
+        let steady = summary.steady_call().map_or(Vec::new(), |call| call.phases.clone());
+        summary.groups = summarize_group_paths(sealed, &steady);
+        summary
     }
 
     /// Returns the call of a chunk in the middle of a scene: full window, no new prompt.

@@ -82,7 +82,7 @@ fn processes_of_one_host_meet_at_its_loopback_address() {
         assert_eq!((p.process, p.processes, p.leader.0.as_str()), (2, 3, "127.0.0.1"), "{name}");
     }
     let two_hosts = with(recorded("open-mpi.env"), &[("OMPI_COMM_WORLD_SIZE", "6")]);
-    refuse(&two_hosts, "T0034", &["Open MPI does not state the host of rank 0 and MASTER_ADDR is not"]);
+    refuse(&two_hosts, "T0034", &["Open MPI does not state the host of rank 0, and MASTER_ADDR is not set"]);
     let told = with(two_hosts, &[("MASTER_ADDR", "head"), ("MASTER_PORT", "7000")]);
     assert_eq!(place(&told).leader, ("head".to_string(), 7000));
 }
@@ -120,7 +120,7 @@ fn incomplete_and_contradicting_variables_are_refused_by_name() {
     let counts = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
     refuse(&without(slurm(), &counts), "T0034", &["SLURM_STEP_NUM_TASKS is not"]);
     let script = with(Environment::new(), &[("RANK", "1"), ("WORLD_SIZE", "2")]);
-    refuse(&script, "T0034", &["RANK and WORLD_SIZE is set and MASTER_ADDR and MASTER_PORT is not"]);
+    refuse(&script, "T0034", &["RANK and WORLD_SIZE are set, and MASTER_ADDR and MASTER_PORT are not set"]);
     let script = with(script, &[("MASTER_ADDR", "a"), ("MASTER_PORT", "65536")]);
     refuse(&script, "T0034", &["MASTER_PORT is not a whole number from 0 to 65535"]);
     refuse(

@@ -30,6 +30,7 @@ pub(super) fn leader_config(harness: &HarnessConfig) -> LeaderConfig {
         plan: plan_digest(),
         session: 0,
         build: build_label(),
+        hosts: None,
         output_groups: vec![harness.mesh_ranks().collect()],
         parity: Parity::default(),
         programs: Arc::new(program_index()),

@@ -167,7 +167,8 @@ fn list_commands(args: &Args, launch: &LaunchPlan) -> String {
         "# Nothing was started. Run each command on its host; the plan and the secret must be there too.\n",
     );
     for rank in &launch.ranks {
-        let set = rank.variables.iter().filter(|v| v.source == VariableSource::Set);
+        // A value that is kept is set in this shell alone, and another host does not have it.
+        let set = rank.variables.iter().filter(|v| v.source != VariableSource::Open);
         let set: Vec<String> = set.map(|v| format!("{}={}", v.name, quote(&v.value))).collect();
         let device = if args.device == RunDevice::Cuda { " --device cuda" } else { "" };
         let plan = quote(&args.plan.display().to_string());

@@ -3,10 +3,12 @@
 mod search;
 mod text;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use tessera::gpu_placement::launch_table;
 use tessera::gpus::GpuDiscovery;
+use tessera::group_traffic::GroupPathSummary;
 use tessera::summary::{PhaseSummary, PlanSummary, RankSummary};
 use tessera::{BudgetRow, DtypePolicy, Mapping, memory_budget};
 use tessera_base::{Bytes, Diagnostic, Flops};
@@ -21,6 +23,7 @@ Examples:
   tessera plan models/demo --mesh tp=2
   tessera plan models/demo --mesh tp=2,pp=2 --strategy megatron --out my-plan
   tessera plan models/demo --mesh tp=2 --topology pp1
+  tessera plan models/demo --mesh tp=2,pp=2 --hosts 2        state which ranks share a host, and the path of every group
   tessera plan models/demo --mapping my-plan/mapping.toml --mesh tp=4
   tessera plan models/demo --mesh tp=2 --pin-weights --out my-plan   run with the weights of models/demo alone
   tessera plan models/demo --budget 1,2,4          planned memory of a rank for each size of tp
@@ -224,6 +227,7 @@ fn render_summary(s: &PlanSummary, pixels: Option<String>, folder: Option<String
         ));
     }
     facts.extend(pixels.map(|text| ("pixels", text)));
+    facts.extend(s.hosts.clone().map(|h| ("hosts", h.text)));
     facts.push(("digest", s.digest.clone()));
     facts.extend(s.weights.clone().map(|digest| ("weights", format!("{digest} alone"))));
     if let Some(folder) = folder {
@@ -239,6 +243,7 @@ fn render_summary(s: &PlanSummary, pixels: Option<String>, folder: Option<String
             "beside them, the leader's own programs: weights {weights}, buffers {buffers}, temporaries {temporaries}, total {total}\n"
         );
     }
+    out += &groups_table(&s.groups);
     out += "\nphases: FLOPs of the busiest rank; bytes of the operands of collectives, on the busiest rank and on all ranks\n";
     out += &phases_table(&s.phases);
     out
@@ -298,6 +303,32 @@ fn ranks_table(ranks: &[RankSummary]) -> String {
         out += &format!("  and {} more (--format json lists all)\n", ranks.len() - MAX_RANKS_SHOWN);
     }
     out
+}
+
+/// Returns the table of the paths of groups, one row for the groups of one kind and path; empty for a
+/// plan without hosts.
+pub(crate) fn groups_table(groups: &[GroupPathSummary]) -> String {
+    let mut sums: BTreeMap<(&str, bool, &str, &str), (usize, u64)> = BTreeMap::new();
+    for g in groups {
+        let sum = sums.entry((&g.group, g.is_transfer, g.path, g.gpu_transport)).or_default();
+        *sum = (sum.0 + 1, sum.1 + g.bytes_between_hosts);
+    }
+    if sums.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![["groups", "path", "between GPUs", "between hosts"].map(String::from)];
+    rows.extend(sums.into_iter().map(|((group, is_transfer, path, transport), (count, bytes))| {
+        let what = if is_transfer { "pair" } else { "group" };
+        let plural = if count == 1 { "" } else { "s" };
+        [
+            format!("{count} {what}{plural} of {group}"),
+            path.to_string(),
+            transport.to_string(),
+            Bytes(bytes).to_string(),
+        ]
+    }));
+    let table = format_table(rows, [false, false, false, true]);
+    format!("\ngroups: path of their data, and bytes of all groups from host to host in one call\n{table}")
 }
 
 fn phases_table(phases: &[PhaseSummary]) -> String {

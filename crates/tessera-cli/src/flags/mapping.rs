@@ -12,6 +12,7 @@ use tessera::{
 };
 use tessera_base::Diagnostic;
 use tessera_estimate::{choose_media, usual_machine};
+use tessera_tools::launch::{assign_ranks, parse_host_count_or_list};
 
 use super::named_values;
 use crate::codes::{T0030, T0031};
@@ -27,16 +28,19 @@ pub enum MappingUse {
     Searched,
     /// A field of the mapping that no search chooses
     Fixed,
+    /// The hosts of the ranks, which a search takes from its cluster
+    Hosts,
     /// A setting of the model instead of the mapping
     OfModel,
 }
 
 impl MappingUse {
     /// All uses: every flag of the set.
-    pub const ALL: [MappingUse; 4] =
-        [MappingUse::Mesh, MappingUse::Searched, MappingUse::Fixed, MappingUse::OfModel];
+    pub const ALL: [MappingUse; 5] =
+        [MappingUse::Mesh, MappingUse::Searched, MappingUse::Fixed, MappingUse::Hosts, MappingUse::OfModel];
     /// The uses that language models do not have; their mapping is searched for the mesh alone.
-    pub const OF_STREAMS: [MappingUse; 3] = [MappingUse::Searched, MappingUse::Fixed, MappingUse::OfModel];
+    pub const OF_STREAMS: [MappingUse; 4] =
+        [MappingUse::Searched, MappingUse::Fixed, MappingUse::Hosts, MappingUse::OfModel];
 }
 
 /// Declares [`MappingArgs`]. A flag of a mapping's field has the name of the field.
@@ -65,6 +69,7 @@ macro_rules! mapping_flags {
         }
     };
     (@set Mesh, $flag:expr, $field:expr, $uses:ident) => {};
+    (@set Hosts, $flag:expr, $field:expr, $uses:ident) => {};
     (@set OfModel, $flag:expr, $field:expr, $uses:ident) => {};
     (@set $use:ident, $flag:expr, $field:expr, $uses:ident) => {
         if $uses.contains(&MappingUse::$use) {
@@ -130,6 +135,16 @@ mapping_flags! {
     /// Transport of collectives between GPUs [default: best]
     #[arg(long, value_parser = named_values(TRANSPORTS))]
     transport: Transport,
+
+    [Hosts]
+    /// Hosts of the ranks: a number of equal hosts, or a list with the ranks of each, such as a:4,b:4
+    /// [default: the plan states none]
+    ///
+    /// The plan then states which ranks share a host and the path of each group, and the verifier, the
+    /// launch and the run check it. Names stand for any host. Ranks outside of the mesh are on the first
+    /// host.
+    #[arg(long, value_name = "N|HOST:N,...")]
+    hosts: String,
 
     [Searched]
     /// Split the rows (tokens) of a block into N row chunks, so that the all-reduce of one overlaps
@@ -387,6 +402,19 @@ impl MappingArgs {
         self.set_fields(mapping, uses);
     }
 
+    /// Divides the ranks of a mapping among the hosts of the command line, if it names any.
+    ///
+    /// # Errors
+    /// T0065 or T0066.
+    pub fn apply_hosts(&self, mapping: &mut Mapping) -> Result<(), CliError> {
+        let Some(hosts) = &self.hosts else { return Ok(()) };
+        let world = mapping.world_mesh().map_err(|d| CliError::usage(*d))?;
+        let divided = parse_host_count_or_list(hosts).and_then(|hosts| assign_ranks(&hosts, &world));
+        mapping.hosts = divided.map_err(CliError::usage)?.iter().map(|host| host.count).collect();
+        mapping.host_domains.clear();
+        Ok(())
+    }
+
     /// Returns the settings that replace the model's own.
     ///
     /// # Errors
@@ -431,6 +459,7 @@ impl MappingArgs {
         };
         mapping.mesh = mesh.unwrap_or(mapping.mesh);
         self.set_fields(&mut mapping, &[MappingUse::Searched, MappingUse::Fixed]);
+        self.apply_hosts(&mut mapping)?;
         let model = Model::open(model_dir, &overrides)?;
         let decision = match mapping.check_consistency().is_empty() {
             true => choose_media(&model, &mapping, &usual_machine(&mapping, on_gpus)?)?,

@@ -11,8 +11,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tessera_device::{
-    AbortFn, CommRoute, Fault, JoinedCommunicator, MeshRank, Observer, as_matrix, collective_signature,
-    exchanged_shape, shard_ranges,
+    AbortFn, CommRoute, Fault, JoinedCommunicator, MeshRank, Observer, UsedTransport, as_matrix,
+    collective_signature, exchanged_shape, shard_ranges,
 };
 use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, OpView, Program, Type, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout};
@@ -120,6 +120,11 @@ impl CommGroups {
         let describe = |e: &RoutedGroup| JoinedCommunicator {
             route: e.route,
             shared: e.id_digest.as_ref().map(|id| format!("NCCL id {id}")),
+            transport: match e.group.p2p_failure() {
+                Some(why) => UsedTransport::Nccl(why.to_string()),
+                None if e.group.uses_nccl() => UsedTransport::Nccl("a program requests NCCL".to_string()),
+                None => UsedTransport::PeerMemory,
+            },
         };
         self.routed_groups.iter().map(describe).collect()
     }

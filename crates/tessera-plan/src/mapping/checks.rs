@@ -82,10 +82,33 @@ impl Mapping {
         ds.extend(self.check_expert_table());
         ds.extend(self.check_expert_copies());
         ds.extend(self.check_router());
+        ds.extend(self.check_hosts());
         if let Err(d) = self.rank_map() {
             ds.push(*d);
         }
         ds
+    }
+
+    /// Checks that the hosts hold every rank of the world, and that each has a switch domain or none.
+    fn check_hosts(&self) -> Option<Diagnostic> {
+        let (hosts, domains) = (self.hosts.len(), self.host_domains.len());
+        let sum: u64 = self.hosts.iter().map(|n| u64::from(*n)).sum();
+        let world = self.world_mesh().ok()?.world_size();
+        let message = if hosts == 0 && domains > 0 {
+            "hosts.domains without hosts.ranks".to_string()
+        } else if domains > 0 && domains != hosts {
+            format!("{domains} switch domains for {hosts} hosts")
+        } else if hosts > 0 && sum != u64::from(world) {
+            format!("the hosts hold {sum} ranks and the mapping has {world}")
+        } else {
+            return None;
+        };
+        Some(
+            Diagnostic::error(&T0605, message)
+                .with_label("hosts.ranks", format!("{:?}", self.hosts))
+                .with_label("mesh", self.mesh.to_string())
+                .with_hint("list the ranks of each host, such as ranks = [4, 4], or remove [hosts]"),
+        )
     }
 
     /// Returns every reason why this mapping does not fit a model, with the legal alternatives.

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use super::{Leader, LeaderStage, RecordEntry};
-use crate::codes::T0754;
+use crate::codes::{T0754, T0777};
 use crate::drift::find_shard_mismatch;
-use crate::parity::{ParityDifference, compare_tables, identity_keys};
+use crate::parity::{ParityDifference, compare_tables, identity_keys, reported_hosts};
 use crate::tripwire::CheckSite;
 use crate::wire::{HelloAck, ShardFingerprint};
 use crate::{Failure, FailureClass, Parity};
@@ -71,9 +71,34 @@ impl Leader {
                 Failure::new(FailureClass::Parity, rank, first.code, text).with_site(CheckSite::Init);
             return self.fail_run(failure);
         }
+        // A leader outside of the mesh is a rank of the plan too.
+        tables.entry(0).or_insert_with(|| self.own_parity());
+        if let Some(failure) = self.compare_hosts(&tables) {
+            return self.fail_run(failure);
+        }
         if self.shards_agree(&fingerprints, (FailureClass::Parity, CheckSite::Init)) {
             self.stage = LeaderStage::Running;
         }
+    }
+
+    /// Compares the hosts that the plan states with those that the ranks report. Ranks of one stated host
+    /// on several hosts would exchange data over a network that the plan excludes, so they end the run.
+    /// Ranks of several stated hosts on one are only noted: memory of one host is never slower, and this is
+    /// how a run over hosts is rehearsed.
+    fn compare_hosts(&mut self, tables: &BTreeMap<u32, Parity>) -> Option<Failure> {
+        let stated = self.config.hosts.clone()?;
+        let real = reported_hosts(tables);
+        if let Some((first, second, host)) = stated.find_merged(&real) {
+            self.add_entry(RecordEntry::Note(format!(
+                "the plan states {}, and hosts {first} and {second} are both {host}",
+                stated.describe()
+            )));
+        }
+        let misplaced = stated.find_misplaced(&real);
+        let first = misplaced.first().filter(|_| self.is_armed(&T0777))?;
+        let text: Vec<String> = misplaced.iter().map(ToString::to_string).collect();
+        let failure = Failure::new(FailureClass::Parity, Some(first.rank.0), &T0777, text.join("\n  "));
+        Some(failure.with_site(CheckSite::Init))
     }
 
     fn add_startup_entry(&mut self, rank: u32, settings: Parity) {

@@ -27,6 +27,7 @@ pub fn synthetic_config(
     tripwires: Tripwires,
 ) -> LeaderConfig {
     LeaderConfig {
+        hosts: None,
         output_groups: vec![ranks.clone()],
         ranks,
         plan: Digest::hash_bytes(b"the plan of a simulated run"),

@@ -160,6 +160,7 @@ pub fn leader_config(shape: LeaderPlacement, ranks: u32, regime: CacheRegime) ->
         plan: plan_digest(),
         session: SESSION,
         build: "test".into(),
+        hosts: None,
         output_groups: vec![(shape.first_compute_rank()..shape.first_compute_rank() + ranks).collect()],
         parity: test_parity(),
         programs: Arc::new(test_programs()),

@@ -3,10 +3,13 @@
 use std::collections::BTreeSet;
 
 use tessera::Mesh;
-use tessera::launchers::{expand_hosts, share_of_host};
+use tessera::launchers::{expand_hosts, share_of_host, split_outside_brackets};
 use tessera_base::Diagnostic;
 
 use crate::codes::{T0065, T0066};
+
+/// Most hosts that a number may state: more than a plan has ranks.
+const MAX_HOSTS: u32 = 65_536;
 
 /// A host, and how many ranks it takes if that was stated.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,10 +37,25 @@ pub struct HostRanks {
 /// T0065.
 pub fn parse_host_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
     let mut hosts = Vec::new();
-    for item in split_items(text) {
+    for item in split_outside_brackets(text).map_err(|why| unreadable("--hosts", text, &why))? {
+        let item = item.trim();
         hosts.extend(parse_item(item).map_err(|why| unreadable("--hosts", item, &why))?);
     }
     check_names(hosts)
+}
+
+/// Parses a number of hosts such as `2`, or a list of hosts.
+///
+/// # Errors
+/// T0065.
+pub fn parse_host_count_or_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
+    match text.trim().parse::<u32>() {
+        Ok(count) if (1..=MAX_HOSTS).contains(&count) => {
+            Ok((0..count).map(|number| HostSlots { name: format!("host {number}"), slots: None }).collect())
+        }
+        Ok(_) => Err(unreadable("--hosts", text, &format!("there may be 1 to {MAX_HOSTS} hosts"))),
+        Err(_) => parse_host_list(text),
+    }
 }
 
 /// Parses a file with one host per line, as Open MPI (`node01 slots=4`) and MPICH (`node01:4`) read
@@ -110,17 +128,6 @@ pub fn assign_ranks(hosts: &[HostSlots], mesh: &Mesh) -> Result<Vec<HostRanks>, 
         .collect())
 }
 
-/// Splits at the commas outside of brackets.
-fn split_items(text: &str) -> Vec<&str> {
-    let mut is_inside = false;
-    text.split(|c: char| {
-        is_inside = (is_inside || c == '[') && c != ']';
-        c == ',' && !is_inside
-    })
-    .map(str::trim)
-    .collect()
-}
-
 fn parse_item(item: &str) -> Result<Vec<HostSlots>, String> {
     // The colons of an IPv6 address stand in no list of hosts: its brackets would be ranges.
     let (names, slots) = match item.rsplit_once(':') {
@@ -164,6 +171,11 @@ mod tests {
             "# rack 3\nn1 slots=4 max_slots=4\nn2:4  # as MPICH writes it\n\nn4 slots=4\nspare slots=1\n";
         assert_eq!(parse_host_file("hosts", file).unwrap(), list);
         assert_eq!(slots(&parse_host_list("a,b").unwrap()), [("a", None), ("b", None)]);
+        assert_eq!(parse_host_count_or_list("a:2,b:1").unwrap(), parse_host_list("a:2,b:1").unwrap());
+        assert_eq!(parse_host_count_or_list(" 3").unwrap().len(), 3);
+        for wrong in ["0", "65537", "-1:x"] {
+            assert_eq!(parse_host_count_or_list(wrong).unwrap_err().code, &T0065, "{wrong}");
+        }
     }
 
     #[test]

@@ -47,7 +47,7 @@ impl LocalHost {
         LocalHost {
             name: host_name(),
             gpus,
-            nodes: read_nodes(&parse_core_list(allowed.unwrap_or_default())),
+            nodes: read_nodes(&parse_core_list(allowed.unwrap_or_default()).unwrap_or_default()),
             network: default_route_device(&text("/proc/net/route")),
         }
     }
@@ -88,23 +88,28 @@ fn read_nodes(allowed: &[u32]) -> Vec<NumaNode> {
     let online = read_to_string("/sys/devices/system/node/online").unwrap_or_default();
     let cores_of = |number: u32| {
         let path = format!("/sys/devices/system/node/node{number}/cpulist");
-        let mut cores = parse_core_list(&read_to_string(path).unwrap_or_default());
+        let mut cores = parse_core_list(&read_to_string(path).unwrap_or_default()).unwrap_or_default();
         cores.retain(|core| allowed.contains(core));
         NumaNode { number, cores }
     };
-    let nodes: Vec<NumaNode> =
-        parse_core_list(&online).into_iter().map(cores_of).filter(|n| !n.cores.is_empty()).collect();
+    let online = parse_core_list(&online).unwrap_or_default();
+    let nodes: Vec<NumaNode> = online.into_iter().map(cores_of).filter(|n| !n.cores.is_empty()).collect();
     // A kernel without NUMA lists no nodes.
     if nodes.is_empty() { vec![NumaNode { number: 0, cores: allowed.to_vec() }] } else { nodes }
 }
 
-/// Parses a list of the kernel such as `0-3,8`.
-fn parse_core_list(text: &str) -> Vec<u32> {
-    let ranges = text.trim().split(',').filter_map(|range| {
+/// Parses a list of the kernel such as `0-3,8`, which may be empty; `None` for a text that is no list.
+pub(super) fn parse_core_list(text: &str) -> Option<Vec<u32>> {
+    let mut cores = Vec::new();
+    for range in text.trim().split(',').filter(|_| !text.trim().is_empty()) {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        Some(first.trim().parse::<u32>().ok()?..=last.trim().parse::<u32>().ok()?)
-    });
-    ranges.flatten().collect()
+        let (first, last) = (first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?);
+        if first > last {
+            return None;
+        }
+        cores.extend(first..=last);
+    }
+    Some(cores)
 }
 
 fn format_core_list(cores: &[u32]) -> String {
@@ -154,6 +159,15 @@ mod tests {
         assert_eq!(default_route_device("Iface Destination\neth1 000200C0\n").as_deref(), Some("eth1"));
         assert_eq!(default_route_device("Iface Destination\neth1 1\neth2 2\n"), None);
         assert_eq!(default_route_device(""), None);
+    }
+
+    #[test]
+    fn a_list_of_cores_is_read_whole_or_not_at_all() {
+        assert_eq!(parse_core_list(" 0-2,8\n"), Some(vec![0, 1, 2, 8]));
+        assert_eq!((parse_core_list("5"), parse_core_list("\n")), (Some(vec![5]), Some(Vec::new())));
+        for bad in [super::super::UNKNOWN, "0-", "3-1", "1,,2"] {
+            assert_eq!(parse_core_list(bad), None, "{bad}");
+        }
     }
 
     #[test]

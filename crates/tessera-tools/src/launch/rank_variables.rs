@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use tessera::stream_options::RunDevice;
 
+use super::local_host::parse_core_list;
 use super::{LaunchRequest, RankPlace, UNKNOWN};
 
 /// Where the value of a variable comes from.
@@ -65,7 +66,8 @@ pub(super) fn list_variables(
     if request.device != RunDevice::Cuda {
         return out;
     }
-    let threads = count_cores(&place.cores).map(|cores| cores.to_string());
+    let cores = parse_core_list(&place.cores).filter(|cores| !cores.is_empty());
+    let threads = cores.map(|cores| cores.len().to_string());
     hint("OMP_NUM_THREADS", threads, "threads of libraries in a process, as many as the rank has cores");
     hint("CUDA_DEVICE_ORDER", Some("PCI_BUS_ID".to_string()), "numbers GPUs in the order of their ports");
     hint("NCCL_NVLS_ENABLE", Some("0".to_string()), "sums in the switch depend on earlier allocations");
@@ -96,15 +98,6 @@ fn keep_own(
     RankVariable { name, value, source, reason }
 }
 
-/// Counts the cores of a list such as `0-2,8`; `None` for a text that is no list.
-fn count_cores(list: &str) -> Option<u32> {
-    let runs = list.split(',').map(|run| {
-        let (first, last) = run.split_once('-').unwrap_or((run, run));
-        Some(last.parse::<u32>().ok()?.checked_sub(first.parse().ok()?)? + 1)
-    });
-    runs.sum()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -122,10 +115,5 @@ mod tests {
             ("2", VariableSource::Set)
         );
         assert_eq!(of("B", None).source, VariableSource::Open);
-    }
-
-    #[test]
-    fn cores_of_a_list_are_counted() {
-        assert_eq!((count_cores("0-2,8"), count_cores("5"), count_cores(UNKNOWN)), (Some(4), Some(1), None));
     }
 }

@@ -98,6 +98,7 @@ pub fn bundle(programs: Vec<Program>) -> Bundle {
     Bundle {
         mesh,
         rank_map: RankMap::from_device_kind(&mesh, "cpu"),
+        hosts: None,
         roles: roles(&programs),
         phases: vec![phase(programs)],
         calls: vec![("chunk".into(), vec!["denoise".into()])],

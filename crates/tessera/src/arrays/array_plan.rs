@@ -6,7 +6,7 @@ use std::path::Path;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::T0806;
 use tessera_ir::Bundle;
-use tessera_plan::Mapping;
+use tessera_plan::{Mapping, state_hosts};
 use tessera_verify::{DeviceLimits, ProvedProperty, SealedPlan, seal};
 
 use super::array_program::{ArrayProgram, ArrayPrograms, PHASE_PREFIX};
@@ -72,6 +72,7 @@ impl ArrayPlan {
         check_calls(&bundle)?;
         add_phase_prefix(&mut bundle);
         bundle.mapping = sealed_text(mapping, &constants);
+        state_hosts(&mut bundle, mapping.host_map());
         let sealed = seal(bundle, &DeviceLimits::default())?;
         ArrayPlan::from_sealed(mapping.clone(), sealed, constants)
     }

@@ -32,12 +32,13 @@ pub(super) fn find_leader(
             .filter_map(|(name, missing)| missing.then_some(name))
             .collect();
     if !missing.is_empty() {
-        let set = match launcher {
-            Launcher::Torchrun | Launcher::Script => "RANK and WORLD_SIZE is set".to_string(),
+        let known = match launcher {
+            Launcher::Torchrun | Launcher::Script => "RANK and WORLD_SIZE are set".to_string(),
             other => format!("{} does not state the host of rank 0", other.name()),
         };
+        let are_not = if missing.len() > 1 { "are not set" } else { "is not set" };
         variables.reject(
-            Diagnostic::error(&T0034, format!("{set} and {} is not", missing.join(" and "))).with_hint(
+            Diagnostic::error(&T0034, format!("{known}, and {} {are_not}", missing.join(" and "))).with_hint(
                 "set MASTER_ADDR to the host name or address of the first process, the same on every \
                  process, and MASTER_PORT to a free port there; unset all of them to start all ranks on \
                  this host",

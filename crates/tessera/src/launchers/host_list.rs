@@ -41,7 +41,11 @@ fn check_count(hosts: usize) -> Result<(), String> {
     if hosts > MAX_HOSTS { Err(format!("more than {MAX_HOSTS} hosts")) } else { Ok(()) }
 }
 
-fn split_outside_brackets(text: &str) -> Result<Vec<&str>, String> {
+/// Splits a list at the commas outside of brackets.
+///
+/// # Errors
+/// Says in one clause what is wrong with the brackets.
+pub fn split_outside_brackets(text: &str) -> Result<Vec<&str>, String> {
     let (mut items, mut from, mut is_inside) = (Vec::new(), 0, false);
     for (at, c) in text.char_indices() {
         match (c, is_inside) {

@@ -41,6 +41,7 @@ use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes,
 use crate::parity::{ExecutorState, rank_parity};
 use crate::rank_config::RankSettings;
 use crate::run_settings::build_id;
+use crate::stated_transports::check_transports;
 use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
 use crate::transfer_log::{TransferLog, TransferPlace};
 use crate::wire_dump::{dump_path, dump_sent_messages};
@@ -242,6 +243,7 @@ impl<P: RankPlan> RankContext<P> {
             build: self.build.clone(),
             output_groups: self.plan.output_groups(),
             parity: self.adjust_parity(parity),
+            hosts: self.plan.sealed().hosts().map(|stated| stated.hosts.clone()),
             programs: Arc::clone(&self.program_index),
             session_spec: self.session_spec.clone(),
             limits: self.fault_injector.iter().fold(limits, |limits, hand| hand.leader_limits(limits)),
@@ -319,6 +321,13 @@ impl<P: RankPlan> RankContext<P> {
             });
             engine.arm_reload_guard(tripwires.is_armed(&T0737));
             let state = ExecutorState::from_engine(sealed, rank, &engine);
+            let transports = state.transports(sealed);
+            if let Some(flight) = &flight {
+                for transport in &transports {
+                    flight.append_line(monotonic_ns(), &transport.flight_entry());
+                }
+            }
+            check_transports(sealed, rank, &transports)?;
             let parity = rank_parity((sealed, plan.mapping()), &files, &delays, &state, peers);
             let modify = |p: &mut Program| drill.iter().for_each(|hand| hand.modify_probe(p));
             let begun_ns = monotonic_ns();

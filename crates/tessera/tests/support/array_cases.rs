@@ -32,6 +32,7 @@ pub fn bundle(text: &str) -> Bundle {
     Bundle {
         mesh,
         rank_map: RankMap::from_device_kind(&mesh, "cpu"),
+        hosts: None,
         roles: RoleRanks::assign_by_name(&mesh, &roles),
         phases: names.iter().map(phase).collect(),
         calls: names.iter().map(|name| (name.clone(), vec![name.clone()])).collect(),

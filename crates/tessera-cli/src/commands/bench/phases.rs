@@ -66,6 +66,7 @@ pub fn run(args: &PhasesArgs, program: &str) -> CliResult {
     if let Some(mesh) = &args.mapping.mesh {
         mapping.mesh = parse_mesh(mesh).map_err(CliError::usage)?;
     }
+    args.mapping.apply_hosts(&mut mapping)?;
     let config = PhaseBenchConfig {
         model: args.model.clone(),
         overrides: args.mapping.parse_overrides().map_err(CliError::usage)?,

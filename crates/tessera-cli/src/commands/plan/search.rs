@@ -87,6 +87,7 @@ fn search_for_video(
     format: OutputFormat,
 ) -> CliResult {
     reject_given("a video model", args.given_flags(&[AppliesTo::LanguageModels]))?;
+    reject_given("a mapping search, whose cluster has hosts", planning.given_flags(&[MappingUse::Hosts]))?;
     let max_devices = Some(MAX_VIDEO_DEVICES);
     if args.devices > max_devices {
         return Err(usage_error(

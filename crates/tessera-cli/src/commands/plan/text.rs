@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::json;
 use tessera::Mapping;
 use tessera::generate::{LanguagePlan, LanguageSettings, TextModel, TokenOutput};
+use tessera::group_traffic::{GroupPathSummary, summarize_group_paths};
 use tessera::opened_run::EstimateComparison;
 use tessera_base::{Bytes, Diagnostic, Nanoseconds};
 use tessera_estimate::usual_machine;
@@ -43,6 +44,7 @@ pub fn run(args: &Args, folder: &Path) -> CliResult {
         mapping.mesh = parse_mesh(mesh).map_err(CliError::usage)?;
     }
     args.mapping_args.apply_options(&mut mapping, &[MappingUse::Fixed]);
+    args.mapping_args.apply_hosts(&mut mapping)?;
     let positions = args.positions.unwrap_or(DEFAULT_POSITIONS.min(model.decoder.max_positions));
     let settings = LanguageSettings {
         sequences: args.sequences.unwrap_or(1),
@@ -81,9 +83,16 @@ fn to_json(plan: &LanguagePlan, estimate: &EstimateComparison) -> serde_json::Va
         "mesh": plan.sealed.mesh().to_string(),
         "dtype": plan.mapping.dtype.name(),
         "ranks": ranks.collect::<Vec<_>>(),
+        "groups": list_groups(plan),
         "ids_per_second": ids_per_second(estimate),
         "estimate": estimate,
     })
+}
+
+/// Returns the groups with their paths, and the bytes of a call that decodes.
+fn list_groups(plan: &LanguagePlan) -> Vec<GroupPathSummary> {
+    let decoding = plan.sealed.calls().last().map_or(&[][..], |(_, phases)| phases);
+    summarize_group_paths(&plan.sealed, decoding)
 }
 
 fn render(args: &Args, folder: &Path, plan: &LanguagePlan, estimate: &EstimateComparison) -> String {
@@ -110,8 +119,10 @@ fn render(args: &Args, folder: &Path, plan: &LanguagePlan, estimate: &EstimateCo
     }
     facts.extend(ids_per_second(estimate).map(|rate| ("decoding", format!("{rate:.1} ids/s"))));
     facts.push(("estimated on", estimate.machine.clone()));
+    facts.extend(plan.sealed.hosts().map(|stated| ("hosts", stated.hosts.describe())));
     facts.push(("digest", plan.sealed.digest_hex()));
     let mut out = format!("plan of {}, verified\n{}", folder.display(), format_pairs(facts));
+    out += &super::groups_table(&list_groups(plan));
     out += "\nmemory of each rank\n";
     let mut rows = vec![["rank", "weights", "KV caches", "inputs", "temporaries", "total"].map(String::from)];
     rows.extend(plan.rank_bytes().into_iter().take(super::MAX_RANKS_SHOWN).enumerate().map(

@@ -4,8 +4,6 @@ use std::collections::BTreeSet;
 
 use tessera_base::named_enum;
 
-use tessera_mesh::{Cluster, Rank};
-
 named_enum! {
     /// The path of a group's data between its members.
     pub enum GroupPath {
@@ -40,36 +38,30 @@ impl GroupPath {
     pub fn leaves_host(self) -> bool {
         self != GroupPath::PeerMemory
     }
-}
 
-/// Returns the path between these ranks, which run on the devices of the cluster in order.
-#[must_use]
-pub fn group_path(cluster: &Cluster, members: &[Rank]) -> GroupPath {
-    let place = |rank: &Rank| {
-        let at = cluster.place_rank(*rank);
-        (at.rack * cluster.hosts_per_rack + at.host, at.domain)
-    };
-    GroupPath::from_places(&members.iter().map(place).collect::<Vec<_>>())
+    /// Returns the transport of such a group between GPUs. No backend combines peer memory within a
+    /// host with NCCL between hosts, so NCCL carries all data of a hierarchical group.
+    #[must_use]
+    pub fn gpu_transport(self) -> &'static str {
+        match self {
+            GroupPath::PeerMemory => "peer memory",
+            GroupPath::Domain | GroupPath::Network => "NCCL",
+            GroupPath::Hierarchical => "NCCL for the whole group",
+        }
+    }
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
-    use tessera_mesh::catalog;
-
     use super::*;
 
     #[test]
     fn a_path_follows_from_hosts_and_domains() {
-        let rack = catalog::get("gb200-nvl72").unwrap().with_racks(2);
-        let path = |ranks: &[u32]| group_path(&rack, &ranks.iter().copied().map(Rank).collect::<Vec<_>>());
-        assert_eq!(path(&[0, 3]), GroupPath::PeerMemory);
-        assert_eq!(path(&[3, 4, 71]), GroupPath::Domain);
-        assert_eq!(path(&[5, 77]), GroupPath::Network);
-        assert_eq!(path(&[4, 5, 77]), GroupPath::Hierarchical);
         let hgx = [(0, 0), (0, 0), (1, 1)];
         assert_eq!(GroupPath::from_places(&hgx), GroupPath::Hierarchical);
         assert_eq!(GroupPath::from_places(&hgx[1..]), GroupPath::Network);
-        assert!(!GroupPath::from_places(&[]).leaves_host() && path(&[0, 4]).leaves_host());
+        assert_eq!(GroupPath::from_places(&hgx[..2]), GroupPath::PeerMemory);
+        assert_eq!(GroupPath::from_places(&[(0, 0), (1, 0), (1, 0)]), GroupPath::Domain);
+        assert!(!GroupPath::from_places(&[]).leaves_host());
     }
 }
