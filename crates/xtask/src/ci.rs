@@ -20,7 +20,7 @@ pub(crate) fn run_all(root: &Path) -> Result<()> {
     let tested =
         run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &kernel_variables(folders.as_deref()));
     // A developer sees the failures of all three.
-    let page = page::check_page(root);
+    let page = page::check_built_page(root);
     python::check_package(root).and(page).and(tested)
 }
 

@@ -29,17 +29,31 @@ const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 ///
 /// What needs Node.js or the registry is skipped with a line that says so, unless TESSERA_REQUIRE_PAGE is 1.
 pub(crate) fn check_page(root: &Path) -> Result<()> {
-    check_page_with(root, &[])
+    check_page_with(root, &TestedProgram::Build(&[]))
+}
+
+/// As [`check_page`], with the program that the tests of the workspace have built. A build of its package alone uses other
+/// features of some libraries, and so compiles half of the workspace again.
+pub(crate) fn check_built_page(root: &Path) -> Result<()> {
+    check_page_with(root, &TestedProgram::IsBuilt)
 }
 
 /// Tests the format `mp4` of `tessera serve`, whose encoder needs a C++ compiler, in Rust and in a browser.
 pub(crate) fn check_mp4(root: &Path) -> Result<()> {
     const FEATURE: [&str; 2] = ["--features", "h264"];
     run(Command::new("cargo").args(["test", "--package", "tessera-serve"]).args(FEATURE).current_dir(root))?;
-    check_page_with(root, &FEATURE)
+    check_page_with(root, &TestedProgram::Build(&FEATURE))
 }
 
-fn check_page_with(root: &Path, features: &[&str]) -> Result<()> {
+/// Where the program comes from whose page is tested.
+enum TestedProgram<'a> {
+    /// It is built first, with these arguments.
+    Build(&'a [&'a str]),
+    /// It is there.
+    IsBuilt,
+}
+
+fn check_page_with(root: &Path, program: &TestedProgram<'_>) -> Result<()> {
     let folder = copy_tests(root)?;
     if let Err(why) = run(Command::new("node").arg("--version")) {
         return skip("the page is not tested", &why);
@@ -48,7 +62,7 @@ fn check_page_with(root: &Path, features: &[&str]) -> Result<()> {
         .args(["--test", "--test-reporter=spec", "play_out.test.mjs"])
         .current_dir(&folder))?;
     match install_tools(&folder) {
-        Ok(()) => run_tests(root, &folder, features),
+        Ok(()) => run_tests(root, &folder, program),
         Err(why) => skip("the page is not tested in a browser", &why),
     }
 }
@@ -83,8 +97,15 @@ fn skip(what: &str, why: &anyhow::Error) -> Result<()> {
     Ok(())
 }
 
-fn run_tests(root: &Path, folder: &Path, features: &[&str]) -> Result<()> {
-    run(Command::new("cargo").args(["build", "--package", "tessera-cli"]).args(features).current_dir(root))?;
+fn run_tests(root: &Path, folder: &Path, program: &TestedProgram<'_>) -> Result<()> {
+    let features = match program {
+        TestedProgram::Build(features) => *features,
+        TestedProgram::IsBuilt => &[],
+    };
+    if matches!(program, TestedProgram::Build(_)) {
+        let build = ["build", "--package", "tessera-cli"];
+        run(Command::new("cargo").args(build).args(features).current_dir(root))?;
+    }
     let mut node = Command::new("node");
     node.args(["--test", "--test-reporter=spec", "page.test.mjs"])
         .current_dir(folder)

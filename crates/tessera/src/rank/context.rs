@@ -313,13 +313,7 @@ impl<P: RankPlan> RankContext<P> {
             engine.set_call_arrays(call_arrays);
             let reported = transfers.filter(|_| has_expert_tiers(sealed, rank));
             engine.set_transfer_log(reported.map(|place| TransferLog::open(&place, rank)).transpose()?);
-            let is_guarded = drill.as_ref().is_none_or(FaultInjector::arms_collective_guard);
-            engine.arm_guards(ArmedGuards {
-                collectives: is_guarded && tripwires.is_armed(&T0751),
-                captures: tripwires.is_armed(&T0785),
-                halos: tripwires.is_armed(&T0773),
-            });
-            engine.arm_reload_guard(tripwires.is_armed(&T0737));
+            arm_guards(&mut engine, drill.as_ref(), &tripwires);
             let state = ExecutorState::from_engine(sealed, rank, &engine);
             let transports = state.transports(sealed);
             if let Some(flight) = &flight {
@@ -347,6 +341,17 @@ impl<P: RankPlan> RankContext<P> {
             Ok((engine, parity))
         })
     }
+}
+
+/// Arms the guards of an engine, except those that a drill disarms.
+fn arm_guards(engine: &mut MeshEngine, drill: Option<&FaultInjector>, tripwires: &Tripwires) {
+    let is_guarded = drill.is_none_or(FaultInjector::arms_collective_guard);
+    engine.arm_guards(ArmedGuards {
+        collectives: is_guarded && tripwires.is_armed(&T0751),
+        captures: tripwires.is_armed(&T0785),
+        halos: tripwires.is_armed(&T0773),
+    });
+    engine.arm_reload_guard(tripwires.is_armed(&T0737));
 }
 
 /// Decides how long the backend of a rank on a GPU lives. Dropping that of a process would wait for peers and for
