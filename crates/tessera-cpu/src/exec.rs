@@ -28,7 +28,7 @@ use tessera_device::{
     FingerprintHasher, JoinedCommunicator, LoadedProgram, MemoryUse, MeshRank, Observer, ProgramHandle,
     T0801, WeightSource,
 };
-use tessera_ir::{CapturedGraph, Op, OpView, Program, Slots, ValueId, WeightLoad};
+use tessera_ir::{CapturedGraph, ExpertTier, Op, OpView, Program, Slots, ValueId, WeightLoad};
 use xxhash_rust::xxh3::xxh3_64;
 
 pub use collective_ops::contribution_bytes;
@@ -100,6 +100,8 @@ struct WeightKey {
     ty: String,
     load: Option<WeightLoad>,
     form: WeightForm,
+    /// Tiers in which its experts lie: a pool is read by programs that state it.
+    tier: Option<ExpertTier>,
 }
 
 /// The form of a shard in memory, which decides who can read it.

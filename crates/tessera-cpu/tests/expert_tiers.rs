@@ -72,6 +72,14 @@ impl Observer for Nothing {
 
 /// Loads two layers of two weights each, of which `resident` experts lie in fast memory if any.
 fn load(resident: Option<u64>, dtype: &str, source: &mut Source) -> (CpuBackend, ProgramHandle) {
+    let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
+    let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+    let loaded = load_into(&mut cpu, resident, dtype, source);
+    (cpu, loaded)
+}
+
+/// Loads the two layers into a backend that may have loaded others.
+fn load_into(cpu: &mut CpuBackend, resident: Option<u64>, dtype: &str, source: &mut Source) -> ProgramHandle {
     let weight = |name: &str, layer: usize| {
         let tier = resident.map_or(String::new(), |resident| {
             format!("{{tier_layer = {layer}, tier_policy = \"lru_hotness\", tier_resident = {resident}, tier_window = 1}} ")
@@ -93,13 +101,10 @@ fn load(resident: Option<u64>, dtype: &str, source: &mut Source) -> (CpuBackend,
         weight("gg", 1),
         weight("uup", 1)
     );
-    let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
-    let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
     let p = parse_all(&text, "test").unwrap_or_else(|e| panic!("{e:?}")).remove(0);
     let slot_bytes = p.values.iter().map(|v| v.ty.byte_size().0).collect();
     let value_slots = (0..p.values.len() as u32).map(Some).collect();
-    let loaded = cpu.load(&Arc::new(p), &Slots { slot_bytes, value_slots }, source).unwrap();
-    (cpu, loaded)
+    cpu.load(&Arc::new(p), &Slots { slot_bytes, value_slots }, source).unwrap()
 }
 
 /// Runs a call in which each expert has so many rows, and returns the bits of all outputs.
@@ -143,6 +148,20 @@ fn bits_and_fingerprints_are_those_of_one_tier() {
             }
         }
     }
+}
+
+#[test]
+fn programs_with_and_without_tiers_share_no_weight() {
+    let mut whole = load(None, "f32", &mut Source::default());
+    let expected = run(&mut whole, CALLS[0]).unwrap();
+    let (mut cpu, plain) = whole;
+    let tiered = load_into(&mut cpu, Some(2), "f32", &mut Source::default());
+    let mut both = (cpu, tiered);
+    assert_eq!(run(&mut both, CALLS[0]).unwrap(), expected);
+    assert_eq!(both.0.take_expert_report().layers.len(), 2, "the experts of both layers were fetched");
+    both.1 = plain;
+    assert_eq!(run(&mut both, CALLS[0]).unwrap(), expected);
+    assert_eq!(both.0.take_expert_report().layers, []);
 }
 
 #[test]

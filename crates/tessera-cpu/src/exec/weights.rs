@@ -75,7 +75,8 @@ impl CpuBackend {
             () if may_be_bf16 && only_feeds(&[Opcode::Embed]) => WeightForm::Table,
             () => WeightForm::Plain,
         };
-        let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, form, name };
+        let tier = op.expert_tier();
+        let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, form, tier, name };
         // Every kernel can use a plain weight; in the opposite case the weight is loaded a second time.
         for found in [form, WeightForm::Plain] {
             key.form = found;
@@ -84,7 +85,7 @@ impl CpuBackend {
             }
         }
         key.form = form;
-        if let Some(tier) = op.expert_tier() {
+        if let Some(tier) = tier {
             return self.load_tiered_weight((p, &key.name), (tier, ty), source).inspect(|index| {
                 self.weight_index.insert(key, *index);
             });
