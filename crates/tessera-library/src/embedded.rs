@@ -48,6 +48,7 @@ pub(crate) const PAGES: &[(&str, &str)] = &[
     ("docs/design/0028-array-programs.md", include_str!("../../../docs/design/0028-array-programs.md")),
     ("docs/design/0029-expert-tiers.md", include_str!("../../../docs/design/0029-expert-tiers.md")),
     ("docs/design/0030-serving.md", include_str!("../../../docs/design/0030-serving.md")),
+    ("docs/design/0031-hosts-in-a-plan.md", include_str!("../../../docs/design/0031-hosts-in-a-plan.md")),
     ("docs/glossary.md", include_str!("../../../docs/glossary.md")),
     ("docs/guides/add-a-backend.md", include_str!("../../../docs/guides/add-a-backend.md")),
     ("docs/guides/add-a-drill.md", include_str!("../../../docs/guides/add-a-drill.md")),
