@@ -35,12 +35,13 @@ fn list_communicators(bundle: &Bundle) -> BTreeSet<Communicator> {
 }
 
 impl Mapping {
-    /// States the hosts of a cluster, which the ranks fill in cabling order. A mapping whose ranks fit on
-    /// one host states none.
+    /// States the hosts of a cluster, which the ranks of the mesh fill in cabling order. Ranks outside of the
+    /// mesh, which need no device, are on the first host besides, as launchers place them. A mapping whose
+    /// ranks fit on one host states none.
     #[must_use]
     pub fn on_cluster(self, cluster: &Cluster) -> Mapping {
         let Ok(world) = self.world_mesh() else { return self };
-        let map = HostMap::from_cluster(cluster, world.world_size());
+        let map = HostMap::from_cluster(cluster, world.mesh_size());
         if map.hosts.len() < 2 {
             return self;
         }
@@ -49,7 +50,12 @@ impl Mapping {
         let own = |host: &PlanHost| numbers.iter().position(|d| *d == host.domain).map_or(0, |at| at as u32);
         let has_switch = numbers.len() < map.hosts.len();
         Mapping {
-            hosts: map.hosts.iter().map(|h| h.ranks.len() as u32).collect(),
+            hosts: (0..)
+                .zip(&map.hosts)
+                .map(|(number, host)| {
+                    host.ranks.len() as u32 + if number == 0 { world.outside_count() } else { 0 }
+                })
+                .collect(),
             host_domains: if has_switch { map.hosts.iter().map(own).collect() } else { Vec::new() },
             ..self
         }
@@ -68,6 +74,7 @@ mod tests {
     use tessera_mesh::{GroupPath, Rank, catalog};
 
     use super::*;
+    use crate::Topology;
 
     #[test]
     fn a_mapping_takes_the_hosts_of_a_cluster_if_its_ranks_fill_several() {
@@ -76,6 +83,8 @@ mod tests {
         assert_eq!(mapping("tp=8").on_cluster(&hgx), mapping("tp=8"));
         let two = mapping("tp=8,pp=2").on_cluster(&hgx);
         assert_eq!((&two.hosts[..], two.host_domains.len()), (&[8, 8][..], 0));
+        let outside = Mapping { topology: Topology::Pp1, ..mapping("tp=8,pp=2") }.on_cluster(&hgx);
+        assert_eq!(outside.hosts, [9, 8]);
         let rack = catalog::get("gb200-nvl72").unwrap();
         let switched = mapping("tp=2,pp=3").on_cluster(&rack);
         assert_eq!((&switched.hosts[..], &switched.host_domains[..]), (&[4, 2][..], &[0, 0][..]));

@@ -315,13 +315,7 @@ impl<P: RankPlan> RankContext<P> {
             engine.set_transfer_log(reported.map(|place| TransferLog::open(&place, rank)).transpose()?);
             arm_guards(&mut engine, drill.as_ref(), &tripwires);
             let state = ExecutorState::from_engine(sealed, rank, &engine);
-            let transports = state.transports(sealed);
-            if let Some(flight) = &flight {
-                for transport in &transports {
-                    flight.append_line(monotonic_ns(), &transport.flight_entry());
-                }
-            }
-            check_transports(sealed, rank, &transports)?;
+            record_transports(sealed, rank, &state, flight.as_deref())?;
             let parity = rank_parity((sealed, plan.mapping()), &files, &delays, &state, peers);
             let modify = |p: &mut Program| drill.iter().for_each(|hand| hand.modify_probe(p));
             let begun_ns = monotonic_ns();
@@ -365,6 +359,23 @@ fn keep_gpu_backend(mut cuda: CudaBackend, call_arrays: Option<&Arc<GpuCallArray
             EngineBackend::Owned(Box::new(cuda))
         }
     }
+}
+
+/// Writes the transports of a rank into its flight record, and then checks them.
+///
+/// # Errors
+/// T0069.
+fn record_transports(
+    plan: &SealedPlan,
+    rank: Rank,
+    state: &ExecutorState,
+    flight: Option<&FlightRecord>,
+) -> Result<(), Diagnostic> {
+    let transports = state.transports(plan);
+    for (flight, transport) in flight.iter().flat_map(|f| transports.iter().map(move |t| (f, t))) {
+        flight.append_line(monotonic_ns(), &transport.flight_entry());
+    }
+    check_transports(plan, rank, &transports)
 }
 
 /// Returns whether experts of a rank lie in two tiers of memory.
