@@ -129,6 +129,20 @@ test("markup in a prompt stays text", async () => {
   assert.deepEqual(page.problems, []);
 });
 
+test("another list of denoise steps shows in the phases", async () => {
+  const page = await openPage();
+  const steps = (count) => page.waitForFunction((text) => document.getElementById("phases").textContent.includes(text), PATIENCE, `denoise × ${count}`);
+  await steps(4);
+  await page.select("#steps", "fast");
+  await steps(2);
+  await page.select("#steps", "default");
+  await steps(4);
+  // The server was started without LoRAs, and the demo keeps its context, so that there is no bias.
+  assert.equal(await page.$eval("#lora", (e) => e.parentElement.hidden), true);
+  assert.equal(await page.$eval("#bias", (e) => e.parentElement.hidden), true);
+  assert.deepEqual(page.problems, []);
+});
+
 test("the stream pauses and resumes by keyboard", async () => {
   const page = await openPage();
   await page.click("h2");
