@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -86,15 +85,10 @@ def test_a_seed_and_a_cut_take_effect(tmp_path: Path) -> None:
 
 
 def test_steps_and_weights_take_effect(tmp_path: Path) -> None:
-    lists = 'prediction = "x0"\n[schedule.lists]\nhalf = [1000, 500]'
-    text = (DEMO / "stream.toml").read_text().replace('prediction = "x0"', lists)
-    model = tmp_path / "demo"
-    shutil.copytree(DEMO, model)
-    (model / "stream.toml").write_text(text)
-    with rt.stream(model, prompt=FIRST, chunks=16, out=tmp_path / "run") as stream:
+    with rt.stream(DEMO, prompt=FIRST, chunks=16, out=tmp_path / "run") as stream:
         next(stream)
-        changes = [stream.choose_steps("half"), stream.set_lora(None)]
-        with pytest.raises(TesseraError, match="default, half"):
+        changes = [stream.choose_steps("fast"), stream.set_lora(None)]
+        with pytest.raises(TesseraError, match="default, fast"):
             stream.choose_steps("quarter")
         with pytest.raises(TesseraError, match="--cache recompute"):
             stream.set_bias(0.5)
@@ -105,7 +99,7 @@ def test_steps_and_weights_take_effect(tmp_path: Path) -> None:
         steps, weights = (stream.chunk_of(change) for change in changes)
     lines = [json.loads(line) for line in (tmp_path / "run/record.jsonl").read_text().splitlines()]
     chunks = [line for line in lines if "latents_digest" in line]
-    assert [line.get("step_list") for line in chunks].index("half") == steps
+    assert [line.get("step_list") for line in chunks].index("fast") == steps
     assert [line["cut"] for line in chunks].index(True) == weights
 
 

@@ -152,14 +152,9 @@ fn changes_that_arrive_equal_scheduled_ones_bit_for_bit() {
     assert_eq!(changed, Some(prompt.min(seed).min(cut) as usize));
 }
 
-/// Opens the demo with a list of two steps beside its own four, in the recompute regime, whose context has a bias.
-fn demo_with_lists(dir: &Path) -> (Arc<Plan>, Model) {
-    let text = std::fs::read_to_string(models("demo").join("stream.toml")).unwrap();
-    let text =
-        text.replace("prediction = \"x0\"", "prediction = \"x0\"\n[schedule.lists]\nfast = [1000, 500]");
-    let file = dir.join("stream.toml");
-    std::fs::write(&file, text).unwrap();
-    let overrides = Overrides { stream_file: Some(file), recompute: Some(true), ..Overrides::default() };
+/// Opens the demo in the recompute regime, whose context has a bias.
+fn recomputing_demo() -> (Arc<Plan>, Model) {
+    let overrides = Overrides { recompute: Some(true), ..Overrides::default() };
     let model = Model::open(&models("demo"), &overrides).unwrap();
     let mapping = Mapping { mesh: "tp=2".parse().unwrap(), ..Mapping::default() };
     (Arc::new(plan_model(&model.video, &model.name, "", &mapping).unwrap()), model)
@@ -179,7 +174,7 @@ fn golden(live: &LiveStream) -> String {
 fn step_lists_and_biases_that_change_equal_scheduled_ones_bit_for_bit() {
     const CHUNKS: u32 = 14;
     let dir = tempfile::tempdir().unwrap();
-    let planned = demo_with_lists(dir.path());
+    let planned = recomputing_demo();
     let calls: Vec<&String> = planned.0.sealed.calls().iter().map(|(name, _)| name).collect();
     assert!(calls.iter().any(|name| name.contains(".steps-fast")), "{calls:?}");
     let live = start_planned(&planned, options(CHUNKS), &dir.path().join("live"));

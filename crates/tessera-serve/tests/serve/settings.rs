@@ -9,13 +9,9 @@ use tessera_serve::{LoraChoice, ServeOptions, ServedStream};
 use crate::client::SocketClient;
 use crate::{TestServer, demo_folder, serve_model, test_options};
 
-/// The demo model with a list of two steps, a recomputed context and a LoRA.
+/// The demo model with a recomputed context and a LoRA.
 fn adjustable_stream(dir: &Path) -> ServedStream {
-    let text = std::fs::read_to_string(demo_folder().join("stream.toml")).unwrap();
-    let file = dir.join("stream.toml");
-    let lists = "prediction = \"x0\"\n[schedule.lists]\nfast = [1000, 500]";
-    std::fs::write(&file, text.replace("prediction = \"x0\"", lists)).unwrap();
-    let overrides = Overrides { stream_file: Some(file), recompute: Some(true), ..Overrides::default() };
+    let overrides = Overrides { recompute: Some(true), ..Overrides::default() };
     let model = Model::open(&demo_folder(), &overrides).unwrap();
     let path = dir.join("sketch.safetensors");
     write_lora(&path, model.video.wan.dim as usize);
