@@ -75,4 +75,9 @@ ranks take as much time as before, without the pauses.";
     T1616: "server has no LoRA of this name",
     "A client chooses among the LoRAs that the server was started with, by name, so that nobody names a file of the server. Start it with `--lora NAME=FILE`, and with `--lora NAME=FILE:STRENGTH` for the \
 strength that the publisher states; `hello` and `/api/v1/stream` list the names.";
+
+    T1617: "frame of the input video is not taken",
+    "A server with `--video-in` takes frames of the input video as binary messages of the client in control: a header of 16 bytes and raw RGB in the size of the stream. \
+The client may send as many frames as the `video_credits` messages that it has received add up to: those of two chunks, and then as many as the leader takes. A message that is no such frame, or that is beyond the \
+credits, is refused and leaves the stream as it is; one beyond the credits is discarded. docs/reference/stream-protocol.md describes the bytes.";
 }
