@@ -162,6 +162,7 @@ fn start_run(
     };
     if !server.set_control(live.control().clone()) {
         live.control().stop();
+        server.end_video();
     }
     if let Err(d) = feeder.start(run) {
         live.kill();
