@@ -10,7 +10,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, denoising_steps};
+use tessera_models::{PixelDecoder, StreamConfig, denoising_steps};
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 
 use crate::admitted_settings::AdmittedSettings;
@@ -311,17 +311,10 @@ fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
     let needs = denoising_steps(stream).first().is_some_and(|step| step.sigma < 1.0);
     match &options.video {
         Some(input) if stream.takes_video => {
-            let cuts = (1..options.chunks).filter(|c| {
-                let begins = |chunks: &[u32]| chunks.contains(c);
-                begins(&options.cuts_at)
-                    || begins(&options.flushes_at)
-                    || options.weights_at.iter().any(|(at, _)| at == c)
-            });
-            let scenes = 1 + cuts.count() as u64;
-            let later = u64::from(options.chunks).saturating_sub(scenes);
-            let needed = scenes * stream.first_chunk_frames() + later * stream.frames_per_chunk();
             let fits = || match &input.from {
-                VideoOrigin::Path(path) => VideoFile::check(path, &plan.video, needed, options.chunks),
+                VideoOrigin::Path(path) => {
+                    VideoFile::check(path, &plan.video, count_video_frames(stream, options), options.chunks)
+                }
                 VideoOrigin::Feed => Ok(()),
             };
             input.check_strength(&plan.video).and_then(|()| fits()).err()
@@ -336,6 +329,19 @@ fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
         ),
         None => None,
     }
+}
+
+/// Returns the number of frames that a stream takes from its input video.
+fn count_video_frames(stream: &StreamConfig, options: &StreamOptions) -> u64 {
+    let opens = |c: &u32| {
+        let begins = |chunks: &[u32]| chunks.contains(c);
+        begins(&options.cuts_at)
+            || begins(&options.flushes_at)
+            || options.weights_at.iter().any(|(at, _)| at == c)
+    };
+    let scenes = 1 + (1..options.chunks).filter(opens).count() as u64;
+    let later = u64::from(options.chunks).saturating_sub(scenes);
+    scenes * stream.first_chunk_frames() + later * stream.frames_per_chunk()
 }
 
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank

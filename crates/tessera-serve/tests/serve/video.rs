@@ -150,10 +150,10 @@ fn read_digests(run: &Path, chunks: usize) -> Vec<String> {
 }
 
 /// Generates chunks from a file with these frames, without a server, and returns their digests.
-fn stream_file(dir: &Path, rgb: &[u8], cuts_at: Vec<u32>, chunks: usize) -> Vec<String> {
+fn stream_file(dir: &Path, mesh: &str, rgb: &[u8], cuts_at: Vec<u32>, chunks: usize) -> Vec<String> {
     let (file, out) = (dir.join("video.rgb"), dir.join("expected"));
     std::fs::write(&file, rgb).unwrap();
-    let stream = video_stream(&dir.join("file"), VideoOrigin::Path(file), "tp=1");
+    let stream = video_stream(&dir.join("file"), VideoOrigin::Path(file), mesh);
     let options = StreamOptions { chunks: chunks as u32, cuts_at, out: out.clone(), ..stream.options };
     let report = tessera::stream::run(
         &stream.plan,
@@ -194,9 +194,10 @@ pub(crate) fn frames_of_a_client_give_the_bits_of_a_file_whatever_others_send() 
     // The leader has requested two chunks, and takes no other while the stream is paused.
     sender.client.change(json!("pause"));
     let most = FIRST + LATER + 2 * LATER;
-    while sender.sent < most || sender.chunks.len() < 2 {
-        sender.send_up_to(most);
+    sender.wait_for_chunks(most, 2);
+    while sender.sent < most {
         sender.receive();
+        sender.send_up_to(most);
     }
     assert_eq!(sender.credits, 0);
     refused(&mut sender.client, frame_message(SIZE, &draw(0, most)), "T1617");
@@ -224,7 +225,7 @@ pub(crate) fn frames_of_a_client_give_the_bits_of_a_file_whatever_others_send() 
     server.stop().unwrap();
     assert_eq!(rank_processes(), Vec::<u32>::new());
     let frames = draw_all(0, 2 * FIRST + cut * LATER);
-    let expected = stream_file(dir.path(), &frames, vec![cut as u32], cut + 2);
+    let expected = stream_file(dir.path(), "tp=1", &frames, vec![cut as u32], cut + 2);
     assert_eq!(read_digests(&dir.path().join("out/run-1"), cut + 2), expected);
 }
 
@@ -265,7 +266,7 @@ pub(crate) fn a_client_that_stalls_delays_the_stream_alone_and_the_next_one_begi
     drop((first, second));
     server.stop().unwrap();
     let frames = [draw_all(0, FIRST), draw_all(1, FIRST + 2 * LATER)].concat();
-    let expected = stream_file(dir.path(), &frames, vec![1], 4);
+    let expected = stream_file(dir.path(), "tp=1", &frames, vec![1], 4);
     assert_eq!(read_digests(&dir.path().join("out/run-1"), 4), expected);
 }
 
@@ -290,7 +291,7 @@ pub(crate) fn a_restart_discards_the_frames_that_wait_and_returns_their_credits(
     drop(sender);
     server.stop().unwrap();
     let frames = draw_all(0, begun + FIRST + LATER).split_off(begun * FRAME_BYTES);
-    let expected = stream_file(dir.path(), &frames, Vec::new(), 2);
+    let expected = stream_file(dir.path(), "tp=2", &frames, Vec::new(), 2);
     assert_eq!(read_digests(&dir.path().join("out/run-2"), 2), expected);
 }
 
