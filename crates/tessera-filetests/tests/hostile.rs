@@ -129,8 +129,9 @@ fn mutated_messages_of_a_stream_are_read_or_rejected() {
         r#"{"type":"change","id":2,"change":"flush"}"#,
     ];
     messages.extend(others.map(|message| message.as_bytes().to_vec()));
-    // A frame of two pixels.
+    // Frames of two pixels, of the stream and of an input video.
     messages.push([&b"TSF1\x01\x03"[..], &[0; 34], &[2, 0, 1, 0, 6, 0, 0, 0], b"pixels"].concat());
+    messages.push([&b"TSV1\x01\0\0\0"[..], &[2, 0, 1, 0, 6, 0, 0, 0], b"pixels"].concat());
     messages.iter().for_each(|bytes| hostile::fuzz_stream_protocol(bytes));
     let mut draws = RandomBytes { seed: 8, drawn: 0 };
     for i in 0..6000 {

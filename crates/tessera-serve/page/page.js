@@ -286,6 +286,7 @@ stream.addEventListener("status", ({ detail }) => {
       restarting: "The stream has failed, and starts again.",
       ended: "The stream has ended.",
       idle: "Nobody watches.",
+      waiting_for_video: "The stream waits for frames from the client in control.",
     }[status.state];
   }
   const inForce = { seed: status.seed, steps: status.steps, bias: status.bias ?? facts?.bias, lora: status.lora ?? "" };

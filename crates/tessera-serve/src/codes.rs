@@ -14,7 +14,7 @@ server with `--host NAME`.";
 
     T1603: "message is no message of the protocol",
     "A client sends JSON in text messages on the socket, as docs/reference/stream-protocol.md describes: first `hello` with version 1, then `credits`, \
-`change` and `control`. A message that cannot be read, that is too long, or that comes in place of the first one ends the connection. The \
+`change` and `control`. Binary messages are for streams with an input video. A message that cannot be read, that is too long, or that comes in place of the first one ends the connection. The \
 stream goes on.";
 
     T1604: "client is not in control",
@@ -41,7 +41,8 @@ space on the disk. It ends by itself at the limit of its bytes. Recordings are i
 
     T1609: "options of the server contradict each other",
     "A server that other machines reach needs a token of at least 16 characters, from `--token-file` or the variable TESSERA_SERVE_TOKEN; a server on a \
-loopback address needs none. `--tls-cert` and `--tls-key` belong together, and each names a PEM file.";
+loopback address needs none. `--tls-cert` and `--tls-key` belong together, and each names a PEM file. \
+`--video-in` excludes `--resume` and `--continue-after-failure`, because nobody keeps the frames of a video.";
 
     T1610: "stream takes no changes now",
     "The ranks load, restart or have ended, so no chunk can be requested with the change. `status` messages state what the stream \
@@ -75,4 +76,9 @@ ranks take as much time as before, without the pauses.";
     T1616: "server has no LoRA of this name",
     "A client chooses among the LoRAs that the server was started with, by name, so that nobody names a file of the server. Start it with `--lora NAME=FILE`, and with `--lora NAME=FILE:STRENGTH` for the \
 strength that the publisher states; `hello` and `/api/v1/stream` list the names.";
+
+    T1617: "frame of the input video is not taken",
+    "A server with `--video-in` takes frames of the input video as binary messages of the client in control: a header of 16 bytes and raw RGB in the size of the stream. \
+The client may send as many frames as the `video_credits` messages that it has received add up to: those of two chunks, and then as many as the leader takes. A message that is no such frame, or that is beyond the \
+credits, is refused, and the stream does not see it. docs/reference/stream-protocol.md describes the bytes.";
 }

@@ -30,6 +30,7 @@ mod server_state;
 mod settings;
 mod socket;
 mod supervisor;
+mod video_intake;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -37,6 +38,7 @@ use std::sync::Arc;
 
 use tessera::admitted_settings::AdmittedSettings;
 use tessera::stream_options::{RunDevice, StreamOptions};
+use tessera::video_input::VideoOrigin;
 use tessera::{LoraFile, Model, Plan, StopHandle};
 use tessera_base::{Diagnostic, Diagnostics};
 use tokio::sync::Semaphore;
@@ -45,14 +47,15 @@ use crate::access::AccessRules;
 use crate::codes::T1609;
 use crate::lora_table::LoraTable;
 use crate::mp4::Mp4Encoder;
-use crate::protocol::{FrameFormat, StreamFacts};
+use crate::protocol::{FrameFormat, StreamFacts, VideoInFacts};
 use crate::recorded_session::RecordedSession;
 use crate::recorder::Recorder;
 use crate::routes::{Shared, router};
 use crate::server::{Listening, SPARE_SOCKETS, serve_until_stopped};
-use crate::server_state::ServerState;
+use crate::server_state::{ServerState, StreamParts};
 use crate::settings::Settings;
 use crate::supervisor::RunTemplate;
+use crate::video_intake::VideoIntake;
 
 pub use options::{Access, AfterFailure, ExplainCode, ServeLimits, ServeOptions};
 pub use otlp::{CollectorEndpoint, ShowWarning, TraceOptions};
@@ -120,6 +123,11 @@ pub fn serve(
         facts.formats.push(FrameFormat::Mp4.name());
         facts.mp4_type = Some(mp4.media_type().to_string());
     }
+    let video = new_video_intake(&stream, &options).map_err(one)?;
+    facts.video_in = video.as_ref().map(|video| VideoInFacts {
+        first_chunk_frames: stream.plan.video.stream.first_chunk_frames() as usize,
+        frames_ahead: video.frames_ahead(),
+    });
     let loras = LoraTable::open(&stream)?;
     let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan, None);
     let session = options.resume.as_ref().map(read).transpose().map_err(one)?;
@@ -139,8 +147,7 @@ pub fn serve(
     let limits = options.limits;
     let server = Arc::new(ServerState::new(
         facts,
-        loras,
-        mp4,
+        StreamParts { loras, mp4, video },
         &options,
         recorder,
         settings,
@@ -165,6 +172,27 @@ pub fn serve(
     };
     on_ready(&ServerAddress { address: listening.address, is_tls, recordings });
     serve_until_stopped(listening, router(shared), &server, &template, stop)
+}
+
+/// Returns where frames of the client in control wait; `None` if clients send no video.
+///
+/// # Errors
+/// T1609 if chunks are to be generated again, because nobody keeps the frames of a video.
+fn new_video_intake(
+    stream: &ServedStream,
+    options: &ServeOptions,
+) -> Result<Option<VideoIntake>, Diagnostic> {
+    if stream.options.video.as_ref().is_none_or(|video| video.from != VideoOrigin::Feed) {
+        return Ok(None);
+    }
+    if options.resume.is_some() || options.after_failure != AfterFailure::NewScene {
+        let message =
+            "chunks of a video that clients send cannot be generated again: its frames are not kept";
+        return Err(Diagnostic::error(&T1609, message)
+            .with_hint("leave out --resume and --continue-after-failure, or --video-in"));
+    }
+    let video = &stream.plan.video.stream;
+    Ok(Some(VideoIntake::new(video.first_chunk_frames() as usize, video.frames_per_chunk() as usize)))
 }
 
 /// Returns what does not change while the server runs.
@@ -200,5 +228,6 @@ fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<Stre
         reads_bias: admitted.reads_bias(),
         bias: video.bias,
         loras: loras.iter().map(|choice| choice.name.clone()).collect(),
+        video_in: None,
     })
 }

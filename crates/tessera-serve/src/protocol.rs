@@ -1,12 +1,16 @@
 //! The messages between server and clients on the socket `/socket`, version 1: JSON in text messages, frames of the video in
 //! binary messages. `docs/reference/stream-protocol.md` describes them for the author of a client.
 
+mod video_frame;
+
 use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
 
+pub use video_frame::{VIDEO_FRAME_HEADER_BYTES, VIDEO_FRAME_MAGIC, VideoFrameHeader};
+
 /// Version of the protocol. A client states it, and the server refuses any other.
 pub const PROTOCOL_VERSION: u32 = 1;
-/// Most bytes of a message that a client may send.
+/// Most bytes of a text message that a client may send.
 pub const MAX_CLIENT_MESSAGE_BYTES: usize = 16 << 10;
 /// First bytes of a binary message.
 pub const FRAME_MAGIC: [u8; 4] = *b"TSF1";
@@ -180,6 +184,13 @@ pub enum ServerMessage {
     },
     /// What the stream does, after each chunk and each change of its state.
     Status(Box<StreamStatus>),
+    /// So many more frames of the input video may be sent by this client, which is in control.
+    VideoCredits {
+        /// Number of frames.
+        frames: usize,
+        /// Number of frames of the client that were discarded, because the run that should have taken them has ended.
+        dropped: usize,
+    },
     /// Something went wrong.
     Alarm(Alarm),
     /// The connection ends.
@@ -195,7 +206,7 @@ pub struct ServerHello {
     pub client: u64,
     /// Secret with which the client continues after its connection was lost.
     pub resume: String,
-    /// Most bytes of a message of the client.
+    /// Most bytes of a text message of the client.
     pub max_message_bytes: usize,
     /// Most frames that wait for the client. The oldest is dropped when another one arrives.
     pub max_waiting_frames: usize,
@@ -242,6 +253,17 @@ pub struct StreamFacts {
     pub bias: f64,
     /// Names of the LoRAs that a client may choose.
     pub loras: Vec<String>,
+    /// The input video that the client in control sends; `None` if the stream has none.
+    pub video_in: Option<VideoInFacts>,
+}
+
+/// What a client that sends an input video needs to know beside the size and the rate of frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct VideoInFacts {
+    /// Frames of the first chunk of a scene.
+    pub first_chunk_frames: usize,
+    /// Frames that a client may send ahead of those that were taken.
+    pub frames_ahead: usize,
 }
 
 /// What paces a stream.
@@ -330,6 +352,8 @@ pub enum StreamState {
     Paused,
     /// Nobody watches, so nothing is requested.
     Idle,
+    /// The client in control sends no frames of the input video, or too slowly.
+    WaitingForVideo,
     /// A run failed and the next one starts soon.
     Restarting,
     /// The server starts no further run.
@@ -338,11 +362,12 @@ pub enum StreamState {
 
 impl StreamState {
     /// Every state.
-    pub const ALL: [StreamState; 6] = [
+    pub const ALL: [StreamState; 7] = [
         StreamState::Starting,
         StreamState::Running,
         StreamState::Paused,
         StreamState::Idle,
+        StreamState::WaitingForVideo,
         StreamState::Restarting,
         StreamState::Ended,
     ];
@@ -355,6 +380,7 @@ impl StreamState {
             StreamState::Running => "running",
             StreamState::Paused => "paused",
             StreamState::Idle => "idle",
+            StreamState::WaitingForVideo => "waiting_for_video",
             StreamState::Restarting => "restarting",
             StreamState::Ended => "ended",
         }

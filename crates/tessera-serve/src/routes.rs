@@ -127,12 +127,11 @@ async fn open_socket(State(shared): State<Shared>, upgrade: WebSocketUpgrade) ->
         return refuse_with(&shared, StatusCode::SERVICE_UNAVAILABLE, &full);
     };
     let server = Arc::clone(&shared.server);
-    upgrade.max_message_size(MAX_CLIENT_MESSAGE_BYTES).max_frame_size(MAX_CLIENT_MESSAGE_BYTES).on_upgrade(
-        move |socket| async move {
-            serve_socket(socket, server).await;
-            drop(permit);
-        },
-    )
+    let bytes = server.max_message_bytes();
+    upgrade.max_message_size(bytes).max_frame_size(bytes).on_upgrade(move |socket| async move {
+        serve_socket(socket, server).await;
+        drop(permit);
+    })
 }
 
 async fn show_metrics(State(shared): State<Shared>) -> Response {
@@ -273,7 +272,10 @@ async fn check_health() -> &'static str {
 /// The stream delivers, or would if somebody watched.
 async fn check_readiness(State(shared): State<Shared>) -> Response {
     let state = shared.server.status().state;
-    let is_ready = matches!(state, StreamState::Running | StreamState::Paused | StreamState::Idle);
+    let is_ready = match state {
+        StreamState::Running | StreamState::Paused | StreamState::Idle | StreamState::WaitingForVideo => true,
+        StreamState::Starting | StreamState::Restarting | StreamState::Ended => false,
+    };
     let status = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, format!("{}\n", state.name())).into_response()
 }

@@ -5,6 +5,7 @@
 
 mod client_side;
 mod stream_side;
+mod video_side;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,6 +33,7 @@ use crate::protocol::{
 use crate::recent_chunks::ChunkTimeline;
 use crate::recorder::Recorder;
 use crate::settings::{NewSetting, Settings};
+use crate::video_intake::VideoIntake;
 
 pub(crate) use client_side::Joined;
 pub(crate) use stream_side::{AfterRun, Continuation, EndedRun};
@@ -52,6 +54,8 @@ pub(crate) struct ServerState {
     pub(crate) traces: Option<StreamTraces>,
     /// Encodes chunks for clients that take MP4, if the program can.
     mp4: Option<Mp4Encoder>,
+    /// Where frames of the input video wait, if clients send one. It is locked behind the state or alone.
+    video: Option<VideoIntake>,
     recorder: Mutex<Recorder>,
     /// Whether a recording is open. The state is never locked together with the recorder, which waits for a disk.
     is_recording: AtomicBool,
@@ -63,6 +67,14 @@ pub(crate) struct ServerState {
     state: Mutex<GuardedState>,
     /// Something happened that may change which chunks are requested.
     pub(crate) pace_changed: Notify,
+}
+
+/// What clients of the stream may choose, take and send.
+#[derive(Debug)]
+pub(crate) struct StreamParts {
+    pub(crate) loras: LoraTable,
+    pub(crate) mp4: Option<Mp4Encoder>,
+    pub(crate) video: Option<VideoIntake>,
 }
 
 /// A change whose chunk the leader has not named.
@@ -107,6 +119,8 @@ struct GuardedState {
     /// What the supervisor does; pauses are in `is_paused`.
     phase: StreamState,
     is_paused: bool,
+    /// Whether clients know that the stream waits for frames.
+    is_waiting_for_video: bool,
     run: u32,
     control: Option<StreamControl>,
     pacer: Pacer,
@@ -129,8 +143,7 @@ impl ServerState {
     /// Creates the state of a server that has started no run. The functions return the page of a code, and show a warning.
     pub(crate) fn new(
         facts: StreamFacts,
-        loras: LoraTable,
-        mp4: Option<Mp4Encoder>,
+        StreamParts { loras, mp4, video }: StreamParts,
         options: &ServeOptions,
         recorder: Recorder,
         settings: Settings,
@@ -165,6 +178,7 @@ impl ServerState {
             lease: ControlLease::default(),
             phase: StreamState::Starting,
             is_paused: false,
+            is_waiting_for_video: false,
             run: 0,
             control: None,
             pacer: Pacer::new(facts.lead, facts.frame_rate),
@@ -190,6 +204,7 @@ impl ServerState {
             metrics,
             traces,
             mp4,
+            video,
             facts,
             loras,
             limits: options.limits,
@@ -252,6 +267,7 @@ impl ServerState {
         match state.phase {
             StreamState::Running if state.is_paused => StreamState::Paused,
             StreamState::Running if self.is_idle(state) => StreamState::Idle,
+            StreamState::Running if state.is_waiting_for_video => StreamState::WaitingForVideo,
             phase => phase,
         }
     }
@@ -271,10 +287,12 @@ impl ServerState {
         }
     }
 
+    /// Tells every client who is in control.
     fn send_control(&self, state: &GuardedState, now: Instant) {
         for (id, client) in state.connected() {
             client.send(&ServerMessage::Control(state.control_of(now, *id)));
         }
+        self.update_video_sender(state, now);
     }
 }
 

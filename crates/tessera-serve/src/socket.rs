@@ -176,18 +176,25 @@ async fn read_messages(server: &ServerState, joined: &Joined, receiver: &mut Rec
                 return None;
             }
             Message::Ping(_) | Message::Pong(_) => continue,
-            Message::Binary(_) => {
-                let what = Diagnostic::error(&T1603, "a binary message; clients send text");
-                return Some(Refusal::from_diagnostic(&what));
+            Message::Binary(bytes) => {
+                // Credits limit the frames that are taken, and the budget those that are refused.
+                let Err(refusal) = server.take_video_frame(joined, &bytes) else { continue };
+                if refusal.code == T1603.id {
+                    return Some(refusal);
+                }
+                let refusal = budget.check().map_or(refusal, |excess| excess);
+                if budget.is_exhausted() {
+                    return Some(refusal);
+                }
+                refuse(server, &joined.queue, refusal);
+                continue;
             }
         };
-        if !budget.take(Instant::now()) {
-            let refusal =
-                Refusal::from_diagnostic(&Diagnostic::error(&T1606, "more messages than the limit"));
-            if budget.excess > MAX_EXCESS_MESSAGES {
-                return Some(refusal);
+        if let Some(excess) = budget.check() {
+            if budget.is_exhausted() {
+                return Some(excess);
             }
-            refuse(server, &joined.queue, refusal);
+            refuse(server, &joined.queue, excess);
             continue;
         }
         match parse_client_message(&text) {
@@ -235,6 +242,17 @@ struct MessageBudget {
 impl MessageBudget {
     fn new(now: Instant) -> MessageBudget {
         MessageBudget { left: BURST_MESSAGES, last: now, excess: 0 }
+    }
+
+    /// Counts a message that arrives now. Returns why it is refused, if it is beyond the limit.
+    fn check(&mut self) -> Option<Refusal> {
+        let excess = || Refusal::from_diagnostic(&Diagnostic::error(&T1606, "more messages than the limit"));
+        (!self.take(Instant::now())).then(excess)
+    }
+
+    /// Whether the client has sent so many messages beyond the limit that its connection ends.
+    fn is_exhausted(&self) -> bool {
+        self.excess > MAX_EXCESS_MESSAGES
     }
 
     /// Counts a message. Returns whether it is within the limit.

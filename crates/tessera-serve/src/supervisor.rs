@@ -2,16 +2,18 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tessera::files::RunFolder;
 use tessera::record::RECORD_FILE;
 use tessera::stream::LiveStream;
 use tessera::stream_options::{OutputOptions, StreamOptions};
+use tessera::video_feed::{VideoFeed, VideoSocket};
 use tessera::{Model, Plan};
 use tessera_base::{Diagnostic, Diagnostics};
 
-use crate::codes::{T1611, T1614};
+use crate::codes::{T1601, T1611, T1614};
 use crate::options::AfterFailure;
 use crate::recent_chunks::RecentChunks;
 use crate::recorded_session::RecordedSession;
@@ -42,7 +44,7 @@ pub(crate) struct RunTemplate {
 ///
 /// # Errors
 /// What is wrong with the first run before its ranks were started.
-pub(crate) fn run_streams(server: &ServerState, template: &RunTemplate) -> Result<(), Diagnostics> {
+pub(crate) fn run_streams(server: &Arc<ServerState>, template: &RunTemplate) -> Result<(), Diagnostics> {
     let mut failures = 0;
     let mut session = template.session.clone();
     loop {
@@ -123,7 +125,7 @@ fn plan_next(
 
 /// Starts a run and hands its chunks over until it ends. Returns its number, and how it failed.
 fn start_run(
-    server: &ServerState,
+    server: &Arc<ServerState>,
     template: &RunTemplate,
     session: Option<&RecordedSession>,
 ) -> (u32, Result<(), RunFailure>) {
@@ -143,11 +145,14 @@ fn start_run(
     let fail = |diagnostics, has_started, has_delivered| {
         Err(RunFailure { diagnostics, folder: path.clone(), has_started, has_delivered })
     };
+    // It is dropped after the ranks have ended, which ends the thread that feeds them.
+    let mut feeder = VideoFeeder::new(server);
     let started = folder.and_then(|folder| {
         let record = folder.path().join(RECORD_FILE);
         let (plan, model) = (Arc::clone(&template.plan), template.model.clone());
         let argv = template.argv.clone();
-        let live = LiveStream::start_limited(plan, model, options, argv, folder, Some(limit))?;
+        let video = feeder.open().map_err(|d| vec![d])?;
+        let live = LiveStream::start_limited(plan, model, options, argv, folder, Some(limit), video)?;
         let expected = session.map_or_else(Vec::new, |session| session.digests.clone());
         Ok((live, RecentChunks::new(&record, expected)))
     });
@@ -157,6 +162,11 @@ fn start_run(
     };
     if !server.set_control(live.control().clone()) {
         live.control().stop();
+        server.end_video();
+    }
+    if let Err(d) = feeder.start(run) {
+        live.kill();
+        return (run, fail(vec![d], false, false));
     }
     tracing::info!(run, processes = ?live.process_ids(), "ranks started");
     if let Some(session) = session
@@ -179,6 +189,52 @@ fn start_run(
     // The lines of the last chunks may stand behind their frames.
     server.read_record(&mut recent);
     (run, ended.or_else(|ds| fail(ds, true, has_delivered)))
+}
+
+/// The thread that hands frames of clients to the leader of a run, if the stream has such an input video. Dropping it ends the
+/// video and waits for the thread.
+struct VideoFeeder {
+    server: Arc<ServerState>,
+    feed: Option<VideoFeed>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl VideoFeeder {
+    fn new(server: &Arc<ServerState>) -> VideoFeeder {
+        VideoFeeder { server: Arc::clone(server), feed: None, thread: None }
+    }
+
+    /// Creates the socket of the video, and returns the leader's end.
+    fn open(&mut self) -> Result<Option<VideoSocket>, Diagnostic> {
+        if self.server.facts.video_in.is_none() {
+            return Ok(None);
+        }
+        let (feed, socket) = VideoFeed::new()?;
+        self.feed = Some(feed);
+        Ok(Some(socket))
+    }
+
+    /// Starts the thread. A change that a client sends when its first frame is taken finds the control of the run.
+    fn start(&mut self, run: u32) -> Result<(), Diagnostic> {
+        let Some(feed) = self.feed.take() else { return Ok(()) };
+        let server = Arc::clone(&self.server);
+        let thread = std::thread::Builder::new()
+            .name("video feed".into())
+            .spawn(move || server.feed_video(run, feed))
+            .map_err(|e| Diagnostic::error(&T1601, format!("the thread of the input video: {e}")))?;
+        self.thread = Some(thread);
+        Ok(())
+    }
+}
+
+impl Drop for VideoFeeder {
+    fn drop(&mut self) {
+        self.server.end_video();
+        if let Some(thread) = self.thread.take() {
+            // A thread that panicked has closed its end of the socket.
+            let _ = thread.join();
+        }
+    }
 }
 
 /// Takes the chunks of a session, which are not shown, and compares them with their record.

@@ -90,6 +90,7 @@ mod text_encoder;
 mod transfer_log;
 mod vae_weights;
 mod video_encoder;
+pub mod video_feed;
 mod video_file;
 pub mod video_input;
 mod video_strength;

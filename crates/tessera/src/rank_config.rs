@@ -22,7 +22,7 @@ use crate::record::ChunkSettings;
 use crate::shards::preflight_reload;
 use crate::stream_options::{OutputOptions, StreamOptions};
 use crate::synthetic_delays::SyntheticDelays;
-use crate::video_input::VideoInput;
+use crate::video_input::{VideoInput, VideoOrigin};
 use crate::weights_origin::{LoraFile, WeightsOrigin};
 
 /// The configuration that the launcher sends to every rank. The leader decides about the stream;
@@ -146,9 +146,7 @@ impl RankConfig {
             flushes: options.flushes_at.clone(),
             weights,
             noise: options.noise.as_deref().map(absolute).transpose()?,
-            video: (options.video.as_ref())
-                .map(|v| Ok(VideoInput { path: absolute(&v.path)?, ..v.clone() }))
-                .transpose()?,
+            video: options.video.as_ref().map(with_absolute_path).transpose()?,
             outputs: options.outputs.clone(),
             is_steered: false,
             wire_dump: options.wire_dump,
@@ -262,6 +260,17 @@ impl RankConfig {
 /// Returns whether the tripwire of lost output files is armed under a drill.
 pub(crate) fn checks_output(drill: Option<&DrillConfig>) -> bool {
     drill.is_none_or(|d| d.disabled_tripwires.is_armed(&T0765))
+}
+
+/// Returns a video whose path holds in every folder: a rank may have another one.
+fn with_absolute_path(video: &VideoInput) -> Result<VideoInput, Diagnostic> {
+    let from = match &video.from {
+        VideoOrigin::Path(path) => {
+            VideoOrigin::Path(std::path::absolute(path).map_err(|e| write_error(path, &e))?)
+        }
+        VideoOrigin::Feed => VideoOrigin::Feed,
+    };
+    Ok(VideoInput { from, ..video.clone() })
 }
 
 /// Returns the value in force at a chunk: the last one set at or before it.

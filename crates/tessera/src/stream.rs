@@ -10,7 +10,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cpu::CpuBackend;
 use tessera_cuda::CudaBackend;
 use tessera_mesh::Rank;
-use tessera_models::{PixelDecoder, denoising_steps};
+use tessera_models::{PixelDecoder, StreamConfig, denoising_steps};
 use tessera_runtime::driver::{LaunchEvent, LaunchSpec, StopHandle, launch_ranks};
 
 use crate::admitted_settings::AdmittedSettings;
@@ -35,7 +35,9 @@ use crate::run_settings::stream_spec;
 use crate::shards::preflight_reload;
 use crate::stream_control::ControlSocket;
 use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions, StreamReport};
+use crate::video_feed::VideoSocket;
 use crate::video_file::VideoFile;
+use crate::video_input::VideoOrigin;
 use crate::weights_origin::{WeightChange, WeightsBase};
 
 pub use live_stream::{LiveChunk, LiveStream};
@@ -53,11 +55,19 @@ pub fn run(
     interrupt: &StopHandle,
     on_event: &mut dyn FnMut(StreamEvent),
 ) -> Result<StreamReport, Diagnostics> {
-    run_steered(plan, model, options, argv, interrupt, None, on_event)
+    run_steered(plan, model, options, argv, interrupt, LeaderSockets::default(), on_event)
 }
 
-/// Like [`run`], with the leader's end of a socket on which changes arrive while the stream runs:
-/// [`StreamControl::new`](crate::stream_control::StreamControl::new) creates it.
+/// The leader's ends of the sockets of a run that its launching process steers.
+#[derive(Debug, Default)]
+pub struct LeaderSockets {
+    /// Changes arrive on it: [`StreamControl::new`](crate::stream_control::StreamControl::new) creates it.
+    pub control: Option<ControlSocket>,
+    /// Frames of the input video arrive on it: [`VideoFeed::new`](crate::video_feed::VideoFeed::new) creates it.
+    pub video: Option<VideoSocket>,
+}
+
+/// Like [`run`], with sockets on which changes and an input video arrive while the stream runs.
 ///
 /// # Errors
 /// As [`run`].
@@ -67,7 +77,7 @@ pub fn run_steered(
     options: &StreamOptions,
     argv: Vec<String>,
     interrupt: &StopHandle,
-    control: Option<ControlSocket>,
+    sockets: LeaderSockets,
     on_event: &mut dyn FnMut(StreamEvent),
 ) -> Result<StreamReport, Diagnostics> {
     let ranks = plan.sealed.mesh().world_size();
@@ -91,8 +101,8 @@ pub fn run_steered(
         .transpose()
         .map_err(|d| vec![d])?;
     let on_gpus = on_gpus.map(|communicator_ids| GpuRankConfig { communicator_ids, first_rank_of_host: 0 });
-    let is_steered = control.is_some();
-    let extra_fds = gather_descriptors(plan, options, on_gpus.is_some(), control).map_err(|d| vec![d])?;
+    let is_steered = sockets.control.is_some();
+    let extra_fds = gather_descriptors(plan, options, on_gpus.is_some(), sockets).map_err(|d| vec![d])?;
     let threads = (cores / computing as usize).max(1);
     let orders = RankConfig::from_options(plan, model, options, threads).map_err(|d| vec![d])?;
     let (leader, notes) = place_leader_programs(plan, model, options, gpus.as_ref().map(|g| (g, 0)))?;
@@ -124,19 +134,28 @@ pub fn run_steered(
     Ok(close_run(plan, options, failure, interrupted))
 }
 
-/// Returns the descriptors of each rank: those of its communicators, and on the leader those of frames and changes.
+/// Returns the descriptors of each rank: those of its communicators, and on the leader those of frames, of changes and of the
+/// input video, in this order.
 fn gather_descriptors(
     plan: &Plan,
     options: &StreamOptions,
     uses_gpus: bool,
-    control: Option<ControlSocket>,
+    sockets: LeaderSockets,
 ) -> Result<Vec<Vec<Arc<OwnedFd>>>, Diagnostic> {
+    let is_fed = options.video.as_ref().is_some_and(|video| video.from == VideoOrigin::Feed);
+    if is_fed != sockets.video.is_some() {
+        return Err(Diagnostic::error(
+            &T0018,
+            "an input video that the launching process hands over needs a socket, and no other video has one",
+        ));
+    }
     let ranks = plan.sealed.mesh().world_size();
     // GPU ranks communicate on the GPUs and need no CPU communicators.
     let specs = if uses_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
     let mut fds = communicators::create_arenas_of_ranks(&specs, ranks)?;
     let mut of_leader = options.outputs.open_pipes()?;
-    of_leader.extend(control.map(ControlSocket::into_fd));
+    of_leader.extend(sockets.control.map(ControlSocket::into_fd));
+    of_leader.extend(sockets.video.map(VideoSocket::into_fd));
     if !of_leader.is_empty() {
         fds.resize(ranks as usize, Vec::new());
         // The leader takes them from the end of its list.
@@ -292,16 +311,12 @@ fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
     let needs = denoising_steps(stream).first().is_some_and(|step| step.sigma < 1.0);
     match &options.video {
         Some(input) if stream.takes_video => {
-            let cuts = (1..options.chunks).filter(|c| {
-                let begins = |chunks: &[u32]| chunks.contains(c);
-                begins(&options.cuts_at)
-                    || begins(&options.flushes_at)
-                    || options.weights_at.iter().any(|(at, _)| at == c)
-            });
-            let scenes = 1 + cuts.count() as u64;
-            let later = u64::from(options.chunks).saturating_sub(scenes);
-            let needed = scenes * stream.first_chunk_frames() + later * stream.frames_per_chunk();
-            let fits = || VideoFile::check(&input.path, &plan.video, needed, options.chunks);
+            let fits = || match &input.from {
+                VideoOrigin::Path(path) => {
+                    VideoFile::check(path, &plan.video, count_video_frames(stream, options), options.chunks)
+                }
+                VideoOrigin::Feed => Ok(()),
+            };
             input.check_strength(&plan.video).and_then(|()| fits()).err()
         }
         Some(_) => Some(
@@ -314,6 +329,19 @@ fn check_video(plan: &Plan, options: &StreamOptions) -> Option<Diagnostic> {
         ),
         None => None,
     }
+}
+
+/// Returns the number of frames that a stream takes from its input video.
+fn count_video_frames(stream: &StreamConfig, options: &StreamOptions) -> u64 {
+    let opens = |c: &u32| {
+        let begins = |chunks: &[u32]| chunks.contains(c);
+        begins(&options.cuts_at)
+            || begins(&options.flushes_at)
+            || options.weights_at.iter().any(|(at, _)| at == c)
+    };
+    let scenes = 1 + (1..options.chunks).filter(opens).count() as u64;
+    let later = u64::from(options.chunks).saturating_sub(scenes);
+    scenes * stream.first_chunk_frames() + later * stream.frames_per_chunk()
 }
 
 /// Returns a diagnostic for the first op of the plan for which its device has no kernel; every rank

@@ -280,17 +280,26 @@ impl ChangeIntake {
         Ok(ChangeIntake { link, arrived: VecDeque::new(), limit: None })
     }
 
-    /// Waits until `chunk` may be requested, takes the changes that have arrived, and answers that they take effect
-    /// with it. Without a limit it does not wait, and a socket that closes ends the limit.
+    /// Waits until `chunk` may be requested. Without a limit it does not wait, and a socket that closes ends the limit.
     ///
     /// # Errors
     /// T0093 or T0701 to T0706 for bytes that are no change.
-    pub(crate) fn take_changes(&mut self, chunk: u32) -> Result<TakenChanges, Diagnostic> {
+    pub(crate) fn wait_for_limit(&mut self, chunk: u32) -> Result<(), Diagnostic> {
         self.receive_all()?;
         while self.limit.is_some_and(|limit| chunk >= limit) && !self.link.is_closed {
             self.link.wait_for_bytes();
             self.receive_all()?;
         }
+        Ok(())
+    }
+
+    /// Waits until `chunk` may be requested, takes the changes that have arrived, and answers that they take effect
+    /// with it.
+    ///
+    /// # Errors
+    /// As [`ChangeIntake::wait_for_limit`].
+    pub(crate) fn take_changes(&mut self, chunk: u32) -> Result<TakenChanges, Diagnostic> {
+        self.wait_for_limit(chunk)?;
         let mut taken = TakenChanges::default();
         for StreamChange { number, setting } in self.arrived.drain(..) {
             match setting {

@@ -11,6 +11,7 @@ use tessera_runtime::wire::Tensor;
 
 use crate::codes::T0079;
 use crate::video_encoder::VideoEncoder;
+use crate::video_feed::FeedReader;
 use crate::video_file::VideoFile;
 use crate::video_strength::{MOTION_EFFECT, VideoStrength};
 
@@ -21,12 +22,21 @@ pub const DEFAULT_STRENGTH: f32 = 0.8;
 /// An input video and how much of it a stream replaces.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VideoInput {
-    /// Folder of PNGs, or a file or named pipe of raw RGB or YUV4MPEG2.
-    pub path: PathBuf,
+    /// Where its frames come from.
+    pub from: VideoOrigin,
     /// Highest noise level of a chunk's first step; 1 replaces the video, and 0 keeps it.
     pub strength: f32,
     /// Whether the strength is lower for chunks with much motion.
     pub follows_motion: bool,
+}
+
+/// Where the frames of an input video come from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum VideoOrigin {
+    /// A folder of PNGs, or a file or named pipe of raw RGB or YUV4MPEG2.
+    Path(PathBuf),
+    /// The launching process, which has a [`VideoFeed`](crate::video_feed::VideoFeed).
+    Feed,
 }
 
 impl VideoInput {
@@ -65,26 +75,73 @@ impl VideoInput {
 
 /// Encodes the video of a run chunk by chunk, on the thread that asks for requests.
 pub(crate) struct VideoSource {
-    file: VideoFile,
+    frames: FrameSource,
     encoder: VideoEncoder,
     input: VideoInput,
     strength: VideoStrength,
     video: VideoModel,
 }
 
+/// The frames of a video.
+pub(crate) enum FrameSource {
+    File(VideoFile),
+    Feed(FeedReader),
+}
+
+impl FrameSource {
+    /// Reads the frames of a chunk. `None` if the video ends before the last one.
+    fn read_chunk(&mut self, frames: u64) -> Result<Option<Vec<f32>>, Diagnostic> {
+        let file = match self {
+            FrameSource::Feed(feed) => return feed.take_frames(u32::try_from(frames).unwrap_or(u32::MAX)),
+            FrameSource::File(file) => file,
+        };
+        let mut pixels = Vec::new();
+        for _ in 0..frames {
+            match file.next_frame()? {
+                Some(frame) => pixels.extend(frame),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(pixels))
+    }
+}
+
 impl VideoSource {
+    /// Begins a video. `feed` is the leader's end of the socket of a video that the launching process hands over.
+    ///
+    /// # Errors
+    /// T0079 if the file cannot be opened or the socket is missing.
     pub(crate) fn open(
         input: &VideoInput,
         video: &VideoModel,
         encoder: VideoEncoder,
+        feed: Option<FeedReader>,
     ) -> Result<VideoSource, Diagnostic> {
+        let frames = match &input.from {
+            VideoOrigin::Path(path) => FrameSource::File(VideoFile::open(path, video)?),
+            VideoOrigin::Feed => FrameSource::Feed(
+                feed.ok_or_else(|| Diagnostic::error(&T0079, "nobody hands the video to the leader"))?,
+            ),
+        };
         Ok(VideoSource {
-            file: VideoFile::open(&input.path, video)?,
+            frames,
             encoder,
             input: input.clone(),
             strength: input.new_strength(),
             video: video.clone(),
         })
+    }
+
+    /// Waits until the frames of the next chunk have arrived. Returns whether they begin a scene, which no file says; `None` if
+    /// the video has ended.
+    ///
+    /// # Errors
+    /// T0079 if the socket of the video fails.
+    pub(crate) fn wait_for_frames(&mut self) -> Result<Option<bool>, Diagnostic> {
+        match &mut self.frames {
+            FrameSource::File(_) => Ok(Some(false)),
+            FrameSource::Feed(feed) => feed.wait_for_chunk(),
+        }
     }
 
     /// Reads and encodes the frames of the next chunk. `None` if the video ends before its last frame.
@@ -95,13 +152,7 @@ impl VideoSource {
         let stream = &self.video.stream;
         let frames = if opens_scene { stream.first_chunk_frames() } else { stream.frames_per_chunk() };
         let frame_len = (stream.height * stream.width * 3) as usize;
-        let mut pixels = Vec::new();
-        for _ in 0..frames {
-            match self.file.next_frame()? {
-                Some(frame) => pixels.extend(frame),
-                None => return Ok(None),
-            }
-        }
+        let Some(pixels) = self.frames.read_chunk(frames)? else { return Ok(None) };
         let strength = self.strength.next_strength(&pixels, frame_len, opens_scene);
         let step = self.input.find_first_step(&self.video, strength)?;
         let latents = self.encoder.encode_chunk(&pixels, opens_scene)?;

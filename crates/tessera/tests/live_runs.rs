@@ -22,7 +22,7 @@ use tessera::generate::{
     TextRequest,
 };
 use tessera::plan::plan_model;
-use tessera::stream::{LiveChunk, LiveStream, run, run_steered};
+use tessera::stream::{LeaderSockets, LiveChunk, LiveStream, run, run_steered};
 use tessera::stream_control::{MAX_LIVE_PROMPT_BYTES, StreamControl};
 use tessera::stream_options::{RunDevice, StreamOptions, StreamReport};
 use tessera::{LoraFile, Mapping, Model, Overrides, Plan, StopHandle, WeightChange, WeightsBase};
@@ -274,7 +274,8 @@ fn run_plain(out: &Path, control: bool) -> StreamReport {
     let report = if control {
         let (handle, socket) = StreamControl::new(&plan, &model, stop.clone()).unwrap();
         drop(handle);
-        run_steered(&plan, &model, &options, argv(), &stop, Some(socket), &mut |_| {})
+        let sockets = LeaderSockets { control: Some(socket), ..LeaderSockets::default() };
+        run_steered(&plan, &model, &options, argv(), &stop, sockets, &mut |_| {})
     } else {
         run(&plan, &model, &options, argv(), &stop, &mut |_| {})
     };

@@ -19,6 +19,7 @@ use tessera_serve::{
 use super::stream::{plan_conflict_error, read_sealed_plan};
 use crate::flags::mapping::{MappingArgs, MappingUse};
 use crate::flags::named_values;
+use crate::flags::video::SentVideoArgs;
 use crate::output::{CliError, CliResult, OutputFormat, print_diagnostics};
 use crate::parse::{invalid_argument, parse_weights_base};
 use crate::progress::{STOPPING_MESSAGE, stop_on_signals};
@@ -29,6 +30,7 @@ Examples:
   tessera serve models/demo --mesh tp=2 --listen 127.0.0.1:8000
   tessera serve models/wan2.1-1.3b --weights synthetic:1 --device cuda      without a checkpoint
   tessera serve --listen 0.0.0.0:8443 --token-file token --tls-cert chain.pem --tls-key key.pem
+  tessera serve models/wan2.1-1.3b --preset stream-diffusion-v2 --video-in --device cuda      a client sends a video
   curl -X POST localhost:7860/api/v1/changes -H content-type:application/json -d '{\"change\":\"cut\"}'
 
 Ctrl-C stops after the current chunk; a second Ctrl-C kills the ranks. `docs/guides/serve.md` describes the page, the socket and the
@@ -88,6 +90,9 @@ pub struct Args {
     /// LoRA that the client in control may choose by this name; may be repeated
     #[arg(long, value_name = "NAME=FILE[:STRENGTH]")]
     pub lora: Vec<String>,
+
+    #[command(flatten)]
+    pub video: SentVideoArgs,
 
     /// Compute all weights from a seed instead of reading files
     #[arg(long, value_name = "synthetic:SEED")]
@@ -233,6 +238,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         options: StreamOptions {
             prompt: args.prompt.clone(),
             seed: args.seed,
+            video: args.video.to_input(),
             oversubscribe: args.oversubscribe,
             device: args.device,
             command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
@@ -261,8 +267,11 @@ fn open_model_and_plan(args: &Args) -> Result<(Model, Plan), CliError> {
     let base = base.map_err(CliError::usage)?;
     let (model, plan) = match &args.plan {
         None => {
-            let planned = args
-                .mapping
+            let mut mapping = args.mapping.clone();
+            if args.video.to_input().is_some() {
+                mapping.video_input.get_or_insert(true);
+            }
+            let planned = mapping
                 .open_and_plan(Some(&args.model), None, args.device == RunDevice::Cuda)
                 .map_err(CliError::into_usage_if_invalid)?;
             (planned.model, planned.plan)

@@ -1,6 +1,8 @@
 //! Bytes as messages on the socket of `tessera serve`.
 
-use tessera_serve::protocol::{ClientMessage, FrameHeader, MAX_CLIENT_MESSAGE_BYTES, parse_client_message};
+use tessera_serve::protocol::{
+    ClientMessage, FrameHeader, MAX_CLIENT_MESSAGE_BYTES, VideoFrameHeader, parse_client_message,
+};
 
 /// A text is refused with a reason, or it is a message that has the same meaning when it is written again.
 pub(super) fn check_client_message(bytes: &[u8]) {
@@ -28,6 +30,13 @@ pub(super) fn check_frame(bytes: &[u8]) {
             [&header.encode()[..], picture].concat(),
             bytes,
             "a frame changes when it is written again"
+        );
+    }
+    if let Some((header, picture)) = VideoFrameHeader::decode(bytes) {
+        assert_eq!(
+            [&header.encode()[..], picture].concat(),
+            bytes,
+            "a frame of an input video changes when it is written again"
         );
     }
 }

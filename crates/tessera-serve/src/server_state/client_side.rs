@@ -57,6 +57,7 @@ impl ServerState {
         let joined =
             Client { queue: Arc::clone(&queue), format: hello.format, secret, connection, lost: None };
         state.clients.insert(client, joined);
+        self.video.iter().for_each(|video| video.forget_credits(client));
         state.lease.mark_connected(client);
         if hello.control {
             state.lease.take(now, client);

@@ -78,6 +78,7 @@ impl ServerState {
             client.queue.fence(run, 0);
             client.send(&ServerMessage::Fence { run, request: 0 });
         }
+        self.begin_video(&state);
         self.send_status(&state);
         self.metrics.runs.inc();
         self.traces.iter().for_each(|traces| traces.begin_run(run));
@@ -181,6 +182,7 @@ impl ServerState {
             state.stops = true;
             state.control.clone()
         };
+        self.end_video();
         control.inspect(StreamControl::stop);
     }
 
@@ -200,6 +202,10 @@ impl ServerState {
         let mut state = self.lock();
         self.take_effects(&mut state);
         self.forget_lost_clients(&mut state, now);
+        let is_waiting = self.is_waiting_for_video(now);
+        if std::mem::replace(&mut state.is_waiting_for_video, is_waiting) != is_waiting {
+            self.send_status(&state);
+        }
         let is_held = state.is_paused || self.is_idle(&state);
         state.pacer.set_held(is_held);
         let (limit, next) = state.pacer.poll(now);
@@ -360,6 +366,7 @@ impl ServerState {
             lost.is_none_or(|lost| now.saturating_duration_since(lost) < RECONNECT_TIME)
         };
         state.clients.retain(|_, client| is_kept(client.lost));
+        self.video.iter().for_each(|video| video.keep_clients(|client| state.clients.contains_key(&client)));
         // A holder that did not return has lost the control.
         if holder.is_none() && state.lease.forget_lost() {
             self.send_control(state, now);

@@ -20,6 +20,7 @@ mod play;
 mod restart;
 mod resume;
 mod settings;
+mod video;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -61,6 +62,10 @@ fn main() -> ExitCode {
         resume::a_session_that_comes_out_differently_does_not_go_on
         settings::a_client_changes_what_the_plan_and_the_server_admit
         settings::a_lora_that_cannot_be_read_ends_the_server_before_it_starts
+        video::frames_of_a_client_give_the_bits_of_a_file_whatever_others_send
+        video::a_client_that_stalls_delays_the_stream_alone_and_the_next_one_begins_a_scene
+        video::a_restart_discards_the_frames_that_wait_and_returns_their_credits
+        video::a_stream_that_waits_for_frames_stops_at_once_and_leaves_no_process
         hostile::malformed_messages_end_one_connection_and_no_other
         hostile::connections_that_say_nothing_or_too_much_do_not_disturb_the_stream
         access::foreign_sites_and_missing_tokens_are_refused

@@ -8,7 +8,7 @@ use tessera_plan::{DtypePolicy, Mapping, MediaPlacement};
 use super::*;
 use crate::plan::plan_model;
 use crate::stream_options::TextOptions;
-use crate::video_input::VideoInput;
+use crate::video_input::{VideoInput, VideoOrigin};
 use crate::weights_origin::WeightsOrigin;
 
 const TEXT: Encoder = Encoder {
@@ -90,7 +90,7 @@ fn plan_for(model: &Model, dtype: DtypePolicy, media: MediaPlacement) -> Plan {
 
 fn options(text: EncoderDevice, video: EncoderDevice) -> StreamOptions {
     StreamOptions {
-        video: Some(VideoInput { path: PathBuf::new(), strength: 0.8, follows_motion: false }),
+        video: Some(VideoInput { from: VideoOrigin::Feed, strength: 0.8, follows_motion: false }),
         video_on: video,
         text: TextOptions { on: text, unload: false },
         ..StreamOptions::default()

@@ -17,6 +17,7 @@ use crate::rank_config::{RankConfig, first_diagnostic};
 use crate::record::ChunkSettings;
 use crate::stream_control::{ChangeIntake, TakenChanges};
 use crate::video_encoder::VideoEncoder;
+use crate::video_feed::FeedReader;
 use crate::video_input::VideoSource;
 
 /// Decides the request of each chunk, in order.
@@ -39,7 +40,7 @@ pub(super) struct ChunkRequests {
 }
 
 impl ChunkRequests {
-    /// Begins before the first chunk of a run.
+    /// Begins before the first chunk of a run. `sockets` are those of the launching process.
     ///
     /// # Errors
     /// What is wrong with the file of noise.
@@ -47,7 +48,7 @@ impl ChunkRequests {
         orders: &RankConfig,
         plan: &Arc<Plan>,
         drill: Option<FaultInjector>,
-        changes: Option<ChangeIntake>,
+        sockets: LeaderSocketEnds,
         decided: DecidedSettings,
     ) -> Result<ChunkRequests, Diagnostic> {
         let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &plan.video)).transpose()?;
@@ -60,9 +61,14 @@ impl ChunkRequests {
             bias: None,
             weights: None,
             noise,
-            video: LazyVideo { orders: orders.clone(), plan: Arc::clone(plan), source: None },
+            video: LazyVideo {
+                orders: orders.clone(),
+                plan: Arc::clone(plan),
+                feed: sockets.video,
+                source: None,
+            },
             drill,
-            changes,
+            changes: sockets.changes,
             decided,
         })
     }
@@ -105,6 +111,21 @@ impl ChunkRequests {
         (request, settings)
     }
 
+    /// Waits until a chunk may be requested and its frames have arrived, and takes the changes that hold from it; `None` if the
+    /// input video has ended. A change that arrives while frames do still holds from their chunk.
+    fn take_changes(&mut self, chunk: u32) -> Result<Option<TakenChanges>, Diagnostic> {
+        if let Some(changes) = &mut self.changes {
+            changes.wait_for_limit(chunk)?;
+        }
+        let Some(begins_scene) = self.video.wait_for_frames()? else { return Ok(None) };
+        let mut taken =
+            self.changes.as_mut().map_or(Ok(TakenChanges::default()), |c| c.take_changes(chunk))?;
+        if begins_scene && chunk > 0 && taken.cut == SceneCut::None {
+            taken.cut = SceneCut::Ordered;
+        }
+        Ok(Some(taken))
+    }
+
     /// Returns what a chunk begins with; `None` if the input video has ended.
     fn next_start(&mut self, chunk: u32, opens_scene: bool) -> Option<ChunkStart> {
         // The launcher checked the file. A chunk whose noise it lacks now is refused with its call.
@@ -123,9 +144,9 @@ impl Iterator for ChunkRequests {
         if chunk >= self.orders.chunks {
             return None;
         }
-        let taken = self.changes.as_mut().map_or(Ok(TakenChanges::default()), |c| c.take_changes(chunk));
-        let (taken, refusal) = match taken {
-            Ok(taken) => (taken, None),
+        let (taken, refusal) = match self.take_changes(chunk) {
+            Ok(None) => return None,
+            Ok(Some(taken)) => (taken, None),
             Err(d) => (TakenChanges::default(), Some(ChunkStart::Unavailable(Box::new(d)))),
         };
         let (request, settings) = self.decide_settings(chunk, taken);
@@ -139,6 +160,13 @@ impl Iterator for ChunkRequests {
         let request = self.drill.iter().fold(request, |request, hand| hand.modify_request(chunk, request));
         Some(CallRequest::Chunk(request))
     }
+}
+
+/// What the launching process has passed to the leader beside destinations of frames.
+#[derive(Debug, Default)]
+pub(super) struct LeaderSocketEnds {
+    pub(super) changes: Option<ChangeIntake>,
+    pub(super) video: Option<FeedReader>,
 }
 
 /// The settings of requested chunks that the record does not have yet, by the number of their requests. The queues of the
@@ -164,6 +192,8 @@ impl DecidedSettings {
 struct LazyVideo {
     orders: RankConfig,
     plan: Arc<Plan>,
+    /// The leader's end of the socket of a video that the launching process hands over, until the video is opened.
+    feed: Option<FeedReader>,
     source: Option<VideoSource>,
 }
 
@@ -173,17 +203,23 @@ impl LazyVideo {
         self.try_next(opens_scene).unwrap_or_else(|d| Some(ChunkStart::Unavailable(Box::new(d))))
     }
 
+    /// Waits until the frames of the next chunk have arrived. Returns whether they begin a scene; `None` if the video has ended.
+    fn wait_for_frames(&mut self) -> Result<Option<bool>, Diagnostic> {
+        self.open()?.map_or(Ok(Some(false)), VideoSource::wait_for_frames)
+    }
+
     fn try_next(&mut self, opens_scene: bool) -> Result<Option<ChunkStart>, Diagnostic> {
+        self.open()?.map_or(Ok(Some(ChunkStart::Drawn)), |source| source.next_start(opens_scene))
+    }
+
+    /// Returns the open video; `None` if the run has none.
+    fn open(&mut self) -> Result<Option<&mut VideoSource>, Diagnostic> {
         let (orders, plan) = (&self.orders, &self.plan);
-        let Some(input) = &orders.video else { return Ok(Some(ChunkStart::Drawn)) };
-        let source = match &mut self.source {
-            Some(source) => source,
-            None => {
-                let vae = orders.open_model(plan)?.open_vae_weights().map_err(first_diagnostic)?;
-                let encoder = VideoEncoder::load(plan, vae, orders.leader.video_gpu)?;
-                self.source.insert(VideoSource::open(input, &plan.video, encoder)?)
-            }
-        };
-        source.next_start(opens_scene)
+        if let (Some(input), None) = (&orders.video, &self.source) {
+            let vae = orders.open_model(plan)?.open_vae_weights().map_err(first_diagnostic)?;
+            let encoder = VideoEncoder::load(plan, vae, orders.leader.video_gpu)?;
+            self.source = Some(VideoSource::open(input, &plan.video, encoder, self.feed.take())?);
+        }
+        Ok(self.source.as_mut())
     }
 }

@@ -4,14 +4,14 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tessera_base::Diagnostics;
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, run_leader};
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::leader::RecordEntry;
 use tessera_runtime::{Failure, FailureClass};
 
-use super::chunk_requests::{ChunkRequests, DecidedSettings};
+use super::chunk_requests::{ChunkRequests, DecidedSettings, LeaderSocketEnds};
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
 use super::rank_plan::RankPlan;
 use crate::communicators::EndpointSources;
@@ -24,6 +24,8 @@ use crate::prompt_rows::PromptRows;
 use crate::rank_config::{RankConfig, RankSettings, first_diagnostic};
 use crate::record::RecordWriter;
 use crate::stream_control::ChangeIntake;
+use crate::video_feed::FeedReader;
+use crate::video_input::VideoOrigin;
 
 /// Runs the leader of a stream of video, which writes the record.
 pub(crate) fn run_as_leader(
@@ -102,11 +104,9 @@ fn build_leader_parts(
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
     );
-    // The launching process passes the socket behind the pipes.
-    let socket = if orders.is_steered { frame_pipes.pop() } else { None };
-    let changes = socket.map(ChangeIntake::from_fd).transpose().map_err(|d| vec![d])?;
+    let sockets = take_sockets(orders, &context.plan, &mut frame_pipes).map_err(|d| vec![d])?;
     let (decided, drill) = (DecidedSettings::default(), context.fault_injector.clone());
-    let requests = ChunkRequests::new(orders, &context.plan, drill, changes, decided.clone());
+    let requests = ChunkRequests::new(orders, &context.plan, drill, sockets, decided.clone());
     let requests = Box::new(requests.map_err(|d| vec![d])?);
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
@@ -118,6 +118,22 @@ fn build_leader_parts(
         stop: None,
         flight: context.flight_sink(),
         interceptor: context.build_interceptor(Rank(0)).map_err(|d| vec![d])?,
+    })
+}
+
+/// Takes the sockets that the launching process passes behind the pipes: that of changes, and then that of the input video.
+fn take_sockets(
+    orders: &RankConfig,
+    plan: &Plan,
+    fds: &mut Vec<OwnedFd>,
+) -> Result<LeaderSocketEnds, Diagnostic> {
+    let is_fed = orders.video.as_ref().is_some_and(|video| video.from == VideoOrigin::Feed);
+    let video = if is_fed { fds.pop() } else { None };
+    let changes = if orders.is_steered { fds.pop() } else { None };
+    let frame_bytes = (plan.video.stream.width * plan.video.stream.height * 3) as usize;
+    Ok(LeaderSocketEnds {
+        changes: changes.map(ChangeIntake::from_fd).transpose()?,
+        video: video.map(|fd| FeedReader::from_fd(fd, frame_bytes)),
     })
 }
 

@@ -11,7 +11,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::raw_video::RawFormat;
 use tessera_runtime::driver::StopHandle;
 
-use super::run_steered;
+use super::{LeaderSockets, run_steered};
 use crate::codes::{T0017, T0094};
 use crate::files::RunFolder;
 use crate::frame_pipe::{FrameDestination, FrameTarget};
@@ -20,6 +20,7 @@ use crate::plan::Plan;
 use crate::run_failure::failure_diagnostic;
 use crate::stream_control::StreamControl;
 use crate::stream_options::{ChunkProgress, StreamEvent, StreamOptions, StreamReport};
+use crate::video_feed::VideoSocket;
 
 /// Bytes that one read of the pipe takes at most: what a pipe holds.
 const READ_BYTES: usize = 64 << 10;
@@ -63,11 +64,12 @@ impl LiveStream {
         argv: Vec<String>,
         folder: RunFolder,
     ) -> Result<LiveStream, Diagnostics> {
-        LiveStream::start_limited(plan, model, options, argv, folder, None)
+        LiveStream::start_limited(plan, model, options, argv, folder, None, None)
     }
 
     /// Like [`LiveStream::start`], with a limit of the requested chunks, which
-    /// [`StreamControl::limit_requests`] replaces later.
+    /// [`StreamControl::limit_requests`] replaces later, and with the leader's end of the socket of an input video that the
+    /// caller hands over.
     ///
     /// # Errors
     /// As [`LiveStream::start`].
@@ -78,6 +80,7 @@ impl LiveStream {
         argv: Vec<String>,
         folder: RunFolder,
         limit: Option<u32>,
+        video: Option<VideoSocket>,
     ) -> Result<LiveStream, Diagnostics> {
         let one = |what: &str, e: std::io::Error| vec![Diagnostic::error(&T0017, format!("{what}: {e}"))];
         let stop = StopHandle::default();
@@ -113,7 +116,8 @@ impl LiveStream {
         let launch = std::thread::Builder::new()
             .name("stream launch".into())
             .spawn(move || {
-                let outcome = run_steered(&plan, &model, &options, argv, &requests, Some(socket), &mut |e| {
+                let sockets = LeaderSockets { control: Some(socket), video };
+                let outcome = run_steered(&plan, &model, &options, argv, &requests, sockets, &mut |e| {
                     events.record_event(&e);
                 });
                 folder.close(outcome.as_ref().is_ok_and(|report| report.failure.is_some()));
