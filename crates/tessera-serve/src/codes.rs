@@ -75,7 +75,7 @@ ranks take as much time as before, without the pauses.";
 
     T1616: "server has no LoRA of this name",
     "A client chooses among the LoRAs that the server was started with, by name, so that nobody names a file of the server. Start it with `--lora NAME=FILE`, and with `--lora NAME=FILE:STRENGTH` for the \
-strength that the publisher states; `hello` and `/api/v1/stream` list the names.";
+strength that the publisher states; `hello` lists the names.";
 
     T1617: "frame of the input video is not taken",
     "A server with `--video-in` takes frames of the input video as binary messages of the client in control: a header of 16 bytes and raw RGB in the size of the stream. \

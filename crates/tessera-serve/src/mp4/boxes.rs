@@ -113,7 +113,7 @@ pub(super) fn write_fragment(
             samples: TrunSamples::Explicit(entries.clone()),
         };
         let moof = Moof {
-            // Nothing compares it with another number; it only has to grow.
+            // Nothing depends on the value; it only has to grow.
             mfhd: Mfhd { sequence_number: (first_frame as u32).wrapping_add(1) },
             traf: vec![Traf {
                 tfhd: Tfhd {

@@ -26,7 +26,7 @@ impl Mp4Encoder {
     /// Creates an encoder of pictures of this width and height, at so many frames in so many seconds; `None` if H.264 with
     /// colours at half the resolution has no such pictures.
     pub(crate) fn new(size: (usize, usize), frame_rate: (u32, u32)) -> Option<Mp4Encoder> {
-        if size.0 % 2 != 0 || size.1 % 2 != 0 || frame_rate.0 == 0 {
+        if !size.0.is_multiple_of(2) || !size.1.is_multiple_of(2) || frame_rate.0 == 0 {
             return None;
         }
         // The parameters depend on the size alone, so those of a black frame hold for every chunk.
