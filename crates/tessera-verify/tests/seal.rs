@@ -6,7 +6,8 @@ mod common;
 use common::*;
 use proptest::prelude::*;
 use tessera_ir::{
-    Bundle, Communicator, GroupStatement, HostStatement, Opcode, Program, Slots, canonical_text,
+    Attr, Bundle, CommRoute, Communicator, GroupStatement, HostStatement, Opcode, Program, Slots,
+    canonical_text,
 };
 use tessera_mesh::{Axis, Group, GroupPath, HostMap, Rank, RankMap};
 use tessera_verify::{CODES, DeviceLimits, SealedPlan, check_slots, collective_lines, seal};
@@ -219,6 +220,46 @@ fn t0329_t0330_bundle_components_fit_together() {
     assert_clean(&seal_errors(|b| b.calls[0].1.push("denoise".into())));
 }
 
+/// States the hosts of a plan of two ranks, and the path of their group.
+fn state_hosts(b: &mut Bundle, counts: &[u32], path: GroupPath) {
+    let communicator = Communicator {
+        group: Group::whole_axis(Axis::Tp),
+        is_transfer: false,
+        members: vec![Rank(0), Rank(1)],
+    };
+    b.hosts = Some(HostStatement {
+        hosts: HostMap::from_counts(counts, &[]),
+        groups: vec![GroupStatement { communicator, path }],
+    });
+}
+
+#[test]
+fn t0346_t0347_t0348_stated_hosts_fit_ranks_groups_and_ops() {
+    let on = |counts: &[u32], path, change: fn(&mut Bundle)| {
+        seal_errors(|b| {
+            state_hosts(b, counts, path);
+            change(b);
+        })
+    };
+    let (peer, network) = (GroupPath::PeerMemory, GroupPath::Network);
+    assert_clean(&on(&[2], peer, |_| {}));
+    assert_clean(&on(&[1, 1], network, |_| {}));
+    for counts in [&[1][..], &[3], &[1, 2]] {
+        assert_only(&on(counts, peer, |_| {}), "T0346");
+    }
+    assert_only(&on(&[1, 1], peer, |_| {}), "T0347");
+    assert_only(&on(&[2], network, |_| {}), "T0347");
+    assert_only(&on(&[2], peer, |b| b.hosts.iter_mut().for_each(|h| h.groups.clear())), "T0347");
+    // Every collective of the plan requests the memory of its peers.
+    let request = |b: &mut Bundle| {
+        let programs = b.phases.iter_mut().flat_map(|phase| &mut phase.programs);
+        let ops = programs.flat_map(|p| &mut p.ops).filter(|op| CommRoute::from_op(op).is_some());
+        ops.for_each(|op| drop(op.attrs.insert("transport".into(), Attr::Str("p2p".into()))));
+    };
+    assert_clean(&on(&[2], peer, request));
+    assert_only(&on(&[1, 1], network, request), "T0348");
+}
+
 #[test]
 fn every_code_has_a_page_and_a_test() {
     let registry = tessera_base::Registry::new(&[CODES]);
@@ -329,20 +370,9 @@ fn the_covered_parts_differ_where_two_plans_differ() {
     assert_eq!(parts(&plan), parts(&plan.clone()));
     assert_eq!(differing(&|b| b.mapping += "x"), ["mapping"]);
     assert_eq!(differing(&|b| b.rank_map = RankMap::from_device_kind(&b.mesh, "other")), ["devices"]);
-    let state = |b: &mut Bundle, counts: &[u32], path| {
-        let communicator = Communicator {
-            group: Group::whole_axis(Axis::Tp),
-            is_transfer: false,
-            members: vec![Rank(0), Rank(1)],
-        };
-        b.hosts = Some(HostStatement {
-            hosts: HostMap::from_counts(counts, &[]),
-            groups: vec![GroupStatement { communicator, path }],
-        });
-    };
     let seal_on = |counts: &[u32], path| {
         let mut placed = plan.clone();
-        state(&mut placed, counts, path);
+        state_hosts(&mut placed, counts, path);
         seal(placed, &DeviceLimits::default()).unwrap()
     };
     let (one, two) = (seal_on(&[2], GroupPath::PeerMemory), seal_on(&[1, 1], GroupPath::Network));

@@ -158,6 +158,11 @@ impl RankConfig {
         })
     }
 
+    /// Returns whether the launching process passes a socket on which the frames of the input video arrive.
+    pub(crate) fn is_fed(&self) -> bool {
+        self.video.as_ref().is_some_and(|video| video.from == VideoOrigin::Feed)
+    }
+
     /// Returns where a rank finds the weights.
     pub(crate) fn weights_place(&self) -> (PathBuf, WeightsOrigin) {
         (self.model.clone(), self.weights_origin.clone())

@@ -73,7 +73,8 @@ fn run_stream_rank(
         Ok(plan) => plan,
         Err(ds) => return report_refusal(&mut joined, ds).map(Some),
     };
-    let of_leader = orders.outputs.pipes.len() + usize::from(orders.is_steered);
+    let of_leader =
+        orders.outputs.pipes.len() + usize::from(orders.is_steered) + usize::from(orders.is_fed());
     let pipes = if rank.0 == 0 { of_leader } else { 0 };
     let setup = set_up(joined, pipes, RankContext::new(plan, orders.delays));
     match rank.0 {

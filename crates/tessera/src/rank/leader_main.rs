@@ -25,7 +25,6 @@ use crate::rank_config::{RankConfig, RankSettings, first_diagnostic};
 use crate::record::RecordWriter;
 use crate::stream_control::ChangeIntake;
 use crate::video_feed::FeedReader;
-use crate::video_input::VideoOrigin;
 
 /// Runs the leader of a stream of video, which writes the record.
 pub(crate) fn run_as_leader(
@@ -127,8 +126,7 @@ fn take_sockets(
     plan: &Plan,
     fds: &mut Vec<OwnedFd>,
 ) -> Result<LeaderSocketEnds, Diagnostic> {
-    let is_fed = orders.video.as_ref().is_some_and(|video| video.from == VideoOrigin::Feed);
-    let video = if is_fed { fds.pop() } else { None };
+    let video = if orders.is_fed() { fds.pop() } else { None };
     let changes = if orders.is_steered { fds.pop() } else { None };
     let frame_bytes = (plan.video.stream.width * plan.video.stream.height * 3) as usize;
     Ok(LeaderSocketEnds {
