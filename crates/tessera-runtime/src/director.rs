@@ -65,10 +65,10 @@ impl StreamSpec {
 }
 
 impl StepList {
-    /// Creates the list of a stream that has no other.
+    /// Creates a list for a stream that has no other, so that its name chooses nothing.
     #[must_use]
-    pub fn only(steps: Vec<DenoiseStep>) -> Vec<StepList> {
-        vec![StepList { name: "default".into(), steps }]
+    pub fn from_steps(steps: Vec<DenoiseStep>) -> StepList {
+        StepList { name: "default".into(), steps }
     }
 
     /// Reports every step that is no step, or out of order.

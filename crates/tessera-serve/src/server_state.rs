@@ -310,6 +310,12 @@ impl GuardedState {
         ControlState { holder, is_you: holder == Some(client) }
     }
 
+    /// Forgets the settings that no later request has, so that a long run with many changes keeps few.
+    fn forget_settings_before(&mut self, request: u64) {
+        let in_force = self.settings.iter().rposition(|(from, _)| *from <= request).unwrap_or(0);
+        self.settings.drain(..in_force);
+    }
+
     /// Returns the settings of a request of this run.
     fn settings_of(&self, request: u64) -> &Settings {
         let behind = self.settings.iter().rposition(|(from, _)| *from <= request);

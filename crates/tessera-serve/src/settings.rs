@@ -1,11 +1,9 @@
 //! The settings of a chunk that clients change, and their changes.
 
 use tessera::WeightChange;
+use tessera::admitted_settings::DEFAULT_STEP_LIST;
 use tessera::stream_options::StreamOptions;
 use tessera_report::record::ChunkRecord;
-
-/// Name of the list of denoise steps that a model has in any case.
-pub(crate) const OWN_STEPS: &str = "default";
 
 /// What the stream generates a chunk from.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,7 +38,7 @@ impl Settings {
         Settings {
             prompt: options.prompt.clone(),
             seed: options.seed,
-            steps: OWN_STEPS.to_string(),
+            steps: DEFAULT_STEP_LIST.to_string(),
             bias: None,
             weights: None,
         }
@@ -51,7 +49,7 @@ impl Settings {
         Settings {
             prompt: chunk.prompt.clone(),
             seed: chunk.seed,
-            steps: chunk.step_list.clone().unwrap_or_else(|| OWN_STEPS.to_string()),
+            steps: chunk.step_list.clone().unwrap_or_else(|| DEFAULT_STEP_LIST.to_string()),
             bias: chunk.bias,
             weights: chunk.weights.clone(),
         }
@@ -74,7 +72,7 @@ impl Settings {
         options.prompt.clone_from(&self.prompt);
         options.seed = self.seed;
         let changes = [
-            (self.steps != OWN_STEPS).then(|| NewSetting::Steps(self.steps.clone())),
+            (self.steps != DEFAULT_STEP_LIST).then(|| NewSetting::Steps(self.steps.clone())),
             self.bias.map(NewSetting::Bias),
             self.weights.clone().map(NewSetting::Weights),
         ];

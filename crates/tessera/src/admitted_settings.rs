@@ -2,6 +2,7 @@
 
 use tessera_base::Diagnostic;
 use tessera_models::ContextRegime;
+pub use tessera_models::DEFAULT_STEP_LIST;
 
 use crate::codes::T0054;
 use crate::plan::Plan;

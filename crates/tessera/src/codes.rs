@@ -280,7 +280,7 @@ between the launching process and the leader.\n\n\
 A program keeps no state between calls, so nothing is lost: load the plan again, and repeat the call.";
 
     T0093: "change of a running stream was refused",
-    "A stream that runs takes a new prompt, a new seed or a cut from the process that started it. The leader takes the changes that \
+    "A stream that runs takes changes from the process that started it: of its prompt, seed, denoise steps, context bias or weights, and cuts. The leader takes the changes that \
 have arrived when it requests the next chunk. A prompt may have 4096 bytes, and 16 changes may wait for the next request: more would \
 replace one another before any of them has an effect. After the last chunk is requested, and after the run has ended, no change can \
 have an effect.\n\n\

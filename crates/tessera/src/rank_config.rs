@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_runtime::Digest;
 use tessera_runtime::director::SceneCut;
 use tessera_runtime::driver::StreamRequest;
 use tessera_runtime::tripwire::T0765;
@@ -57,8 +56,8 @@ pub(crate) struct RankConfig {
     pub(crate) cuts: Vec<u32>,
     /// Chunks before which the scene is cut at once, which discards undelivered requests.
     pub(crate) flushes: Vec<u32>,
-    /// Weight folders to load before a chunk, each with its expected digest.
-    pub(crate) weights: Vec<(u32, String, Digest)>,
+    /// Weights to load before a chunk.
+    pub(crate) weights: Vec<(u32, Reload)>,
     /// File with the noise of each chunk's first step; only the leader reads it.
     pub(crate) noise: Option<PathBuf>,
     /// Input video; only the leader reads it.
@@ -121,7 +120,7 @@ impl RankConfig {
         let weights = options.weights_at.iter().map(|(chunk, change)| {
             let digest = preflight_reload(plan, model, change).map_err(first_diagnostic)?;
             let change = change.to_absolute().map_err(|e| write_error(&model.dir, &e))?;
-            Ok((*chunk, change.to_string(), digest))
+            Ok((*chunk, Reload { source: change.to_string(), weights: digest }))
         });
         let weights = weights.collect::<Result<Vec<_>, Diagnostic>>()?;
         Ok(RankConfig {
@@ -205,12 +204,7 @@ impl RankConfig {
             cut: self.cut_at(chunk).is_cut() || self.reload_at(chunk).is_some(),
             step_list: in_force(&self.step_lists, chunk).and_then(|at| self.step_list_name(*at)),
             bias: in_force(&self.biases, chunk).copied(),
-            weights: self
-                .weights
-                .iter()
-                .filter(|(c, ..)| *c <= chunk)
-                .max_by_key(|(c, ..)| *c)
-                .map(|w| w.1.clone()),
+            weights: in_force(&self.weights, chunk).map(|reload| reload.source.clone()),
         }
     }
 
@@ -220,10 +214,9 @@ impl RankConfig {
     }
 
     pub(crate) fn stream_request(&self, chunk: u32) -> StreamRequest {
-        let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
         let seed = self.chunk_settings(u64::from(chunk)).seed;
         StreamRequest {
-            prompt,
+            prompt: change_at(&self.prompts, chunk).cloned(),
             seed,
             cut: self.cut_at(chunk),
             step_list: in_force(&self.step_lists, chunk).copied().unwrap_or(0),
@@ -235,17 +228,17 @@ impl RankConfig {
 
     /// Returns the seed that was scheduled for exactly this chunk.
     pub(crate) fn seed_at(&self, chunk: u32) -> Option<u64> {
-        self.seeds.iter().rev().find(|(c, _)| *c == chunk).map(|(_, seed)| *seed)
+        change_at(&self.seeds, chunk).copied()
     }
 
     /// Returns the list of denoise steps that was scheduled for exactly this chunk.
     pub(crate) fn step_list_at(&self, chunk: u32) -> Option<u32> {
-        self.step_lists.iter().rev().find(|(c, _)| *c == chunk).map(|(_, at)| *at)
+        change_at(&self.step_lists, chunk).copied()
     }
 
     /// Returns the attention bias that was scheduled for exactly this chunk.
     pub(crate) fn bias_at(&self, chunk: u32) -> Option<f32> {
-        self.biases.iter().rev().find(|(c, _)| *c == chunk).map(|(_, bias)| *bias)
+        change_at(&self.biases, chunk).copied()
     }
 
     pub(crate) fn cut_at(&self, chunk: u32) -> SceneCut {
@@ -257,8 +250,7 @@ impl RankConfig {
     }
 
     pub(crate) fn reload_at(&self, chunk: u32) -> Option<Reload> {
-        let found = self.weights.iter().rev().find(|(c, ..)| *c == chunk);
-        found.map(|(_, source, weights)| Reload { source: source.clone(), weights: *weights })
+        change_at(&self.weights, chunk).cloned()
     }
 }
 
@@ -281,6 +273,11 @@ fn with_absolute_path(video: &VideoInput) -> Result<VideoInput, Diagnostic> {
 /// Returns the value in force at a chunk: the last one set at or before it.
 fn in_force<T>(changes: &[(u32, T)], chunk: u32) -> Option<&T> {
     changes.iter().filter(|(c, _)| *c <= chunk).max_by_key(|(c, _)| *c).map(|(_, v)| v)
+}
+
+/// Returns the value set at exactly this chunk: the last one, if there are several.
+fn change_at<T>(changes: &[(u32, T)], chunk: u32) -> Option<&T> {
+    changes.iter().rev().find(|(c, _)| *c == chunk).map(|(_, v)| v)
 }
 
 /// Returns the first of several diagnostics, because an engine thread reports only one.

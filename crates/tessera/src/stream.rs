@@ -38,7 +38,6 @@ use crate::stream_options::{ChunkProgress, RunDevice, StreamEvent, StreamOptions
 use crate::video_feed::VideoSocket;
 use crate::video_file::VideoFile;
 use crate::video_input::VideoOrigin;
-use crate::weights_origin::{WeightChange, WeightsBase};
 
 pub use live_stream::{LiveChunk, LiveStream};
 
@@ -255,12 +254,8 @@ pub(crate) fn check_stream(
     ds.extend(options.biases_at.iter().filter_map(|(_, bias)| admitted.check_bias(*bias).err()));
     ds.extend(check_noise(plan, options));
     ds.extend(check_video(plan, options));
-    let reads_folder = |(_, change): &(u32, WeightChange)| matches!(change, WeightChange::Folder(_));
-    if model.weights.base != WeightsBase::Files && options.weights_at.iter().any(reads_folder) {
-        ds.push(
-            Diagnostic::error(&T0018, "a stream of synthetic weights cannot load weight files later")
-                .with_hint("leave out --weights-at, or stream from the files of the model"),
-        );
+    if let Some(d) = options.weights_at.iter().find_map(|(_, c)| c.check_base(model.weights.base).err()) {
+        ds.push(d);
         return Err(ds);
     }
     let model =

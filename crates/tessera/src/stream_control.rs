@@ -22,14 +22,14 @@ use tessera_runtime::wire::{
 };
 
 use crate::admitted_settings::AdmittedSettings;
-use crate::codes::{T0017, T0018, T0093};
+use crate::codes::{T0017, T0093};
 use crate::files::write_error;
 use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank_config::first_diagnostic;
 use crate::shards::preflight_reload;
 use crate::text_encoder::PromptEncoder;
-use crate::weights_origin::{WeightChange, WeightsBase};
+use crate::weights_origin::WeightChange;
 
 /// Most bytes of a prompt that a running stream takes.
 pub const MAX_LIVE_PROMPT_BYTES: usize = 4096;
@@ -143,13 +143,7 @@ impl StreamControl {
     /// [`StreamControl::set_seed`].
     pub fn set_weights(&self, change: &WeightChange) -> Result<u64, Diagnostic> {
         let (plan, model) = &*self.stream;
-        if model.weights.base != WeightsBase::Files && matches!(change, WeightChange::Folder(_)) {
-            return Err(Diagnostic::error(
-                &T0018,
-                "a stream of synthetic weights cannot load weight files later",
-            )
-            .with_hint("stream from the files of the model"));
-        }
+        change.check_base(model.weights.base)?;
         let weights = preflight_reload(plan, model, change).map_err(first_diagnostic)?;
         let source = change.to_absolute().map_err(|e| write_error(&model.dir, &e))?.to_string();
         if source.len() > MAX_LIVE_PROMPT_BYTES {

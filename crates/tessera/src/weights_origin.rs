@@ -4,6 +4,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use tessera_base::Diagnostic;
+
+use crate::codes::T0018;
 
 /// Where the weights of a model come from.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -105,6 +108,20 @@ impl WeightChange {
                 WeightChange::Loras(loras.iter().map(LoraFile::to_absolute).collect::<Result<_, _>>()?)
             }
         })
+    }
+
+    /// Checks that a stream whose weights came from `base` can change to these.
+    ///
+    /// # Errors
+    /// T0018 for files of weights after synthetic ones.
+    pub(crate) fn check_base(&self, base: WeightsBase) -> Result<(), Diagnostic> {
+        match (base, self) {
+            (WeightsBase::Files, _) | (_, WeightChange::Loras(_)) => Ok(()),
+            (_, WeightChange::Folder(_)) => {
+                Err(Diagnostic::error(&T0018, "a stream of synthetic weights cannot load weight files later")
+                    .with_hint("leave the change out, or stream from the files of the model"))
+            }
+        }
     }
 
     /// Returns the folder and the origin of the changed weights, for a stream that began with others.

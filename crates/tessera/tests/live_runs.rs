@@ -14,6 +14,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
+use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 use tessera::admitted_settings::AdmittedSettings;
 use tessera::files::RunFolder;
@@ -224,15 +225,13 @@ fn step_lists_and_biases_that_change_equal_scheduled_ones_bit_for_bit() {
 
 /// Writes a LoRA of rank 1 for a square matrix of the generator, whose update has equal elements.
 fn write_lora(path: &Path, dim: usize) {
-    let bytes = 4 * dim;
-    let header = format!(
-        r#"{{"blocks.0.self_attn.q.lora_A.weight":{{"dtype":"F32","shape":[1,{dim}],"data_offsets":[0,{bytes}]}},"blocks.0.self_attn.q.lora_B.weight":{{"dtype":"F32","shape":[{dim},1],"data_offsets":[{bytes},{}]}}}}"#,
-        2 * bytes
-    );
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend(header.as_bytes());
-    file.extend((0..2 * dim).flat_map(|_| 0.05_f32.to_le_bytes()));
-    std::fs::write(path, file).unwrap();
+    let factor = 0.05_f32.to_le_bytes().repeat(dim);
+    let view = |shape: [usize; 2]| TensorView::new(Dtype::F32, shape.to_vec(), &factor).unwrap();
+    let factors = [
+        ("blocks.0.self_attn.q.lora_A.weight", view([1, dim])),
+        ("blocks.0.self_attn.q.lora_B.weight", view([dim, 1])),
+    ];
+    std::fs::write(path, safetensors::serialize(factors, None).unwrap()).unwrap();
 }
 
 fn loras_that_change_equal_scheduled_ones_bit_for_bit() {

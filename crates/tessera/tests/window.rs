@@ -73,7 +73,7 @@ fn stream_spec(m: &Model, positions: u32) -> StreamSpec {
             tokens_per_frame: m.video.frame_tokens() as u32,
         },
         bias: 1.0,
-        step_lists: StepList::only(vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }]),
+        step_lists: vec![StepList::from_steps(vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }])],
     }
 }
 

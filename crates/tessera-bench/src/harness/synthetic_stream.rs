@@ -88,7 +88,7 @@ pub(super) fn stream_spec() -> StreamSpec {
             tokens_per_frame: 16,
         },
         bias: 1.0,
-        step_lists: StepList::only(vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }]),
+        step_lists: vec![StepList::from_steps(vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }])],
     }
 }
 

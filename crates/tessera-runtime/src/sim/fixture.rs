@@ -53,10 +53,10 @@ fn synthetic_stream(regime: CacheRegime) -> StreamSpec {
             tokens_per_frame: 4,
         },
         bias: 1.0,
-        step_lists: StepList::only(vec![
+        step_lists: vec![StepList::from_steps(vec![
             DenoiseStep { timestep: 1000.0, sigma: 1.0 },
             DenoiseStep { timestep: 500.0, sigma: 0.5 },
-        ]),
+        ])],
     }
 }
 

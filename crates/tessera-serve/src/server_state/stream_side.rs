@@ -270,6 +270,7 @@ impl ServerState {
     ) {
         let progress = &chunk.progress;
         let frames = chunk.shape[0] as u64;
+        state.forget_settings_before(progress.request);
         let settings = state.settings_of(progress.request).clone();
         if let Some(last) = state.last_delivery.replace(now) {
             self.metrics.chunk_period.observe((now - last).as_secs_f64());

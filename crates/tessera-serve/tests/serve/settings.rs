@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use tessera::{LoraFile, Model, Overrides};
 use tessera_serve::{LoraChoice, ServeOptions, ServedStream};
@@ -19,20 +20,15 @@ fn adjustable_stream(dir: &Path) -> ServedStream {
     ServedStream { loras: vec![sketch], ..serve_model(model, "tp=2") }
 }
 
-/// Writes a LoRA of rank 1 for a square matrix of the generator.
+/// Writes a LoRA of rank 1 for a square matrix of the generator, whose update has equal elements.
 fn write_lora(path: &Path, dim: usize) {
-    let bytes = 4 * dim;
-    let tensor = |shape: [usize; 2], at: usize| json!({ "dtype": "F32", "shape": shape, "data_offsets": [at, at + bytes] });
-    let module = "blocks.0.self_attn.q";
-    let header = json!({
-        format!("{module}.lora_A.weight"): tensor([1, dim], 0),
-        format!("{module}.lora_B.weight"): tensor([dim, 1], bytes),
-    });
-    let header = header.to_string();
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend(header.as_bytes());
-    file.extend((0..2 * dim).flat_map(|_| 0.05_f32.to_le_bytes()));
-    std::fs::write(path, file).unwrap();
+    let factor = 0.05_f32.to_le_bytes().repeat(dim);
+    let view = |shape: [usize; 2]| TensorView::new(Dtype::F32, shape.to_vec(), &factor).unwrap();
+    let factors = [
+        ("blocks.0.self_attn.q.lora_A.weight", view([1, dim])),
+        ("blocks.0.self_attn.q.lora_B.weight", view([dim, 1])),
+    ];
+    std::fs::write(path, safetensors::serialize(factors, None).unwrap()).unwrap();
 }
 
 fn options_in(dir: &Path, name: &str, resume: Option<&str>) -> ServeOptions {
