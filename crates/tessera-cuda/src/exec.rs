@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_base::Diagnostic;
-use tessera_device::{CommRoute, MeshRank, T0801, T0806};
+use tessera_device::{CommRoute, MeshRank, StepTimes, T0801, T0806};
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Type};
 
 use crate::attention_cudnn::CudnnAttention;
@@ -65,8 +65,6 @@ use rope_tables::RopeTables;
 use step_trace::TracedGraph;
 use weights::{DeviceWeights, WaitingAudit};
 use wire_words::WireWords;
-
-pub use step_trace::StepSpan;
 
 /// Settings for opening a [`CudaBackend`].
 #[derive(Debug, Clone)]
@@ -142,6 +140,10 @@ pub struct CudaBackend {
     /// Whether a run was launched and has not completed. Its work may still be on the device.
     has_unfinished_run: bool,
     memory_use: DeviceMemoryUse,
+    /// Whether runs time their steps.
+    times_steps: bool,
+    /// When the steps of the last run were on the device, if it timed them.
+    step_times: Option<StepTimes>,
     /// Where the caller puts inputs in GPU memory and finds outputs; `None` if calls pass host memory alone.
     call_arrays: Option<Arc<GpuCallArrays>>,
     /// The inputs that an unfinished run may read.
@@ -317,6 +319,8 @@ impl CudaBackend {
             capabilities,
             one_time_counts: OneTimeCounts::default(),
             hang_injected: false,
+            times_steps: false,
+            step_times: None,
             is_poisoned: false,
             reset_count: 0,
             last_program: None,

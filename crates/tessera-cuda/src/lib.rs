@@ -45,7 +45,7 @@ pub use capabilities::{FeatureMask, GpuFeature};
 pub use codes::{CODES, T1301, T1304};
 pub use compile::KernelCache;
 pub use devices::{Devices, Gpu, PeerLink, free_bytes, list_devices};
-pub use exec::{CommunicatorMember, CudaBackend, CudaOptions, OneTimeCounts, StepSpan};
+pub use exec::{CommunicatorMember, CudaBackend, CudaOptions, OneTimeCounts};
 pub use fusion::launched_ops;
 pub use gpu_array::{GpuArray, GpuStream, MemoryOwner, RowRun};
 pub use kernel_choice::describe_kernels;

@@ -16,6 +16,7 @@ pub mod dtype;
 mod expert_transfers;
 mod fingerprint;
 mod memory_use;
+mod step_times;
 mod timing_model;
 
 pub use cache_checks::CacheChecks;
@@ -25,6 +26,7 @@ pub use communicator::{as_matrix, collective_signature, exchanged_shape, shard_r
 pub use expert_transfers::{ExpertBank, ExpertReport, ExpertTransfer, LayerTransfers};
 pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice, first_nonfinite};
 pub use memory_use::MemoryUse;
+pub use step_times::{StepSpan, StepTimes};
 pub use tessera_ir::{CommRoute, Communicator, TransferPeer};
 pub use timing_model::TimingModel;
 
@@ -360,6 +362,15 @@ pub trait Backend {
         call: &CallData<'_>,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault>;
+
+    /// Makes later runs time their steps on the device, or ends that. A backend that runs op by op tells the observer of
+    /// each one, and ignores this.
+    fn time_steps(&mut self, _wanted: bool) {}
+
+    /// Returns when the device ran the steps of the last run, and forgets it; `None` if the backend did not time them.
+    fn take_step_times(&mut self) -> Option<StepTimes> {
+        None
+    }
 
     /// Returns what the layers with experts in two tiers did in the last run, and forgets it. A backend without tiers
     /// reports none.

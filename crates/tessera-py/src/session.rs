@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use tessera::arrays::{
     ArrayInterrupt, ArrayProcessOptions, ArrayRendezvous, ArrayRun, ArrayRunLog, ArrayValues, CopyRule,
-    RunDevice, StreamIds, check_traced_device,
+    RunDevice, StreamIds,
 };
 use tessera::files::RunFolder;
 
@@ -72,8 +72,7 @@ pub(crate) fn open_session(
     let shared = Arc::clone(&plan.plan);
     match ranks {
         "threads" if device == RunDevice::Cuda => {
-            trace_ids.map_or(Ok(()), |_| check_traced_device(device)).map_err(|d| raise_one(py, d))?;
-            let run = wait_for(py, || ArrayRun::start_gpu_thread(&shared, weights), || ())?;
+            let run = wait_for(py, || ArrayRun::start_gpu_thread(&shared, weights, trace_ids), || ())?;
             Ok(Session::new(plan, run.or_raise(py)?, None))
         }
         "threads" => {

@@ -27,7 +27,7 @@ pub use tensor::{Dtype, Tensor, TensorSpec, Tensors};
 
 /// Version of everything in this module. Any change of a field, an order or a meaning must increase
 /// it.
-pub const WIRE_VERSION: u16 = 9;
+pub const WIRE_VERSION: u16 = 10;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"TSRA";
 /// Origin of frames from the launching process; every other origin is a rank.

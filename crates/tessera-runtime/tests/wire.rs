@@ -47,7 +47,13 @@ fn envelope() -> Envelope {
 
 fn phase_op_times() -> PhaseOpTimes {
     let collective = CollectiveTimes { op: 1, issued_ns: 7, waiting_ns: 8, completed_ns: u64::MAX };
-    PhaseOpTimes { start_ns: 1 << 50, begins_ns: vec![0, 5, 8], end_ns: 9, collectives: vec![collective] }
+    PhaseOpTimes {
+        start_ns: 1 << 50,
+        begins_ns: vec![0, 5, 8],
+        ends_ns: vec![4, 5, 9],
+        end_ns: 9,
+        collectives: vec![collective],
+    }
 }
 
 fn every_message() -> Vec<Message> {

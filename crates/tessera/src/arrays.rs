@@ -45,7 +45,7 @@ pub use array_weights::read_weights_file;
 pub use call_log::{ArrayRunLog, MAX_KEPT_CALLS, MAX_KEPT_OPS};
 pub use device_array::{ArrayGpus, ArrayValues, CopyRule, DeviceArray, DeviceTensor};
 pub use host_array::HostArray;
-pub use launch::{ArrayProcessOptions, check_traced_device};
+pub use launch::ArrayProcessOptions;
 pub use run_end::ArrayInterrupt;
 pub use run_record::{ArrayCallRecord, ArrayRunRecord, RankPlace};
 pub use stream_ids::StreamIds;

@@ -42,6 +42,7 @@ use crate::op_clock::OpTimes;
 use crate::plan::is_leader_phase;
 use crate::rgb::{PIXELS, PixelConverter};
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
+use crate::step_clock::{RunBegin, op_times_from_steps};
 use crate::synthetic_delays::ForwardDelay;
 use crate::transfer_log::TransferLog;
 
@@ -89,6 +90,7 @@ struct LoadedPhase {
     /// Names of the buffers that the program writes.
     written_buffers: BTreeSet<String>,
     op_times: OpTimes,
+    program: Arc<Program>,
 }
 
 /// The backend of an engine, and whether it is dropped with the engine.
@@ -263,6 +265,7 @@ impl MeshEngine {
                 outputs: PhaseOutput::list(name, &program),
                 written_buffers: written.map(|b| b.name.clone()).collect(),
                 op_times: OpTimes::new(&program),
+                program: Arc::clone(&program),
             };
             phases.insert(name.to_string(), phase);
         }
@@ -303,6 +306,7 @@ impl MeshEngine {
     /// Makes the engine report the times of single ops.
     pub(crate) fn time_single_ops(&mut self, wanted: bool) {
         self.times_single_ops = wanted;
+        self.backend.time_steps(wanted);
     }
 
     /// Makes generator forwards last at least a synthetic time.
@@ -473,11 +477,16 @@ impl Engine for MeshEngine {
             self.flight_record.as_ref(),
             progress,
         );
-        let (start, before) = (Instant::now(), self.backend.compensated_sums());
+        let (start, begin) = (Instant::now(), RunBegin::now());
+        let before = self.backend.compensated_sums();
         let mut clock = phase.op_times.observe(&mut guard, self.times_single_ops);
         let run = self.backend.run(phase.loaded, &data, &mut clock);
         let end_ns = monotonic_ns();
-        let (classes, op_times) = (phase.op_times.add_up(end_ns), phase.op_times.single_ops(end_ns));
+        let classes = phase.op_times.add_up(end_ns);
+        let op_times = match self.backend.take_step_times() {
+            Some(steps) => Some(op_times_from_steps(&phase.program, &steps, begin)),
+            None => phase.op_times.single_ops(end_ns),
+        };
         run.inspect_err(|fault| tell_waiting_peers(&self.backend, fault))
             .map_err(|fault| to_engine_fault(fault, guard.refusal_code()))?;
         self.caches.note_written(&phase.written_buffers);

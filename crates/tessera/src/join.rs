@@ -138,7 +138,7 @@ pub fn run(
         let gpus = stream::find_gpus(&plan, options, needed)?;
         if let Some(gpus) = gpus.filter(|_| join.rank == 0) {
             let ids = cuda::create_communicator_ids(&gpus, &plan.sealed).map_err(|d| vec![d])?;
-            spec.leader_payload = serde_json::to_vec(&ids).map_err(|e| vec![communicator_ids_error(&e)])?;
+            spec.leader_payload = write_communicator_ids(&ids).map_err(|d| vec![d])?;
         }
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -168,8 +168,7 @@ pub fn run(
     let peers = join_peers(&spec, interrupt, &mut |d| on_event(JoinEvent::Note(d)), &mut folder)?;
     if on_gpus {
         // Rank 0 created the NCCL ids of the communicators.
-        let communicator_ids =
-            serde_json::from_slice(&peers.leader_payload).map_err(|e| vec![communicator_ids_error(&e)])?;
+        let communicator_ids = read_communicator_ids(&peers).map_err(|d| vec![d])?;
         orders.gpus = Some(GpuRankConfig { communicator_ids, first_rank_of_host });
     }
     on_event(JoinEvent::Connected(peers.addresses.clone()));
@@ -189,6 +188,22 @@ pub fn run(
 fn first_rank_of_host(join: &JoinOptions) -> u32 {
     let local = join.local_rank.unwrap_or(join.rank % join.local_world.max(1));
     join.rank.saturating_sub(local)
+}
+
+/// Returns the message with which rank 0 gives the other ranks the ids of the communicators of GPUs.
+///
+/// # Errors
+/// T0034.
+pub(crate) fn write_communicator_ids(ids: &[String]) -> Result<Vec<u8>, Diagnostic> {
+    serde_json::to_vec(ids).map_err(|e| communicator_ids_error(&e))
+}
+
+/// Reads the ids of the communicators of GPUs from the message of rank 0.
+///
+/// # Errors
+/// T0034.
+pub(crate) fn read_communicator_ids(peers: &RendezvousPeers) -> Result<Vec<String>, Diagnostic> {
+    serde_json::from_slice(&peers.leader_payload).map_err(|e| communicator_ids_error(&e))
 }
 
 fn communicator_ids_error(e: &serde_json::Error) -> Diagnostic {

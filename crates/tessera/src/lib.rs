@@ -80,6 +80,7 @@ mod shard_copy;
 pub mod shards;
 pub mod sim;
 mod stated_transports;
+mod step_clock;
 pub mod stream;
 pub mod stream_control;
 pub mod stream_options;

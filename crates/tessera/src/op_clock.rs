@@ -97,6 +97,7 @@ impl OpTimes {
         Some(PhaseOpTimes {
             start_ns,
             begins_ns: self.begins_ns.iter().map(|ns| since(*ns)).collect(),
+            ends_ns: Vec::new(),
             end_ns: since(end_ns),
             collectives: collectives.collect(),
         })

@@ -93,13 +93,27 @@ pub(crate) fn choose_threads(
     }
 }
 
-/// Checks that the device runs every op of a plan. Returns what ranks on GPUs need to find each other, and `None` for
-/// CPUs.
+/// Checks that the device runs every op of a plan, and that this host has devices for `ranks` ranks. Returns what ranks
+/// on GPUs need to find each other, and `None` for CPUs.
 pub(crate) fn prepare_device(
     sealed: &SealedPlan,
     device: RunDevice,
     ranks: u32,
 ) -> Result<Option<GpuRankConfig>, Diagnostics> {
+    check_device(sealed, device, ranks)?;
+    if device != RunDevice::Cuda {
+        return Ok(None);
+    }
+    let found = GpuDiscovery::discover();
+    let communicator_ids = cuda::create_communicator_ids(&found, sealed).map_err(|d| vec![d])?;
+    Ok(Some(GpuRankConfig { communicator_ids, first_rank_of_host: 0 }))
+}
+
+/// Checks that the device runs every op of a plan, and that this host has devices for `ranks` ranks.
+///
+/// # Errors
+/// T0801 for an op, or the first part of GPUs that this host lacks.
+pub(crate) fn check_device(sealed: &SealedPlan, device: RunDevice, ranks: u32) -> Result<(), Diagnostics> {
     let find_unsupported = match device {
         RunDevice::Cuda => CudaBackend::find_unsupported,
         RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
@@ -111,13 +125,10 @@ pub(crate) fn prepare_device(
     if let Some(d) = programs.find_map(|p| find_unsupported(p)) {
         return Err(vec![d]);
     }
-    if device != RunDevice::Cuda {
-        return Ok(None);
+    match device {
+        RunDevice::Cuda => cuda::check_plan(&GpuDiscovery::discover(), sealed, ranks as usize),
+        RunDevice::Cpu | RunDevice::Sim => Ok(()),
     }
-    let found = GpuDiscovery::discover();
-    cuda::check_plan(&found, sealed, ranks as usize)?;
-    let communicator_ids = cuda::create_communicator_ids(&found, sealed).map_err(|d| vec![d])?;
-    Ok(Some(GpuRankConfig { communicator_ids, first_rank_of_host: 0 }))
 }
 
 /// Returns a session id from the plan and the current time. The id only separates the messages of

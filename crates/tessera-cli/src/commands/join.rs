@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tessera::arrays::{ArrayRankOptions, ArrayRendezvous, run_joined_rank};
+use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
 
+use crate::flags::named_values;
 use crate::output::{CliError, CliResult, print_failure};
 use crate::parse::invalid_argument;
 
@@ -52,6 +54,14 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     join_timeout: u64,
 
+    /// Device of this rank, the same on every rank
+    #[arg(long, value_parser = named_values(ARRAY_DEVICES), default_value = "cpu")]
+    device: RunDevice,
+
+    /// Number of this rank among those of its host, which selects its GPU unless the mesh of the plan names one
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    local_rank: u32,
+
     /// CPU threads of this rank [default: the cores of this host divided among all ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
@@ -60,6 +70,10 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
+
+/// Values of `--device`, each with its help text.
+const ARRAY_DEVICES: &[(&str, RunDevice, &str)] =
+    &[("cpu", RunDevice::Cpu, "Run on the CPU"), ("cuda", RunDevice::Cuda, "Run on a GPU")];
 
 /// Runs the rank until its session ends.
 pub fn run(args: &Args) -> CliResult {
@@ -82,6 +96,8 @@ pub fn run(args: &Args) -> CliResult {
             secret: args.secret.clone(),
             timeout: Duration::from_secs(args.join_timeout),
         },
+        device: args.device,
+        local_rank: args.local_rank,
         threads: args.threads.map(|n| n as usize),
         out: args.out.clone(),
     };

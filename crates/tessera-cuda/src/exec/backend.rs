@@ -13,7 +13,7 @@ use tessera_base::Diagnostic;
 use tessera_device::dtype::from_e4m3_bits;
 use tessera_device::{
     AbortFn, AuditResult, Backend, CacheChecks, CallData, Fault, Fingerprint, FingerprintHasher,
-    JoinedCommunicator, LoadedProgram, MemoryUse, Observer, ProgramHandle, WeightSource,
+    JoinedCommunicator, LoadedProgram, MemoryUse, Observer, ProgramHandle, StepTimes, WeightSource,
 };
 use tessera_ir::{CapturedGraph, DType, Program, Slots};
 
@@ -137,7 +137,20 @@ impl Backend for CudaBackend {
         call: &CallData<'_>,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
-        self.run_program(program.0, call, observer)
+        self.step_times = None;
+        if !self.times_steps {
+            return self.run_program(program.0, call, observer);
+        }
+        self.step_times = Some(self.run_with_events(program.0, call, observer)?);
+        Ok(())
+    }
+
+    fn time_steps(&mut self, wanted: bool) {
+        self.times_steps = wanted;
+    }
+
+    fn take_step_times(&mut self) -> Option<StepTimes> {
+        self.step_times.take()
     }
 
     fn output(&self, name: &str) -> Option<&[f32]> {

@@ -32,12 +32,9 @@ impl CudaBackend {
             self.streams = streams;
             spin_launch.unwrap_or(Ok(())).map_err(to_fault)?;
         }
-        // NCCL connects on first use, which must not happen inside a capture: the first run is
-        // eager.
         let first = self.programs[program].graph.is_none();
         let captures = self.programs[program].declared_graph.is_some();
-        let eager =
-            !captures || (first && self.groups.has_lazy_connections() && !self.programs[program].has_run);
+        let eager = !captures || self.connects_lazily(program);
         if eager {
             self.enqueue_program(program, &mut |_, _, _| Ok(())).map_err(to_fault)?;
         } else {
@@ -59,6 +56,13 @@ impl CudaBackend {
             self.capture_run_graph(program).map_err(to_fault)?;
         }
         Ok(())
+    }
+
+    /// Returns whether the next run of a program connects NCCL, which must not happen inside a capture.
+    pub(super) fn connects_lazily(&self, program: usize) -> bool {
+        let own = &self.programs[program];
+        let has_graph = own.graph.is_some() || own.traced_graph.is_some();
+        !has_graph && !own.has_run && self.groups.has_lazy_connections()
     }
 
     /// Does all host work that precedes the launch of a program.

@@ -716,7 +716,8 @@ def open_session(
     Of ``"joined"`` ranks this process starts rank 0 alone, which listens at ``rendezvous``, the host and port of this machine
     as the others reach it, such as ``"head.example:29500"``. ``tessera join`` starts each of the others with its own copy of the plan
     and the weights. ``secret`` is a file of at least 32 bytes that every rank has and that not every user of its host can read; what the
-    ranks send is encrypted. Joined ranks run on CPUs.
+    ranks send is encrypted. On GPUs rank 0 has the first GPU of its host, unless the mesh of the plan names another, and the
+    others need ``--device cuda``. Ranks of one host exchange data in peer memory, and those of different hosts over the network.
 
     ``device`` is ``"cpu"`` or ``"gpu"``. Ranks on GPUs are processes, which take and return arrays in host memory. The only
     rank of a plan may be a thread instead: it reads arrays in the memory of its GPU there, and its outputs stay there.
@@ -724,8 +725,9 @@ def open_session(
     Processes write the record of the run to the folder ``out``, by default a temporary one that is removed with the session.
     An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.
 
-    With ``trace`` each rank times every op, ``Session.trace`` returns the times, and a folder ``out`` gets a ``trace.json``. Ranks on
-    GPUs cannot be traced, because a GPU replays a program as a whole.
+    With ``trace`` each rank times every op, ``Session.trace`` returns the times, and a folder ``out`` gets a ``trace.json``. A GPU
+    times its kernels: of ops that share one kernel, one has its time. Its own clock is placed on that of the host by the end of
+    each call, which differs by some 10 µs. Joined ranks cannot be traced, because each host has its own clock.
     """
 
 def register_prefetch(

@@ -398,10 +398,14 @@ pub struct CallObservation {
 /// the message short.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PhaseOpTimes {
-    /// Start of the first op on the monotonic clock of the rank's host, in nanoseconds.
+    /// Start of the first op on the monotonic clock of the rank's host, in nanoseconds. For a GPU, whose clock is its own,
+    /// the host's time of the end less the time between the events of begin and end.
     pub start_ns: u64,
     /// Begin of each op, in program order.
     pub begins_ns: Vec<u64>,
+    /// End of each op on a device that runs several streams at once; empty if each op ends where the next begins. An op
+    /// that the kernel of another one runs has no time of its own: its end is its begin.
+    pub ends_ns: Vec<u64>,
     /// End of the last op.
     pub end_ns: u64,
     /// The collectives, in the order of their issue.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use tessera_report::record::RunDevice;
 
 use super::array_weights::ArrayWeightsPlace;
 use crate::cuda::GpuRankConfig;
@@ -59,6 +60,16 @@ impl ArrayRendezvous {
 }
 
 impl ArrayConfig {
+    /// Returns the kind of device on which the ranks run.
+    pub(crate) fn device(&self) -> RunDevice {
+        if self.gpus.is_some() { RunDevice::Cuda } else { RunDevice::Cpu }
+    }
+
+    /// Returns the ids of the communicators of GPUs, which the ranks of other hosts need; empty on CPUs.
+    pub(crate) fn communicator_ids(&self) -> &[String] {
+        self.gpus.as_ref().map_or(&[], |gpus| &gpus.communicator_ids)
+    }
+
     /// Returns where a rank finds the weights.
     pub(crate) fn weights_place(&self) -> ArrayWeightsPlace {
         ArrayWeightsPlace::File(self.weights.clone())

@@ -17,12 +17,15 @@ use tessera_runtime::wire::Welcome;
 
 use super::array_config::{ArrayConfig, ArrayRendezvous};
 use super::array_plan::ArrayPlan;
-use crate::codes::T0091;
+use crate::codes::{T0034, T0091};
 use crate::communicators::EndpointSources;
+use crate::cuda::GpuRankConfig;
 use crate::files::RunFolder;
-use crate::join::{JoinOptions, build_rendezvous, setup_from_peers};
+use crate::join::{
+    JoinOptions, build_rendezvous, read_communicator_ids, setup_from_peers, write_communicator_ids,
+};
 use crate::rank::{RankContext, RankSetup, run_follower};
-use crate::rank_launch::choose_threads;
+use crate::rank_launch::{check_device, choose_threads};
 use crate::synthetic_delays::SyntheticDelays;
 use crate::terminal::print_stderr;
 
@@ -37,6 +40,10 @@ pub struct ArrayRankOptions {
     pub rank: u32,
     /// Where it meets the others.
     pub rendezvous: ArrayRendezvous,
+    /// Kind of device, that of every rank of the run.
+    pub device: RunDevice,
+    /// Index of the rank among those of this host, which selects its GPU unless the mesh of the plan names one.
+    pub local_rank: u32,
     /// Number of CPU threads; by default the cores of this host divided among all ranks.
     pub threads: Option<usize>,
     /// Folder for the flight record; a temporary one if nothing is named.
@@ -46,7 +53,8 @@ pub struct ArrayRankOptions {
 /// Joins the other ranks and runs until the leader ends the run. Returns the failure that ended it.
 ///
 /// # Errors
-/// What is wrong with the plan, T0091 if it has weights and none are given, T0034 or T0035 for the options, T0740 or T0756 to T0758 from the rendezvous.
+/// What is wrong with the plan, T0091 if it has weights and none are given, T0034 or T0035 for the options, T0801 for an op
+/// that the device does not run, what this host lacks for its GPU, T0740 or T0756 to T0758 from the rendezvous.
 pub fn run_joined_rank(options: &ArrayRankOptions) -> Result<Option<Failure>, Diagnostics> {
     let plan = Arc::new(ArrayPlan::read(&options.plan)?);
     if options.weights.is_none() && plan.weights().next().is_some() {
@@ -55,8 +63,13 @@ pub fn run_joined_rank(options: &ArrayRankOptions) -> Result<Option<Failure>, Di
             d.with_hint("name the file with --weights, such as weights.safetensors of a saved function"),
         ]);
     }
+    let first_rank_of_host = options.rank.checked_sub(options.local_rank).ok_or_else(|| {
+        let what = format!("rank {} cannot be number {} on its host", options.rank, options.local_rank);
+        vec![Diagnostic::error(&T0034, what).with_hint("the ranks of a host count from 0, like the first rank of the run")]
+    })?;
+    check_device(&plan.sealed, options.device, options.local_rank + 1)?;
     let folder = RunFolder::new(options.out.as_deref(), "tessera-arrays").map_err(|d| vec![d])?;
-    let config = ArrayConfig {
+    let mut config = ArrayConfig {
         plan: options.plan.clone(),
         digest: plan.sealed.digest_hex(),
         // A plan without weights opens no file.
@@ -68,7 +81,11 @@ pub fn run_joined_rank(options: &ArrayRankOptions) -> Result<Option<Failure>, Di
         gpus: None,
         rendezvous: Some(options.rendezvous.clone()),
     };
-    let (spec, peers) = meet_ranks(&plan, options.rank, &options.rendezvous)?;
+    let (spec, peers) = meet_ranks(&plan, (options.rank, options.device), &options.rendezvous, &[])?;
+    if options.device == RunDevice::Cuda {
+        let communicator_ids = read_communicator_ids(&peers).map_err(|d| vec![d])?;
+        config.gpus = Some(GpuRankConfig { communicator_ids, first_rank_of_host });
+    }
     let setup = setup_from_peers(plan, &SyntheticDelays::default(), &spec, peers);
     let place = config.weights_place();
     let outcome = run_follower(|| Ok(setup), &config.settings(), place, Rank(options.rank));
@@ -102,14 +119,15 @@ pub(crate) fn setup_leader(
     }
 }
 
-/// Meets the other ranks of a plan.
+/// Meets the other ranks of a plan. Rank 0 gives them the ids of the communicators of GPUs.
 ///
 /// # Errors
 /// T0034 or T0035 for the options, T0740 or T0756 to T0758 from the rendezvous.
 pub(crate) fn meet_ranks(
     plan: &ArrayPlan,
-    rank: u32,
+    (rank, device): (u32, RunDevice),
     rendezvous: &ArrayRendezvous,
+    communicator_ids: &[String],
 ) -> Result<(RendezvousSpec, RendezvousPeers), Diagnostics> {
     let ArrayRendezvous { master, bind, secret, timeout } = rendezvous.clone();
     let join = JoinOptions {
@@ -124,7 +142,10 @@ pub(crate) fn meet_ranks(
         tls: None,
         timeout,
     };
-    let spec = build_rendezvous(plan, RunDevice::Cpu, &SyntheticDelays::default(), &join)?;
+    let mut spec = build_rendezvous(plan, device, &SyntheticDelays::default(), &join)?;
+    if rank == 0 && device == RunDevice::Cuda {
+        spec.leader_payload = write_communicator_ids(communicator_ids).map_err(|d| vec![d])?;
+    }
     // Nobody but the operator of this host reads which strangers knocked.
     let mut note = |d: Diagnostic| print_stderr(&render_all(&[d], DiagnosticFormat::Text, &|_| None));
     let peers = join_peers(&spec, &StopHandle::default(), &mut note, &mut || Ok(()))?;

@@ -70,7 +70,8 @@ impl ArrayRun {
     }
 
     /// Loads a plan of one rank on its GPU, on a thread of this process. Calls read inputs in the memory of that GPU
-    /// without a copy through the host, and leave their outputs there.
+    /// without a copy through the host, and leave their outputs there. With numbers of streams the rank times every step,
+    /// and [`ArrayRunLog::trace`] returns the times.
     ///
     /// # Errors
     /// T0091 if `weights` are not those of the plan, T0098 for a plan of several ranks, or why the rank cannot be
@@ -78,10 +79,11 @@ impl ArrayRun {
     pub fn start_gpu_thread(
         plan: &Arc<ArrayPlan>,
         weights: BTreeMap<String, HostArray>,
+        trace: Option<StreamIds>,
     ) -> Result<ArrayRun, Diagnostics> {
         plan.programs.check_weights(&weights)?;
-        let ranks = Ranks::Threads(Box::new(ThreadRun::start_on_gpu(plan, weights)?));
-        let log = ArrayRunLog::begin(plan, (RankPlace::Threads, RunDevice::Cuda), None);
+        let ranks = Ranks::Threads(Box::new(ThreadRun::start_on_gpu(plan, weights, trace.is_some())?));
+        let log = ArrayRunLog::begin(plan, (RankPlace::Threads, RunDevice::Cuda), trace);
         Ok(ArrayRun { plan: Arc::clone(plan), ranks, log, trace_file: None, ended: None })
     }
 

@@ -174,7 +174,11 @@ struct EventList<'a> {
 
 impl EventList<'_> {
     fn events(&self) -> Vec<ArrayTraceEvent> {
-        let ends = self.times.begins_ns.iter().skip(1).copied().chain([self.times.end_ns]);
+        let on_device = !self.times.ends_ns.is_empty();
+        let ends: Vec<u64> = match on_device {
+            true => self.times.ends_ns.clone(),
+            false => self.times.begins_ns.iter().skip(1).copied().chain([self.times.end_ns]).collect(),
+        };
         let collectives: BTreeMap<u32, &CollectiveTimes> =
             self.times.collectives.iter().map(|times| (times.op, times)).collect();
         let issuers = self.program.defining_ops();
@@ -207,6 +211,8 @@ impl EventList<'_> {
                     }
                 }
                 None if op.is_source() || op.opcode == Opcode::EventRecord => {}
+                // The kernel of another op runs it.
+                None if on_device && begin == end => {}
                 None => events.push(self.event(index, op, (ArrayTraceKind::Compute, None), (begin, end))),
             }
         }

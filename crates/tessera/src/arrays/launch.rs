@@ -17,7 +17,7 @@ use super::array_program::ArrayPort;
 use super::array_weights::write_weights_file;
 use super::host_array::HostArray;
 use super::stream_ids::StreamIds;
-use crate::codes::{T0018, T0034, T0090};
+use crate::codes::{T0018, T0090};
 use crate::communicators;
 use crate::cuda;
 use crate::files::{StagedFolder, write_error};
@@ -96,10 +96,6 @@ pub(super) fn prepare_launch(
     // The other hosts check the cores and the memory of their own ranks.
     let joins = options.rendezvous.is_some();
     let ranks = if joins { 1 } else { plan.sealed.mesh().world_size() };
-    if joins && options.device != RunDevice::Cpu {
-        let d = Diagnostic::error(&T0034, "ranks of array programs join others on CPUs only");
-        return Err(one(d.with_hint("start all ranks on this host, or leave the device out")));
-    }
     let is_bound = options.device == RunDevice::Cpu && !options.oversubscribe && !joins;
     let threads = choose_threads(plan.sealed.mesh(), options.threads, is_bound).map_err(one)?;
     let gpus = prepare_device(&plan.sealed, options.device, ranks)?;
@@ -174,25 +170,12 @@ fn check_message_sizes(plan: &ArrayPlan) -> Result<(), Diagnostics> {
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 
-/// Checks that ranks on a kind of device can time single ops.
-///
-/// # Errors
-/// T0090 for GPUs.
-pub fn check_traced_device(device: RunDevice) -> Result<(), Diagnostic> {
-    if device == RunDevice::Cpu {
-        return Ok(());
-    }
-    let d = Diagnostic::error(&T0090, "a trace of ranks on GPUs: a GPU replays a program as a whole");
-    Err(d.with_hint("trace the run on CPUs"))
-}
-
 /// Bytes of an op's time and of a collective's times in a message, for calls of less than a year.
 const OP_TIME_BYTES: u64 = 8;
 const COLLECTIVE_TIMES_BYTES: u64 = 3 * OP_TIME_BYTES + 5;
 
 /// Checks that the ranks can time single ops on one clock, and that the times of a call fit one message.
 fn check_trace(plan: &ArrayPlan, options: &ArrayProcessOptions) -> Result<(), Diagnostic> {
-    check_traced_device(options.device)?;
     if options.rendezvous.is_some() {
         let d =
             Diagnostic::error(&T0090, "a trace of ranks that join over hosts: each host has its own clock");
@@ -201,7 +184,8 @@ fn check_trace(plan: &ArrayPlan, options: &ArrayProcessOptions) -> Result<(), Di
     let sealed = &plan.sealed;
     let bytes_of = |program: &Program| {
         let collectives = program.collective_ops().count() as u64;
-        OP_TIME_BYTES * (program.ops.len() as u64 + 4) + COLLECTIVE_TIMES_BYTES * collectives
+        // A GPU reports the end of each op, too.
+        OP_TIME_BYTES * (2 * program.ops.len() as u64 + 4) + COLLECTIVE_TIMES_BYTES * collectives
     };
     let bytes_of_call = |phase: &String| -> u64 {
         sealed.mesh().iter().filter_map(|rank| sealed.rank_program(phase, rank)).map(|p| bytes_of(p)).sum()

@@ -65,11 +65,13 @@ impl ThreadRun {
     pub(super) fn start_on_gpu(
         plan: &Arc<ArrayPlan>,
         weights: BTreeMap<String, HostArray>,
+        times_single_ops: bool,
     ) -> Result<ThreadRun, Diagnostics> {
         let gpu = GpuThread::prepare(plan)?;
         let place = ArrayWeightsPlace::Memory(Arc::new(HostWeights::new(weights)));
-        let context = RankContext::new(Arc::clone(plan), SyntheticDelays::default())
+        let mut context = RankContext::new(Arc::clone(plan), SyntheticDelays::default())
             .with_gpu(gpu.config.clone(), Arc::clone(&gpu.arrays));
+        context.times_single_ops = times_single_ops;
         ThreadRun::load(context, &place, 1, Some(gpu))
     }
 
