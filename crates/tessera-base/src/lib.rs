@@ -15,6 +15,7 @@ mod diagnostic;
 mod gate_status;
 mod named_enum;
 pub mod random;
+pub mod record_keys;
 mod render;
 mod span;
 mod suggest;

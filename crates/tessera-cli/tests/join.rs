@@ -465,7 +465,7 @@ fn the_record_states_the_transport_of_each_group_beside_the_planned_path() {
     // Both stated hosts are this one, which is noted and ends nothing.
     assert!(
         read(&spawned, "record.jsonl")
-            .contains("the plan states 2 hosts: ranks 0; 1, and hosts 0 and 1 are both")
+            .contains("the plan states 2 hosts: ranks 0; 1, and the ranks of its hosts 0 and 1 all run on")
     );
     assert!(!read(&joined, "record.jsonl").contains("the plan states"));
     assert!(

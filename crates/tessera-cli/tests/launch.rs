@@ -147,7 +147,9 @@ fn a_summary_shows_the_path_of_each_kind_of_group() {
     assert!(text.contains("hierarchical  NCCL for the whole group"), "{text}");
     assert!(!to_text(&run_tessera(&plan(&[])).stdout).contains("path of their data"));
     assert_ends_with(&plan(&["--hosts", "3"]), 2, &["T0066", "cannot be divided among 3 hosts"]);
-    assert_ends_with(&plan(&["--hosts", "0"]), 2, &["T0065"]);
+    for number in ["0", "65537", "99999999999"] {
+        assert_ends_with(&plan(&["--hosts", number]), 2, &["T0065", "there may be 1 to 65536"]);
+    }
     assert_ends_with(
         &plan(&["--hosts", "2", "--cluster", "laptop"]),
         2,
@@ -155,6 +157,21 @@ fn a_summary_shows_the_path_of_each_kind_of_group() {
     );
     let spanning = ["plan", "models/demo", "--mesh", "tp=4", "--hosts", "2", "--transport", "p2p"];
     assert_ends_with(&spanning, 1, &["T0348", "group over tp of ranks 0, 1, 2, 3: hierarchical"]);
+}
+
+#[test]
+fn a_summary_shows_nccl_within_a_host_if_the_plan_requests_it() {
+    let plan = ["plan", "models/demo", "--mesh", "tp=2,pp=2", "--hosts", "1", "--transport"];
+    for (transport, between_gpus) in [("best", "peer memory"), ("p2p", "peer memory"), ("nccl", "NCCL")] {
+        let args = [&plan[..], &[transport]].concat();
+        let row = format!("2 groups of tp  peer memory  {between_gpus} ");
+        assert_ends_with(&args, 0, &[&row]);
+        let json: Value =
+            serde_json::from_str(&to_text(&run_tessera(&[&args[..], &["--format", "json"]].concat()).stdout))
+                .unwrap();
+        let groups = json["groups"].as_array().unwrap();
+        assert!(!groups.is_empty() && groups.iter().all(|g| g["gpu_transport"] == between_gpus), "{json}");
+    }
 }
 
 #[test]

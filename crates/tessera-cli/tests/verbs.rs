@@ -497,3 +497,35 @@ fn serve_takes_its_trace_collector_from_the_flag_before_the_variables() {
     let disabled = serve(&[], &[(base, "bad"), ("OTEL_SDK_DISABLED", "true")]);
     assert_failed(&disabled, 2, &["T1609", "a lead of no chunks"]);
 }
+
+#[test]
+fn a_file_of_the_current_folder_does_not_replace_a_cluster_or_a_profile_of_its_name() {
+    let dir = TempDir::new().unwrap();
+    for name in ["laptop", "tessera"] {
+        fs::write(dir.path().join(name), "no cluster and no profile").unwrap();
+    }
+    let plan = |cluster: &str, profile: &str| {
+        let model = repo_root().join("models/demo").display().to_string();
+        let args = ["plan", &model, "--cluster", cluster, "--profile", profile, "--devices", "1"];
+        tessera_in(dir.path(), &args)
+    };
+    success_stdout(&plan("laptop", "tessera"));
+    assert_failed(&plan("./laptop", "tessera"), 1, &["./laptop"]);
+    assert_failed(&plan("laptop", "./tessera"), 1, &["./tessera"]);
+}
+
+#[test]
+fn a_plan_with_a_relative_model_path_says_where_another_folder_looks_for_it() {
+    let dir = TempDir::new().unwrap();
+    let folder = dir.path().join("plan").display().to_string();
+    success_stdout(&run_tessera(&["plan", "models/demo", "--out", &folder]));
+    let o = tessera_in(dir.path(), &["stream", "--plan", &folder, "--chunks", "1", "--out", "run"]);
+    let here = fs::canonicalize(dir.path()).unwrap();
+    let looked_for = here.join("models/demo").display().to_string();
+    let current = format!("the current folder {}", here.display());
+    assert_failed(
+        &o,
+        1,
+        &["T0010", "models/demo", &looked_for, &current, "tessera stream MODEL --plan PLAN"],
+    );
+}

@@ -387,10 +387,11 @@ impl CudaBackend {
         (1100 + 760 * communicators as u64) << 20
     }
 
-    /// Describes the transport of each communicator, one line per communicator.
+    /// Describes the transport of each communicator, one line per communicator: `tp: peer memory`, or
+    /// `tp: NCCL, because` and the reason. Valid once the memory is shared.
     #[must_use]
     pub fn describe_transports(&self) -> Vec<String> {
-        self.groups.describe_transports()
+        self.groups.list_joined().iter().map(|c| format!("{}: {}", c.route, c.transport)).collect()
     }
 
     fn unsupported_op_error(p: &Program, op: &Op, why: &str) -> Diagnostic {

@@ -30,6 +30,7 @@ pub use step_times::{StepSpan, StepTimes};
 pub use tessera_ir::{CommRoute, Communicator, TransferPeer};
 pub use timing_model::TimingModel;
 
+use std::fmt;
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
@@ -168,6 +169,16 @@ impl UsedTransport {
             UsedTransport::Tcp => "TCP",
             UsedTransport::PeerMemory => "peer memory",
             UsedTransport::Nccl(_) => "NCCL",
+        }
+    }
+}
+
+impl fmt::Display for UsedTransport {
+    /// Writes `peer memory`, or `NCCL, because GPU 1 has no peer access to GPU 0`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            UsedTransport::Nccl(why) => write!(f, "{}, because {why}", self.name()),
+            _ => f.write_str(self.name()),
         }
     }
 }

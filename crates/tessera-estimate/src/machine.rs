@@ -21,7 +21,7 @@ pub fn load_machine(
     profile: Option<&str>,
     devices: Option<u32>,
 ) -> Result<MachineModel, Diagnostics> {
-    let mut found: Cluster = match read_if_file(cluster)? {
+    let mut found: Cluster = match read_if_file(cluster, catalog::get(cluster).is_some())? {
         Some(text) => Cluster::parse(cluster, &text)?,
         None => catalog::find_cluster(cluster).map_err(|d| vec![*d])?,
     };
@@ -30,7 +30,7 @@ pub fn load_machine(
         found = found.with_racks(racks);
     }
     let profile = profile.unwrap_or(&found.profile).to_string();
-    let profile = match read_if_file(&profile)? {
+    let profile = match read_if_file(&profile, Profile::builtin(&profile).is_some())? {
         Some(text) => Profile::parse(&profile, &text)?,
         None => Profile::find_builtin(&profile).map_err(|d| vec![*d])?,
     };
@@ -72,11 +72,13 @@ pub fn load_thresholds(path: Option<&Path>) -> Result<Thresholds, Diagnostics> {
     }
 }
 
-/// Reads a file if `name` looks like one, and returns `None` for a catalog name, which may contain
-/// dots too.
-fn read_if_file(name: &str) -> Result<Option<String>, Diagnostics> {
+/// Reads a file if `name` names one, and returns `None` for a catalog name, which may contain dots too. A file
+/// in the current folder that has a name of the catalog is read only as `./name`, so that it cannot replace
+/// what every other folder means by the name.
+fn read_if_file(name: &str, is_in_catalog: bool) -> Result<Option<String>, Diagnostics> {
     let path = Path::new(name);
-    if !name.ends_with(".toml") && !path.is_file() {
+    let is_path = name.ends_with(".toml") || name.contains(std::path::MAIN_SEPARATOR);
+    if !is_path && (is_in_catalog || !path.is_file()) {
         return Ok(None);
     }
     read_text_file(path).map(Some).map_err(|e| vec![unreadable_file(name, &e)])

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use tessera_mesh::{Cluster, GroupPath, HostMap, Mesh, Rank};
+use tessera_mesh::{Cluster, DevicePlacement, GroupPath, HostMap, Mesh, Rank};
 use tessera_plan::search::Candidate;
 
 /// File name of the table in a plan's folder.
@@ -22,8 +22,9 @@ pub(crate) fn candidate_table(cluster: &Cluster, c: &Candidate) -> Option<String
     })
 }
 
-/// Places the ranks of a mapping's mesh, ranks outside of the mesh first. Returns `None` if the
-/// cluster is too small.
+/// Places the ranks of a mapping's world on the hosts that [`HostMap::from_cluster`] gives them, which a plan
+/// of the mapping states. Ranks outside of the mesh come first, without a device. Returns `None` if the cluster
+/// is too small.
 pub(crate) fn mesh_table(cluster: &Cluster, mesh: &Mesh) -> Option<String> {
     let table = render_table(cluster, mesh, &["place"], |rank| {
         let at = mesh.coord_of(rank);
@@ -39,7 +40,7 @@ pub(crate) fn mesh_table(cluster: &Cluster, mesh: &Mesh) -> Option<String> {
 
 /// Returns a comment line for each axis: the longest path that the data of its groups takes.
 fn describe_paths(cluster: &Cluster, mesh: &Mesh) -> String {
-    let hosts = HostMap::from_cluster(cluster, mesh.world_size());
+    let hosts = HostMap::from_cluster(cluster, mesh);
     let mut out = String::new();
     for axis in mesh.active_axes() {
         let groups = mesh.axis_groups(axis);
@@ -66,25 +67,25 @@ fn render_table<const N: usize>(
     let placements = cluster.rank_table(mesh).ok()?;
     let mut out = format!(
         "# Ranks on devices of {}, in cabling order: launch rank r on this host and device, with memory of this\n\
-         # socket. Port is the position within a domain of {} devices. Columns are separated by tabs.\n\
-         rank\track\thost\tsocket\tdevice\tdomain\tport\t{}\n",
-        cluster.title,
-        cluster.domain_size,
-        names.join("\t")
+         # socket. Port is the position within a domain of {} devices. Columns are separated by tabs.\n",
+        cluster.title, cluster.domain_size,
     );
-    for s in placements {
-        let _ = writeln!(
-            out,
-            "{}\t{}\t{}\t{}\t{}\t{}\t{}\t{}",
-            s.rank,
-            s.rack,
-            s.host,
-            s.socket,
-            s.slot,
-            s.domain,
-            s.port,
-            coordinates(s.rank).join("\t")
-        );
+    if mesh.outside_count() > 0 {
+        out += "# A rank outside of the mesh runs on the first host, beside its other ranks, and takes no device of the mesh.\n";
+    }
+    out += &format!("rank\track\thost\tsocket\tdevice\tdomain\tport\t{}\n", names.join("\t"));
+    let mut add_row = |rank: Rank, at: DevicePlacement, of_device: [String; 3]| {
+        let [socket, device, port] = of_device;
+        let (rack, host, domain) = (at.rack, at.host, at.domain);
+        let coordinates = coordinates(rank).join("\t");
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "{rank}\t{rack}\t{host}\t{socket}\t{device}\t{domain}\t{port}\t{coordinates}");
+    };
+    for rank in (0..mesh.outside_count()).map(Rank) {
+        add_row(rank, cluster.place_device(0), [(); 3].map(|()| "-".to_string()));
+    }
+    for (rank, at) in placements {
+        add_row(rank, at, [at.socket, at.slot, at.port].map(|n| n.to_string()));
     }
     Some(out)
 }
@@ -98,12 +99,12 @@ mod tests {
     #[test]
     fn ranks_are_placed_in_cabling_order() {
         let rack = catalog::get("gb200-nvl72").unwrap();
-        let mesh: Mesh = "tp=2,pp=3".parse().unwrap();
-        let text = mesh_table(&rack, &mesh.with_outside(1).unwrap()).unwrap();
+        let text = mesh_table(&rack, &"tp=2,pp=3,outside=1".parse().unwrap()).unwrap();
         let rows: Vec<&str> = text.lines().filter(|l| !l.starts_with('#')).collect();
         assert_eq!(rows[0], "rank\track\thost\tsocket\tdevice\tdomain\tport\tplace");
-        assert_eq!(rows[1], "0\t0\t0\t0\t0\t0\t0\toutside");
-        assert_eq!(rows[6], "5\t0\t1\t0\t1\t0\t5\ttp=0,pp=2");
+        assert_eq!(rows[1], "0\t0\t0\t-\t-\t0\t-\toutside");
+        assert_eq!(rows[2], "1\t0\t0\t0\t0\t0\t0\ttp=0,pp=0");
+        assert_eq!(rows[6], "5\t0\t1\t0\t0\t0\t4\ttp=0,pp=2");
         assert_eq!(rows.len(), 8);
         assert!(mesh_table(&rack, &"tp=80".parse().unwrap()).is_none());
     }

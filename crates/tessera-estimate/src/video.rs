@@ -426,7 +426,8 @@ fn fill_report(
         })
         .collect();
     page.mapping = best.mapping.clone().on_cluster(&machine.cluster).to_toml();
-    sheet.rank_table = rank_table::mesh_table(&machine.cluster, &best.mapping.mesh);
+    let world = best.mapping.world_mesh().ok();
+    sheet.rank_table = world.and_then(|world| rank_table::mesh_table(&machine.cluster, &world));
     sheet.timeline = intervals_to_timeline(&best.call.intervals_of_all_ranks(), |b| b.track.clone());
     sheet.page.timelines.extend(block_drawing(best));
     sheet.page.accuracy_notes.extend(stream_error_bar(query, best).1);

@@ -188,7 +188,7 @@ impl Header {
 /// Parses `0 1 | 2 3`: the ranks of each host, each host in a switch domain of its own.
 fn parse_hosts(text: &str) -> Result<HostMap, String> {
     let host = |(domain, ranks): (u32, &str)| Ok(PlanHost { domain, ranks: parse_ranks(ranks)? });
-    Ok(HostMap { hosts: (0..).zip(text.split('|')).map(host).collect::<Result<_, String>>()? })
+    Ok(HostMap::new((0..).zip(text.split('|')).map(host).collect::<Result<_, String>>()?))
 }
 
 /// Parses the path `network` of the group `tp/2` in `path tp/2: 0 2 = network`. The ranks of transfers

@@ -7,7 +7,7 @@ use std::ops::Range;
 use tessera_mesh::{Axis, Mesh, Rank, RankMap};
 
 use crate::rules::role_coordinate;
-use crate::{HostStatement, Program};
+use crate::{CommRoute, Communicator, HostStatement, Program};
 
 /// The ranks of a role; they run the same program in each phase.
 #[derive(Debug, Clone, PartialEq)]
@@ -141,6 +141,19 @@ impl Bundle {
     #[must_use]
     pub fn role_index(&self, rank: Rank) -> Option<usize> {
         self.roles.iter().position(|r| r.ranks.contains(&rank))
+    }
+
+    /// Returns every communicator of two or more ranks that the ops of the programs name.
+    #[must_use]
+    pub fn list_communicators(&self) -> BTreeSet<Communicator> {
+        let mut out = BTreeSet::new();
+        for (i, role) in self.roles.iter().enumerate() {
+            let ops = self.phases.iter().filter_map(|p| p.programs.get(i)).flat_map(|p| &p.ops);
+            let routes: BTreeSet<CommRoute> = ops.filter_map(CommRoute::from_op).collect();
+            let named = routes.iter().flat_map(|route| route.communicators_of(&self.mesh, &role.ranks));
+            out.extend(named.filter(|communicator| communicator.members.len() > 1));
+        }
+        out
     }
 
     /// Returns the phase with this name.

@@ -1,6 +1,7 @@
 //! Communicators: which ranks take part in the same sequence of collectives, and how each of them
 //! refers to that sequence.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use tessera_mesh::{Group, Mesh, Rank};
@@ -92,6 +93,12 @@ impl CommRoute {
             is_transfer: self.peer.is_some(),
             members,
         })
+    }
+
+    /// Returns the communicators that the route denotes on these ranks, each once.
+    #[must_use]
+    pub fn communicators_of(&self, mesh: &Mesh, ranks: &[Rank]) -> BTreeSet<Communicator> {
+        ranks.iter().filter_map(|rank| self.communicator_of(mesh, *rank)).collect()
     }
 }
 

@@ -7,7 +7,7 @@ pub(crate) mod validate;
 
 use tessera_base::named_enum;
 
-pub use placement::RankPlacement;
+pub use placement::DevicePlacement;
 
 /// A hardware figure with the data sheet or measurement that it comes from.
 #[derive(Debug, Clone, PartialEq)]

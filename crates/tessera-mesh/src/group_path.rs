@@ -40,12 +40,13 @@ impl GroupPath {
     }
 
     /// Returns the transport of such a group between GPUs. No backend combines peer memory within a
-    /// host with NCCL between hosts, so NCCL carries all data of a hierarchical group.
+    /// host with NCCL between hosts, so NCCL carries all data of a hierarchical group. Within a host
+    /// `requests_nccl`, whether an op of the group requests NCCL, decides.
     #[must_use]
-    pub fn gpu_transport(self) -> &'static str {
+    pub fn gpu_transport(self, requests_nccl: bool) -> &'static str {
         match self {
-            GroupPath::PeerMemory => "peer memory",
-            GroupPath::Domain | GroupPath::Network => "NCCL",
+            GroupPath::PeerMemory if !requests_nccl => "peer memory",
+            GroupPath::PeerMemory | GroupPath::Domain | GroupPath::Network => "NCCL",
             GroupPath::Hierarchical => "NCCL for the whole group",
         }
     }

@@ -21,8 +21,9 @@ pub struct PlanHost {
 /// and the transport between ranks depends on which of them share a host, not on which host it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostMap {
-    /// The hosts; a host's number is its index.
-    pub hosts: Vec<PlanHost>,
+    hosts: Vec<PlanHost>,
+    /// The first host that states each rank, so that a loop over the ops of a plan need not scan the hosts.
+    host_of: BTreeMap<Rank, u32>,
 }
 
 /// A rank that is not on the host of the other ranks that a plan states on its host.
@@ -39,6 +40,18 @@ pub struct MisplacedRank {
 }
 
 impl HostMap {
+    /// Creates the map of these hosts; a host's number is its index.
+    #[must_use]
+    pub fn new(hosts: Vec<PlanHost>) -> HostMap {
+        let mut host_of = BTreeMap::new();
+        for (number, host) in (0u32..).zip(&hosts) {
+            for rank in &host.ranks {
+                host_of.entry(*rank).or_insert(number);
+            }
+        }
+        HostMap { hosts, host_of }
+    }
+
     /// Creates the map of hosts that hold consecutive ranks, each host in a switch domain of its own
     /// unless `domains` states the domain of each.
     #[must_use]
@@ -52,27 +65,35 @@ impl HostMap {
                 ranks: (first..next).map(Rank).collect(),
             }
         });
-        HostMap { hosts: hosts.collect() }
+        HostMap::new(hosts.collect())
     }
 
-    /// Creates the map of the first ranks of a cluster, which fill its hosts in cabling order.
+    /// Creates the map of the ranks of a world on a cluster. The ranks of the mesh fill the devices in cabling
+    /// order. Ranks outside of the mesh, which take no device, are on the first host besides, as launchers
+    /// place them.
     #[must_use]
-    pub fn from_cluster(cluster: &Cluster, ranks: u32) -> HostMap {
+    pub fn from_cluster(cluster: &Cluster, world: &Mesh) -> HostMap {
         let mut hosts: BTreeMap<u32, PlanHost> = BTreeMap::new();
-        for rank in (0..ranks).map(Rank) {
-            let at = cluster.place_rank(rank);
+        for rank in world.iter() {
+            let at = cluster.place_device(rank.0.saturating_sub(world.outside_count()));
             let host = hosts
                 .entry(at.rack * cluster.hosts_per_rack + at.host)
                 .or_insert_with(|| PlanHost { domain: at.domain, ranks: Vec::new() });
             host.ranks.push(rank);
         }
-        HostMap { hosts: hosts.into_values().collect() }
+        HostMap::new(hosts.into_values().collect())
+    }
+
+    /// Returns the hosts in the order of their numbers.
+    #[must_use]
+    pub fn hosts(&self) -> &[PlanHost] {
+        &self.hosts
     }
 
     /// Returns the number of the first host that states a rank.
     #[must_use]
     pub fn host_of(&self, rank: Rank) -> Option<u32> {
-        self.hosts.iter().position(|h| h.ranks.contains(&rank)).map(|i| i as u32)
+        self.host_of.get(&rank).copied()
     }
 
     /// Returns the path between these ranks; `None` if one of them is on no host.
@@ -126,14 +147,6 @@ impl HostMap {
         let plural = if hosts.len() == 1 { "" } else { "s" };
         format!("{} host{plural}: ranks {}", hosts.len(), hosts.join("; "))
     }
-
-    /// Returns whether the ranks of each host are consecutive and follow those of the host before,
-    /// as launchers number them, and all ranks of a mesh are on a host.
-    #[must_use]
-    pub fn is_in_rank_order(&self, mesh: &Mesh) -> bool {
-        let ranks: Vec<u32> = self.hosts.iter().flat_map(|h| h.ranks.iter().map(|r| r.0)).collect();
-        ranks.iter().copied().eq(0..mesh.world_size())
-    }
 }
 
 impl fmt::Display for MisplacedRank {
@@ -169,7 +182,7 @@ mod tests {
     #[test]
     fn ranks_fill_the_hosts_of_a_cluster_in_cabling_order() {
         let rack = catalog::get("gb200-nvl72").unwrap().with_racks(2);
-        let map = HostMap::from_cluster(&rack, 80);
+        let map = HostMap::from_cluster(&rack, &"tp=80".parse().unwrap());
         let path = |of: &[u32]| map.path_between(&ranks(of)).unwrap();
         assert_eq!(path(&[0, 3]), GroupPath::PeerMemory);
         assert_eq!(path(&[3, 4, 71]), GroupPath::Domain);
@@ -179,8 +192,28 @@ mod tests {
         let counted = HostMap::from_counts(&[4; 20], &[0; 18]);
         assert_eq!(counted.host_of(Rank(79)), Some(19));
         assert_eq!(map.hosts[19].ranks, counted.hosts[19].ranks);
-        assert!(map.is_in_rank_order(&"tp=80".parse().unwrap()));
-        assert!(!map.is_in_rank_order(&"tp=79".parse().unwrap()));
+    }
+
+    #[test]
+    fn ranks_outside_of_the_mesh_are_on_the_first_host_and_take_no_device() {
+        let hgx = catalog::get("hgx-h100").unwrap().with_racks(2);
+        let map = HostMap::from_cluster(&hgx, &"tp=16,outside=1".parse().unwrap());
+        let counts: Vec<usize> = map.hosts().iter().map(|h| h.ranks.len()).collect();
+        assert_eq!(counts, [9, 8]);
+        assert_eq!(
+            (map.host_of(Rank(0)), map.host_of(Rank(8)), map.host_of(Rank(9))),
+            (Some(0), Some(0), Some(1))
+        );
+    }
+
+    #[test]
+    fn a_rank_on_two_hosts_counts_as_a_rank_of_the_first() {
+        let host = |domain, of: &[u32]| PlanHost { domain, ranks: ranks(of) };
+        let map = HostMap::new(vec![host(0, &[4, 0]), host(1, &[4, u32::MAX])]);
+        assert_eq!(
+            (map.host_of(Rank(4)), map.host_of(Rank(u32::MAX)), map.host_of(Rank(1))),
+            (Some(0), Some(1), None)
+        );
     }
 
     #[test]

@@ -20,7 +20,7 @@ mod mesh;
 mod shard;
 mod spec;
 
-pub use cluster::{Cluster, DeviceSpec, Figure, LinkClass, LinkSpec, MemoryTier, Precision, RankPlacement};
+pub use cluster::{Cluster, DevicePlacement, DeviceSpec, Figure, LinkClass, LinkSpec, MemoryTier, Precision};
 pub use codes::CODES;
 pub use dim_name::DimName;
 pub use dim_shards::{DimShard, DimShards};

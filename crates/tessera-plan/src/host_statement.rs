@@ -1,9 +1,7 @@
 //! States the hosts of a mapping in a bundle, with the path of every communicator of its programs.
 
-use std::collections::BTreeSet;
-
-use tessera_ir::{Bundle, CommRoute, Communicator, GroupStatement, HostStatement};
-use tessera_mesh::{Cluster, HostMap, PlanHost};
+use tessera_ir::{Bundle, GroupStatement, HostStatement};
+use tessera_mesh::{Cluster, HostMap};
 
 use crate::Mapping;
 
@@ -11,7 +9,7 @@ use crate::Mapping;
 /// statement. A group of which a member is on no host gets no path.
 pub fn state_hosts(bundle: &mut Bundle, hosts: Option<HostMap>) {
     bundle.hosts = hosts.map(|hosts| {
-        let groups = list_communicators(bundle).into_iter().filter_map(|communicator| {
+        let groups = bundle.list_communicators().into_iter().filter_map(|communicator| {
             let path = hosts.path_between(&communicator.members)?;
             Some(GroupStatement { communicator, path })
         });
@@ -19,44 +17,22 @@ pub fn state_hosts(bundle: &mut Bundle, hosts: Option<HostMap>) {
     });
 }
 
-/// Returns every communicator of two or more ranks that the programs name.
-fn list_communicators(bundle: &Bundle) -> BTreeSet<Communicator> {
-    let mut out = BTreeSet::new();
-    for (i, role) in bundle.roles.iter().enumerate() {
-        let programs = bundle.phases.iter().filter_map(|phase| phase.programs.get(i));
-        let routes: BTreeSet<CommRoute> =
-            programs.flat_map(|p| p.ops.iter().filter_map(CommRoute::from_op)).collect();
-        for rank in &role.ranks {
-            let own = routes.iter().filter_map(|route| route.communicator_of(&bundle.mesh, *rank));
-            out.extend(own.filter(|c| c.members.len() > 1));
-        }
-    }
-    out
-}
-
 impl Mapping {
-    /// States the hosts of a cluster, which the ranks of the mesh fill in cabling order. Ranks outside of the
-    /// mesh, which need no device, are on the first host besides, as launchers place them. A mapping whose
-    /// ranks fit on one host states none.
+    /// States the hosts of a cluster as [`HostMap::from_cluster`] gives ranks to them. A mapping whose ranks fit
+    /// on one host states none.
     #[must_use]
     pub fn on_cluster(self, cluster: &Cluster) -> Mapping {
         let Ok(world) = self.world_mesh() else { return self };
-        let map = HostMap::from_cluster(cluster, world.mesh_size());
-        if map.hosts.len() < 2 {
+        let map = HostMap::from_cluster(cluster, &world);
+        if map.hosts().len() < 2 {
             return self;
         }
-        let mut numbers: Vec<u32> = map.hosts.iter().map(|h| h.domain).collect();
-        numbers.dedup();
-        let own = |host: &PlanHost| numbers.iter().position(|d| *d == host.domain).map_or(0, |at| at as u32);
-        let has_switch = numbers.len() < map.hosts.len();
+        let domains: Vec<u32> = map.hosts().iter().map(|h| h.domain).collect();
+        // Cabling order keeps the hosts of a domain together.
+        let has_switch = domains.windows(2).any(|pair| pair[0] == pair[1]);
         Mapping {
-            hosts: (0..)
-                .zip(&map.hosts)
-                .map(|(number, host)| {
-                    host.ranks.len() as u32 + if number == 0 { world.outside_count() } else { 0 }
-                })
-                .collect(),
-            host_domains: if has_switch { map.hosts.iter().map(own).collect() } else { Vec::new() },
+            hosts: map.hosts().iter().map(|h| h.ranks.len() as u32).collect(),
+            host_domains: if has_switch { domains } else { Vec::new() },
             ..self
         }
     }

@@ -346,13 +346,15 @@ The message names the rank and the GPU, and lists the GPUs that the host shows. 
 shown. `tessera plan --launch-table` prints the GPU of every rank on this host.";
 
     T0777: "a rank is not on the host that the plan states",
-    "The plan states which ranks share a host, and from this the path of every group. Two ranks that it states on one host are \
-really on two, so a group that the plan calls peer memory would run over the network, 10 to 50 times slower, without a word. The \
-leader compares the hosts that all ranks report, name and boot, before the first call, and ends the run. Which hosts they are \
-does not matter. Ranks that the plan states on several hosts may share one: nothing is slower then, so the record only notes it.\n\n\
-The message names the rank, the stated host with one of its other ranks, and the real hosts of both. Start the ranks in the \
-order of the plan, the ranks of a host one after another, or plan again with `--hosts` for the hosts that there are. Two \
-containers on one machine count as two hosts, because their processes share no memory.";
+    "The plan states which ranks share a host, and from this the path of every group. Two ranks that it states on one host run on \
+two. Their groups, which the plan states as peer memory, would run over the network, 10 to 50 times slower, and no later check \
+would find it. Before the first call the leader compares the plan with the host that each rank reports, a name and a boot, and ends \
+the run. Only the division of ranks counts, not the names of the hosts. Ranks of two stated hosts may share one: memory of one host \
+is no slower than a network, so the record notes it and the run continues. Two containers on one machine are two hosts, because \
+their processes share no memory.\n\n\
+The message names the rank, its stated host, another rank of that host, and the real hosts of both. Start the ranks in the order of \
+the plan, the ranks of a host one after another, as many on each as the plan states (`tessera launch --dry-run` shows them). Or plan \
+again with `--hosts` for the hosts that there are.";
 
     T0785: "a rank was about to capture what its plan does not declare",
     "A captured graph is launched as a whole, so all members of its collectives must capture the same ops or none. The plan \

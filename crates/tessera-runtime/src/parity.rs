@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use tessera_base::Code;
+use tessera_base::record_keys::TRANSPORT_KEY;
 
 use crate::Digest;
 use crate::codes::{T0740, T0757, T0775};
@@ -70,9 +71,6 @@ pub const KERNEL_KEY: &str = "kernel:";
 
 /// Key of the host of a rank: its name and its boot.
 pub const HOST_KEY: &str = "host";
-
-/// Prefix of the keys of transports: the communicator follows.
-pub const TRANSPORT_KEY: &str = "transport:";
 
 /// The keys that ranks send with the hello. The keys of the class `in envelope` are the envelope's
 /// [`FIELDS`].

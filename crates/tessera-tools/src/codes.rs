@@ -110,7 +110,9 @@ twice or is not a whole number of tokens, before a process starts.";
     T0065: "list of hosts cannot be read",
     "`tessera launch` takes hosts as `--hosts node[01-03]:4,spare:4`: names, with ranges of numbers in brackets and the number of \
 ranks after a colon, or as a file with one host per line, `node01 slots=4` or `node01:4`. A line that begins with # is a comment. \
-Each host is named once.";
+Each host is named once. `--hosts` of `tessera plan` and `tessera stream` also takes a number of equal hosts, 1 to 65,536; whatever consists \
+of digits alone is such a number there, and no name. A list holds at most as many hosts.\n\n\
+The message shows the text that cannot be read and the reason. Correct it, or write the ranks of each host: `a:4,b:4`.";
 
     T0066: "hosts do not fit the plan",
     "The numbers of ranks of the hosts must add up to the ranks of the plan, and either all hosts state a number or none. Without \

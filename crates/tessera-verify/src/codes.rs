@@ -303,24 +303,26 @@ Shard the experts over ep, or the columns of gate and up and the rows of down ov
 before it reads it. Otherwise leave the weight in one tier.";
 
     T0346: "rank is not on exactly one host",
-    "A plan that states hosts lists the ranks of each. Every rank of the plan stands on one host: the path of a group follows \
-from the hosts of its members, and a rank on no host, or on two, has no path. `tessera plan` gives ranks to hosts in order and \
-makes no such plan, so the file was changed after it was written, or another program wrote it.\n\n\
-Plan again with `--hosts`, which takes a number of hosts or the ranks of each host.";
+    "A plan that states hosts lists the ranks of each host. The path of a group follows from the hosts of its members, so every \
+rank must be on exactly one host. The message names a rank that is on no host, a rank that is on two, or a number that is no rank \
+of the plan, and the labels list the ranks of the hosts. `tessera plan` gives each rank to one host, so another program wrote this \
+plan, or somebody changed `hosts` in seal.json.\n\n\
+Plan again. `--hosts 2` divides the ranks among 2 hosts equally, and `--hosts a:3,b:1` states the number of ranks of each.";
 
     T0347: "stated path of a group contradicts its hosts",
-    "A plan that states hosts also states the path of each group that exchanges data: `peer memory` if all members are on one \
-host, `switch domain` if they are on several hosts of one NVLink domain, `network` if each is on a host of its own beyond the \
-network, and `hierarchical` if some share a host or a domain and others do not. A group on several hosts that the plan calls \
-peer memory would run over the network without a word, 10 to 50 times slower. The verifier derives the path of every group from \
-its members' hosts and rejects a plan that states another one, states a group twice, leaves one out, or states one that no op \
-uses.\n\n\
-Plan again: `tessera plan --hosts` derives all paths.";
+    "A plan that states hosts also states the path of each group that exchanges data. The path is `peer memory` if all members are \
+on one host, `switch domain` if they are on several hosts of one NVLink domain, `network` if each member is on a host of its own \
+and in a domain of its own, and `hierarchical` if some members share a host or a domain and others do not. The verifier derives \
+the path of every group from the hosts of its members. The plan states another path, states a group twice, leaves one out, or \
+states one that no op uses. The message names the group, its stated path and the path that the hosts give. A group on several hosts \
+that is stated as peer memory would run over the network, 10 to 50 times slower.\n\n\
+Plan again with the same `--hosts`: `tessera plan` derives all paths.";
 
     T0348: "op requests peer memory between hosts",
-    "`transport = \"p2p\"` makes a collective a kernel that writes into the memory of the other members' GPUs. A GPU maps the memory \
-of GPUs of its own host alone, so a group with members on several hosts has no peer memory, and its collective would run over \
-NCCL although the program requests otherwise.\n\n\
-Plan with the transport `best`, which uses peer memory wherever a host holds the whole group, or `nccl`; or choose a mesh whose \
-groups of this axis fit on one host.";
+    "With `transport = \"p2p\"` a collective is a kernel that writes into the memory of the other members' GPUs. A GPU can map only \
+the memory of GPUs on its own host. The members of this group are on several hosts, so no such kernel can run. The message names \
+the op, the ranks of the group and its path.\n\n\
+Plan with `--transport best`, which uses peer memory in every group that one host holds and NCCL in the others, or with \
+`--transport nccl`. Or choose a smaller axis in `--mesh`, or more ranks per host in `--hosts`, so that the groups of this axis fit \
+on one host.";
 }

@@ -1,7 +1,7 @@
 //! Checks what a plan states about the hosts of its ranks: every rank is on one host, every group
 //! has the path that follows from its members' hosts, and no op needs memory of another host.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, CommRoute, Communicator, GroupStatement, HostStatement, Op, Transport};
@@ -15,8 +15,9 @@ pub(crate) fn check_hosts(b: &Bundle) -> Diagnostics {
     let Some(stated) = &b.hosts else { return Vec::new() };
     let mut out = check_ranks(&b.mesh, stated);
     if out.is_empty() {
-        out.extend(check_paths(b, stated));
-        out.extend(check_peer_memory(b, stated));
+        let expected = derive_paths(b, stated);
+        out.extend(check_paths(expected.clone(), stated));
+        out.extend(check_peer_memory(b, &expected));
     }
     out
 }
@@ -24,7 +25,7 @@ pub(crate) fn check_hosts(b: &Bundle) -> Diagnostics {
 /// Checks that the hosts hold every rank of the world once, and no other.
 fn check_ranks(mesh: &Mesh, stated: &HostStatement) -> Diagnostics {
     let mut hosts_of: BTreeMap<Rank, Vec<usize>> = mesh.iter().map(|r| (r, Vec::new())).collect();
-    for (number, host) in stated.hosts.hosts.iter().enumerate() {
+    for (number, host) in stated.hosts.hosts().iter().enumerate() {
         for rank in &host.ranks {
             hosts_of.entry(*rank).or_default().push(number);
         }
@@ -38,16 +39,21 @@ fn check_ranks(mesh: &Mesh, stated: &HostStatement) -> Diagnostics {
         };
         let d = Diagnostic::error(&T0346, message).with_label("mesh", mesh.to_string());
         Some(hosts.iter().fold(d, |d, number| {
-            d.with_label(format!("host {number}"), display::list_ranks(&stated.hosts.hosts[*number].ranks))
+            d.with_label(format!("host {number}"), display::list_ranks(&stated.hosts.hosts()[*number].ranks))
         }))
     };
     hosts_of.iter().filter_map(of_rank).collect()
 }
 
-/// Checks that every communicator is stated once, with the path of its members' hosts, and that no
-/// other one is stated.
-fn check_paths(b: &Bundle, stated: &HostStatement) -> Diagnostics {
-    let mut expected = expected_paths(b, stated);
+/// Returns the communicators of two or more ranks that the programs name, each with the path that
+/// follows from the hosts.
+fn derive_paths(b: &Bundle, stated: &HostStatement) -> BTreeMap<Communicator, GroupPath> {
+    let with_path = |c: Communicator| stated.hosts.path_between(&c.members).map(|path| (c, path));
+    b.list_communicators().into_iter().filter_map(with_path).collect()
+}
+
+/// Checks that every communicator is stated once, with the expected path, and that no other one is stated.
+fn check_paths(mut expected: BTreeMap<Communicator, GroupPath>, stated: &HostStatement) -> Diagnostics {
     let mut out = Vec::new();
     for found in &stated.groups {
         match expected.remove(&found.communicator) {
@@ -75,29 +81,9 @@ fn check_paths(b: &Bundle, stated: &HostStatement) -> Diagnostics {
     out
 }
 
-/// Returns the communicators of two or more ranks that the programs name, each with the path that
-/// follows from the hosts.
-fn expected_paths(b: &Bundle, stated: &HostStatement) -> BTreeMap<Communicator, GroupPath> {
-    let mut out = BTreeMap::new();
-    for (i, role) in b.roles.iter().enumerate() {
-        let ops = b.phases.iter().filter_map(|p| p.programs.get(i)).flat_map(|p| &p.ops);
-        let routes: BTreeSet<CommRoute> = ops.filter_map(CommRoute::from_op).collect();
-        for (rank, route) in role.ranks.iter().flat_map(|r| routes.iter().map(move |route| (*r, route))) {
-            let Some(communicator) = route.communicator_of(&b.mesh, rank) else { continue };
-            if communicator.members.len() < 2 {
-                continue;
-            }
-            if let Some(path) = stated.hosts.path_between(&communicator.members) {
-                out.insert(communicator, path);
-            }
-        }
-    }
-    out
-}
-
 /// Checks that no op requests peer memory in a group whose members are on several hosts. Each op is
 /// reported once, with the group of the first such rank.
-fn check_peer_memory(b: &Bundle, stated: &HostStatement) -> Diagnostics {
+fn check_peer_memory(b: &Bundle, paths: &BTreeMap<Communicator, GroupPath>) -> Diagnostics {
     let mut out = Vec::new();
     for (i, role) in b.roles.iter().enumerate() {
         for p in b.phases.iter().filter_map(|phase| phase.programs.get(i)) {
@@ -106,7 +92,7 @@ fn check_peer_memory(b: &Bundle, stated: &HostStatement) -> Diagnostics {
                 let Some(route) = CommRoute::from_op(op) else { continue };
                 let spanning = |rank: &Rank| {
                     let communicator = route.communicator_of(&b.mesh, *rank)?;
-                    let path = stated.hosts.path_between(&communicator.members)?;
+                    let path = *paths.get(&communicator)?;
                     path.leaves_host().then_some(GroupStatement { communicator, path })
                 };
                 if let Some(group) = role.ranks.iter().find_map(spanning) {

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_ir::{Bundle, HostStatement, Phase, Program, RoleRanks, Slots, canonical_text};
-use tessera_mesh::{Mesh, Rank, RankMap};
+use tessera_ir::{Bundle, GroupStatement, HostStatement, Phase, Program, RoleRanks, Slots, canonical_text};
+use tessera_mesh::{Group, Mesh, Rank, RankMap};
 
 use crate::codes::{T0329, T0330};
 use crate::graph_mixing::check_graph_mixing;
@@ -288,14 +288,26 @@ fn bundle_digest(b: &Bundle) -> [u8; 32] {
 
 fn write_hosts(fields: &mut DigestWriter, stated: &HostStatement) {
     fields.write_text("hosts");
-    fields.write_number(stated.hosts.hosts.len() as u64);
-    for host in &stated.hosts.hosts {
+    fields.write_number(stated.hosts.hosts().len() as u64);
+    for host in stated.hosts.hosts() {
         fields.write_number(u64::from(host.domain));
         fields.write_number(host.ranks.len() as u64);
         host.ranks.iter().for_each(|r| fields.write_number(u64::from(r.0)));
     }
     fields.write_number(stated.groups.len() as u64);
-    stated.groups.iter().for_each(|group| fields.write_text(&group.to_string()));
+    for GroupStatement { communicator, path } in &stated.groups {
+        match communicator.group {
+            Group::World => fields.write_text("world"),
+            Group::Axis { axis, subgroup_size } => {
+                fields.write_text(axis.name());
+                fields.write_number(subgroup_size.map_or(0, u64::from));
+            }
+        }
+        fields.write_number(u64::from(communicator.is_transfer));
+        fields.write_number(communicator.members.len() as u64);
+        communicator.members.iter().for_each(|r| fields.write_number(u64::from(r.0)));
+        fields.write_text(path.name());
+    }
 }
 
 struct DigestWriter(blake3::Hasher);

@@ -91,7 +91,7 @@ impl SealedPlan {
                 "hosts",
                 format!(
                     "every rank is on one of {} hosts, {} groups have the path of their members' hosts, and no op needs memory of another host",
-                    stated.hosts.hosts.len(),
+                    stated.hosts.hosts().len(),
                     stated.groups.len()
                 ),
                 vec![&T0346, &T0347, &T0348],
@@ -110,7 +110,7 @@ impl SealedPlan {
             ("devices".to_string(), self.rank_map().devices().join(", ")),
         ];
         if let Some(stated) = self.hosts() {
-            let domains: Vec<String> = stated.hosts.hosts.iter().map(|h| h.domain.to_string()).collect();
+            let domains: Vec<String> = stated.hosts.hosts().iter().map(|h| h.domain.to_string()).collect();
             parts.push((
                 "hosts".to_string(),
                 format!("{}; switch domains {}", stated.hosts.describe(), domains.join(" ")),

@@ -261,6 +261,27 @@ fn t0346_t0347_t0348_stated_hosts_fit_ranks_groups_and_ops() {
 }
 
 #[test]
+fn the_digest_covers_hosts_domains_and_paths() {
+    let digest_with = |hosts: Option<(HostMap, GroupPath)>| {
+        let mut b = two_rank_bundle();
+        if let Some((hosts, path)) = hosts {
+            state_hosts(&mut b, &[2], path);
+            b.hosts.iter_mut().for_each(|stated| stated.hosts = hosts.clone());
+        }
+        digest(&b)
+    };
+    let digests = [
+        digest_with(None),
+        digest_with(Some((HostMap::from_counts(&[2], &[]), GroupPath::PeerMemory))),
+        digest_with(Some((HostMap::from_counts(&[2], &[1]), GroupPath::PeerMemory))),
+        digest_with(Some((HostMap::from_counts(&[1, 1], &[]), GroupPath::Network))),
+        digest_with(Some((HostMap::from_counts(&[1, 1], &[0, 0]), GroupPath::Domain))),
+    ];
+    let distinct: std::collections::BTreeSet<_> = digests.iter().collect();
+    assert_eq!(distinct.len(), digests.len());
+}
+
+#[test]
 fn every_code_has_a_page_and_a_test() {
     let registry = tessera_base::Registry::new(&[CODES]);
     let tests = [

@@ -138,12 +138,13 @@ first host besides. So 72 ranks need 72 processes, or one process on each of 1, 
 Change the mesh, the number of processes or the number of hosts. The guide `launchers` shows a command line for each launcher.";
 
     T0069: "a group does not use the peer memory that its plan states",
-    "The plan states hosts, and all members of this group on one of them, so their GPUs are to read and write one another's memory. \
-The backend found that they cannot, and would use NCCL: the collectives of the group would take several times as long, without a \
-word. The message has the reason that the backend found, such as a GPU without peer access, a process that does not see all GPUs \
-of the host, or a container in which processes cannot share memory.\n\n\
-Remove the reason: `tessera doctor` shows which GPUs reach each other. If NCCL is what you want on this host, plan with \
-`--transport nccl`; without `--hosts` a plan states no paths, and the record alone says which transport each group used.";
+    "The plan states that all members of this group are on one host, so that their GPUs read and write one another's memory. The GPU \
+backend found that they cannot, and would use NCCL, with which a collective takes several times as long. The rank stops before the \
+first call and reports each such group with the reason that the backend found: a GPU without peer access, a process that does not see \
+all GPUs of its host, or a container in which processes cannot share memory.\n\n\
+Remove the reason; `tessera doctor` shows which GPUs reach each other. If you want NCCL on this host, plan with \
+`--transport nccl`. A plan without `--hosts` states no paths, and nothing is compared: the record then shows which transport each \
+group used.";
 
     T0070: "a part of the checkpoint is missing",
     "A video model has four parts: the generator, the VAE, the text encoder and the tokenizer. Tessera looks for the names \

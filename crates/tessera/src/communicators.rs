@@ -48,7 +48,7 @@ pub fn communicator_specs(plan: &SealedPlan) -> Vec<CommunicatorSpec> {
         for role in plan.roles() {
             let Some(p) = role.ranks.first().and_then(|r| plan.rank_program(phase, *r)) else { continue };
             for (route, need) in program_demands(p) {
-                for lane in role.ranks.iter().filter_map(|r| route.communicator_of(mesh, *r)) {
+                for lane in route.communicators_of(mesh, &role.ranks) {
                     let demand = demands.entry(lane).or_default();
                     demand.contribution_bytes = demand.contribution_bytes.max(need.contribution_bytes);
                     demand.in_flight = demand.in_flight.max(need.in_flight);

@@ -24,6 +24,7 @@ use tessera_verify::SealedPlan;
 
 use crate::clock::monotonic_ns;
 use crate::files::{write_error, write_file};
+pub use crate::host_identity::host_name;
 use crate::terminal::print_stderr_line;
 
 /// Name of the folder in a run directory that holds the flight records.
@@ -169,12 +170,6 @@ fn build_header(session: u64, plan: &SealedPlan, rank: Rank) -> FlightHeader {
         wall_ns: u64::try_from(wall).unwrap_or(u64::MAX),
         tessera: env!("CARGO_PKG_VERSION").to_string(),
     }
-}
-
-/// Returns the host name that the kernel reports; empty if `/proc` cannot be read.
-#[must_use]
-pub fn host_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
 
 /// The state of a process as `/proc` reports it.

@@ -7,6 +7,8 @@ use tessera_ir::{CommRoute, Communicator, Op, Opcode, Program};
 use tessera_mesh::{Group, GroupPath, HostMap, Rank};
 use tessera_verify::SealedPlan;
 
+use crate::stated_transports::requests_nccl;
+
 /// The collectives of one kind in one program, over the groups of one kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupTraffic {
@@ -71,7 +73,7 @@ pub fn list_group_traffic(sealed: &SealedPlan, hosts: &HostMap) -> Vec<GroupTraf
         rows.extend(sums.into_iter().map(|((op, group), sum)| GroupTraffic {
             phase: phase.clone(),
             op,
-            groups: describe_groups(op, group, sum.members.len()),
+            groups: describe_groups(sum.members.len(), op == Opcode::Send.name(), &group.to_string()),
             ops: sum.ops,
             spanning: sum.members.values().filter(|path| path.leaves_host()).count(),
             path: sum.members.values().copied().max().unwrap_or(GroupPath::PeerMemory),
@@ -79,6 +81,14 @@ pub fn list_group_traffic(sealed: &SealedPlan, hosts: &HostMap) -> Vec<GroupTraf
         }));
     }
     rows
+}
+
+/// Returns the number of groups and their kind, such as `9 groups of tp`, or `8 pairs of pp` for transfers
+/// between two ranks.
+#[must_use]
+pub fn describe_groups(count: usize, are_transfers: bool, group: &str) -> String {
+    let what = if are_transfers { "pair" } else { "group" };
+    format!("{count} {what}{} of {group}", if count == 1 { "" } else { "s" })
 }
 
 /// Returns the groups whose paths a plan states, with the bytes that each sends between hosts in a
@@ -92,12 +102,13 @@ pub fn summarize_group_paths(sealed: &SealedPlan, phases: &[String]) -> Vec<Grou
             *bytes.entry(communicator).or_default() += sent;
         });
     }
+    let requests = |c: &Communicator| c.members.first().is_some_and(|rank| requests_nccl(sealed, *rank, c));
     let of_group = |g: &tessera_ir::GroupStatement| GroupPathSummary {
         group: g.communicator.group.to_string(),
         is_transfer: g.communicator.is_transfer,
         members: g.communicator.members.iter().map(|r| r.0).collect(),
         path: g.path.name(),
-        gpu_transport: g.path.gpu_transport(),
+        gpu_transport: g.path.gpu_transport(requests(&g.communicator)),
         bytes_between_hosts: bytes.get(&g.communicator).map_or(0, |b| b.round() as u64),
     };
     stated.groups.iter().map(of_group).collect()
@@ -128,13 +139,6 @@ fn visit_exchanges(
             }
         }
     }
-}
-
-/// Returns the kind of the groups and their number, such as `9 groups of tp`, or `8 pairs of pp` for an
-/// op between two ranks.
-fn describe_groups(op: &str, group: Group, count: usize) -> String {
-    let what = if op == Opcode::Send.name() { "pair" } else { "group" };
-    format!("{count} {what}{} of {group}", if count == 1 { "" } else { "s" })
 }
 
 fn bytes_between_hosts(p: &Program, op: &Op, hosts: &[Option<u32>]) -> f64 {

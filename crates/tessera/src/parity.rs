@@ -3,19 +3,20 @@
 
 use std::path::Path;
 
+use tessera_base::record_keys::TRANSPORT_KEY;
 use tessera_base::{Code, Diagnostic};
 use tessera_device::{CacheChecks, Communicator, JoinedCommunicator, LoadedProgram};
 use tessera_ir::Op;
 use tessera_mesh::{Mesh, Rank};
 use tessera_plan::Mapping;
-use tessera_runtime::parity::{HOST_KEY, TRANSPORT_KEY};
+use tessera_runtime::parity::HOST_KEY;
 use tessera_runtime::{Digest, Parity, Tripwires};
 use tessera_verify::SealedPlan;
 
 use crate::codes::T0010;
 use crate::communicators::communicator_specs;
 use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
-use crate::host_identity::host_identity;
+use crate::host_identity::{host_identity, read_line_or_unknown};
 use crate::kernel_probe::shorten_digest;
 use crate::machine_shape::cpu_model;
 use crate::model::{Model, Weights};
@@ -132,7 +133,7 @@ pub(crate) fn rank_parity(
     peers: Option<Digest>,
 ) -> Parity {
     let peers = peers.map_or(String::new(), |peers| format!(", peers {peers}"));
-    let groups = describe_groups(plan, state.joined.as_ref());
+    let groups = describe_communicators(plan, state.joined.as_ref());
     let off: Vec<&str> = state.unarmed_checks.iter().map(|code| code.id).collect();
     let off = if off.is_empty() { NOT_APPLICABLE.to_string() } else { off.join(", ") };
     let parity = Parity::default()
@@ -215,7 +216,7 @@ fn describe_captures(programs: &[LoadedProgram]) -> String {
 
 /// Describes the world, the mesh, and every group and pair that exchanges data, in order. Those of a
 /// rank stand in the order in which the rank joined them; those of other ranks in the plan's.
-fn describe_groups(plan: &SealedPlan, joined: Option<&(Rank, Vec<JoinedCommunicator>)>) -> String {
+fn describe_communicators(plan: &SealedPlan, joined: Option<&(Rank, Vec<JoinedCommunicator>)>) -> String {
     let mesh = plan.mesh();
     let mut communicators: Vec<Communicator> =
         communicator_specs(plan).into_iter().map(|spec| spec.communicator).collect();
@@ -261,11 +262,6 @@ fn hash_texts(texts: Vec<&str>) -> String {
         hash.update(text.as_bytes());
     }
     hash.finalize().to_hex()[..16].to_string()
-}
-
-/// Returns the trimmed contents of a one-line file, or `unknown` if it cannot be read.
-fn read_line_or_unknown(path: &str) -> String {
-    std::fs::read_to_string(path).map_or("unknown".to_string(), |text| text.trim().to_string())
 }
 
 #[cfg(test)]

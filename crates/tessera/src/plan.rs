@@ -237,6 +237,31 @@ mod tests {
     use crate::{Model, Overrides};
 
     #[test]
+    fn errors_of_hosts_and_of_other_files_of_a_plan_are_reported_together() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let mapping = Mapping { mesh: "tp=2".parse().unwrap(), hosts: vec![2], ..Mapping::default() };
+        let (_, plan) = Model::open_and_plan(&demo, &Overrides::default(), &mapping).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("plan");
+        plan.write(&folder).unwrap();
+        let change = |file: &str, old: &str, new: &str| {
+            let path = folder.join(file);
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains(old), "{text}");
+            std::fs::write(&path, text.replace(old, new)).unwrap();
+        };
+        change("seal.json", "\"path\": \"peer memory\"", "\"path\": \"a rope\"");
+        let phase = &plan.sealed.phase_names()[0];
+        change("memory.json", &format!("\"phase\": \"{phase}\""), "\"phase\": \"dream\"");
+        std::fs::remove_file(folder.join("mapping.toml")).unwrap();
+        let messages: Vec<String> = Plan::read(&folder).unwrap_err().into_iter().map(|d| d.message).collect();
+        let no_memory = format!("no memory plan for @{phase} of");
+        for part in ["with the path `a rope` is no group", "mapping.toml", &no_memory] {
+            assert!(messages.iter().any(|m| m.contains(part)), "no {part} in {messages:?}");
+        }
+    }
+
+    #[test]
     fn a_plan_whose_model_has_the_name_of_another_folder_is_refused() {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
         let (_, plan) = Model::open_and_plan(&demo, &Overrides::default(), &Mapping::default()).unwrap();

@@ -168,8 +168,8 @@ impl HostsFile {
     fn new(stated: &HostStatement) -> HostsFile {
         let numbers = |ranks: &[Rank]| ranks.iter().map(|r| r.0).collect();
         HostsFile {
-            ranks: stated.hosts.hosts.iter().map(|h| numbers(&h.ranks)).collect(),
-            domains: stated.hosts.hosts.iter().map(|h| h.domain).collect(),
+            ranks: stated.hosts.hosts().iter().map(|h| numbers(&h.ranks)).collect(),
+            domains: stated.hosts.hosts().iter().map(|h| h.domain).collect(),
             groups: stated
                 .groups
                 .iter()
@@ -184,27 +184,32 @@ impl HostsFile {
     }
 
     /// Returns the statement of the file. Whether it is true is for the verifier to find.
-    fn to_statement(&self, file: &str) -> Result<HostStatement, Diagnostic> {
+    ///
+    /// # Errors
+    /// T0011 for each part that states nothing.
+    fn to_statement(&self, file: &str) -> Result<HostStatement, Diagnostics> {
         let wrong = |what: String| Diagnostic::error(&T0011, what).with_label(file.to_string(), "hosts");
+        let ranks = |numbers: &[u32]| numbers.iter().copied().map(Rank).collect();
+        let mut ds = Vec::new();
         if self.domains.len() != self.ranks.len() {
             let (domains, hosts) = (self.domains.len(), self.ranks.len());
-            return Err(wrong(format!("{domains} switch domains for {hosts} hosts")));
+            ds.push(wrong(format!("{domains} switch domains for {hosts} hosts")));
         }
-        let ranks = |numbers: &[u32]| numbers.iter().copied().map(Rank).collect();
-        let hosts = self.ranks.iter().zip(&self.domains);
-        let hosts = hosts.map(|(of_host, domain)| PlanHost { domain: *domain, ranks: ranks(of_host) });
-        let statement = |g: &GroupFile| {
-            let path = GroupPath::from_name(&g.path);
-            let (Some(group), Some(path)) = (Group::parse(&g.group), path) else {
-                return Err(wrong(format!("`{}` with the path `{}` is no group", g.group, g.path)));
+        let mut groups = Vec::new();
+        for g in &self.groups {
+            let (Some(group), Some(path)) = (Group::parse(&g.group), GroupPath::from_name(&g.path)) else {
+                ds.push(wrong(format!("`{}` with the path `{}` is no group", g.group, g.path)));
+                continue;
             };
             let (is_transfer, members) = (g.is_transfer, ranks(&g.members));
-            Ok(GroupStatement { communicator: Communicator { group, is_transfer, members }, path })
-        };
-        Ok(HostStatement {
-            hosts: HostMap { hosts: hosts.collect() },
-            groups: self.groups.iter().map(statement).collect::<Result<_, _>>()?,
-        })
+            groups.push(GroupStatement { communicator: Communicator { group, is_transfer, members }, path });
+        }
+        if !ds.is_empty() {
+            return Err(ds);
+        }
+        let hosts = self.ranks.iter().zip(&self.domains);
+        let hosts = hosts.map(|(of_host, domain)| PlanHost { domain: *domain, ranks: ranks(of_host) });
+        Ok(HostStatement { hosts: HostMap::new(hosts.collect()), groups })
     }
 }
 
@@ -244,57 +249,68 @@ fn read_bundle(
             .with_hint("make the plan again with `tessera plan`");
         return Err(vec![if seal_file.tessera_plan == 1 { d.with_note(PLAN_1_KEYS) } else { d }]);
     }
-    let slots: Vec<SlotsFile> = from_json(&shown("memory.json"), &text("memory.json")?)?;
-    let mapping = Mapping::parse(&shown("mapping.toml"), &text("mapping.toml")?)?;
-    let world = mapping.world_mesh().map_err(|d| vec![*d])?;
-    let rank_map = RankMap::new(&world, seal_file.devices.clone()).map_err(|d| vec![*d])?;
+    // A person who corrects the files sees the errors of all of them at once.
     let mut ds = Vec::new();
-    let mut phases = Vec::new();
-    for name in &seal_file.phases {
-        let mut phase = Phase { name: name.clone(), programs: Vec::new(), slots: Vec::new() };
-        for (role, _) in &seal_file.roles {
-            let file = program_file(name, role);
-            let program = text(&file).and_then(|t| parse(&t, &shown(&file)));
-            let memory = slots.iter().find(|s| s.phase == *name && s.role == *role);
-            match (program, memory) {
-                (Ok(p), Some(m)) => {
-                    phase
-                        .programs
-                        .push(check_program_name(p, name, role, &shown(&file)).map_err(|d| vec![d])?);
-                    phase
-                        .slots
-                        .push(Slots { slot_bytes: m.bytes.clone(), value_slots: m.slot_of_value.clone() });
-                }
-                (Err(e), _) => ds.extend(e),
-                (_, None) => {
-                    ds.push(Diagnostic::error(&T0011, format!("no memory plan for @{name} of {role}")))
-                }
-            }
-        }
-        phases.push(phase);
-    }
-    if !ds.is_empty() {
-        return Err(ds);
-    }
-    let roles = seal_file
-        .roles
-        .iter()
-        .map(|(role, ranks)| RoleRanks {
-            role: role.clone(),
-            ranks: ranks.iter().map(|r| Rank(*r)).collect(),
-        })
-        .collect();
     let hosts = seal_file.hosts.as_ref().map(|h| h.to_statement(&shown(SEAL_FILE)));
+    let hosts = keep_value(hosts.transpose(), &mut ds).flatten();
+    let slots = text("memory.json").and_then(|text| from_json(&shown("memory.json"), &text));
+    let slots: Option<Vec<SlotsFile>> = keep_value(slots, &mut ds);
+    let mapping = text("mapping.toml").and_then(|text| Mapping::parse(&shown("mapping.toml"), &text));
+    let mapping = keep_value(mapping, &mut ds);
+    let places = mapping.as_ref().map(|mapping| {
+        let world = mapping.world_mesh().map_err(|d| vec![*d])?;
+        let rank_map = RankMap::new(&world, seal_file.devices.clone()).map_err(|d| vec![*d])?;
+        Ok((world, rank_map))
+    });
+    let places = keep_value(places.transpose(), &mut ds).flatten();
+    let phases = read_phases(dir, &seal_file, slots.as_deref(), &mut ds);
+    let (Some(mapping), Some((mesh, rank_map)), true) = (mapping, places, ds.is_empty()) else {
+        return Err(ds);
+    };
+    let ranks = |numbers: &[u32]| numbers.iter().copied().map(Rank).collect();
+    let roles = seal_file.roles.iter();
+    let roles = roles.map(|(role, numbers)| RoleRanks { role: role.clone(), ranks: ranks(numbers) });
     let bundle = Bundle {
-        mesh: world,
+        mesh,
         rank_map,
-        hosts: hosts.transpose().map_err(|d| vec![d])?,
-        roles,
+        hosts,
+        roles: roles.collect(),
         phases,
         calls: seal_file.calls.clone(),
         mapping: sealed_text(&mapping),
     };
     Ok((bundle, mapping, seal_file))
+}
+
+/// Reads the programs of a plan with their memory plans. The phases are complete if no error was added;
+/// without `slots`, whose error is reported already, only the programs are checked.
+fn read_phases(dir: &Path, seal: &SealFile, slots: Option<&[SlotsFile]>, ds: &mut Diagnostics) -> Vec<Phase> {
+    let mut phases = Vec::new();
+    for name in &seal.phases {
+        let mut phase = Phase { name: name.clone(), programs: Vec::new(), slots: Vec::new() };
+        for (role, _) in &seal.roles {
+            let file = dir.join(program_file(name, role));
+            let shown = file.display().to_string();
+            let program = read_text(&file, &T0011).map_err(|d| vec![d]).and_then(|text| parse(&text, &shown));
+            let program =
+                program.and_then(|p| check_program_name(p, name, role, &shown).map_err(|d| vec![d]));
+            phase.programs.extend(keep_value(program, ds));
+            let Some(slots) = slots else { continue };
+            match slots.iter().find(|s| s.phase == *name && s.role == *role) {
+                Some(m) => phase
+                    .slots
+                    .push(Slots { slot_bytes: m.bytes.clone(), value_slots: m.slot_of_value.clone() }),
+                None => ds.push(Diagnostic::error(&T0011, format!("no memory plan for @{name} of {role}"))),
+            }
+        }
+        phases.push(phase);
+    }
+    phases
+}
+
+/// Returns the value of a result, or adds its errors to those that were found before.
+fn keep_value<T>(result: Result<T, Diagnostics>, ds: &mut Diagnostics) -> Option<T> {
+    result.map_err(|errors| ds.extend(errors)).ok()
 }
 
 /// Checks that the model's name, which names output folders, is the name of one folder, and that it

@@ -66,29 +66,37 @@ pub(crate) fn list_transports(
 /// TCP differ little on one host, and nobody chooses a mapping by it.
 ///
 /// # Errors
-/// T0069 with the reason that the backend found.
+/// T0069, which names every group without it and the reason that the backend found.
 pub(crate) fn check_transports(
     plan: &SealedPlan,
     rank: Rank,
     transports: &[TransportUse],
 ) -> Result<(), Diagnostic> {
-    let broken = transports.iter().find_map(|t| match &t.used {
-        UsedTransport::Nccl(why) if t.stated == Some(GroupPath::PeerMemory) => Some((t, why)),
+    let find_reason = |t: &TransportUse| match &t.used {
+        UsedTransport::Nccl(why) if t.stated == Some(GroupPath::PeerMemory) => Some(why.clone()),
         _ => None,
-    });
-    let Some((found, why)) = broken.filter(|(t, _)| !requests_nccl(plan, rank, &t.communicator)) else {
-        return Ok(());
     };
-    let what =
-        format!("{}: the plan states peer memory, and NCCL is in use because {why}", found.communicator);
-    Err(Diagnostic::error(&T0069, what)
-        .with_label("stated", GroupPath::PeerMemory.name())
-        .with_label(format!("rank {rank}"), format!("NCCL, because {why}"))
-        .with_hint("remove the reason, plan with --transport nccl, or plan without --hosts"))
+    let refused: Vec<(&TransportUse, String)> = transports
+        .iter()
+        .filter_map(|t| Some((t, find_reason(t)?)))
+        .filter(|(t, _)| !requests_nccl(plan, rank, &t.communicator))
+        .collect();
+    if refused.is_empty() {
+        return Ok(());
+    }
+    let describe = |(t, why): &(&TransportUse, String)| {
+        format!("{}: the plan states peer memory, and NCCL is in use because {why}", t.communicator)
+    };
+    let message = refused.iter().map(describe).collect::<Vec<_>>().join("; ");
+    let d = Diagnostic::error(&T0069, message).with_label("stated", GroupPath::PeerMemory.name());
+    let d = refused
+        .iter()
+        .fold(d, |d, (t, _)| d.with_label(format!("rank {rank}, {}", t.communicator), t.used.to_string()));
+    Err(d.with_hint("remove the reason, plan with --transport nccl, or plan without --hosts"))
 }
 
 /// Returns whether an op of a rank requests NCCL for a communicator.
-fn requests_nccl(plan: &SealedPlan, rank: Rank, communicator: &Communicator) -> bool {
+pub(crate) fn requests_nccl(plan: &SealedPlan, rank: Rank, communicator: &Communicator) -> bool {
     let mut programs = plan.phase_names().iter().filter_map(|phase| plan.rank_program(phase, rank));
     let requests = |op: &Op| {
         op.requested_transport() == Some(Transport::Nccl)
@@ -104,12 +112,15 @@ mod tests {
     use std::path::Path;
 
     use tessera_device::TransferPeer;
+    use tessera_ir::Attr;
     use tessera_mesh::{Axis, Group};
     use tessera_plan::Mapping;
+    use tessera_verify::{DeviceLimits, seal};
 
     use super::*;
     use crate::model::{Model, Overrides};
     use crate::plan::{Plan, plan_model};
+    use crate::sim::to_bundle;
 
     fn plan_demo(mapping: &Mapping) -> Plan {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
@@ -150,6 +161,40 @@ mod tests {
         assert!(check(&four_hosts, 1).0.is_ok());
         let requested = Mapping { transport: tessera_plan::Transport::Nccl, ..two_hosts };
         assert!(check(&requested, 1).0.is_ok());
+    }
+
+    #[test]
+    fn every_group_without_its_stated_peer_memory_is_reported() {
+        let mapping = Mapping { mesh: "tp=2,pp=2".parse().unwrap(), hosts: vec![4], ..Mapping::default() };
+        let mut bundle = to_bundle(&plan_demo(&mapping).sealed);
+        let programs = bundle.phases.iter_mut().flat_map(|phase| &mut phase.programs);
+        let of_tp = programs.flat_map(|p| &mut p.ops).filter(|op| {
+            CommRoute::from_op(op).is_some_and(|r| r.group == Group::whole_axis(Axis::Tp) && r.peer.is_none())
+        });
+        of_tp.for_each(|op| drop(op.attrs.insert("transport".into(), Attr::Str("nccl".into()))));
+        let sealed = seal(bundle, &DeviceLimits::default()).unwrap();
+        let nccl = |why: &str| UsedTransport::Nccl(why.to_string());
+        // The first group asked for NCCL, the second has peer memory, and the other two lack it.
+        let groups = [
+            joined(Axis::Tp, None, nccl("a program requests NCCL")),
+            joined(Axis::Pp, Some(TransferPeer::From(1)), UsedTransport::PeerMemory),
+            joined(Axis::Pp, Some(TransferPeer::To(1)), nccl("GPU 2 has no peer access to GPU 0")),
+            joined(Axis::Pp, Some(TransferPeer::From(1)), nccl("GPU 0 is hidden")),
+        ];
+        let found = list_transports(&sealed, Rank(0), &groups);
+        let d = check_transports(&sealed, Rank(0), &found).unwrap_err();
+        let broken = ["transfers over pp of ranks 0, 2", "transfers over pp of ranks 2, 0"];
+        let reasons = ["GPU 2 has no peer access to GPU 0", "GPU 0 is hidden"];
+        let parts = broken.iter().zip(reasons).map(|(group, why)| {
+            format!("{group}: the plan states peer memory, and NCCL is in use because {why}")
+        });
+        assert_eq!(d.message, parts.collect::<Vec<_>>().join("; "));
+        let labels: Vec<(String, String)> =
+            d.labels[1..].iter().map(|l| (l.location.clone(), l.message.clone())).collect();
+        let expected = broken.iter().zip(reasons);
+        let expected =
+            expected.map(|(group, why)| (format!("rank 0, {group}"), format!("NCCL, because {why}")));
+        assert_eq!(labels, expected.collect::<Vec<_>>());
     }
 
     #[test]

@@ -81,8 +81,8 @@ impl HostsSummary {
     fn new(map: &HostMap) -> HostsSummary {
         HostsSummary {
             text: map.describe(),
-            ranks: map.hosts.iter().map(|h| h.ranks.iter().map(|r| r.0).collect()).collect(),
-            domains: map.hosts.iter().map(|h| h.domain).collect(),
+            ranks: map.hosts().iter().map(|h| h.ranks.iter().map(|r| r.0).collect()).collect(),
+            domains: map.hosts().iter().map(|h| h.domain).collect(),
         }
     }
 }

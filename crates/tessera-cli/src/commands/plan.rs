@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use tessera::gpu_placement::launch_table;
 use tessera::gpus::GpuDiscovery;
-use tessera::group_traffic::GroupPathSummary;
+use tessera::group_traffic::{GroupPathSummary, describe_groups};
 use tessera::summary::{PhaseSummary, PlanSummary, RankSummary};
 use tessera::{BudgetRow, DtypePolicy, Mapping, memory_budget};
 use tessera_base::{Bytes, Diagnostic, Flops};
@@ -318,10 +318,8 @@ pub(crate) fn groups_table(groups: &[GroupPathSummary]) -> String {
     }
     let mut rows = vec![["groups", "path", "between GPUs", "between hosts"].map(String::from)];
     rows.extend(sums.into_iter().map(|((group, is_transfer, path, transport), (count, bytes))| {
-        let what = if is_transfer { "pair" } else { "group" };
-        let plural = if count == 1 { "" } else { "s" };
         [
-            format!("{count} {what}{plural} of {group}"),
+            describe_groups(count, is_transfer, group),
             path.to_string(),
             transport.to_string(),
             Bytes(bytes).to_string(),

@@ -507,15 +507,25 @@ pub(super) fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(
     let model_dir = dir.cloned().unwrap_or_else(|| PathBuf::from(&plan.model_dir));
     let model = Model::open_for_plan(&model_dir, &plan).map_err(|mut d| {
         if dir.is_none() {
-            d.notes.push(format!(
-                "{} records this model folder; the path was valid where the plan was made",
-                folder.display()
-            ));
+            d.notes.push(describe_recorded_model(folder, &model_dir));
             d.hint = Some("give the model's folder too: tessera stream MODEL --plan PLAN".to_string());
         }
         vec![d]
     })?;
     Ok((model, plan))
+}
+
+/// Says where a plan names the folder of its model, and for a relative path, where it was looked for.
+fn describe_recorded_model(plan: &Path, model_dir: &Path) -> String {
+    let recorded = format!("{} records the model folder {}", plan.display(), model_dir.display());
+    match std::env::current_dir() {
+        Ok(here) if model_dir.is_relative() => format!(
+            "{recorded}, a path relative to the folder in which the plan was made; relative to the current folder {}, it is {}",
+            here.display(),
+            here.join(model_dir).display()
+        ),
+        _ => format!("{recorded}, as it was where the plan was made"),
+    }
 }
 
 /// Reads a plan folder for a simulated run, which takes everything about the model from the plan.

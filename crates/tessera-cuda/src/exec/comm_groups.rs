@@ -115,7 +115,8 @@ impl CommGroups {
         Ok(CommGroups { routed_groups: out, exchanged_programs: BTreeSet::new(), placement: mesh_rank })
     }
 
-    /// Returns the communicators in the order in which this rank joined them.
+    /// Returns the communicators in the order in which this rank joined them. Their transports are valid once
+    /// the memory is shared.
     pub(super) fn list_joined(&self) -> Vec<JoinedCommunicator> {
         let describe = |e: &RoutedGroup| JoinedCommunicator {
             route: e.route,
@@ -125,16 +126,6 @@ impl CommGroups {
                 None if e.group.uses_nccl() => UsedTransport::Nccl("a program requests NCCL".to_string()),
                 None => UsedTransport::PeerMemory,
             },
-        };
-        self.routed_groups.iter().map(describe).collect()
-    }
-
-    /// Returns one line per communicator: `tp: peer-to-peer memory`, or `tp: NCCL, because` and the
-    /// reason. Valid once the memory is shared.
-    pub(super) fn describe_transports(&self) -> Vec<String> {
-        let describe = |e: &RoutedGroup| match e.group.p2p_failure() {
-            None => format!("{}: peer-to-peer memory", e.route),
-            Some(why) => format!("{}: NCCL, because {why}", e.route),
         };
         self.routed_groups.iter().map(describe).collect()
     }

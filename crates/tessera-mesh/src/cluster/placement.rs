@@ -6,11 +6,9 @@ use super::Cluster;
 use crate::codes::T0103;
 use crate::mesh::{Mesh, Rank};
 
-/// Location of the device that a rank runs on.
+/// Location of a device, on which one rank of the mesh runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct RankPlacement {
-    /// Rank that runs on the device; ranks outside the mesh come first.
-    pub rank: Rank,
+pub struct DevicePlacement {
     /// Index of the rack in the cluster, from 0.
     pub rack: u32,
     /// Index of the host within its rack, from 0.
@@ -26,16 +24,15 @@ pub struct RankPlacement {
 }
 
 impl Cluster {
-    /// Returns the placement of a rank: rank n runs on the n-th device, counted by slot, then host,
-    /// then rack.
+    /// Returns the place of the n-th device, counted by slot, then host, then rack. The n-th rank of a mesh
+    /// runs there.
     #[must_use]
-    pub fn place_rank(&self, rank: Rank) -> RankPlacement {
-        let (device, rack) = (rank.0, self.devices_per_rack().max(1));
+    pub fn place_device(&self, device: u32) -> DevicePlacement {
+        let rack = self.devices_per_rack().max(1);
         let (within, host) = (device % rack, self.devices_per_host.max(1));
         let slot = within % host;
         let domain = self.domain_size.max(1);
-        RankPlacement {
-            rank,
+        DevicePlacement {
             rack: device / rack,
             host: within / host,
             socket: slot / self.devices_per_socket.max(1),
@@ -45,25 +42,25 @@ impl Cluster {
         }
     }
 
-    /// Returns the placements of all ranks of a world in rank order; ranks outside the mesh come
-    /// first.
+    /// Returns the places of the ranks of a mesh in rank order. Ranks outside of the mesh take no device and
+    /// have no place.
     ///
     /// # Errors
-    /// T0103 if there are more ranks than devices.
-    pub fn rank_table(&self, mesh: &Mesh) -> Result<Vec<RankPlacement>, Box<Diagnostic>> {
-        if mesh.world_size() > self.device_count() {
-            let racks = mesh.world_size().div_ceil(self.devices_per_rack().max(1));
+    /// T0103 if the mesh has more ranks than there are devices.
+    pub fn rank_table(&self, mesh: &Mesh) -> Result<Vec<(Rank, DevicePlacement)>, Box<Diagnostic>> {
+        if mesh.mesh_size() > self.device_count() {
+            let racks = mesh.mesh_size().div_ceil(self.devices_per_rack().max(1));
             return Err(Box::new(
                 Diagnostic::error(
                     &T0103,
-                    format!("{} ranks do not fit {} devices", mesh.world_size(), self.device_count()),
+                    format!("{} ranks do not fit {} devices", mesh.mesh_size(), self.device_count()),
                 )
-                .with_label(format!("mesh {mesh}"), format!("{} ranks", mesh.world_size()))
+                .with_label(format!("mesh {mesh}"), format!("{} ranks", mesh.mesh_size()))
                 .with_label(format!("cluster {}", self.name), format!("{} devices", self.device_count()))
                 .with_hint(format!("{racks} racks have enough devices")),
             ));
         }
-        Ok(mesh.iter().map(|rank| self.place_rank(rank)).collect())
+        Ok(mesh.iter().filter(|rank| mesh.contains(*rank)).zip((0..).map(|n| self.place_device(n))).collect())
     }
 }
 
@@ -76,12 +73,12 @@ mod tests {
         let c = catalog::get("gb200-nvl72").unwrap().with_racks(2);
         let table = c.rank_table(&"tp=8, pp=9, dp=2".parse().unwrap()).unwrap();
         assert_eq!(table.len(), 144);
-        assert!(
-            table.windows(2).all(|w| (w[0].rack, w[0].host, w[0].slot) < (w[1].rack, w[1].host, w[1].slot))
-        );
-        let s = table[75];
+        let place = |(_, s): &(_, super::DevicePlacement)| (s.rack, s.host, s.slot);
+        assert!(table.windows(2).all(|w| place(&w[0]) < place(&w[1])));
+        let (rank, s) = table[75];
+        assert_eq!(rank.0, 75);
         assert_eq!((s.rack, s.host, s.socket, s.slot, s.domain, s.port), (1, 0, 1, 3, 1, 3));
-        assert!(table[..72].iter().all(|s| s.domain == 0 && s.rack == 0));
+        assert!(table[..72].iter().all(|(_, s)| s.domain == 0 && s.rack == 0));
     }
 
     #[test]

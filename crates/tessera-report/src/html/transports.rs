@@ -3,12 +3,10 @@
 use std::collections::BTreeMap;
 
 use maud::{Markup, html};
+use tessera_base::record_keys::TRANSPORT_KEY;
 
 use super::layout::{render_note, render_section, render_table};
 use crate::record::{RankStartup, RunRecord};
-
-/// Prefix of the keys of a rank's start that name a transport; the communicator follows.
-const KEY: &str = "transport: ";
 
 /// Most groups that are listed.
 const MAX_GROUPS: usize = 200;
@@ -40,7 +38,7 @@ fn list_transports<'a>(
 ) -> BTreeMap<&'a str, (&'a str, &'a str)> {
     let keys = startups.flat_map(|s| &s.keys);
     let transport = |(key, value): &'a (String, String)| {
-        Some((key.strip_prefix(KEY)?, value.split_once(", ").unwrap_or((value, ""))))
+        Some((key.strip_prefix(TRANSPORT_KEY)?.trim_start(), value.split_once(", ").unwrap_or((value, ""))))
     };
     keys.filter_map(transport).collect()
 }
@@ -56,7 +54,7 @@ mod tests {
         let mut record = sample(1);
         assert!(render_transports(&record).0.is_empty());
         for rank in 0..2 {
-            let key = "transport: group over tp of ranks 0, 1".to_string();
+            let key = format!("{TRANSPORT_KEY} group over tp of ranks 0, 1");
             let keys =
                 vec![("threads".to_string(), "2".to_string()), (key, "TCP, stated peer memory".to_string())];
             let startup = RankStartup { rank, role: String::new(), keys, tripwires: Vec::new() };

@@ -90,7 +90,9 @@ impl Leader {
         let real = reported_hosts(tables);
         if let Some((first, second, host)) = stated.find_merged(&real) {
             self.add_entry(RecordEntry::Note(format!(
-                "the plan states {}, and hosts {first} and {second} are both {host}",
+                "the plan states {}, and the ranks of its hosts {first} and {second} all run on {host}. The run \
+                 continues, because memory of one host is no slower than a network. To measure the network between \
+                 the hosts, start the ranks of each on a host of its own.",
                 stated.describe()
             )));
         }

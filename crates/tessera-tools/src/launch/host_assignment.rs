@@ -8,8 +8,8 @@ use tessera_base::Diagnostic;
 
 use crate::codes::{T0065, T0066};
 
-/// Most hosts that a number may state: more than a plan has ranks.
-const MAX_HOSTS: u32 = 65_536;
+/// Most hosts that a number or a list may state: more than a plan has ranks.
+const MAX_HOST_COUNT: u32 = 65_536;
 
 /// A host, and how many ranks it takes if that was stated.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,7 +41,7 @@ pub fn parse_host_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
         let item = item.trim();
         hosts.extend(parse_item(item).map_err(|why| unreadable("--hosts", item, &why))?);
     }
-    check_names(hosts)
+    check_hosts(hosts)
 }
 
 /// Parses a number of hosts such as `2`, or a list of hosts.
@@ -49,12 +49,21 @@ pub fn parse_host_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
 /// # Errors
 /// T0065.
 pub fn parse_host_count_or_list(text: &str) -> Result<Vec<HostSlots>, Diagnostic> {
-    match text.trim().parse::<u32>() {
-        Ok(count) if (1..=MAX_HOSTS).contains(&count) => {
+    let count = text.trim();
+    if count.is_empty() || !count.bytes().all(|b| b.is_ascii_digit()) {
+        return parse_host_list(text);
+    }
+    // A number with too many digits is a number too, and no name of a host.
+    match count.parse::<u32>() {
+        Ok(count) if (1..=MAX_HOST_COUNT).contains(&count) => {
             Ok((0..count).map(|number| HostSlots { name: format!("host {number}"), slots: None }).collect())
         }
-        Ok(_) => Err(unreadable("--hosts", text, &format!("there may be 1 to {MAX_HOSTS} hosts"))),
-        Err(_) => parse_host_list(text),
+        _ => Err(Diagnostic::error(
+            &T0065,
+            format!("`{count}` is no number of hosts: there may be 1 to {MAX_HOST_COUNT}"),
+        )
+        .with_label("--hosts", format!("`{count}`"))
+        .with_hint("give the number of hosts, or the ranks of each, as in a:4,b:4")),
     }
 }
 
@@ -82,7 +91,7 @@ pub fn parse_host_file(file: &str, text: &str) -> Result<Vec<HostSlots>, Diagnos
         }
         hosts.extend(parse_item(&item).map_err(|why| wrong(&why))?);
     }
-    check_names(hosts)
+    check_hosts(hosts)
 }
 
 /// Gives the ranks of a plan to the hosts, in order.
@@ -141,7 +150,11 @@ fn parse_item(item: &str) -> Result<Vec<HostSlots>, String> {
     Ok(names.into_iter().map(|name| HostSlots { name, slots }).collect())
 }
 
-fn check_names(hosts: Vec<HostSlots>) -> Result<Vec<HostSlots>, Diagnostic> {
+fn check_hosts(hosts: Vec<HostSlots>) -> Result<Vec<HostSlots>, Diagnostic> {
+    if hosts.len() > MAX_HOST_COUNT as usize {
+        let why = format!("there may be at most {MAX_HOST_COUNT} hosts");
+        return Err(unreadable("hosts", &format!("{} hosts", hosts.len()), &why));
+    }
     let mut seen = BTreeSet::new();
     match hosts.iter().find(|h| !seen.insert(h.name.as_str())) {
         Some(twice) => Err(unreadable("hosts", &twice.name, "the host is named twice")),
@@ -173,9 +186,21 @@ mod tests {
         assert_eq!(slots(&parse_host_list("a,b").unwrap()), [("a", None), ("b", None)]);
         assert_eq!(parse_host_count_or_list("a:2,b:1").unwrap(), parse_host_list("a:2,b:1").unwrap());
         assert_eq!(parse_host_count_or_list(" 3").unwrap().len(), 3);
-        for wrong in ["0", "65537", "-1:x"] {
+        for wrong in ["0", "65537", "-1:x", ""] {
             assert_eq!(parse_host_count_or_list(wrong).unwrap_err().code, &T0065, "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_number_of_hosts_above_the_limit_is_no_name_of_a_host() {
+        assert_eq!(parse_host_count_or_list("65536").unwrap().len(), 65_536);
+        for wrong in ["65537", "99999999999", "340282366920938463463374607431768211456"] {
+            let d = parse_host_count_or_list(wrong).unwrap_err();
+            assert!(d.code == &T0065 && d.message.contains("1 to 65536"), "{d:?}");
+        }
+        let lines: String = (0..65_537).map(|n| format!("n{n}\n")).collect();
+        let d = parse_host_file("hosts", &lines).unwrap_err();
+        assert!(d.message.contains("at most 65536 hosts"), "{d:?}");
     }
 
     #[test]

@@ -147,8 +147,7 @@ pub fn to_bundle(sealed: &SealedPlan) -> Bundle {
     Bundle {
         mesh: *sealed.mesh(),
         rank_map: sealed.rank_map().clone(),
-        // Every role has one rank here, so the groups are not those of the plan.
-        hosts: None,
+        hosts: sealed.hosts().cloned(),
         roles: sealed.roles().to_vec(),
         phases: sealed.phase_names().iter().filter(computes).map(phase).collect(),
         calls: sealed.calls().to_vec(),
