@@ -7,38 +7,24 @@ mod support;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use support::{json_field, run_for_text};
 
 /// Width of the fixture's residual stream, and the rank of the LoRA.
 const DIM: usize = 60;
 const RANK: usize = 2;
 
-/// Writes a LoRA for one matrix of `fixtures/wan-odd`, in the names of diffusers: a header of safetensors
-/// and the factors in f32.
+/// Writes a LoRA for one matrix of `fixtures/wan-odd`, in the names of diffusers.
 fn write_lora(path: &Path, module: &str, seed: usize) -> PathBuf {
-    let shapes = [
-        (format!("transformer.{module}.lora_A.weight"), [RANK, DIM]),
-        (format!("transformer.{module}.lora_B.weight"), [DIM, RANK]),
+    let values = (0..2 * RANK * DIM).map(|i| ((i * 31 + seed * 17) % 13) as f32 / 13.0 - 0.5);
+    let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+    let (down, up) = bytes.split_at(RANK * DIM * 4);
+    let view = |shape: [usize; 2], bytes| TensorView::new(Dtype::F32, shape.to_vec(), bytes).unwrap();
+    let factors = [
+        (format!("transformer.{module}.lora_A.weight"), view([RANK, DIM], down)),
+        (format!("transformer.{module}.lora_B.weight"), view([DIM, RANK], up)),
     ];
-    let bytes = RANK * DIM * 4;
-    let entries: Vec<String> = shapes
-        .iter()
-        .enumerate()
-        .map(|(i, (name, [rows, columns]))| {
-            format!(
-                r#""{name}":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[{},{}]}}"#,
-                i * bytes,
-                (i + 1) * bytes
-            )
-        })
-        .collect();
-    let header = format!("{{{}}}", entries.join(","));
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend(header.bytes());
-    for i in 0..2 * RANK * DIM {
-        file.extend((((i * 31 + seed * 17) % 13) as f32 / 13.0 - 0.5).to_le_bytes());
-    }
-    fs::write(path, file).unwrap();
+    serialize_to_file(factors, None, path).unwrap();
     path.to_path_buf()
 }
 

@@ -252,7 +252,7 @@ function showSettings() {
   offer("steps", facts.step_lists.map((name) => [name, name]));
   offer("lora", [["", "none"], ...facts.loras.map((name) => [name, name])]);
   element("bias").parentElement.hidden = !facts.reads_bias;
-  element("settings").hidden = facts.step_lists.length < 2 && facts.loras.length === 0 && !facts.reads_bias;
+  element("settings").hidden = [...element("settings").children].every((setting) => setting.hidden);
 }
 
 function togglePause() {

@@ -65,13 +65,15 @@ second to thirty; further spans are dropped, and `tessera_spans` of /metrics cou
 gives this warning too: use the HTTP port, usually 4318.";
 
     T1614: "scene of a failed run cannot continue",
-    "A server with `--continue-after-failure` restarts by generating the chunks again that were shown, from the first one on, because the noise of a chunk depends on its number. They are more than the limit, or \
-the record of the failed run lacks one that was shown, as after a full disk or a leader that was killed. The stream starts again with a new scene. A larger limit makes a longer wait acceptable: the \
-ranks take as much time as before, without the pauses.";
+    "A run of `tessera serve --continue-after-failure` has failed, and the next run begins a new scene with the settings in force. To continue the scene, it would have to generate every chunk of the failed run again that was shown, from chunk 0 on, \
+because the noise of a chunk depends on its number. Either these chunks are more than the limit, which is 256 unless the flag states another one, or `record.jsonl` in the folder of the failed run lacks one of them, as after a full disk or a leader that was killed; \
+the message says which, with both numbers or the file. For longer scenes, start the server with `--continue-after-failure=CHUNKS`: the wait after a failure is then as long as the ranks took for these chunks, without the pauses. For a record that lacks chunks, \
+look at the first alarm of the run and at the space on the disk of `--out`.";
 
     T1615: "server has no such format of frames",
-    "Every server sends frames as `raw` and `jpeg`, and `formats` of its `/api/v1/status` lists those that it has. The format `mp4` needs a program that was built with \
-`cargo build --features h264`, because its encoder builds C++, and pictures whose width and height are even. Take `jpeg`.";
+    "The `hello` of a client named the format `mp4`, and this server has none, so it ended the connection. Every server sends frames as `raw` and `jpeg`; `formats` in `stream` of the server's `hello` and of `/api/v1/status` lists all that it has. \
+The format `mp4` needs a program that was built with `cargo build --features h264`, because its encoder builds C++, and a stream whose width and height are even numbers of pixels. Name `jpeg` in the `hello`, \
+or start the server with such a program.";
 
     T1616: "server has no LoRA of this name",
     "A client chooses among the LoRAs that the server was started with, by name, so that nobody names a file of the server. Start it with `--lora NAME=FILE`, and with `--lora NAME=FILE:STRENGTH` for the \

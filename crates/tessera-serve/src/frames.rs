@@ -1,6 +1,6 @@
 //! One frame of the video, encoded once for all clients that take it.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use axum::body::Bytes;
 use jpeg_encoder::{ColorType, Encoder};
@@ -91,6 +91,19 @@ impl Frame {
     }
 }
 
+/// Returns the frames of a chunk that have a message of their own in a format; each takes a credit. A fragment goes with the last frame
+/// of its chunk. A client that joined after the encoding began may find a chunk without one, and keeps its credit.
+pub(crate) fn frames_in_format(frames: &[Arc<Frame>], format: FrameFormat) -> &[Arc<Frame>] {
+    match format {
+        FrameFormat::None => &[],
+        FrameFormat::Raw | FrameFormat::Jpeg => frames,
+        FrameFormat::Mp4 => {
+            let has_fragment = frames.last().is_some_and(|last| last.fragment.is_some());
+            if has_fragment { &frames[frames.len() - 1..] } else { &[] }
+        }
+    }
+}
+
 fn join_message(header: &FrameHeader, format: FrameFormat, picture: &[u8]) -> Bytes {
     let picture_bytes = u32::try_from(picture.len()).unwrap_or(u32::MAX);
     let header = FrameHeader { format, picture_bytes, ..*header };
@@ -132,5 +145,23 @@ pub(crate) mod tests {
         assert_eq!(frame.message(FrameFormat::None), None);
         // Encoded once: both messages are the same memory.
         assert_eq!(frame.message(FrameFormat::Jpeg).unwrap().as_ptr(), jpeg.as_ptr());
+    }
+
+    #[test]
+    fn a_chunk_has_a_frame_for_each_message_that_a_client_gets() {
+        let chunk = |last: Frame| [Arc::new(frame(1, 0, false)), Arc::new(last)];
+        let plain = chunk(frame(1, 1, true));
+        let encoded = chunk(frame(1, 1, true).with_fragment(0, b"start", b"fragment"));
+        let taken = |frames: &[Arc<Frame>]| {
+            [FrameFormat::Raw, FrameFormat::Jpeg, FrameFormat::Mp4, FrameFormat::None].map(|format| {
+                let taken = frames_in_format(frames, format);
+                assert!(taken.iter().all(|frame| frame.message(format).is_some()), "{format:?}");
+                taken.len()
+            })
+        };
+        assert_eq!(taken(&encoded), [2, 2, 1, 0]);
+        // Nobody took MP4 when this chunk was encoded.
+        assert_eq!(taken(&plain), [2, 2, 0, 0]);
+        assert_eq!(taken(&[]), [0; 4]);
     }
 }

@@ -7,11 +7,13 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod backoff;
 mod client_queue;
 pub mod codes;
 mod control;
 mod file_body;
 mod frames;
+mod hex;
 mod lora_table;
 mod metrics;
 mod mp4;
@@ -52,7 +54,7 @@ use crate::recorded_session::RecordedSession;
 use crate::recorder::Recorder;
 use crate::routes::{Shared, router};
 use crate::server::{Listening, SPARE_SOCKETS, serve_until_stopped};
-use crate::server_state::{ServerState, StreamParts};
+use crate::server_state::{ServerParts, ServerState};
 use crate::settings::Settings;
 use crate::supervisor::RunTemplate;
 use crate::video_intake::VideoIntake;
@@ -116,18 +118,10 @@ pub fn serve(
         return Err(wrong);
     }
     let one = |d: Diagnostic| vec![d];
-    let mut facts = describe_stream(&stream, &options).map_err(one)?;
+    let (width, height) = frame_size(&stream.plan).map_err(one)?;
     let rate = stream.plan.video.stream.frame_rate_fraction();
-    let mp4 = Mp4Encoder::new((facts.width as usize, facts.height as usize), rate);
-    if let Some(mp4) = &mp4 {
-        facts.formats.push(FrameFormat::Mp4.name());
-        facts.mp4_type = Some(mp4.media_type().to_string());
-    }
+    let mp4 = Mp4Encoder::new((width.into(), height.into()), rate);
     let video = new_video_intake(&stream, &options).map_err(one)?;
-    facts.video_in = video.as_ref().map(|video| VideoInFacts {
-        first_chunk_frames: stream.plan.video.stream.first_chunk_frames() as usize,
-        frames_ahead: video.frames_ahead(),
-    });
     let loras = LoraTable::open(&stream)?;
     let read = |folder: &PathBuf| RecordedSession::read(folder, &stream.plan, None);
     let session = options.resume.as_ref().map(read).transpose().map_err(one)?;
@@ -140,19 +134,19 @@ pub fn serve(
         options.recordings.clone().or_else(|| options.out.as_ref().map(|out| out.join("recordings")));
     let recordings = recordings
         .unwrap_or_else(|| std::env::temp_dir().join(format!("tessera-recordings-{}", std::process::id())));
-    let recorder =
-        Recorder::new(&recordings, (facts.width, facts.height), rate, options.limits.recording_bytes);
-    let given = Settings::from_options(&stream.options);
-    let settings = session.as_ref().map_or(given, |session| session.last.clone());
     let limits = options.limits;
-    let server = Arc::new(ServerState::new(
-        facts,
-        StreamParts { loras, mp4, video },
-        &options,
-        recorder,
-        settings,
-        (stream.explain, stream.warn),
-    ));
+    let given = Settings::from_options(&stream.options);
+    let parts = ServerParts {
+        facts: describe_stream(&stream, &options, mp4.as_ref(), video.as_ref()),
+        loras,
+        mp4,
+        video,
+        recorder: Recorder::new(&recordings, (width.into(), height.into()), rate, limits.recording_bytes),
+        settings: session.as_ref().map_or(given, |session| session.last.clone()),
+        explain: stream.explain,
+        warn: stream.warn,
+    };
+    let server = Arc::new(ServerState::new(parts, &options));
     let is_tls = listening.is_tls();
     let shared = Shared {
         server: Arc::clone(&server),
@@ -195,18 +189,32 @@ fn new_video_intake(
     Ok(Some(VideoIntake::new(video.first_chunk_frames() as usize, video.frames_per_chunk() as usize)))
 }
 
+/// Returns the width and height of a frame.
+///
+/// # Errors
+/// T1609 if the protocol cannot state them.
+fn frame_size(plan: &Plan) -> Result<(u16, u16), Diagnostic> {
+    let video = &plan.video.stream;
+    let (Ok(width), Ok(height)) = (u16::try_from(video.width), u16::try_from(video.height)) else {
+        let message = format!("frames of {} x {} pixels", video.width, video.height);
+        return Err(Diagnostic::error(&T1609, message).with_hint("the protocol states each in 16 bits"));
+    };
+    Ok((width, height))
+}
+
 /// Returns what does not change while the server runs.
-fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<StreamFacts, Diagnostic> {
+fn describe_stream(
+    stream: &ServedStream,
+    options: &ServeOptions,
+    mp4: Option<&Mp4Encoder>,
+    intake: Option<&VideoIntake>,
+) -> StreamFacts {
     let ServedStream { plan, examples, loras, options: run, .. } = stream;
     let admitted = AdmittedSettings::from_plan(plan);
     let video = &plan.video.stream;
-    let fits = |pixels: u64| u16::try_from(pixels).is_ok();
-    if !fits(video.width) || !fits(video.height) {
-        let message = format!("frames of {} x {} pixels", video.width, video.height);
-        return Err(Diagnostic::error(&T1609, message).with_hint("the protocol states each in 16 bits"));
-    }
     let (num, den) = video.frame_rate_fraction();
-    Ok(StreamFacts {
+    let formats = [FrameFormat::Raw, FrameFormat::Jpeg, FrameFormat::None];
+    StreamFacts {
         model: plan.model.clone(),
         mesh: plan.sealed.mesh().to_string(),
         device: match run.device {
@@ -221,13 +229,16 @@ fn describe_stream(stream: &ServedStream, options: &ServeOptions) -> Result<Stre
         chunk_frames: video.frames_per_chunk() as u32,
         pace: options.pace,
         lead: options.lead,
-        formats: [FrameFormat::Raw, FrameFormat::Jpeg, FrameFormat::None].map(FrameFormat::name).to_vec(),
-        mp4_type: None,
+        formats: formats.into_iter().chain(mp4.map(|_| FrameFormat::Mp4)).map(FrameFormat::name).collect(),
+        mp4_type: mp4.map(|mp4| mp4.media_type().to_string()),
         examples: examples.clone(),
         step_lists: admitted.step_lists().to_vec(),
         reads_bias: admitted.reads_bias(),
         bias: video.bias,
         loras: loras.iter().map(|choice| choice.name.clone()).collect(),
-        video_in: None,
-    })
+        video_in: intake.map(|intake| VideoInFacts {
+            first_chunk_frames: video.first_chunk_frames() as usize,
+            frames_ahead: intake.frames_ahead(),
+        }),
+    }
 }

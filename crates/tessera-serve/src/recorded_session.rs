@@ -27,12 +27,10 @@ pub(crate) struct RecordedSession {
     first: Settings,
     /// Settings of the last chunk, with which the session goes on.
     pub(crate) last: Settings,
-    /// Changes with the chunks from which they hold, in order.
+    /// Changes with the chunks from which they hold, in order. Those behind the recorded chunks hold when the session goes on.
     changes: Vec<(u32, NewSetting)>,
     /// Digests of the latents of each chunk.
     pub(crate) digests: Vec<String>,
-    /// The settings from a chunk behind the recorded ones, in order.
-    later: Vec<(u32, Settings)>,
 }
 
 impl RecordedSession {
@@ -79,7 +77,6 @@ impl RecordedSession {
             last: Settings::from_record(chunks.last()?),
             changes: changes.collect(),
             digests: chunks.iter().map(|chunk| chunk.latents_digest.clone()).collect(),
-            later: Vec::new(),
         })
     }
 
@@ -94,21 +91,22 @@ impl RecordedSession {
         let is_flush = |(_, setting): &&(u64, NewSetting)| *setting == NewSetting::FlushedScene;
         // A flush has discarded the requests before it, so that its own becomes the next chunk.
         let next = undelivered.iter().rfind(is_flush).map_or(next_request, |(request, _)| *request);
-        let mut settings = self.last.clone();
         for (request, setting) in undelivered {
             let behind = u32::try_from(request.saturating_sub(next)).unwrap_or(u32::MAX);
-            let chunk = self.chunks().saturating_add(behind);
-            settings.apply(&setting);
-            self.changes.push((chunk, setting));
-            self.later.push((chunk, settings.clone()));
+            self.changes.push((self.chunks().saturating_add(behind), setting));
         }
     }
 
     /// Returns how a run continues the session.
     pub(crate) fn to_continuation(&self) -> Continuation {
-        let later = self.later.iter().map(|(chunk, settings)| (u64::from(*chunk), settings.clone()));
-        let settings = std::iter::once((0, self.last.clone())).chain(later).collect();
-        Continuation { unshown: self.chunks(), settings }
+        let unshown = self.chunks();
+        let mut current = self.last.clone();
+        let mut settings = vec![(0, current.clone())];
+        for (chunk, change) in self.changes.iter().filter(|(chunk, _)| *chunk >= unshown) {
+            current.apply(change);
+            settings.push((u64::from(*chunk), current.clone()));
+        }
+        Continuation { unshown, settings }
     }
 
     /// Lets a run generate the recorded chunks first.

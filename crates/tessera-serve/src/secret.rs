@@ -1,5 +1,7 @@
 //! Random secrets of clients.
 
+use crate::hex::to_hex;
+
 /// Returns a secret of 128 random bits, in hex.
 pub(crate) fn new_secret() -> String {
     let mut bytes = [0_u8; 16];
@@ -7,5 +9,5 @@ pub(crate) fn new_secret() -> String {
     // continue as another, so the server stops.
     #[allow(clippy::expect_used, reason = "there is no secure way to go on")]
     getrandom::fill(&mut bytes).expect("the system provides random bytes");
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    to_hex(&bytes)
 }

@@ -5,6 +5,8 @@
 
 mod client_side;
 mod stream_side;
+#[cfg(test)]
+mod tests;
 mod video_side;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -14,9 +16,11 @@ use std::time::Instant;
 
 use serde::Serialize;
 use tessera::stream_control::StreamControl;
+use tessera_base::Diagnostic;
 use tokio::sync::Notify;
 
 use crate::client_queue::ClientQueue;
+use crate::codes::T1610;
 use crate::control::ControlLease;
 use crate::frames::Frame;
 use crate::lora_table::LoraTable;
@@ -28,7 +32,7 @@ use crate::otlp::exporter::SpanExporter;
 use crate::otlp::stream_traces::{StreamTraces, describe_resource};
 use crate::pacing::Pacer;
 use crate::protocol::{
-    Alarm, ControlState, FrameFormat, ServerMessage, StreamFacts, StreamState, StreamStatus,
+    Alarm, ControlState, FrameFormat, Refusal, ServerMessage, StreamFacts, StreamState, StreamStatus,
 };
 use crate::recent_chunks::ChunkTimeline;
 use crate::recorder::Recorder;
@@ -69,12 +73,22 @@ pub(crate) struct ServerState {
     pub(crate) pace_changed: Notify,
 }
 
-/// What clients of the stream may choose, take and send.
+/// What a server is made of beside its options.
 #[derive(Debug)]
-pub(crate) struct StreamParts {
+pub(crate) struct ServerParts {
+    pub(crate) facts: StreamFacts,
     pub(crate) loras: LoraTable,
+    /// Encodes chunks for clients that take MP4, if the program can.
     pub(crate) mp4: Option<Mp4Encoder>,
+    /// Where frames of the input video wait, if clients send one.
     pub(crate) video: Option<VideoIntake>,
+    pub(crate) recorder: Recorder,
+    /// Settings of the first chunk.
+    pub(crate) settings: Settings,
+    /// Returns the page of a code.
+    pub(crate) explain: ExplainCode,
+    /// Shows a warning to the person who started the server.
+    pub(crate) warn: ShowWarning,
 }
 
 /// A change whose chunk the leader has not named.
@@ -89,6 +103,14 @@ struct PendingChange {
     kind: &'static str,
     setting: NewSetting,
     since: Instant,
+}
+
+impl PendingChange {
+    /// Returns the refusal of a change whose run has ended.
+    fn refuse_after_run(&self) -> Refusal {
+        let message = format!("the run ended before a chunk took the change `{}`", self.kind);
+        Refusal::from_diagnostic(&Diagnostic::error(&T1610, message))
+    }
 }
 
 /// The first chunk with a change.
@@ -140,15 +162,9 @@ struct GuardedState {
 }
 
 impl ServerState {
-    /// Creates the state of a server that has started no run. The functions return the page of a code, and show a warning.
-    pub(crate) fn new(
-        facts: StreamFacts,
-        StreamParts { loras, mp4, video }: StreamParts,
-        options: &ServeOptions,
-        recorder: Recorder,
-        settings: Settings,
-        (explain, warn): (ExplainCode, ShowWarning),
-    ) -> ServerState {
+    /// Creates the state of a server that has started no run.
+    pub(crate) fn new(parts: ServerParts, options: &ServeOptions) -> ServerState {
+        let ServerParts { facts, loras, mp4, video, recorder, settings, explain, warn } = parts;
         let status = StreamStatus {
             state: StreamState::Starting,
             run: 0,

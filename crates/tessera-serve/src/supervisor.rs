@@ -13,16 +13,12 @@ use tessera::video_feed::{VideoFeed, VideoSocket};
 use tessera::{Model, Plan};
 use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::backoff::wait_after;
 use crate::codes::{T1601, T1611, T1614};
 use crate::options::AfterFailure;
 use crate::recent_chunks::RecentChunks;
 use crate::recorded_session::RecordedSession;
 use crate::server_state::{AfterRun, EndedRun, ServerState};
-
-/// Wait before the first restart; each further one waits twice as long.
-const FIRST_WAIT: Duration = Duration::from_secs(1);
-/// Longest wait before a restart.
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// What every run of a server has in common.
 pub(crate) struct RunTemplate {
@@ -111,8 +107,10 @@ fn plan_next(
         return Ok(session.filter(|_| !differs));
     }
     if ended.chunks > max_chunks {
-        let message =
-            format!("{} chunks would be generated again, and the limit is {max_chunks}", ended.chunks);
+        let message = format!(
+            "{} chunks were shown and would be generated again; the limit is {max_chunks}",
+            ended.chunks
+        );
         return Err(Diagnostic::error(&T1614, message)
             .with_hint("raise the limit with --continue-after-failure=CHUNKS if the wait is acceptable"));
     }
@@ -263,8 +261,7 @@ fn run_folder(out: Option<&Path>, run: u32) -> Result<RunFolder, Diagnostics> {
 }
 
 fn wait_before_restart(server: &ServerState, failures: u32) {
-    let wait = (FIRST_WAIT * 2_u32.saturating_pow(failures.saturating_sub(1))).min(LONGEST_WAIT);
-    let until = Instant::now() + wait;
+    let until = Instant::now() + wait_after(failures);
     while Instant::now() < until && !server.is_stopping() {
         std::thread::sleep(Duration::from_millis(50));
     }

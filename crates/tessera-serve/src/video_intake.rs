@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use axum::body::Bytes;
+
 /// Chunks whose frames may wait, so that one is complete while another one is taken.
 const CHUNKS_AHEAD: usize = 2;
 
@@ -36,7 +38,7 @@ struct IntakeState {
     /// Frames that each client may still send.
     credits: BTreeMap<u64, usize>,
     /// Frames and their clients, oldest first.
-    waiting: VecDeque<(u64, Vec<u8>)>,
+    waiting: VecDeque<(u64, Bytes)>,
     /// Number of the oldest frames that belong to the chunk that the leader takes now.
     reserved: usize,
     /// Whether the next chunk begins a scene, because its frames are of another client.
@@ -99,7 +101,8 @@ impl VideoIntake {
         if state.sender != sender {
             let reserved = state.reserved;
             state.waiting.truncate(reserved);
-            state.begins_scene |= state.has_taken;
+            // A chunk whose frames are reserved is of the sender before, even if the leader has taken none of them.
+            state.begins_scene |= state.has_taken || reserved > 0;
             state.sender = sender;
             // Fewer frames suffice for a chunk that begins a scene.
             self.changed.notify_all();
@@ -118,7 +121,7 @@ impl VideoIntake {
     }
 
     /// Adds a frame of a client. A frame that is refused spends its credit too, so that client and server count alike.
-    pub(crate) fn push(&self, client: u64, rgb: &[u8]) -> Result<(), FrameRefusal> {
+    pub(crate) fn push(&self, client: u64, rgb: Bytes) -> Result<(), FrameRefusal> {
         let mut state = self.lock();
         let credits = state.credits.entry(client).or_default();
         let has_credit = *credits > 0;
@@ -129,7 +132,7 @@ impl VideoIntake {
         if !has_credit {
             return Err(FrameRefusal::NoCredit);
         }
-        state.waiting.push_back((client, rgb.to_vec()));
+        state.waiting.push_back((client, rgb));
         self.changed.notify_all();
         Ok(())
     }
@@ -159,7 +162,7 @@ impl VideoIntake {
     }
 
     /// Takes frames of the chunk for which the run has waited. Returns `None` for more frames than it has.
-    pub(crate) fn take_frames(&self, run: u32, frames: usize) -> Option<(Vec<Vec<u8>>, Option<VideoGrant>)> {
+    pub(crate) fn take_frames(&self, run: u32, frames: usize) -> Option<(Vec<Bytes>, Option<VideoGrant>)> {
         let mut state = self.lock();
         if state.run != run || frames > state.reserved {
             return None;
@@ -208,7 +211,11 @@ mod tests {
     }
 
     fn push(intake: &VideoIntake, client: u64, frames: std::ops::Range<u8>) {
-        frames.for_each(|frame| assert_eq!(intake.push(client, &[frame]), Ok(()), "frame {frame}"));
+        frames.for_each(|frame| assert_eq!(push_one(intake, client, frame), Ok(()), "frame {frame}"));
+    }
+
+    fn push_one(intake: &VideoIntake, client: u64, frame: u8) -> Result<(), FrameRefusal> {
+        intake.push(client, Bytes::copy_from_slice(&[frame]))
     }
 
     fn take(intake: &VideoIntake, run: u32, frames: usize) -> (Vec<u8>, Option<VideoGrant>) {
@@ -224,11 +231,11 @@ mod tests {
     fn a_client_sends_two_chunks_ahead_and_no_frame_more() {
         let intake = intake();
         push(&intake, 1, 0..6);
-        assert_eq!(intake.push(1, &[6]), Err(FrameRefusal::NoCredit));
+        assert_eq!(push_one(&intake, 1, 6), Err(FrameRefusal::NoCredit));
         assert_eq!(intake.wait_for_chunk(1), Some(false));
         assert_eq!(take(&intake, 1, 2), (vec![0, 1], grant(1, 2)));
         push(&intake, 1, 6..8);
-        assert_eq!(intake.push(1, &[8]), Err(FrameRefusal::NoCredit));
+        assert_eq!(push_one(&intake, 1, 8), Err(FrameRefusal::NoCredit));
         assert_eq!(intake.wait_for_chunk(1), Some(false));
         // The leader cuts the scene, and one frame is left.
         assert_eq!(take(&intake, 1, 2), (vec![2, 3], grant(1, 2)));
@@ -240,10 +247,10 @@ mod tests {
     #[test]
     fn frames_of_a_client_without_control_are_refused_and_spend_its_credits() {
         let intake = intake();
-        assert_eq!(intake.push(2, &[0]), Err(FrameRefusal::NotInControl));
+        assert_eq!(push_one(&intake, 2, 0), Err(FrameRefusal::NotInControl));
         push(&intake, 1, 0..1);
         assert_eq!(intake.set_sender(None), None);
-        assert_eq!(intake.push(1, &[1]), Err(FrameRefusal::NotInControl));
+        assert_eq!(push_one(&intake, 1, 1), Err(FrameRefusal::NotInControl));
         // One frame was discarded and one refused; four credits are left.
         assert_eq!(intake.set_sender(Some(1)), grant(1, 2));
         // Its next connection knows nothing of the credits.
@@ -252,7 +259,7 @@ mod tests {
     }
 
     fn push_after_return(intake: &VideoIntake) {
-        assert_eq!(intake.push(1, &[9]), Err(FrameRefusal::NoCredit));
+        assert_eq!(push_one(intake, 1, 9), Err(FrameRefusal::NoCredit));
         assert_eq!(intake.set_sender(Some(1)), grant(1, 6));
         push(intake, 1, 0..6);
     }
@@ -268,6 +275,19 @@ mod tests {
         assert_eq!(intake.set_sender(Some(2)), grant(2, 6));
         push(&intake, 2, 10..12);
         assert_eq!(take(&intake, 1, 3), (vec![2, 3, 4], None));
+        assert_eq!(intake.wait_for_chunk(1), Some(true));
+        assert_eq!(take(&intake, 1, 2), (vec![10, 11], grant(2, 2)));
+    }
+
+    #[test]
+    fn the_frames_of_the_next_client_begin_a_scene_even_if_no_chunk_was_taken_before() {
+        let intake = intake();
+        push(&intake, 1, 0..3);
+        assert_eq!(intake.wait_for_chunk(1), Some(false));
+        // The first chunk of the run is reserved and not handed out.
+        assert_eq!(intake.set_sender(Some(2)), grant(2, 6));
+        push(&intake, 2, 10..13);
+        assert_eq!(take(&intake, 1, 2), (vec![0, 1], None));
         assert_eq!(intake.wait_for_chunk(1), Some(true));
         assert_eq!(take(&intake, 1, 2), (vec![10, 11], grant(2, 2)));
     }

@@ -8,18 +8,19 @@ use anyhow::{Context, Result, bail};
 use crate::python::{create_environment, install};
 
 /// The tests, and the files of the project that they run.
-const FILES: [&str; 8] = [
+const FILES: [&str; 9] = [
     "crates/tessera-serve/tests/page/package.json",
     "crates/tessera-serve/tests/page/package-lock.json",
     "crates/tessera-serve/tests/page/page.test.mjs",
     "crates/tessera-serve/tests/page/play_out.test.mjs",
     "crates/tessera-serve/tests/page/play_out.json",
     "crates/tessera-serve/page/stream.js",
+    "examples/clients/send_video.py",
     "examples/clients/watch.mjs",
     "examples/clients/watch.py",
 ];
-/// What the client in Python imports.
-const PYTHON_PACKAGE: &str = "websockets>=13,<17";
+/// What the clients in Python import; the test sends no pictures of files.
+const PYTHON_PACKAGES: [&str; 2] = ["websockets>=13,<17", "numpy>=1.26,<3"];
 /// Names under which a machine may have the browser.
 const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 
@@ -29,31 +30,24 @@ const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 ///
 /// What needs Node.js or the registry is skipped with a line that says so, unless TESSERA_REQUIRE_PAGE is 1.
 pub(crate) fn check_page(root: &Path) -> Result<()> {
-    check_page_with(root, &TestedProgram::Build(&[]))
+    check_page_with(root, Some(&[]))
 }
 
 /// As [`check_page`], with the program that the tests of the workspace have built. A build of its package alone uses other
 /// features of some libraries, and so compiles half of the workspace again.
 pub(crate) fn check_built_page(root: &Path) -> Result<()> {
-    check_page_with(root, &TestedProgram::IsBuilt)
+    check_page_with(root, None)
 }
 
 /// Tests the format `mp4` of `tessera serve`, whose encoder needs a C++ compiler, in Rust and in a browser.
 pub(crate) fn check_mp4(root: &Path) -> Result<()> {
     const FEATURE: [&str; 2] = ["--features", "h264"];
     run(Command::new("cargo").args(["test", "--package", "tessera-serve"]).args(FEATURE).current_dir(root))?;
-    check_page_with(root, &TestedProgram::Build(&FEATURE))
+    check_page_with(root, Some(&FEATURE))
 }
 
-/// Where the program comes from whose page is tested.
-enum TestedProgram<'a> {
-    /// It is built first, with these arguments.
-    Build(&'a [&'a str]),
-    /// It is there.
-    IsBuilt,
-}
-
-fn check_page_with(root: &Path, program: &TestedProgram<'_>) -> Result<()> {
+/// Tests the page of a program, which is built with these arguments first; `None` for one that is there.
+fn check_page_with(root: &Path, built_with: Option<&[&str]>) -> Result<()> {
     let folder = copy_tests(root)?;
     if let Err(why) = run(Command::new("node").arg("--version")) {
         return skip("the page is not tested", &why);
@@ -62,7 +56,7 @@ fn check_page_with(root: &Path, program: &TestedProgram<'_>) -> Result<()> {
         .args(["--test", "--test-reporter=spec", "play_out.test.mjs"])
         .current_dir(&folder))?;
     match install_tools(&folder) {
-        Ok(()) => run_tests(root, &folder, program),
+        Ok(()) => run_tests(root, &folder, built_with),
         Err(why) => skip("the page is not tested in a browser", &why),
     }
 }
@@ -97,21 +91,19 @@ fn skip(what: &str, why: &anyhow::Error) -> Result<()> {
     Ok(())
 }
 
-fn run_tests(root: &Path, folder: &Path, program: &TestedProgram<'_>) -> Result<()> {
-    let features = match program {
-        TestedProgram::Build(features) => *features,
-        TestedProgram::IsBuilt => &[],
-    };
-    if matches!(program, TestedProgram::Build(_)) {
+fn run_tests(root: &Path, folder: &Path, built_with: Option<&[&str]>) -> Result<()> {
+    if let Some(features) = built_with {
         let build = ["build", "--package", "tessera-cli"];
         run(Command::new("cargo").args(build).args(features).current_dir(root))?;
     }
+    let has_mp4 = built_with.is_some_and(|features| !features.is_empty());
     let mut node = Command::new("node");
     node.args(["--test", "--test-reporter=spec", "page.test.mjs"])
         .current_dir(folder)
         .env("TESSERA", root.join("target/debug/tessera"))
         .env("MODEL", root.join("models/demo"))
-        .env("MP4", if features.is_empty() { "0" } else { "1" })
+        .env("FIXTURES", root.join("fixtures"))
+        .env("MP4", if has_mp4 { "1" } else { "0" })
         .env("SCREENSHOTS", folder.join("screenshots"));
     if let Some(browser) = find_browser() {
         node.env("CHROMIUM", browser);
@@ -120,15 +112,15 @@ fn run_tests(root: &Path, folder: &Path, program: &TestedProgram<'_>) -> Result<
         Ok(python) => {
             node.env("PYTHON", python);
         }
-        Err(why) => skip("the client in Python is not tested", &why)?,
+        Err(why) => skip("the clients in Python are not tested", &why)?,
     }
     run(&mut node)
 }
 
-/// Returns a Python that has what the client of the examples imports.
+/// Returns a Python that has what the clients of the examples import.
 fn install_python_client(folder: &Path) -> Result<PathBuf> {
     let python = create_environment(&folder.join("python"), false)?;
-    install(&python, &[PYTHON_PACKAGE])?;
+    install(&python, &PYTHON_PACKAGES)?;
     Ok(python)
 }
 

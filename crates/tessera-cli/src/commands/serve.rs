@@ -144,8 +144,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub restarts: u32,
 
-    /// Continue the scene after a failure instead of beginning a new one: the chunks that were shown are generated again,
-    /// if they are so many at most
+    /// Continue the scene bit for bit after a failure, for up to 256 chunks or the stated number. After more chunks, a new
+    /// scene begins with the alarm T1614
+    ///
+    /// The ranks generate the chunks again that were shown, and the server shows those that follow. Without this flag,
+    /// every failure begins a new scene.
     #[arg(long, value_name = "CHUNKS", num_args = 0..=1, require_equals = true,
           default_missing_value = DEFAULT_REGENERATED)]
     pub continue_after_failure: Option<u32>,

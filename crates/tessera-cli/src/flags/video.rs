@@ -15,6 +15,44 @@ pub struct VideoArgs {
     #[arg(long, value_name = "PATH")]
     video: Option<PathBuf>,
 
+    #[command(flatten)]
+    noise: VideoNoiseArgs,
+}
+
+impl VideoArgs {
+    /// Returns the video, if one is given.
+    #[must_use]
+    pub fn to_input(&self) -> Option<VideoInput> {
+        self.video.clone().map(|path| self.noise.to_input(VideoOrigin::Path(path)))
+    }
+}
+
+/// The input video that the client in control of a server sends.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SentVideoArgs {
+    /// Begin each chunk with frames that the client in control sends, in the size and frame rate of the stream
+    ///
+    /// The calls of such a stream carry encoded frames, and so its plan is another one; with --plan, plan with
+    /// --video-input frames.
+    // The flags of the noise need a video, wherever it comes from.
+    #[arg(long = "video-in", id = "video")]
+    video_in: bool,
+
+    #[command(flatten)]
+    noise: VideoNoiseArgs,
+}
+
+impl SentVideoArgs {
+    /// Returns the video, if clients send one.
+    #[must_use]
+    pub fn to_input(&self) -> Option<VideoInput> {
+        self.video_in.then(|| self.noise.to_input(VideoOrigin::Feed))
+    }
+}
+
+/// How much noise covers an input video.
+#[derive(Debug, Clone, clap::Args)]
+struct VideoNoiseArgs {
     /// How much of the video a chunk replaces: it begins at the first denoising step whose noise level
     /// is at most this, above 0 and at most 1 [default: 0.8]
     #[arg(long, value_name = "LEVEL", requires = "video", value_parser = parse_strength)]
@@ -26,44 +64,10 @@ pub struct VideoArgs {
     video_motion: bool,
 }
 
-impl VideoArgs {
-    /// Returns the video, if one is given.
-    #[must_use]
-    pub fn to_input(&self) -> Option<VideoInput> {
+impl VideoNoiseArgs {
+    fn to_input(&self, from: VideoOrigin) -> VideoInput {
         let strength = self.video_strength.unwrap_or(DEFAULT_STRENGTH);
-        let follows_motion = self.video_motion;
-        self.video.clone().map(|path| VideoInput { from: VideoOrigin::Path(path), strength, follows_motion })
-    }
-}
-
-/// The input video that the client in control of a server sends.
-#[derive(Debug, Clone, clap::Args)]
-pub struct SentVideoArgs {
-    /// Begin each chunk with frames that the client in control sends, in the size and frame rate of the stream
-    ///
-    /// The calls of such a stream carry encoded frames, and so its plan is another one; with --plan, plan with
-    /// --video-input frames.
-    #[arg(long)]
-    video_in: bool,
-
-    /// How much of the video a chunk replaces: it begins at the first denoising step whose noise level
-    /// is at most this, above 0 and at most 1 [default: 0.8]
-    #[arg(long, value_name = "LEVEL", requires = "video_in", value_parser = parse_strength)]
-    video_strength: Option<f32>,
-
-    /// Begin chunks with much motion with less noise, as StreamDiffusionV2 does: up to 0.1 below
-    /// --video-strength
-    #[arg(long, requires = "video_in")]
-    video_motion: bool,
-}
-
-impl SentVideoArgs {
-    /// Returns the video, if clients send one.
-    #[must_use]
-    pub fn to_input(&self) -> Option<VideoInput> {
-        let strength = self.video_strength.unwrap_or(DEFAULT_STRENGTH);
-        let follows_motion = self.video_motion;
-        self.video_in.then_some(VideoInput { from: VideoOrigin::Feed, strength, follows_motion })
+        VideoInput { from, strength, follows_motion: self.video_motion }
     }
 }
 

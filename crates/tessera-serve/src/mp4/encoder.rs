@@ -8,6 +8,7 @@ use openh264::encoder::{
 use openh264::formats::{RgbSliceU8, YUVBuffer};
 
 use super::boxes::{ParameterSets, Sample, write_fragment, write_initialisation};
+use crate::hex::to_hex;
 
 /// Types of NAL units that stand in the initialisation segment.
 const SEQUENCE_PARAMETERS: u8 = 7;
@@ -33,7 +34,7 @@ impl Mp4Encoder {
         let black = vec![0; size.0 * size.1 * 3];
         let (sets, _) = encode_frames(size, frame_rate, std::iter::once(&*black))?;
         let initialisation = write_initialisation(&sets, size, frame_rate)?.into();
-        let profile: String = sets.sequence.get(1..4)?.iter().map(|byte| format!("{byte:02x}")).collect();
+        let profile = to_hex(sets.sequence.get(1..4)?);
         let media_type = format!("video/mp4; codecs=\"avc1.{profile}\"");
         Some(Mp4Encoder { size, frame_rate, media_type, initialisation })
     }

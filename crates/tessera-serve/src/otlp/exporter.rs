@@ -9,11 +9,12 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use tessera_base::Diagnostic;
 use tokio::sync::Notify;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 use super::collector::Answer;
 use super::span::{Attributes, Span, to_request};
 use super::{ShowWarning, TraceOptions};
+use crate::backoff::wait_after;
 use crate::codes::T1613;
 use crate::metrics::SpanLabels;
 
@@ -25,16 +26,13 @@ const MAX_BATCH_SPANS: usize = 512;
 const GATHERING_TIME: Duration = Duration::from_secs(1);
 /// Longest time of a request.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// Wait after the first request that failed; each further one waits twice as long.
-const FIRST_WAIT: Duration = Duration::from_secs(1);
-/// Longest wait between two requests.
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// Sends spans to a collector. Nobody waits for it: spans beyond the limit of the queue are dropped and counted.
 #[derive(Debug)]
 pub(crate) struct SpanExporter {
     options: TraceOptions,
     resource: Attributes,
+    /// Spans that the collector has neither taken nor refused, oldest first.
     queue: Mutex<VecDeque<Span>>,
     changed: Notify,
     closes: AtomicBool,
@@ -78,16 +76,14 @@ impl SpanExporter {
     pub(crate) async fn send_spans(&self) {
         let (mut failures, mut is_away) = (0, false);
         while self.wait_for_spans().await {
-            let batch: Vec<Span> = {
-                let mut queue = self.lock();
-                let count = queue.len().min(MAX_BATCH_SPANS);
-                queue.drain(..count).collect()
-            };
+            // A copy: spans that the collector does not take keep their places.
+            let batch: Vec<Span> = self.lock().iter().take(MAX_BATCH_SPANS).cloned().collect();
             let sending = self.options.endpoint.post(to_request(&self.resource, &batch));
             let answer = timeout(REQUEST_LIMIT, sending).await;
             let count = batch.len() as u64;
             let what = match answer {
                 Ok(Answer::Taken { rejected }) => {
+                    self.lock().drain(..batch.len());
                     self.count("sent", count.saturating_sub(rejected));
                     self.count("rejected", rejected.min(count));
                     if is_away {
@@ -97,18 +93,13 @@ impl SpanExporter {
                     continue;
                 }
                 Ok(Answer::Refused(what)) => {
+                    self.lock().drain(..batch.len());
                     self.count("rejected", count);
                     what
                 }
-                Ok(Answer::Busy(what)) => {
-                    self.return_spans(batch);
-                    what
-                }
-                Err(_) => {
-                    // The collector may have taken them. Two copies of a span have one id, of which a collector keeps one.
-                    self.return_spans(batch);
-                    format!("no answer for {} s", REQUEST_LIMIT.as_secs())
-                }
+                Ok(Answer::Busy(what)) => what,
+                // The collector may have taken them. Two copies of a span have one id, of which a collector keeps one.
+                Err(_) => format!("no answer for {} s", REQUEST_LIMIT.as_secs()),
             };
             if !std::mem::replace(&mut is_away, true) {
                 self.warn_about(&what);
@@ -116,8 +107,8 @@ impl SpanExporter {
             if self.closes.load(Ordering::Acquire) {
                 break;
             }
-            self.wait_after_failure(failures).await;
             failures += 1;
+            self.wait_until_closed(wait_after(failures)).await;
         }
         let left = self.lock().drain(..).count();
         self.count("dropped", left as u64);
@@ -151,26 +142,15 @@ impl SpanExporter {
         true
     }
 
-    async fn wait_after_failure(&self, failures: u32) {
-        let wait = (FIRST_WAIT * 2_u32.saturating_pow(failures)).min(LONGEST_WAIT);
+    /// Waits until the exporter is closed, for so long at most.
+    async fn wait_until_closed(&self, longest: Duration) {
         let closing = async {
             while !self.closes.load(Ordering::Acquire) {
                 self.changed.notified().await;
             }
         };
-        tokio::select! {
-            () = sleep(wait) => {}
-            () = closing => {}
-        }
-    }
-
-    /// Puts spans back in front of the queue as far as there is room.
-    fn return_spans(&self, batch: Vec<Span>) {
-        let mut queue = self.lock();
-        let room = MAX_WAITING_SPANS.saturating_sub(queue.len());
-        let surplus = batch.len().saturating_sub(room);
-        batch.into_iter().skip(surplus).rev().for_each(|span| queue.push_front(span));
-        self.count("dropped", surplus as u64);
+        // The end of the time is as good.
+        let _ = timeout(longest, closing).await;
     }
 
     fn warn_about(&self, what: &str) {
@@ -193,6 +173,9 @@ impl SpanExporter {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+
     use super::super::CollectorEndpoint;
     use super::super::span::SpanContext;
     use super::*;
@@ -212,20 +195,65 @@ mod tests {
         vec![span; count]
     }
 
+    /// An exporter to a port of this machine, and the numbers of its spans.
+    fn exporter(port: u16) -> (SpanExporter, impl Fn(&'static str) -> u64) {
+        let endpoint = CollectorEndpoint::from_address(&format!("http://127.0.0.1:{port}")).unwrap();
+        let options = TraceOptions { endpoint, service: "s".into() };
+        let counts: Family<SpanLabels, Counter> = Family::default();
+        let exporter = SpanExporter::new(options, Vec::new(), counts.clone(), |_| {});
+        (exporter, move |outcome| counts.get_or_create(&SpanLabels { outcome }).get())
+    }
+
     #[test]
     fn spans_beyond_the_limit_are_dropped_and_counted() {
-        let endpoint = CollectorEndpoint::from_address("http://localhost:4318").unwrap();
-        let options = TraceOptions { endpoint, service: "s".into() };
-        let counts = Family::default();
-        let exporter = SpanExporter::new(options, Vec::new(), counts.clone(), |_| {});
-        let dropped = || counts.get_or_create(&SpanLabels { outcome: "dropped" }).get();
+        let (exporter, count_of) = exporter(4318);
         exporter.push(spans(MAX_WAITING_SPANS - 10));
         exporter.push(spans(11));
-        assert_eq!((exporter.lock().len(), dropped()), (MAX_WAITING_SPANS - 10, 11));
+        assert_eq!((exporter.lock().len(), count_of("dropped")), (MAX_WAITING_SPANS - 10, 11));
         exporter.push(spans(8));
-        assert_eq!((exporter.lock().len(), dropped()), (MAX_WAITING_SPANS - 2, 11));
-        // A batch that comes back finds two places.
-        exporter.return_spans(spans(5));
-        assert_eq!((exporter.lock().len(), dropped()), (MAX_WAITING_SPANS, 14));
+        assert_eq!((exporter.lock().len(), count_of("dropped")), (MAX_WAITING_SPANS - 2, 11));
+    }
+
+    /// Reads a request.
+    fn read_request(stream: &TcpStream) {
+        let mut reader = BufReader::new(stream);
+        let (mut line, mut bytes) = (String::new(), 0);
+        while reader.read_line(&mut line).unwrap() > 2 {
+            let header = line.to_ascii_lowercase();
+            bytes = header.strip_prefix("content-length: ").map_or(bytes, |n| n.trim().parse().unwrap());
+            line.clear();
+        }
+        reader.read_exact(&mut vec![0; bytes]).unwrap();
+    }
+
+    #[test]
+    fn spans_keep_their_places_until_the_collector_has_answered() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (exporter, count_of) = exporter(listener.local_addr().unwrap().port());
+        exporter.push(spans(MAX_WAITING_SPANS));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let full = MAX_WAITING_SPANS;
+                let less = full - MAX_BATCH_SPANS;
+                for (status, waiting) in [("503 Busy", full), ("200 OK", full), ("400 No", less)] {
+                    let (mut stream, _) = listener.accept().unwrap();
+                    read_request(&stream);
+                    assert_eq!(exporter.lock().len(), waiting, "before {status}");
+                    // There is no room for one span more, because the batch keeps its own.
+                    exporter.push(spans(full - waiting + 1));
+                    assert_eq!(exporter.lock().len(), waiting, "before {status}");
+                    if waiting == less {
+                        exporter.close();
+                    }
+                    let answer =
+                        format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+                    stream.write_all(answer.as_bytes()).unwrap();
+                }
+            });
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(exporter.send_spans());
+        });
+        let batch = MAX_BATCH_SPANS as u64;
+        assert_eq!([count_of("sent"), count_of("rejected"), exporter.lock().len() as u64], [batch, batch, 0]);
     }
 }

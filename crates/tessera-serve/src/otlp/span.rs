@@ -2,6 +2,8 @@
 
 use serde_json::{Value, json};
 
+use crate::hex::to_hex;
+
 /// `SPAN_KIND_INTERNAL` of OTLP.
 const INTERNAL_KIND: u32 = 1;
 /// `STATUS_CODE_ERROR` of OTLP.
@@ -111,10 +113,6 @@ fn to_attributes(attributes: &Attributes) -> Vec<Value> {
         AttributeValue::Flag(flag) => json!({ "boolValue": flag }),
     };
     attributes.iter().map(|(key, v)| json!({ "key": key, "value": value(v) })).collect()
-}
-
-fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Returns random bytes, of which at least one is not 0: an id of zeros is none.

@@ -28,16 +28,6 @@ pub(crate) struct StreamTraces {
     run: Mutex<TracedRun>,
 }
 
-/// A change that the leader has answered.
-#[derive(Debug, Clone)]
-pub(crate) struct TracedChange {
-    pub(crate) kind: &'static str,
-    /// The first request with the change.
-    pub(crate) request: u64,
-    /// Time since it was accepted.
-    pub(crate) waited: Duration,
-}
-
 #[derive(Debug)]
 struct TracedRun {
     number: u32,
@@ -85,12 +75,11 @@ impl StreamTraces {
         }
     }
 
-    /// Notes that the leader has named the chunk of a change.
-    pub(crate) fn note_effect(&self, change: TracedChange) {
+    /// Notes that the leader has named the first request with a change, so long after the change was requested.
+    pub(crate) fn note_effect(&self, kind: &'static str, request: u64, waited: Duration) {
         let answered_ns = now_ns();
         let mut run = self.lock();
-        let accepted_ns = answered_ns.saturating_sub(nanoseconds(change.waited));
-        let TracedChange { kind, request, .. } = change;
+        let accepted_ns = answered_ns.saturating_sub(nanoseconds(waited));
         if run.changes.len() == MAX_WAITING_CHANGES {
             run.changes.remove(0);
         }

@@ -194,7 +194,7 @@ impl ServerState {
 
     fn try_change(&self, client: Option<u64>, id: Option<u64>, change: &Change) -> Result<u64, Refusal> {
         let (now, owner) = (Instant::now(), client.zip(id));
-        let (control, number) = {
+        let (control, run, number) = {
             let mut state = self.lock();
             self.check_control(&state, now, client)?;
             if let Change::Pause | Change::Resume = change {
@@ -207,7 +207,7 @@ impl ServerState {
                 return Err(Refusal::from_diagnostic(&Diagnostic::error(&T1610, message)));
             };
             state.changes += 1;
-            (control, state.changes)
+            (control, state.run, state.changes)
         };
         // A long prompt is encoded here, files of weights are read, and a full socket is waited for.
         let (sent, setting) = match change {
@@ -224,21 +224,33 @@ impl ServerState {
             Change::Pause | Change::Resume => return Ok(number),
         };
         let number_in_run = sent.map_err(|d| Refusal::from_diagnostic(&d))?;
+        let kind = change.kind();
+        self.accept_change(run, PendingChange { number, number_in_run, owner, kind, setting, since: now })?;
+        Ok(number)
+    }
+
+    /// Lets a change that was sent to the leader of a run wait for its answer.
+    ///
+    /// # Errors
+    /// T1610 if the run has ended meanwhile: the leader of another run would answer for a change of its own.
+    pub(super) fn accept_change(&self, run: u32, change: PendingChange) -> Result<(), Refusal> {
         let mut state = self.lock();
-        if *change == Change::Flush {
+        if state.run != run || state.control.is_none() {
+            return Err(change.refuse_after_run());
+        }
+        if change.setting == NewSetting::FlushedScene {
             // Without one more request, the flush would wait for the chunks that it shall discard.
             state.pacer.admit_one();
         }
-        let kind = change.kind();
-        state.pending.push(PendingChange { number, number_in_run, owner, kind, setting, since: now });
-        if let Some((client, id)) = owner
+        if let Some((client, id)) = change.owner
             && let Some(client) = state.clients.get(&client)
         {
-            client.send(&ServerMessage::Accepted { id, change: kind });
+            client.send(&ServerMessage::Accepted { id, change: change.kind });
         }
+        state.pending.push(change);
         drop(state);
         self.pace_changed.notify_one();
-        Ok(number)
+        Ok(())
     }
 
     fn check_control(&self, state: &GuardedState, now: Instant, client: Option<u64>) -> Result<(), Refusal> {

@@ -11,9 +11,8 @@ use super::{
     ChangeOutcome, GuardedState, KEPT_ALARMS, KEPT_EFFECTS, NewSetting, PendingChange, ServerState, Settings,
 };
 use crate::control::RECONNECT_TIME;
-use crate::frames::Frame;
+use crate::frames::{Frame, frames_in_format};
 use crate::metrics::{CodeLabels, PhaseLabels};
-use crate::otlp::stream_traces::TracedChange;
 use crate::pacing::Pacer;
 use crate::protocol::{Alarm, FrameFormat, FrameHeader, Pace, Refusal, ServerMessage, StreamState};
 use crate::recent_chunks::RecentChunks;
@@ -109,12 +108,7 @@ impl ServerState {
         }
         state.latest = frames.last().cloned().or(state.latest.take());
         for (_, client) in state.connected() {
-            // A fragment goes with the last frame of its chunk.
-            let taken = match client.format {
-                FrameFormat::None => &[],
-                FrameFormat::Raw | FrameFormat::Jpeg => &frames[..],
-                FrameFormat::Mp4 => &frames[frames.len().saturating_sub(1)..],
-            };
+            let taken = frames_in_format(&frames, client.format);
             let dropped = taken.iter().map(|frame| client.queue.push_frame(Arc::clone(frame))).sum();
             self.metrics.frames_dropped.inc_by(dropped);
         }
@@ -323,12 +317,10 @@ impl ServerState {
         let answered = |change: &mut PendingChange| control.chunk_of(change.number_in_run).is_some();
         for change in state.pending.extract_if(.., answered).collect::<Vec<_>>() {
             let Some(request) = control.chunk_of(change.number_in_run).map(u64::from) else { continue };
-            self.metrics.change_wait.observe(change.since.elapsed().as_secs_f64());
+            let waited = change.since.elapsed();
+            self.metrics.change_wait.observe(waited.as_secs_f64());
             tracing::info!(run, request, change = change.kind, "change takes effect");
-            if let Some(traces) = &self.traces {
-                let waited = change.since.elapsed();
-                traces.note_effect(TracedChange { kind: change.kind, request, waited });
-            }
+            self.traces.iter().for_each(|traces| traces.note_effect(change.kind, request, waited));
             state.record_outcome(ChangeOutcome { change: change.number, run, request });
             let mut settings = state.settings_of(u64::MAX).clone();
             settings.apply(&change.setting);
@@ -353,10 +345,8 @@ impl ServerState {
     fn refuse_pending(&self, state: &mut GuardedState) {
         for change in std::mem::take(&mut state.pending) {
             let Some((client, id)) = change.owner else { continue };
-            let message = format!("the run ended before a chunk took the change `{}`", change.kind);
-            let refusal = Refusal::from_diagnostic(&Diagnostic::error(&crate::codes::T1610, message));
             if let Some(client) = state.clients.get(&client) {
-                client.send(&ServerMessage::Refused(refusal.with_id(id)));
+                client.send(&ServerMessage::Refused(change.refuse_after_run().with_id(id)));
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use axum::body::Bytes;
 use tessera::video_feed::{FeedRequest, VideoFeed};
 use tessera_base::Diagnostic;
 
@@ -10,7 +11,7 @@ use crate::codes::{T1603, T1604, T1617};
 use crate::protocol::{
     MAX_CLIENT_MESSAGE_BYTES, Refusal, ServerMessage, StreamState, VIDEO_FRAME_HEADER_BYTES, VideoFrameHeader,
 };
-use crate::video_intake::{FrameRefusal, VideoGrant};
+use crate::video_intake::{FrameRefusal, VideoGrant, VideoIntake};
 
 /// Chunks that play while the leader waits for frames of a video that keeps up. A live video is always waited for.
 const PATIENCE_CHUNKS: f64 = 2.0;
@@ -30,13 +31,13 @@ impl ServerState {
     /// # Errors
     /// T1603 if the stream has no input video, T1604 if the client is not in control, T1617 if the message is no frame of the
     /// stream or the client has no credit for it.
-    pub(crate) fn take_video_frame(&self, joined: &Joined, message: &[u8]) -> Result<(), Refusal> {
+    pub(crate) fn take_video_frame(&self, joined: &Joined, message: &Bytes) -> Result<(), Refusal> {
         let refuse = |d: Diagnostic| Err(Refusal::from_diagnostic(&d));
         let Some(video) = &self.video else {
             return refuse(Diagnostic::error(&T1603, "a binary message; this stream has no input video"));
         };
         let size = format!("{} x {} pixels", self.facts.width, self.facts.height);
-        let Some((header, rgb)) = VideoFrameHeader::decode(message) else {
+        let Some((header, _)) = VideoFrameHeader::decode(message) else {
             let what = format!("a binary message of {} bytes is no frame of the input video", message.len());
             return refuse(Diagnostic::error(&T1617, what).with_hint(format!(
                 "send `TSV1`, the format 1, the size, the number of bytes, and the bytes of RGB of {size}"
@@ -46,11 +47,13 @@ impl ServerState {
             let what = format!("a frame of {} x {} pixels", header.width, header.height);
             return refuse(Diagnostic::error(&T1617, what).with_hint(format!("scale frames to {size}")));
         }
-        let is_current = self.lock().clients.get(&joined.client).map(|client| client.connection);
-        if is_current != Some(joined.connection) {
+        // Another connection of the client begins under the same lock, so that this frame spends none of its credits.
+        let state = self.lock();
+        let current = state.clients.get(&joined.client).map(|client| client.connection);
+        if current != Some(joined.connection) {
             return refuse(Diagnostic::error(&T1604, "the client continues on another connection"));
         }
-        match video.push(joined.client, rgb) {
+        match video.push(joined.client, message.slice(VIDEO_FRAME_HEADER_BYTES..)) {
             Ok(()) => Ok(()),
             Err(FrameRefusal::NotInControl) => refuse(
                 Diagnostic::error(&T1604, "a frame of a client that does not control the stream")
@@ -76,8 +79,7 @@ impl ServerState {
                     }
                 }
                 FeedRequest::Frames(frames) => {
-                    let Some((taken, grant)) = video.take_frames(run, frames as usize) else { return };
-                    self.send_grant(&self.lock(), grant);
+                    let Some(taken) = self.take_frames(video, run, frames as usize) else { return };
                     taken.iter().all(|rgb| feed.send_frame(rgb))
                 }
             };
@@ -118,6 +120,15 @@ impl ServerState {
             state.phase = StreamState::Running;
             self.send_status(&state);
         }
+    }
+
+    /// Takes frames for the leader of a run, and gives their credits back. A client that begins a new connection meanwhile would count
+    /// these credits twice, so one lock covers both.
+    fn take_frames(&self, video: &VideoIntake, run: u32, frames: usize) -> Option<Vec<Bytes>> {
+        let state = self.lock();
+        let (taken, grant) = video.take_frames(run, frames)?;
+        self.send_grant(&state, grant);
+        Some(taken)
     }
 
     fn send_grant(&self, state: &GuardedState, grant: Option<VideoGrant>) {

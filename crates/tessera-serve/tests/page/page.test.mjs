@@ -1,9 +1,9 @@
-// The page of `tessera serve` in a real browser. `cargo xtask page` runs it, with TESSERA the program, MODEL the demo model, SCREENSHOTS a folder, and
-// CHROMIUM a browser if the machine has one, and PYTHON an interpreter with the package websockets if it has one.
+// The page of `tessera serve` in a real browser. `cargo xtask page` runs it, with TESSERA the program, MODEL the demo model, FIXTURES the folder of fixtures,
+// SCREENSHOTS a folder, CHROMIUM a browser if the machine has one, and PYTHON an interpreter with the packages websockets and numpy if it has one.
 
 import assert from "node:assert/strict";
 import { spawn, execFileSync } from "node:child_process";
-import { mkdirSync, mkdtempSync, readFileSync, readdirSync, rmSync } from "node:fs";
+import { copyFileSync, mkdirSync, mkdtempSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -11,24 +11,31 @@ import { after, afterEach, before, test } from "node:test";
 
 import puppeteer from "puppeteer-core";
 
-const { TESSERA, MODEL, SCREENSHOTS, CHROMIUM } = process.env;
+const { TESSERA, MODEL, FIXTURES, SCREENSHOTS, CHROMIUM } = process.env;
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const PATIENCE = { timeout: 90_000 };
 
 let server, address;
 
-/** Starts the server and returns its address. */
-function startServer() {
-  server = spawn(TESSERA, ["serve", MODEL, "--mesh", "tp=2", "--listen", "127.0.0.1:0", "--oversubscribe"]);
+/** Starts a server. Returns its process and its address. */
+function startServer(...args) {
+  const started = spawn(TESSERA, ["serve", ...args, "--listen", "127.0.0.1:0", "--oversubscribe"]);
   return new Promise((resolve, reject) => {
     let text = "";
-    server.stderr.on("data", (bytes) => {
+    started.stderr.on("data", (bytes) => {
       text += bytes;
       const found = text.match(/serving .* at (http:\S+)/);
-      if (found) resolve(found[1]);
+      if (found) resolve([started, found[1]]);
     });
-    server.on("exit", (code) => reject(new Error(`the server ended with ${code}: ${text}`)));
+    started.on("exit", (code) => reject(new Error(`the server ended with ${code}: ${text}`)));
   });
+}
+
+async function stopServer(started) {
+  started?.removeAllListeners("exit");
+  const ended = new Promise((resolve) => started?.on("exit", resolve));
+  started?.kill("SIGINT");
+  assert.equal(await ended, 0);
 }
 
 async function startBrowser() {
@@ -82,7 +89,7 @@ async function checkAccessibility(page) {
 
 before(async () => {
   mkdirSync(SCREENSHOTS, { recursive: true });
-  address = await startServer();
+  [server, address] = await startServer(MODEL, "--mesh", "tp=2");
 }, PATIENCE);
 
 afterEach(async () => {
@@ -95,10 +102,7 @@ afterEach(async () => {
 
 after(async () => {
   await browser.close();
-  server?.removeAllListeners("exit");
-  const ended = new Promise((resolve) => server?.on("exit", resolve));
-  server?.kill("SIGINT");
-  assert.equal(await ended, 0);
+  await stopServer(server);
 });
 
 test("a prompt changes the picture, and the page says from which chunk", async () => {
@@ -272,7 +276,9 @@ test("the client of the examples changes the prompt", async () => {
 });
 
 // Without the variable, `cargo xtask page` has said why.
-test("the client of the examples in Python writes frames", { skip: process.env.PYTHON ? false : "PYTHON names no interpreter with websockets" }, () => {
+const skip = process.env.PYTHON ? false : "PYTHON names no interpreter with websockets and numpy";
+
+test("the client of the examples in Python writes frames", { skip }, () => {
   const folder = mkdtempSync(join(tmpdir(), "tessera-watch-"));
   try {
     const watch = join(import.meta.dirname, "watch.py");
@@ -285,6 +291,49 @@ test("the client of the examples in Python writes frames", { skip: process.env.P
       assert.deepEqual([bytes[0], bytes[1], bytes.at(-2), bytes.at(-1)], [0xff, 0xd8, 0xff, 0xd9], name);
     }
   } finally {
+    rmSync(folder, { recursive: true });
+  }
+});
+
+/** Makes a model that takes an input video: the fixture of a generator and that of a causal VAE. */
+function makeVideoModel(folder) {
+  mkdirSync(join(folder, "vae"));
+  for (const file of ["config.json", "model.safetensors", "vocab.txt", "text_encoder.safetensors"]) copyFileSync(join(FIXTURES, "wan-odd", file), join(folder, file));
+  for (const file of ["config.json", "diffusion_pytorch_model.safetensors"]) copyFileSync(join(FIXTURES, "wan-vae/vae", file), join(folder, "vae", file));
+  const settings = String(readFileSync(join(FIXTURES, "wan-odd/stream.toml")));
+  writeFileSync(join(folder, "stream.toml"), settings.replace('kind = "none"', 'kind = "wan_vae"'));
+}
+
+test("the client of the examples sends a video, and chunks are generated from it", { skip }, async () => {
+  const folder = mkdtempSync(join(tmpdir(), "tessera-video-"));
+  let videoServer;
+  try {
+    makeVideoModel(folder);
+    let at;
+    [videoServer, at] = await startServer(folder, "--mesh", "tp=1", "--video-in", "--video-strength", "0.95", "--prompt", "a red square", "--pace", "free");
+    const status = async () => (await fetch(new URL("api/v1/status", at))).json();
+    const { width, height, video_in, chunk_frames } = (await status()).stream;
+    const send = (...args) => {
+      const client = [join(import.meta.dirname, "send_video.py"), at.replace("http", "ws") + "socket", ...args];
+      const lines = String(execFileSync(process.env.PYTHON, client, PATIENCE)).trim().split("\n");
+      return lines.map((line) => line.match(/^chunk (\d+) of epoch (\d+) was generated; (\d+) frames were taken$/).slice(1).map(Number));
+    };
+    const pattern = send("3");
+    assert.deepEqual(pattern.map(([chunk]) => chunk), [1, 2, 3]);
+    // Frames of the next chunks may have been taken before a chunk is complete.
+    const needed = (chunk) => video_in.first_chunk_frames + (chunk - 1) * chunk_frames;
+    for (const [chunk, , taken] of pattern) assert.ok(taken >= needed(chunk), `${taken} frames for ${chunk} chunks`);
+    const first = await status();
+    assert.ok(first.status.chunks >= 3 && first.status.frames >= needed(3), JSON.stringify(first.status));
+    // The frames of the next client begin a scene, after the chunks whose frames were taken before.
+    const frames = join(folder, "frames.npy");
+    execFileSync(process.env.PYTHON, ["-c", `import numpy; numpy.save(r"${frames}", numpy.random.default_rng(1).integers(0, 256, (5, ${height}, ${width}, 3), numpy.uint8))`]);
+    const noise = send("8", frames);
+    assert.ok(noise.at(-1)[1] > pattern.at(-1)[1], `${noise} ${pattern}`);
+    assert.ok(noise.at(-1)[2] >= needed(3), `${noise}`);
+    assert.ok((await status()).status.chunks >= first.status.chunks + 8);
+  } finally {
+    if (videoServer) await stopServer(videoServer);
     rmSync(folder, { recursive: true });
   }
 });

@@ -106,7 +106,11 @@ pub(crate) fn a_lora_that_cannot_be_read_ends_the_server_before_it_starts() {
     };
     assert_eq!(start(stream)[0].code.id, "T1609");
     let mut stream = adjustable_stream(dir.path());
-    stream.loras[0].file.path = dir.path().join("absent.safetensors");
+    let absent = dir.path().join("absent.safetensors");
+    stream.loras[0].file.path.clone_from(&absent);
     let refused = start(stream);
-    assert!(refused[0].code.id.starts_with('T'), "{refused:?}");
+    let [d] = &refused[..] else { panic!("{refused:?}") };
+    assert_eq!((d.code.id, d.message.as_str()), ("T0508", "cannot read the file"));
+    let label = (d.labels[0].location.as_str(), d.labels[0].message.as_str());
+    assert_eq!(label, (absent.to_str().unwrap(), "No such file or directory (os error 2)"));
 }

@@ -1,9 +1,12 @@
 //! Gives one rank other files of the same model: a LoRA that no other rank adds, or another tokenizer.
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Dtype, TensorView};
 use tessera_base::Diagnostic;
 use tessera_runtime::drill::DrillFault;
 
@@ -42,19 +45,18 @@ impl FaultInjector {
     }
 }
 
-/// Writes a LoRA of rank 1 for a square matrix, in the format of safetensors.
+/// Writes a LoRA of rank 1 for a square matrix.
 fn write_lora(path: &Path, dim: usize) -> Result<(), Diagnostic> {
-    let bytes = dim * 4;
-    let header = format!(
-        r#"{{"{LORA_MODULE}.lora_A.weight":{{"dtype":"F32","shape":[1,{dim}],"data_offsets":[0,{bytes}]}},"#
-    ) + &format!(
-        r#""{LORA_MODULE}.lora_B.weight":{{"dtype":"F32","shape":[{dim},1],"data_offsets":[{bytes},{}]}}}}"#,
-        2 * bytes
-    );
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend(header.bytes());
-    file.extend((0..2 * dim).flat_map(|i| ((i % 7) as f32 / 7.0 - 0.5).to_le_bytes()));
-    fs::write(path, file).map_err(|e| write_error(path, &e))
+    let values: Vec<u8> = (0..2 * dim).flat_map(|i| ((i % 7) as f32 / 7.0 - 0.5).to_le_bytes()).collect();
+    let (down, up) = values.split_at(dim * 4);
+    let factors = [("lora_A", [1, dim], down), ("lora_B", [dim, 1], up)].map(|(name, shape, bytes)| {
+        let view = TensorView::new(Dtype::F32, shape.to_vec(), bytes)?;
+        Ok((format!("{LORA_MODULE}.{name}.weight"), view))
+    });
+    let factors = factors.into_iter().collect::<Result<Vec<_>, SafeTensorError>>();
+    let file = factors.and_then(|factors| safetensors::serialize(factors, None));
+    let written = file.map_err(io::Error::other).and_then(|file| fs::write(path, file));
+    written.map_err(|e| write_error(path, &e))
 }
 
 /// Creates a folder with links to everything in `dir`, except for one file of it that gets one byte more.

@@ -40,7 +40,7 @@ pub(super) struct ChunkRequests {
 }
 
 impl ChunkRequests {
-    /// Begins before the first chunk of a run. `sockets` are those of the launching process.
+    /// Begins before the first chunk of a run. `inputs` come from the launching process.
     ///
     /// # Errors
     /// What is wrong with the file of noise.
@@ -48,7 +48,7 @@ impl ChunkRequests {
         orders: &RankConfig,
         plan: &Arc<Plan>,
         drill: Option<FaultInjector>,
-        sockets: LeaderSocketEnds,
+        inputs: LeaderInputs,
         decided: DecidedSettings,
     ) -> Result<ChunkRequests, Diagnostic> {
         let noise = orders.noise.as_deref().map(|path| NoiseFile::open(path, &plan.video)).transpose()?;
@@ -64,11 +64,11 @@ impl ChunkRequests {
             video: LazyVideo {
                 orders: orders.clone(),
                 plan: Arc::clone(plan),
-                feed: sockets.video,
+                feed: inputs.video,
                 source: None,
             },
             drill,
-            changes: sockets.changes,
+            changes: inputs.changes,
             decided,
         })
     }
@@ -164,7 +164,7 @@ impl Iterator for ChunkRequests {
 
 /// What the launching process has passed to the leader beside destinations of frames.
 #[derive(Debug, Default)]
-pub(super) struct LeaderSocketEnds {
+pub(super) struct LeaderInputs {
     pub(super) changes: Option<ChangeIntake>,
     pub(super) video: Option<FeedReader>,
 }

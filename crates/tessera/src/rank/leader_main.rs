@@ -11,7 +11,7 @@ use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::leader::RecordEntry;
 use tessera_runtime::{Failure, FailureClass};
 
-use super::chunk_requests::{ChunkRequests, DecidedSettings, LeaderSocketEnds};
+use super::chunk_requests::{ChunkRequests, DecidedSettings, LeaderInputs};
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
 use super::rank_plan::RankPlan;
 use crate::communicators::EndpointSources;
@@ -103,9 +103,9 @@ fn build_leader_parts(
         &ExecutorState::from_request(&context.plan.sealed, orders.gpus.is_some(), &context.tripwires),
         context.peers,
     );
-    let sockets = take_sockets(orders, &context.plan, &mut frame_pipes).map_err(|d| vec![d])?;
+    let inputs = take_inputs(orders, &context.plan, &mut frame_pipes).map_err(|d| vec![d])?;
     let (decided, drill) = (DecidedSettings::default(), context.fault_injector.clone());
-    let requests = ChunkRequests::new(orders, &context.plan, drill, sockets, decided.clone());
+    let requests = ChunkRequests::new(orders, &context.plan, drill, inputs, decided.clone());
     let requests = Box::new(requests.map_err(|d| vec![d])?);
     Ok(LeaderParts {
         config: context.leader_config(session, parity),
@@ -121,15 +121,11 @@ fn build_leader_parts(
 }
 
 /// Takes the sockets that the launching process passes behind the pipes: that of changes, and then that of the input video.
-fn take_sockets(
-    orders: &RankConfig,
-    plan: &Plan,
-    fds: &mut Vec<OwnedFd>,
-) -> Result<LeaderSocketEnds, Diagnostic> {
+fn take_inputs(orders: &RankConfig, plan: &Plan, fds: &mut Vec<OwnedFd>) -> Result<LeaderInputs, Diagnostic> {
     let video = if orders.is_fed() { fds.pop() } else { None };
     let changes = if orders.is_steered { fds.pop() } else { None };
     let frame_bytes = (plan.video.stream.width * plan.video.stream.height * 3) as usize;
-    Ok(LeaderSocketEnds {
+    Ok(LeaderInputs {
         changes: changes.map(ChangeIntake::from_fd).transpose()?,
         video: video.map(|fd| FeedReader::from_fd(fd, frame_bytes)),
     })
