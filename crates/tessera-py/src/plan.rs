@@ -41,7 +41,7 @@ pub(crate) struct Plan {
 
 /// Plans several programs for one run, whose ranks load all of them.
 #[pyfunction]
-#[pyo3(signature = (*graphs, mesh=None, cluster=None, objective=None, devices=None))]
+#[pyo3(signature = (*graphs, mesh=None, cluster=None, objective=None, devices=None, hosts=Vec::new()))]
 pub(crate) fn compile(
     py: Python<'_>,
     graphs: Vec<Graph>,
@@ -49,8 +49,9 @@ pub(crate) fn compile(
     cluster: Option<String>,
     objective: Option<String>,
     devices: Option<u32>,
+    hosts: Vec<u32>,
 ) -> PyResult<Plan> {
-    Plan::with_target(py, graphs, TargetRequest { mesh, cluster, objective, devices })
+    Plan::with_target(py, graphs, TargetRequest { mesh, cluster, objective, devices, hosts })
 }
 
 impl Plan {
@@ -61,7 +62,7 @@ impl Plan {
 
     fn with_target(py: Python<'_>, graphs: Vec<Graph>, request: TargetRequest) -> PyResult<Plan> {
         let settings = StreamSettings::current();
-        let (mesh, target) = choose_target(py, &graphs, request, &settings.overlap)?;
+        let (mesh, target) = choose_target(py, &graphs, &request, &settings.overlap)?;
         let rank_map = mesh.rank_map(py)?;
         let mut dtypes = graphs.iter().map(|graph| graph.function.dtype);
         let dtype = dtypes.next().unwrap_or(DtypePolicy::F32);
@@ -79,7 +80,12 @@ impl Plan {
             if let Some(target) = &target {
                 check_fit(&bundle, &target.query.machine)?;
             }
-            let mapping = Mapping { mesh: mesh.mesh, dtype, numerics, ..Mapping::default() };
+            let hosts = request.hosts;
+            let mapping = Mapping { mesh: mesh.mesh, dtype, numerics, hosts, ..Mapping::default() };
+            let inconsistent = mapping.check_consistency();
+            if !inconsistent.is_empty() {
+                return Err(inconsistent);
+            }
             ArrayPlan::with_constants(bundle, &mapping, constants)
         });
         Ok(Plan {
@@ -200,6 +206,13 @@ impl Plan {
     #[getter]
     fn mesh(&self) -> Mesh {
         self.mesh.clone()
+    }
+
+    /// The path between the ranks of each group, by the name of the group; none unless the plan states hosts.
+    #[getter]
+    fn group_paths(&self) -> BTreeMap<String, String> {
+        let groups = self.plan.sealed.hosts().into_iter().flat_map(|stated| &stated.groups);
+        groups.map(|group| (group.communicator.to_string(), group.path.name().to_string())).collect()
     }
 
     /// The numbers of the streams when the plan was made, by name.
@@ -325,7 +338,7 @@ impl Plan {
 impl Graph {
     /// Shards the program over a mesh, and proves that its ranks can neither hang nor drift. Without a mesh it is that of
     /// the arrays, or, with an objective, the best one of a machine.
-    #[pyo3(signature = (mesh=None, cluster=None, objective=None, devices=None))]
+    #[pyo3(signature = (mesh=None, cluster=None, objective=None, devices=None, hosts=Vec::new()))]
     fn compile(
         &self,
         py: Python<'_>,
@@ -333,8 +346,10 @@ impl Graph {
         cluster: Option<String>,
         objective: Option<String>,
         devices: Option<u32>,
+        hosts: Vec<u32>,
     ) -> PyResult<Plan> {
-        Plan::with_target(py, vec![self.clone()], TargetRequest { mesh, cluster, objective, devices })
+        let request = TargetRequest { mesh, cluster, objective, devices, hosts };
+        Plan::with_target(py, vec![self.clone()], request)
     }
 }
 

@@ -27,6 +27,8 @@ pub(crate) struct TargetRequest {
     pub(crate) cluster: Option<String>,
     pub(crate) objective: Option<String>,
     pub(crate) devices: Option<u32>,
+    /// Ranks of each host, in rank order; empty if none are stated.
+    pub(crate) hosts: Vec<u32>,
 }
 
 /// The machine for which a plan was made.
@@ -43,10 +45,10 @@ pub(crate) struct Target {
 pub(crate) fn choose_target(
     py: Python<'_>,
     graphs: &[Graph],
-    request: TargetRequest,
+    request: &TargetRequest,
     overlap: &StreamOverlap,
 ) -> PyResult<(Mesh, Option<Target>)> {
-    let TargetRequest { mesh: stated, cluster, objective, devices } = request;
+    let TargetRequest { mesh: stated, cluster, objective, devices, .. } = request.clone();
     if graphs.is_empty() {
         return Err(PyValueError::new_err("a plan needs a program"));
     }

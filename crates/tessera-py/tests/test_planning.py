@@ -202,3 +202,20 @@ def test_a_plan_knows_its_machine(rng: np.random.Generator) -> None:
     assert other_digest != digest and "mesh" in differing and any(name.startswith("program") for name in differing)
     again = trace_feed_forward(rng, make_mesh(tp=2, ep=2)).compile()
     assert again.seal() == (digest, parts)
+
+
+def test_a_plan_states_the_path_of_every_group_of_its_hosts(rng: np.random.Generator) -> None:
+    function = trace_feed_forward(rng, make_mesh(tp=4, ep=1))
+    bare = function.compile()
+    assert bare.group_paths == {} and function.compile(hosts=[]).digest == bare.digest
+    digests = {bare.digest}
+    for hosts, path in (([4], "peer memory"), ([2, 2], "hierarchical"), ([1, 1, 1, 1], "network")):
+        plan = function.compile(hosts=hosts)
+        assert list(plan.group_paths.values()) == [path] and "over tp of ranks 0, 1, 2, 3" in str(plan.group_paths)
+        assert plan.verify()
+        digests.add(plan.digest)
+    assert len(digests) == 4
+    for wrong in ([3], [2, 2, 1], [4, 0]):
+        with pytest.raises(TesseraError) as refused:
+            function.compile(hosts=wrong)
+        assert refused.value.code == "T0605"

@@ -402,6 +402,7 @@ class Graph:
         cluster: str | None = None,
         objective: str | None = None,
         devices: int | None = None,
+        hosts: Sequence[int] = ...,
     ) -> Plan:
         """Shards the program over a mesh, and proves that its ranks can neither hang nor drift.
 
@@ -411,6 +412,9 @@ class Graph:
         (``"latency"``, ``"throughput"`` or ``"memory"``) and no mesh, the best mesh is searched among those of the axes with one rank for
         each of the cluster's devices, or of so many of them as ``devices`` says. Every mesh uses the same devices, so latency and
         throughput prefer the same one.
+
+        ``hosts`` states how many consecutive ranks each host has, such as ``[4, 4]``. The plan then states the path of every group
+        (``Plan.group_paths``), the verifier proves it, and ranks that meet are refused if they split a stated host (T0777).
         """
 
 def trace(function: Callable[..., Any], *arguments: DTensor | ArraySpec, name: str | None = None) -> Graph:
@@ -453,6 +457,7 @@ def compile(
     cluster: str | None = None,
     objective: str | None = None,
     devices: int | None = None,
+    hosts: Sequence[int] = ...,
 ) -> Plan:
     """Plans several programs for one run, whose ranks load all of them; the arguments are those of ``Graph.compile``."""
 
@@ -464,6 +469,9 @@ class Plan:
         """The digest that every rank compares before a call."""
     @property
     def mesh(self) -> Mesh: ...
+    @property
+    def group_paths(self) -> dict[str, str]:
+        """The path between the ranks of each group, such as ``peer memory`` or ``network``; none unless the plan states hosts."""
     @property
     def stream_ids(self) -> dict[str, int]:
         """The numbers of the streams when the plan was made, by name."""
