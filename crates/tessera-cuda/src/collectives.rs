@@ -14,6 +14,7 @@ mod copy_plan;
 mod kernel_launch;
 mod nccl_collectives;
 mod p2p_collectives;
+mod peer_sharing;
 mod signals;
 mod store_targets;
 
@@ -24,14 +25,14 @@ use std::time::{Duration, Instant};
 use tessera_ir::Transport;
 
 use crate::compile::Compiler;
-use crate::device_memory::{DeviceMemory, DeviceSlice, copy_to_device, copy_to_host};
-use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream, cuda_failure};
+use crate::device_memory::{DeviceMemory, copy_to_device, copy_to_host};
+use crate::driver::{CudaEvent, CudaResult, CudaStream, cuda_failure};
 use crate::libraries::Libraries;
 use crate::nccl::{CommunicatorAborter, NcclCommunicator, UniqueId};
 
-use kernel_launch::{CollectiveKernels, MAX_MEMBERS};
+use kernel_launch::CollectiveKernels;
 use nccl_collectives::NcclCollectives;
-use p2p_collectives::{FLAGS_BYTES, IpcHandle, IpcMapping, PeerMemory, WRITE_TEST_OFFSET};
+use p2p_collectives::PeerMemory;
 use signals::HostSignals;
 
 pub(crate) use copy_plan::{CollectiveKind, GroupCollective, NO_OFFSET};
@@ -87,6 +88,8 @@ pub(crate) struct CollectiveGroup {
     abort: Arc<AtomicBool>,
     peers: Option<PeerMemory>,
     p2p_failure: Option<String>,
+    /// Whether the members mapped each other's memory when they joined.
+    probed_peers: bool,
     /// Whether a program requests NCCL even if P2P memory is available.
     nccl_requested: bool,
     staging: Option<DeviceMemory>,
@@ -162,6 +165,7 @@ impl CollectiveGroup {
             abort,
             peers: None,
             p2p_failure: None,
+            probed_peers: false,
             nccl_requested: false,
             staging: None,
             kernels,
@@ -172,6 +176,7 @@ impl CollectiveGroup {
         };
         // NCCL connects on first use. Connecting here keeps that delay out of the first call.
         group.all_agree(true)?;
+        group.probe_peer_memory()?;
         Ok(group)
     }
 
@@ -185,64 +190,6 @@ impl CollectiveGroup {
             *with_peers = bytes.max(*with_peers);
             self.nccl_requested = true;
         }
-    }
-
-    /// Maps the exchange memory of all members into each other's address space, or agrees with them
-    /// on NCCL. The memory must outlive the group.
-    pub(crate) fn share_memory(&mut self, memory: &DeviceMemory) -> CudaResult<()> {
-        let flags = self.flags.insert(DeviceMemory::new(FLAGS_BYTES)?);
-        // SAFETY: the range is the whole allocation, which the group keeps and nobody uses yet.
-        unsafe { self.control_stream.zero_async(flags.device_address(), flags.byte_len()) }?;
-        let at = flags.device_address();
-        self.wait_for_control_stream("its flags to be cleared")?;
-        if self.member_count == 1 {
-            let (bases, bytes, flags) =
-                (vec![memory.device_address()], vec![memory.byte_len() as u64], vec![at]);
-            self.peers = Some(PeerMemory { member: 0, bases, bytes, flags, mappings: Vec::new() });
-            return Ok(());
-        }
-        let mut why = None;
-        let own_descriptor = MemoryDescriptor::new(memory, at, &self.config).unwrap_or_else(|e| {
-            why = Some(e.0);
-            MemoryDescriptor::default()
-        });
-        let descriptors: Vec<MemoryDescriptor> = self
-            .gather_bytes(&own_descriptor.to_bytes())?
-            .iter()
-            .map(|c| MemoryDescriptor::from_bytes(c))
-            .collect();
-        let can_share = self.member_count <= MAX_MEMBERS
-            && descriptors
-                .iter()
-                .all(|c| c.can_share && c.host_id != 0 && c.host_id == own_descriptor.host_id);
-        let mappings = match can_share {
-            true => self.map_peer_memory(&descriptors).map_err(|e| why = Some(e.0)).ok(),
-            false => None,
-        };
-        // The members exchange how far each got, so that all choose the same transport.
-        let mut peers = None;
-        if self.all_agree(mappings.is_some())?
-            && let Some(mappings) = mappings
-        {
-            let mapped = self.build_peer_memory(mappings, &descriptors, memory.device_address(), at);
-            let writes_arrive = self.test_peer_writes(&mapped, &mut why);
-            if self.all_agree(writes_arrive)? {
-                peers = Some(mapped);
-            }
-        }
-        if peers.is_none() {
-            let why = why.unwrap_or_else(|| "a member cannot share memory or is on another host".into());
-            if self.config.transport == GroupTransport::P2p {
-                return cuda_failure(format!("members cannot access each other's memory: {why}"));
-            }
-            self.p2p_failure = Some(why);
-        }
-        self.staging = match self.config.staging_bytes[usize::from(peers.is_none())] {
-            0 => None,
-            bytes => Some(DeviceMemory::new(bytes)?),
-        };
-        self.peers = peers;
-        Ok(())
     }
 
     /// Sends a word from member 0 to member 1 of a group of two, if NCCL carries its transfers.
@@ -263,6 +210,11 @@ impl CollectiveGroup {
     /// Returns the transport in use, once memory is shared.
     pub(crate) fn active_transport(&self) -> GroupTransport {
         if self.peers.is_some() { GroupTransport::P2p } else { GroupTransport::Nccl }
+    }
+
+    /// Returns whether a program requests NCCL, once memory is shared.
+    pub(crate) fn nccl_is_requested(&self) -> bool {
+        self.nccl_requested
     }
 
     /// Returns whether any collective uses NCCL, once memory is shared.
@@ -393,62 +345,6 @@ impl CollectiveGroup {
         }
     }
 
-    fn map_peer_memory(&self, cards: &[MemoryDescriptor]) -> CudaResult<Vec<[IpcMapping; 2]>> {
-        let others = cards.iter().enumerate().filter(|(j, _)| *j != self.member);
-        others
-            .map(|(j, card)| {
-                let one = |h: &IpcHandle| {
-                    IpcMapping::new(h)
-                        .map_err(|e| CudaError(format!("cannot open memory of member {j}: {e}")))
-                };
-                Ok([one(&card.memory)?, one(&card.flags)?])
-            })
-            .collect()
-    }
-
-    fn build_peer_memory(
-        &self,
-        opened: Vec<[IpcMapping; 2]>,
-        cards: &[MemoryDescriptor],
-        memory: u64,
-        flags_at: u64,
-    ) -> PeerMemory {
-        let mut bases: Vec<u64> = opened.iter().map(|o| o[0].base_address()).collect();
-        let mut flags: Vec<u64> = opened.iter().map(|o| o[1].base_address()).collect();
-        bases.insert(self.member, memory);
-        flags.insert(self.member, flags_at);
-        PeerMemory {
-            member: self.member,
-            bases,
-            bytes: cards.iter().map(|c| c.bytes).collect(),
-            flags,
-            mappings: opened.into_iter().flatten().collect(),
-        }
-    }
-
-    /// Writes a word into every member's flags and checks that the peers' words arrived in its own
-    /// flags.
-    fn test_peer_writes(&mut self, peers: &PeerMemory, why: &mut Option<String>) -> bool {
-        let token = |from: usize, to: usize| 0x7e55_e7a0_0000_0000 | (from as u64) << 16 | to as u64;
-        let written = (0..self.member_count).try_for_each(|j| {
-            let at = peers.flags[j] + WRITE_TEST_OFFSET + 8 * self.member as u64;
-            // SAFETY: the flags of every member are mapped for `FLAGS_BYTES`, which have room for a
-            // word of each member behind the offset.
-            let word = unsafe { DeviceSlice::from_raw(at, 1) };
-            copy_to_device(word, &[token(self.member, j)])
-        });
-        let met = self.all_agree(written.is_ok());
-        let mut found = vec![0_u64; self.member_count];
-        let own_flags = peers.flags[self.member] + WRITE_TEST_OFFSET;
-        // SAFETY: as above, for this member's own flags.
-        let words = unsafe { DeviceSlice::from_raw(own_flags, self.member_count) };
-        let read = copy_to_host(&mut found, words);
-        let wrong = (0..self.member_count).find(|j| found[*j] != token(*j, self.member));
-        let failure = written.err().or(met.err()).or(read.err()).map(|e| e.0);
-        *why = failure.or(wrong.map(|j| format!("a test write of member {j} did not arrive"))).or(why.take());
-        why.is_none()
-    }
-
     /// Returns whether all members pass `true`. Also a barrier.
     fn all_agree(&mut self, mine: bool) -> CudaResult<bool> {
         Ok(self.exchange_table(&[u64::from(mine)])?.iter().all(|w| w == &[1]))
@@ -508,78 +404,6 @@ impl CollectiveGroup {
 
 const NO_PEER_MEMORY: &str = "the group has no peer-to-peer memory";
 
-/// Description of a member's memory that it sends to the others.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct MemoryDescriptor {
-    host_id: u64,
-    can_share: bool,
-    bytes: u64,
-    memory: IpcHandle,
-    flags: IpcHandle,
-}
-
-impl Default for MemoryDescriptor {
-    /// The description of a member that cannot share its memory.
-    fn default() -> MemoryDescriptor {
-        MemoryDescriptor { host_id: 0, can_share: false, bytes: 0, memory: [0; 64], flags: [0; 64] }
-    }
-}
-
-impl MemoryDescriptor {
-    fn new(memory: &DeviceMemory, flags: u64, terms: &GroupConfig) -> CudaResult<MemoryDescriptor> {
-        if terms.transport == GroupTransport::Nccl {
-            return cuda_failure("the configuration selects NCCL");
-        }
-        Ok(MemoryDescriptor {
-            host_id: terms.host_id,
-            can_share: true,
-            bytes: memory.byte_len() as u64,
-            memory: p2p_collectives::export_ipc_handle(memory.device_address())?,
-            flags: p2p_collectives::export_ipc_handle(flags)?,
-        })
-    }
-
-    fn to_bytes(&self) -> Vec<u8> {
-        let words = [self.host_id, u64::from(self.can_share), self.bytes];
-        let words = words.iter().flat_map(|w| w.to_le_bytes());
-        words.chain(self.memory).chain(self.flags).collect()
-    }
-
-    fn from_bytes(bytes: &[u8]) -> MemoryDescriptor {
-        let (words, handles) = bytes.split_at(24);
-        let words = words_from_bytes(words);
-        let handle = |at: usize| std::array::from_fn(|i| handles[at + i]);
-        MemoryDescriptor {
-            host_id: words[0],
-            can_share: words[1] == 1,
-            bytes: words[2],
-            memory: handle(0),
-            flags: handle(64),
-        }
-    }
-}
-
 fn words_from_bytes(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn memory_descriptors_round_trip() {
-        let card = MemoryDescriptor {
-            host_id: 7,
-            can_share: true,
-            bytes: 1 << 33,
-            memory: std::array::from_fn(|i| i as u8),
-            flags: std::array::from_fn(|i| 255 - i as u8),
-        };
-        assert_eq!(MemoryDescriptor::from_bytes(&card.to_bytes()), card);
-        assert_eq!(
-            MemoryDescriptor::from_bytes(&MemoryDescriptor::default().to_bytes()),
-            MemoryDescriptor::default()
-        );
-    }
 }

@@ -18,7 +18,7 @@ use tessera::files::RunFolder;
 use crate::array_memory::take_array;
 use crate::device_memory::import_device_tensor;
 use crate::dtensor::DTensor;
-use crate::errors::{OrRaise, raise_one};
+use crate::errors::OrRaise;
 use crate::plan::Plan;
 use crate::prefetch_report::PrefetchReport;
 use crate::session_trace::{SessionRecord, SessionTrace};

@@ -103,9 +103,9 @@ def test_a_trace_on_gpus_shows_each_kernel_once(rng: np.random.Generator, ranks:
     for rank in range(ranks):
         for call in (1, 2, 3):
             events = events_of(trace, rank, call)
-            products = [e for e in events if e.op == "matmul"]
-            assert len(products) == 2 and all(0 < e.end - e.start < 0.01 for e in products)
-            assert products[0].end <= products[1].start
+            matmuls = [e for e in events if e.op == "matmul"]
+            assert len(matmuls) == 2 and all(0 < e.end - e.start < 0.01 for e in matmuls)
+            assert matmuls[0].end <= matmuls[1].start
             flights = [e for e in events if e.kind == "in flight"]
             assert len(flights) == (ranks > 1) and all(e.stream == "tp_collective" for e in flights)
             [record] = [c for c in trace.record.calls if c.number == call]

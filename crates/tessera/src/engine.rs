@@ -2,11 +2,11 @@
 //! against the sealed trace.
 
 mod device_arrays;
+mod engine_backend;
 mod injections;
 mod phase_tensors;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -30,6 +30,7 @@ use tessera_runtime::wire::{
 use tessera_runtime::{Digest, Failure, FailureClass, T0770, T0771};
 use tessera_verify::SealedPlan;
 
+pub use engine_backend::EngineBackend;
 pub(crate) use phase_tensors::call_tensor_name;
 use phase_tensors::{PhaseInput, PhaseOutput, add_output, collect_sources};
 
@@ -91,41 +92,6 @@ struct LoadedPhase {
     written_buffers: BTreeSet<String>,
     op_times: OpTimes,
     program: Arc<Program>,
-}
-
-/// The backend of an engine, and whether it is dropped with the engine.
-pub enum EngineBackend {
-    /// The backend is dropped with the engine.
-    Owned(Box<dyn Backend>),
-    /// The backend lives until the process exits, and the operating system reclaims its resources.
-    /// This suits a backend whose drop would wait for its device or for other ranks.
-    Leaked(&'static mut dyn Backend),
-}
-
-impl<B: Backend + 'static> From<Box<B>> for EngineBackend {
-    fn from(backend: Box<B>) -> EngineBackend {
-        EngineBackend::Owned(backend)
-    }
-}
-
-impl Deref for EngineBackend {
-    type Target = dyn Backend;
-
-    fn deref(&self) -> &Self::Target {
-        match self {
-            EngineBackend::Owned(backend) => &**backend,
-            EngineBackend::Leaked(backend) => &**backend,
-        }
-    }
-}
-
-impl DerefMut for EngineBackend {
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        match self {
-            EngineBackend::Owned(backend) => &mut **backend,
-            EngineBackend::Leaked(backend) => &mut **backend,
-        }
-    }
 }
 
 /// The checks that an engine makes, and not the worker that drives it.
@@ -319,6 +285,18 @@ impl MeshEngine {
         self.call_arrays = arrays;
     }
 
+    /// Counts a program that has run for the first time.
+    fn note_executed(&mut self, program: &str) {
+        if !self.executed.contains(program) {
+            self.executed.insert(program.to_string());
+            let count = match self.warmed_up {
+                true => &mut self.program_count.new_since_warmup,
+                false => &mut self.program_count.warmed,
+            };
+            *count += 1;
+        }
+    }
+
     /// Makes the engine report the transfers of experts.
     pub(crate) fn set_transfer_log(&mut self, log: Option<TransferLog>) {
         self.transfer_log = log;
@@ -494,14 +472,6 @@ impl Engine for MeshEngine {
             let appended = log.append(&call.program, self.backend.take_expert_report());
             appended.map_err(|d| EngineFault::local_failure(d.message))?;
         }
-        if self.executed.insert(call.program.clone()) {
-            let new = if self.warmed_up {
-                &mut self.program_count.new_since_warmup
-            } else {
-                &mut self.program_count.warmed
-            };
-            *new += 1;
-        }
         let issued_trace = guard.end_phase().map_err(|text| EngineFault::from_tripwire(&T0751, text))?;
         check_trace(&call.program, issued_trace, phase.trace)?;
         let outputs = if self.call_arrays.is_some() { &[][..] } else { &phase.outputs[..] };
@@ -528,6 +498,7 @@ impl Engine for MeshEngine {
             classes,
             op_times,
         };
+        self.note_executed(&call.program);
         self.check_device_outputs(&call.program).map(|()| report)
     }
 

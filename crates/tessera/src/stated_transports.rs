@@ -51,12 +51,15 @@ pub(crate) fn list_transports(
     let of_communicator = |c: &JoinedCommunicator| {
         let communicator = c.route.communicator_of(plan.mesh(), rank)?;
         let stated = plan.hosts().and_then(|stated| stated.find_path(&communicator));
+        // The backend learns what a program requests when the program first runs.
+        let used = match c.transport.clone() {
+            UsedTransport::PeerMemory if requests_nccl(plan, rank, &communicator) => {
+                UsedTransport::Nccl("the plan requests NCCL".to_string())
+            }
+            used => used,
+        };
         // A communicator of one rank moves no data.
-        (communicator.members.len() > 1).then(|| TransportUse {
-            communicator,
-            stated,
-            used: c.transport.clone(),
-        })
+        (communicator.members.len() > 1).then_some(TransportUse { communicator, stated, used })
     };
     joined.iter().filter_map(of_communicator).collect()
 }
@@ -161,6 +164,10 @@ mod tests {
         assert!(check(&four_hosts, 1).0.is_ok());
         let requested = Mapping { transport: tessera_plan::Transport::Nccl, ..two_hosts };
         assert!(check(&requested, 1).0.is_ok());
+        let plan = plan_demo(&requested);
+        let mapped = [joined(Axis::Tp, None, UsedTransport::PeerMemory)];
+        let [found] = &list_transports(&plan.sealed, Rank(1), &mapped)[..] else { panic!("one group") };
+        assert_eq!(found.summary(), "NCCL, stated peer memory");
     }
 
     #[test]

@@ -115,15 +115,17 @@ impl CommGroups {
         Ok(CommGroups { routed_groups: out, exchanged_programs: BTreeSet::new(), placement: mesh_rank })
     }
 
-    /// Returns the communicators in the order in which this rank joined them. Their transports are valid once
-    /// the memory is shared.
+    /// Returns the communicators in the order in which this rank joined them. Whether a program requests NCCL is known
+    /// once the memory is shared.
     pub(super) fn list_joined(&self) -> Vec<JoinedCommunicator> {
         let describe = |e: &RoutedGroup| JoinedCommunicator {
             route: e.route,
             shared: e.id_digest.as_ref().map(|id| format!("NCCL id {id}")),
             transport: match e.group.p2p_failure() {
                 Some(why) => UsedTransport::Nccl(why.to_string()),
-                None if e.group.uses_nccl() => UsedTransport::Nccl("a program requests NCCL".to_string()),
+                None if e.group.nccl_is_requested() => {
+                    UsedTransport::Nccl("a program requests NCCL".to_string())
+                }
                 None => UsedTransport::PeerMemory,
             },
         };

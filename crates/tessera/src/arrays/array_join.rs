@@ -65,7 +65,10 @@ pub fn run_joined_rank(options: &ArrayRankOptions) -> Result<Option<Failure>, Di
     }
     let first_rank_of_host = options.rank.checked_sub(options.local_rank).ok_or_else(|| {
         let what = format!("rank {} cannot be number {} on its host", options.rank, options.local_rank);
-        vec![Diagnostic::error(&T0034, what).with_hint("the ranks of a host count from 0, like the first rank of the run")]
+        vec![
+            Diagnostic::error(&T0034, what)
+                .with_hint("the ranks of a host count from 0, like the first rank of the run"),
+        ]
     })?;
     check_device(&plan.sealed, options.device, options.local_rank + 1)?;
     let folder = RunFolder::new(options.out.as_deref(), "tessera-arrays").map_err(|d| vec![d])?;
