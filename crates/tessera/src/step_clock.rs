@@ -115,8 +115,8 @@ mod tests {
         let spans = vec![span(&[2], 10.0, 90.0), span(&[3, 4], 12.0, 50.0), span(&[6], 91.0, 100.0)];
         let times = op_times_from_steps(&program, &StepTimes { finished, spans }, begin);
         assert_eq!(times.start_ns, begin.monotonic_ns + 900);
-        assert_eq!(times.begins_ns, [0, 0, 10, 12, 0, 0, 91]);
-        assert_eq!(times.ends_ns, [0, 0, 90, 50, 0, 0, 100]);
+        assert_eq!(times.begins_ns, [0, 0, 10, 12, 0, 0, 91, 0, 0]);
+        assert_eq!(times.ends_ns, [0, 0, 90, 50, 0, 0, 100, 0, 0]);
         assert_eq!(times.end_ns, 100);
         let wait = CollectiveTimes { op: 2, issued_ns: 10, waiting_ns: 50, completed_ns: 90 };
         assert_eq!(times.collectives, [wait]);
