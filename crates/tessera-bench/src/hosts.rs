@@ -40,12 +40,19 @@ pub struct Args {
 const CHUNKS_BEFORE: u64 = 3;
 /// Number of chunks of a run that must complete.
 const FINITE_CHUNKS: u32 = 12;
+/// Chunks of a run with a slow host: some seconds, in which the host stands still many times.
+const SLOW_CHUNKS: u32 = 60;
+/// Model of this run. The ops of the smallest models end between two stops.
+const SLOW_MODEL: &str = "models/demo";
 const ENDLESS_CHUNKS: u32 = 1_000_000;
 /// Maximum time in seconds until all ranks have met.
 const JOIN_TIMEOUT_S: &str = "30";
-/// Time for which a slow host stands still, again and again. It is shorter than any limit of a
-/// stalled rank.
-const SLOW_STEP: Duration = Duration::from_millis(200);
+/// Times for which a slow host stands still and runs, in turn, as a host does whose processor time is limited: a fifth
+/// of its speed.
+const SLOW_STEPS: [(Signal, Duration); 2] =
+    [(Signal::STOP, Duration::from_millis(16)), (Signal::CONT, Duration::from_millis(4))];
+/// Number of such turns between two looks at the processes.
+const SLOW_TURNS: usize = 8;
 /// Offset of the clock of a host since its start, in seconds: about eleven days.
 const CLOCK_OFFSET_S: &str = "1000000";
 
@@ -58,7 +65,7 @@ pub enum HostFault {
     DataLinkCut,
     /// Host 2 disappears: its processes are killed and its link drops all packets
     HostGone,
-    /// Host 2 stands still for a fifth of a second, again and again; the run must complete
+    /// Host 2 runs at a fifth of its speed; the run must complete and name it
     HostSlow,
     /// The clocks of host 2 are eleven days ahead; the run must complete
     WrongClock,
@@ -148,15 +155,15 @@ fn run_fault(args: &Args, fault: HostFault) -> anyhow::Result<FaultedRun> {
     let mut processes_left = find_tagged(&tag);
     processes_left.retain(|p| p.is_alive());
     let victim = processes[VICTIM].launcher_process();
-    let mut is_stopped = false;
     let (took, left) =
         wait_until_gone(&tag, &processes_left, from, Duration::from_secs(args.limit_s), || {
             if fault == HostFault::HostSlow
                 && let Some(victim) = victim
             {
-                std::thread::sleep(SLOW_STEP);
-                is_stopped = !is_stopped;
-                victim.send_signal(if is_stopped { Signal::STOP } else { Signal::CONT });
+                for (signal, time) in [SLOW_STEPS; SLOW_TURNS].into_iter().flatten() {
+                    victim.send_signal(signal);
+                    std::thread::sleep(time);
+                }
             }
             processes.iter_mut().for_each(|p| {
                 p.try_reap();
@@ -185,9 +192,17 @@ fn start_ranks(
         let folder = dir.join(format!("rank-{rank}"));
         fs::create_dir(&folder)?;
         let is_victim = rank == VICTIM;
-        let chunks = if fault.is_harmless() { FINITE_CHUNKS } else { ENDLESS_CHUNKS };
+        let chunks = match fault {
+            HostFault::HostSlow => SLOW_CHUNKS,
+            _ if fault.is_harmless() => FINITE_CHUNKS,
+            _ => ENDLESS_CHUNKS,
+        };
         let (mesh, topology) = ("tp=2,pp=2".to_string(), "mesh".to_string());
-        let stream = StreamArgs { target: args.target.clone(), mesh, topology, chunks };
+        let mut target = args.target.clone();
+        if fault == HostFault::HostSlow {
+            target.model = SLOW_MODEL.into();
+        }
+        let stream = StreamArgs { target, mesh, topology, chunks };
         let mut command = stream.command_line(&folder)?;
         if is_victim && fault == HostFault::WrongBinary {
             command[0] = change_binary(Path::new(&command[0]), dir)?;

@@ -16,6 +16,26 @@ pub struct ClassWork {
     pub sent_bytes: u64,
 }
 
+/// First words of the classes of collectives, behind which the axis stands.
+const COLLECTIVES: [&str; 8] = [
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "halo_exchange",
+    "broadcast",
+    "send",
+    "recv",
+];
+
+impl ClassWork {
+    /// Returns whether the class is that of a collective, whose time includes waits for other ranks.
+    #[must_use]
+    pub fn is_collective(&self) -> bool {
+        self.class.split(' ').next().is_some_and(|word| COLLECTIVES.contains(&word))
+    }
+}
+
 fn is_zero(n: &u64) -> bool {
     *n == 0
 }

@@ -30,6 +30,7 @@ pub mod raw_video;
 pub mod record;
 pub mod record_check;
 mod run_kind;
+pub mod slow_rank;
 mod stats;
 mod svg;
 pub mod timeline;

@@ -12,6 +12,7 @@ use tessera_report::record::{
     RankRole, RecordLine, RunDevice, RunEnd, RunEvent, RunHost, RunKind, RunOutput, RunRecord, RunStart,
     RunStatus, SCHEMA, ScheduledPrompt,
 };
+use tessera_report::slow_rank::SlowRank;
 use tessera_report::timeline::TimelineSpan;
 use tessera_runtime::tripwire::T0765;
 use tessera_runtime::{Failure, FailureClass};
@@ -190,6 +191,7 @@ pub(crate) fn close_run_with_ops(
     let ratios = record.iter().flat_map(|r| r.chunks.iter().filter_map(|c| c.decoder_psnr_db));
     let decoder_psnr_db = ratios.reduce(f64::min);
     let overlap = record.as_ref().and_then(|r| OverlapStats::from_chunks(&r.chunks));
+    let slow_rank = record.as_ref().and_then(|r| SlowRank::from_chunks(&r.start.ranks, &r.chunks));
     let machine = record.as_ref().and_then(|r| r.start.machine.clone());
     let weights = record.as_ref().map(|r| r.start.weights.clone()).filter(|w| !w.is_empty());
     let end = record.and_then(|r| r.end);
@@ -209,6 +211,7 @@ pub(crate) fn close_run_with_ops(
         weights,
         decoder_psnr_db,
         overlap,
+        slow_rank,
         machine,
         out,
     }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_report::overlap::OverlapStats;
 pub use tessera_report::record::RunDevice;
+use tessera_report::slow_rank::SlowRank;
 use tessera_runtime::Failure;
 
 use crate::codes::T0018;
@@ -229,6 +230,8 @@ pub struct StreamReport {
     pub decoder_psnr_db: Option<f64>,
     /// Overlap of the run's stages; `None` for a run of one chunk.
     pub overlap: Option<OverlapStats>,
+    /// The rank for which the others wait, if one is slow.
+    pub slow_rank: Option<SlowRank>,
     /// Description of the simulated machine; `None` if the ranks ran on this host.
     pub machine: Option<String>,
     /// Directory that holds the output of the run.

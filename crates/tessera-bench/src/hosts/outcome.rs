@@ -27,6 +27,11 @@ impl HostOutcome {
         HostOutcome { end: process.describe_end(), code, rank, said: describe_failure(&output), output }
     }
 
+    /// Returns whether the host named a rank as slow at the end of its run.
+    fn names_slow_rank(&self, rank: usize) -> bool {
+        self.said == format!("complete, rank {rank} is slow")
+    }
+
     /// Returns whether the host named another rank or host, by number or address.
     fn names_host(&self, host: usize) -> bool {
         let address = super::network::address_of(host);
@@ -54,6 +59,7 @@ fn describe_failure(output: &str) -> String {
         Some(v) if v["message"].is_string() => {
             format!("[{}] {}", v["code"].as_str().unwrap_or(""), v["message"].as_str().unwrap_or(""))
         }
+        Some(v) if v["slow_rank"].is_object() => format!("complete, rank {} is slow", v["slow_rank"]["rank"]),
         Some(_) => "complete".to_string(),
         None => lines.last().map_or(String::new(), |l| (*l).to_string()),
     }
@@ -80,8 +86,11 @@ pub fn find_defects(fault: HostFault, hosts: &[HostOutcome], left_behind: usize)
         };
         let is_victim = host == VICTIM;
         match fault {
-            HostFault::HostSlow | HostFault::WrongClock => {
+            HostFault::WrongClock => require(outcome.end == "exit 0", "did not complete"),
+            HostFault::HostSlow => {
                 require(outcome.end == "exit 0", "did not complete");
+                // Rank 0 has the record of all ranks.
+                require(host != 0 || outcome.names_slow_rank(VICTIM), "did not name the slow host");
             }
             HostFault::HostCut => {
                 require(
@@ -145,12 +154,25 @@ mod tests {
     }
 
     #[test]
+    fn a_slow_host_that_nobody_names_is_a_defect() {
+        let hosts_of =
+            |json: &str| vec![make_outcome("exit 0", None, json), make_outcome("exit 0", None, "")];
+        let found = |json: &str| find_defects(HostFault::HostSlow, &hosts_of(json), 0);
+        assert_eq!(found(r#"{"slow_rank": {"rank": 2}}"#), Vec::<String>::new());
+        assert_eq!(
+            found(r#"{"slow_rank": {"rank": 1}}"#),
+            ["host 0 did not name the slow host: complete, rank 1 is slow"]
+        );
+        assert_eq!(found(r#"{"slow_rank": null}"#), ["host 0 did not name the slow host: complete"]);
+    }
+
+    #[test]
     fn a_run_that_must_complete_and_does_not_is_a_defect() {
         let hosts = [
             make_outcome("exit 0", None, "{}"),
             make_outcome("exit 12", Some(2), "failed[T0743]: x, rank 2\n  y"),
         ];
-        let found = find_defects(HostFault::HostSlow, &hosts, 0);
+        let found = find_defects(HostFault::WrongClock, &hosts, 0);
         assert_eq!(found, ["host 1 did not complete: failed[T0743]: x, rank 2: y"]);
         assert_eq!(hosts[0].said, "complete");
         assert_eq!(first_code("see T074 and T0740."), Some("T0740".to_string()));

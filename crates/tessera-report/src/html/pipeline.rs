@@ -7,6 +7,7 @@ use super::layout::{render_note, render_section, render_table};
 use crate::markup::format_plural;
 use crate::overlap::{OVERLAP_GATE, OverlapStats, SCORED_CHUNKS_MIN};
 use crate::record::RunRecord;
+use crate::slow_rank::SlowRank;
 
 /// Renders a table of medians and a verdict; renders nothing if no chunk of the record counts.
 pub(super) fn render_pipeline_section(record: &RunRecord) -> Markup {
@@ -33,6 +34,9 @@ pub(super) fn render_pipeline_section(record: &RunRecord) -> Markup {
         (render_row("idle", Nanoseconds(o.idle_ns).to_string(), "time the mesh is idle before a commit"))
         (render_row("queue in", o.queue_in, "maximum number of queued requests"))
         (render_row("queue out", o.queue_out, "maximum number of finished chunks in the queue"))
+        @if let Some(slow) = SlowRank::from_chunks(&record.start.ranks, &record.chunks) {
+            (render_row("slow rank", format_args!("rank {}", slow.rank), slow.describe()))
+        }
         (render_row("digests", format_args!("{:.2} %", o.digest_share * 100.0), "of the period"))
     };
     let heads = html! { th { "measure" } th { "value" } th {} };

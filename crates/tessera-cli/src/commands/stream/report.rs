@@ -96,6 +96,9 @@ fn render_text(r: &StreamReport) -> String {
             ms(o.idle_ns),
         );
     }
+    if let Some(slow) = &r.slow_rank {
+        out += &format!("{}\n", slow.describe());
+    }
     let files = RUN_DIR_FILES.iter().map(|(name, what)| (r.out.join(name), *what));
     let files =
         files.filter(|(path, _)| path.exists()).map(|(path, what)| (path.display().to_string(), what));
@@ -116,6 +119,11 @@ fn render_json(r: &StreamReport) -> String {
         "weights": r.weights,
         "decoder_psnr_db": r.decoder_psnr_db,
         "machine": r.machine,
+        "slow_rank": r.slow_rank.as_ref().map(|slow| serde_json::json!({
+            "rank": slow.rank,
+            "compute_ns": slow.compute_ns,
+            "others_ns": slow.others_ns,
+        })),
         "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
             "chunks": o.chunks,
             "overlap_score": o.score,
