@@ -113,6 +113,14 @@ impl<'a> ConfigReader<'a> {
         })
     }
 
+    /// Reads an integer from 0 to 2^32 − 1, or `None` if the key is absent; returns `None` after
+    /// reporting a problem.
+    pub fn read_optional_count_or_zero(&mut self, key: &'static str) -> Option<u64> {
+        self.read_as(key, Some(None), None, "an integer from 0 to 2^32 - 1", |v| {
+            v.as_u64().filter(|n| *n < 1 << 32).map(Some)
+        })
+    }
+
     /// Reads a finite number; returns 1.0 after reporting a problem.
     pub fn read_number(&mut self, key: &'static str, default: Option<f64>) -> f64 {
         self.read_as(key, default, 1.0, "a number", |v| v.as_f64().filter(|x| x.is_finite()))

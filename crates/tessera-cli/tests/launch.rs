@@ -27,7 +27,7 @@ impl PlanFolder {
 
     fn launch(&self, more: &[&str], set: &[(&str, &str)]) -> String {
         let mut c = tessera_command(&[&["launch", &self.path()][..], more].concat());
-        for name in ["NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME", "TESSERA_SECRET_FILE"] {
+        for name in ["NCCL_ALGO", "NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME", "TESSERA_SECRET_FILE"] {
             c.env_remove(name);
         }
         let o = c.envs(set.iter().copied()).output().unwrap();
@@ -172,6 +172,67 @@ fn a_summary_shows_nccl_within_a_host_if_the_plan_requests_it() {
         let groups = json["groups"].as_array().unwrap();
         assert!(!groups.is_empty() && groups.iter().all(|g| g["gpu_transport"] == between_gpus), "{json}");
     }
+}
+
+/// A plan of four ranks in one group of tp, whose all-reduces are tagged by a threshold.
+fn tagged_plan(transport: &str, ring_from_bytes: u32) -> PlanFolder {
+    let folder = PlanFolder(tempfile::tempdir().unwrap());
+    let mapping = folder.0.path().join("mapping.toml");
+    let text = format!(
+        "[mesh]\ntp = 4\n[strategy]\ntp = \"megatron\"\n[collectives]\ntransport = \"{transport}\"\n\
+         ring_from_bytes = {ring_from_bytes}\n"
+    );
+    std::fs::write(&mapping, text).unwrap();
+    let path = folder.path();
+    let o = run_tessera(&["plan", "models/demo", "--mapping", mapping.to_str().unwrap(), "--out", &path]);
+    assert_eq!(o.status.code(), Some(0), "{}", both_outputs(&o));
+    folder
+}
+
+#[test]
+fn nccl_is_told_the_algorithm_of_a_plan_if_all_tags_are_equal() {
+    let algorithm = |rank: &Value| {
+        let all = rank["variables"].as_array().unwrap();
+        let found = all.iter().find(|v| v["name"] == "NCCL_ALGO");
+        found.map(|v| [&v["value"], &v["source"]].map(|text| text.as_str().unwrap().to_string()))
+    };
+    let set = |value: &str| Some([value.to_string(), "set".to_string()]);
+    let cuda = ["--hosts", "a,b", "--device", "cuda"];
+    for (threshold, value) in [(0, "allreduce:ring"), (u32::MAX, "allreduce:tree")] {
+        let plan = tagged_plan("best", threshold);
+        let v = plan.launch_json(&cuda, &[]);
+        assert!(v["ranks"].as_array().unwrap().iter().all(|rank| algorithm(rank) == set(value)), "{v:#}");
+        assert_eq!(v["algorithm_conflict"], Value::Null);
+        let text = plan.launch(&[&cuda[..], &["--dry-run"]].concat(), &[]);
+        let row = text.lines().find(|line| line.contains("NCCL_ALGO")).unwrap();
+        assert!(row.contains(value) && row.contains("tags every all-reduce over NCCL"), "{row}");
+        let commands = plan.launch(&cuda, &[]);
+        assert_eq!(commands.matches(&format!(" NCCL_ALGO={value} ")).count(), 4, "{commands}");
+        // A value of the user stays.
+        let v = plan.launch_json(&cuda, &[("NCCL_ALGO", "Tree")]);
+        assert_eq!(algorithm(&v["ranks"][3]), Some(["Tree".to_string(), "kept".to_string()]));
+        // Peer memory carries the sums of one host, unless the plan requests NCCL, and CPUs use neither.
+        let one = ["--hosts", "a", "--device", "cuda"];
+        assert_eq!(algorithm(&plan.launch_json(&one, &[])["ranks"][0]), None);
+        assert_eq!(algorithm(&plan.launch_json(&["--hosts", "a,b"], &[])["ranks"][0]), None);
+        assert_eq!(algorithm(&tagged_plan("nccl", threshold).launch_json(&one, &[])["ranks"][0]), set(value));
+    }
+}
+
+#[test]
+fn nccl_chooses_if_the_tags_of_a_plan_differ() {
+    // A chunk of the demo has sums of square sums and of rows: small ones and large ones.
+    let plan = tagged_plan("best", 4096);
+    let cuda = ["--hosts", "a,b", "--device", "cuda"];
+    let text = plan.launch(&[&cuda[..], &["--dry-run"]].concat(), &[]);
+    let lines: Vec<&str> = text.lines().filter(|line| line.contains("NCCL_ALGO")).collect();
+    let [line] = lines[..] else { panic!("{text}") };
+    assert!(line.contains("NCCL_ALGO is not set, and NCCL chooses: the plan tags "), "{line}");
+    assert!(line.contains("one algorithm per function and not per size"), "{line}");
+    let v = plan.launch_json(&cuda, &[]);
+    assert!(v["algorithm_conflict"].as_str().unwrap().contains(" tree and "), "{v:#}");
+    assert!(!plan.launch(&cuda, &[]).contains("NCCL_ALGO"));
+    assert_eq!(plan.launch_json(&["--hosts", "a,b"], &[])["algorithm_conflict"], Value::Null);
 }
 
 #[test]

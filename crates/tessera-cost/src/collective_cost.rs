@@ -2,6 +2,7 @@
 //! several.
 
 use tessera_base::named_enum;
+use tessera_ir::CollectiveAlgorithm;
 use tessera_mesh::{Cluster, LinkClass};
 
 use crate::machine_model::MachineModel;
@@ -52,6 +53,15 @@ named_enum! {
         Hierarchical = "hierarchical",
         /// Reduction in the switches; only on links with multicast.
         Switch = "switch",
+    }
+}
+
+impl From<CollectiveAlgorithm> for Algorithm {
+    fn from(tag: CollectiveAlgorithm) -> Algorithm {
+        match tag {
+            CollectiveAlgorithm::Tree => Algorithm::Tree,
+            CollectiveAlgorithm::Ring => Algorithm::Ring,
+        }
     }
 }
 
@@ -109,7 +119,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 pub struct CollectiveCost {
     /// Time from the last rank's call to the last rank's result.
     pub ns: f64,
-    /// The cheapest algorithm, or the algorithm that the profile's threshold selects.
+    /// The algorithm of the tag, the one that the profile's threshold selects, or the cheapest.
     pub algorithm: Algorithm,
     /// Bytes that a rank sends, by link class in the order of [`LinkClass::ALL`]: the mean over the
     /// group's ranks, or the sender's bytes for [`CollectiveOp::SendRecv`].
@@ -141,14 +151,27 @@ impl MachineModel {
     /// or an all-to-all (its own shard included), and after an all-gather.
     #[must_use]
     pub fn collective_cost(&self, op: CollectiveOp, bytes: f64, span: GroupSpan) -> CollectiveCost {
+        self.tagged_collective_cost(op, bytes, span, None)
+    }
+
+    /// Returns the cost as [`MachineModel::collective_cost`] does, with the algorithm of the tag. A tag
+    /// that the executor's library or the group does not support has no effect.
+    #[must_use]
+    pub fn tagged_collective_cost(
+        &self,
+        op: CollectiveOp,
+        bytes: f64,
+        span: GroupSpan,
+        tag: Option<Algorithm>,
+    ) -> CollectiveCost {
         if span.ranks < 2 {
             return CollectiveCost::NONE;
         }
-        let mut best = self.choose_algorithm(op, bytes, span);
+        let mut best = self.choose_algorithm(op, bytes, span, tag);
         if span.domains > 1 {
             // A group that crosses domains is never faster than a group of the same size within one
             // domain.
-            let within = self.choose_algorithm(op, bytes, GroupSpan { domains: 1, ..span });
+            let within = self.choose_algorithm(op, bytes, GroupSpan { domains: 1, ..span }, tag);
             best.ns = best.ns.max(within.ns + self.out_latency_ns());
         }
         let curves = self.device_curves();
@@ -187,14 +210,23 @@ impl MachineModel {
         Some(CollectiveCost { ns, algorithm, sent_bytes: [wire.sent_bytes[0], wire.sent_bytes[1], 0.0] })
     }
 
-    /// Returns the cost of the cheapest algorithm, or of the algorithm that the profile's threshold
-    /// selects.
-    fn choose_algorithm(&self, op: CollectiveOp, bytes: f64, span: GroupSpan) -> CollectiveCost {
-        if let Some(from) = self.cost_lines(op).ring_from_bytes {
-            let wanted = if bytes < from { Algorithm::Tree } else { Algorithm::Ring };
-            if let Some(t) = self.collective_cost_with(wanted, op, bytes, span) {
-                return t;
-            }
+    /// Returns the cost of the tag's algorithm; without a tag, that of the algorithm that the profile's
+    /// threshold selects, or of the cheapest one.
+    fn choose_algorithm(
+        &self,
+        op: CollectiveOp,
+        bytes: f64,
+        span: GroupSpan,
+        tag: Option<Algorithm>,
+    ) -> CollectiveCost {
+        let by_threshold = self.cost_lines(op).ring_from_bytes.map(|from| match bytes < from {
+            true => Algorithm::Tree,
+            false => Algorithm::Ring,
+        });
+        if let Some(wanted) = tag.or(by_threshold)
+            && let Some(t) = self.collective_cost_with(wanted, op, bytes, span)
+        {
+            return t;
         }
         let all = Algorithm::ALL.into_iter().filter_map(|a| self.collective_cost_with(a, op, bytes, span));
         all.min_by(|a, b| a.ns.total_cmp(&b.ns)).unwrap_or(CollectiveCost::NONE)
@@ -277,7 +309,7 @@ impl MachineModel {
         };
         let mut total = CollectiveCost { algorithm: Algorithm::Hierarchical, ..CollectiveCost::NONE };
         for (op, bytes, span) in steps {
-            let step = self.choose_algorithm(*op, *bytes, *span);
+            let step = self.choose_algorithm(*op, *bytes, *span, None);
             total.ns += step.ns;
             for (sum, sent) in total.sent_bytes.iter_mut().zip(step.sent_bytes) {
                 *sum += sent;

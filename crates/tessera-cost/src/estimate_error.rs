@@ -157,7 +157,7 @@ fn group_steps<K: Ord>(
 /// Returns the name of one launch, for example `3 matmul+cache.write`.
 fn launch_name(ops: &[&Op]) -> String {
     let runs = ops.chunk_by(|a, b| a.opcode == b.opcode).map(|run| match run {
-        [one] => one.opcode.name().to_string(),
+        [one] => one.timeline_name().to_string(),
         many => format!("{} {}", many.len(), many[0].opcode.name()),
     });
     runs.collect::<Vec<_>>().join("+")

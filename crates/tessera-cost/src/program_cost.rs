@@ -13,7 +13,7 @@ use tessera_ir::op_traits::KernelClass;
 use tessera_ir::{DType, Op, OpView, Opcode, PeerPosition, Program, ValueId, op_workload, views};
 use tessera_mesh::{Cluster, Group, Mesh, Precision, Rank};
 
-use crate::{AttentionWork, CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
+use crate::{Algorithm, AttentionWork, CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
 
 /// The activity that takes most of an op's time and decides whether throttling slows the op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -118,44 +118,47 @@ impl<'a> ProgramEstimate<'a> {
     }
 
     /// Returns the cost of a collective, send or receive from the arrival of its last member, with
-    /// the bytes that this rank sends. Returns `None` for other ops.
+    /// the bytes that this rank sends. A tagged collective runs by the algorithm of its tag. Returns `None` for other ops.
     #[must_use]
     pub fn transfer_cost(&self, op: usize, span: GroupSpan) -> Option<CollectiveCost> {
         let (what, bytes) = self.transfer_payload(op)?;
-        let mut transfer = self.machine.collective_cost(what, bytes, span);
+        let tag = self.program.ops[op].algorithm_tag().map(Algorithm::from);
+        let mut transfer = self.machine.tagged_collective_cost(what, bytes, span, tag);
         if self.program.ops[op].opcode == Opcode::Recv {
             transfer.sent_bytes = [0.0; 3];
         }
         Some(transfer)
     }
 
-    /// Returns the kind of a collective, send or receive, and its full buffer in bytes as
-    /// [`MachineModel::collective_cost`] counts it. Returns `None` for other ops, and for an
-    /// all-gather without a group.
+    /// Returns the [`transfer_payload`] of an op of the program.
     #[must_use]
     pub fn transfer_payload(&self, op: usize) -> Option<(CollectiveOp, f64)> {
-        let (p, op) = (self.program, self.program.ops.get(op)?);
-        let operand = || op.operands.first().map_or(0.0, |v| value_bytes(p, *v));
-        Some(match op.opcode {
-            Opcode::AllReduce => (CollectiveOp::AllReduce, operand()),
-            // Shards are equal, so the full buffer is one shard times the number of members.
-            Opcode::AllGather => {
-                (CollectiveOp::AllGather, operand() * f64::from(p.mesh.group_size(op.comm_group()?)))
-            }
-            Opcode::ReduceScatter => (CollectiveOp::ReduceScatter, operand()),
-            Opcode::AllToAll => (CollectiveOp::AllToAll, operand()),
-            // A row of each frame to either neighbour, and one from either.
-            Opcode::HaloExchange => (CollectiveOp::SendRecv, self.received_bytes(op)),
-            Opcode::Broadcast => (CollectiveOp::Broadcast, operand()),
-            Opcode::Send => (CollectiveOp::SendRecv, operand()),
-            Opcode::Recv => (CollectiveOp::SendRecv, self.received_bytes(op)),
-            _ => return None,
-        })
+        transfer_payload(self.program, self.program.ops.get(op)?)
     }
+}
 
-    fn received_bytes(&self, op: &Op) -> f64 {
-        self.program.collective_result(op).map_or(0.0, |r| value_bytes(self.program, r))
-    }
+/// Returns the kind of a collective, send or receive, and its full buffer in bytes as
+/// [`MachineModel::collective_cost`] counts it. Returns `None` for other ops, and for an
+/// all-gather without a group.
+#[must_use]
+pub fn transfer_payload(p: &Program, op: &Op) -> Option<(CollectiveOp, f64)> {
+    let operand = || op.operands.first().map_or(0.0, |v| value_bytes(p, *v));
+    let received = || p.collective_result(op).map_or(0.0, |r| value_bytes(p, r));
+    Some(match op.opcode {
+        Opcode::AllReduce => (CollectiveOp::AllReduce, operand()),
+        // Shards are equal, so the full buffer is one shard times the number of members.
+        Opcode::AllGather => {
+            (CollectiveOp::AllGather, operand() * f64::from(p.mesh.group_size(op.comm_group()?)))
+        }
+        Opcode::ReduceScatter => (CollectiveOp::ReduceScatter, operand()),
+        Opcode::AllToAll => (CollectiveOp::AllToAll, operand()),
+        // A row of each frame to either neighbour, and one from either.
+        Opcode::HaloExchange => (CollectiveOp::SendRecv, received()),
+        Opcode::Broadcast => (CollectiveOp::Broadcast, operand()),
+        Opcode::Send => (CollectiveOp::SendRecv, operand()),
+        Opcode::Recv => (CollectiveOp::SendRecv, received()),
+        _ => return None,
+    })
 }
 
 /// Returns the span of the ranks that take part in an op, including `rank`. A send or receive
@@ -484,6 +487,44 @@ mod tests {
         let pass = machine(all).memory_bound_ns(2.0 * 8.0 * 64.0 * 4.0);
         assert!((ns(one) - ns(all) - pass).abs() < 1e-6 * pass);
         assert_eq!(ns(one), ns(other));
+    }
+
+    #[test]
+    fn a_tagged_all_reduce_costs_what_its_algorithm_costs_and_an_untagged_one_follows_the_profile() {
+        // A threshold of the profile that contradicts both tags.
+        let eight = GroupSpan { ranks: 8, domains: 1 };
+        for (rows, ring_from_bytes) in [(1_u64, 0.0), (1 << 20, 1e12)] {
+            let mut b = Builder::new_role("p", "r", "tp=8".parse().unwrap(), &["compute"]);
+            let partial = AxisLayout::new_partial(Reduction::Sum);
+            let x = b.add_input("x", f32(&[rows, 64]).with_axis_layout(Axis::Tp, partial));
+            for tag in ["tree", "ring", ""] {
+                if !tag.is_empty() {
+                    b.set_attr("algorithm", tag);
+                }
+                b.set_attr("axis", "tp").set_attr("reduction", Reduction::Sum.name());
+                b.add_op(Opcode::AllReduce, &[x]);
+            }
+            let p = b.finish().unwrap();
+            let mut m = MachineModel::new(
+                tessera_mesh::catalog::get("hgx-h200").unwrap(),
+                crate::Profile::builtin("tessera").unwrap(),
+            );
+            let family = m.profile.families.get_mut("hopper").unwrap();
+            family.library.all_reduce.ring_from_bytes = Some(ring_from_bytes);
+            let m = MachineModel::new(m.cluster.clone(), m.profile.clone());
+            let priced = ProgramEstimate::new(&m, &p, 1.0);
+            let costs: Vec<CollectiveCost> =
+                (0..p.ops.len()).filter_map(|i| priced.transfer_cost(i, eight)).collect();
+            let by_profile = if ring_from_bytes == 0.0 { Algorithm::Ring } else { Algorithm::Tree };
+            assert_eq!(
+                costs.iter().map(|c| c.algorithm).collect::<Vec<_>>(),
+                [Algorithm::Tree, Algorithm::Ring, by_profile]
+            );
+            let payload = rows as f64 * 64.0 * 4.0;
+            assert_eq!(costs[2], m.collective_cost(CollectiveOp::AllReduce, payload, eight));
+            // A tree has fewer steps, and a ring uses every link all the time.
+            assert_eq!(costs[0].ns < costs[1].ns, rows == 1, "{costs:?}");
+        }
     }
 
     #[test]

@@ -106,6 +106,8 @@ attr_kinds! {
     ReductionName: Reduction, "a reduction: sum, tree or max", |a| Reduction::parse(parse_text(a)?);
     /// The transport of a collective.
     TransportName: Transport, "p2p or nccl", |a| parse_choice(a, &Transport::ALL, Transport::name);
+    /// The algorithm that the tag of a sum names.
+    AlgorithmName: CollectiveAlgorithm, "tree or ring", |a| parse_choice(a, &CollectiveAlgorithm::ALL, CollectiveAlgorithm::name);
     /// The form in which the elements of a collective travel.
     WireFormat: Wire, "fp8_e4m3", |a| parse_choice(a, &Wire::ALL, Wire::name);
     /// The rule by which experts stay in fast memory.
@@ -298,6 +300,29 @@ impl Transport {
         match self {
             Transport::P2p => "p2p",
             Transport::Nccl => "nccl",
+        }
+    }
+}
+
+/// The algorithm by which an all-reduce shall run. Without a tag, the library that carries its data
+/// chooses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CollectiveAlgorithm {
+    /// Reduction and broadcast over a tree: few steps, for small payloads.
+    Tree,
+    /// Shards pass around a ring: every link is busy all the time, for large payloads.
+    Ring,
+}
+
+impl CollectiveAlgorithm {
+    const ALL: [CollectiveAlgorithm; 2] = [CollectiveAlgorithm::Tree, CollectiveAlgorithm::Ring];
+
+    /// Returns the name in the text form.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            CollectiveAlgorithm::Tree => "tree",
+            CollectiveAlgorithm::Ring => "ring",
         }
     }
 }

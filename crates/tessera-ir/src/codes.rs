@@ -111,7 +111,8 @@ Gather or reshard one operand first, or plan with a strategy that shards the ope
 mesh axis (or `world`) and, if it moves shards of a tensor, the tensor dim: if scores are scattered over the wrong dim before a \
 local softmax, the program runs and every result is wrong.\n\n\
 `group_size` is at least 2, less than the size of the axis, and divides it. `root`, `to` and `from` are positions in the group: on \
-the axis, in the subgroup, or in the world, where the position is the rank. `transport` is `p2p` or `nccl`.\n\n\
+the axis, in the subgroup, or in the world, where the position is the rank. `transport` is `p2p` or `nccl`. `algorithm`, \
+which only an all_reduce has, is `tree` or `ring`.\n\n\
 `rounding` is `nearest` or `stochastic`. Stochastic rounding needs a `seed`, and its result is bf16 or e4m3; rounding to nearest takes \
 neither `seed` nor `draw` nor `first_row`, which would have no effect.";
 }

@@ -35,7 +35,8 @@ mod view_reader;
 
 pub use attr::{Attr, Attrs};
 pub use attr_kind::{
-    Activation, CommAxis, RoundingMode, RouterScore, Transport, WIRE_BLOCK, WeightLoad, Wire,
+    Activation, CollectiveAlgorithm, CommAxis, RoundingMode, RouterScore, Transport, WIRE_BLOCK, WeightLoad,
+    Wire,
 };
 pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};

@@ -356,8 +356,8 @@ Compute ComputeOp {
         "Removes the padding rows of `parts` gathered uneven shards of `dim` (default 0).";
 }
 Collective CollectiveOp {
-    AllReduce "all_reduce" (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-        "The reduction of the partial values of all members, on every member. For this and every other collective, `axis` is a mesh axis or `world`; with `group_size`, each subgroup of that many consecutive positions of the axis is a group. `transport` selects the transport: `p2p` (peer-to-peer kernels) or `nccl`; the default is the faster one that can connect the ranks.";
+    AllReduce "all_reduce" (x: Operand) [] {algorithm: Opt<AlgorithmName>, axis: GroupAxis, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "The reduction of the partial values of all members, on every member. For this and every other collective, `axis` is a mesh axis or `world`; with `group_size`, each subgroup of that many consecutive positions of the axis is a group. `transport` selects the transport: `p2p` (peer-to-peer kernels) or `nccl`; the default is the faster one that can connect the ranks. `algorithm` tags the sum with `tree` or `ring` for NCCL and for estimates; without it, NCCL and the profile choose.";
     AllGather "all_gather" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
         "Concatenates the shards of all members along `dim` in rank order, on every member.";
     ReduceScatter "reduce_scatter" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],

@@ -8,7 +8,8 @@ use tessera_mesh::{Axis, Group, Reduction};
 
 use crate::attr::Attr;
 use crate::attr_kind::{
-    AttrKind, CommAxis, GroupAxis, Opt, ReductionName, RoundingMode, Transport, TransportName, WeightLoad,
+    AlgorithmName, AttrKind, CollectiveAlgorithm, CommAxis, GroupAxis, Opt, ReductionName, RoundingMode,
+    Transport, TransportName, WeightLoad,
 };
 use crate::ids::ValueId;
 use crate::op_table::{OpView, Opcode, views};
@@ -70,6 +71,25 @@ impl Op {
     #[must_use]
     pub fn requested_transport(&self) -> Option<Transport> {
         self.attrs.get("transport").and_then(Opt::<TransportName>::parse).flatten()
+    }
+
+    /// Returns the algorithm with which an all-reduce is tagged; `None` leaves the choice to the
+    /// library that carries its data, and is the result for all other ops.
+    #[must_use]
+    pub fn algorithm_tag(&self) -> Option<CollectiveAlgorithm> {
+        let tag = self.attrs.get("algorithm").filter(|_| self.opcode == Opcode::AllReduce)?;
+        Opt::<AlgorithmName>::parse(tag).flatten()
+    }
+
+    /// Returns the name of the op for a timeline: that of its opcode, followed by the tag of its
+    /// algorithm if it has one.
+    #[must_use]
+    pub fn timeline_name(&self) -> &'static str {
+        match self.algorithm_tag() {
+            Some(CollectiveAlgorithm::Tree) => "all_reduce tree",
+            Some(CollectiveAlgorithm::Ring) => "all_reduce ring",
+            None => self.opcode.name(),
+        }
     }
 
     /// Returns the other end of a send or receive; `None` for other ops.
@@ -280,6 +300,7 @@ mod tests {
             "world",
             "sum",
             "nccl",
+            "ring",
             "patch",
             "gelu_tanh",
             "f32",
@@ -354,6 +375,23 @@ mod tests {
         assert_eq!(message(bare_op(Opcode::Rope, &[grid])), "rope: attribute `head_dim` is missing");
         let eps = bare_op(Opcode::RmsNorm, &[("eps", Attr::Float(-1.0))]);
         assert_eq!(message(eps), "rms_norm: `eps` is -1.0, but must be a number ≥ 0");
+    }
+
+    #[test]
+    fn only_an_all_reduce_has_a_tag_and_a_timeline_shows_it() {
+        let tag = |name: &str| ("algorithm", Attr::Str(name.to_string()));
+        let op = |opcode, name| bare_op(opcode, &[tag(name)]);
+        for algorithm in [CollectiveAlgorithm::Tree, CollectiveAlgorithm::Ring] {
+            let tagged = op(Opcode::AllReduce, algorithm.name());
+            assert_eq!(tagged.algorithm_tag(), Some(algorithm));
+            assert_eq!(tagged.timeline_name(), format!("all_reduce {}", algorithm.name()));
+        }
+        for untagged in
+            [bare_op(Opcode::AllReduce, &[]), op(Opcode::AllReduce, "star"), op(Opcode::AllGather, "ring")]
+        {
+            assert_eq!(untagged.algorithm_tag(), None, "{untagged:?}");
+            assert_eq!(untagged.timeline_name(), untagged.opcode.name());
+        }
     }
 
     #[test]

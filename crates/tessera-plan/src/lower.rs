@@ -16,9 +16,12 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_cost::CollectiveOp;
+use tessera_cost::program_cost::transfer_payload;
 use tessera_ir::op_traits::LoweringRule;
 use tessera_ir::{
-    Attr, Builder, Bundle, OpKind, OpView, Opcode, Phase, Program, RoleRanks, Slots, StreamKind, ValueId,
+    Attr, Builder, Bundle, CollectiveAlgorithm, OpKind, OpView, Opcode, Phase, Program, RoleRanks, Slots,
+    StreamKind, ValueId,
 };
 use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
@@ -298,7 +301,8 @@ fn lower_tp_classes<'a>(
     Ok(classes)
 }
 
-/// Regroups the programs of each role by phase, and assigns their transport and slots.
+/// Regroups the programs of each role by phase, and assigns their transport, the algorithms of their
+/// sums, and slots.
 fn collect_phases(
     sources: &[ProgramAnalysis<'_>],
     of_role: Vec<Vec<Program>>,
@@ -311,6 +315,7 @@ fn collect_phases(
             let name = &phase.program.name;
             let mut programs: Vec<Program> = of_role.iter_mut().filter_map(Iterator::next).collect();
             programs.iter_mut().for_each(|p| set_transport(p, mapping.transport));
+            programs.iter_mut().for_each(|p| tag_algorithms(p, mapping.ring_from_bytes));
             // A CPU captures nothing.
             if mapping.capture == CapturePolicy::Programs && !is_leader_cpu_phase(phase.program) {
                 programs.iter_mut().for_each(|p| p.capture_into(name));
@@ -328,6 +333,24 @@ fn set_transport(p: &mut Program, transport: Transport) {
     }
     for op in p.ops.iter_mut().filter(|op| op.opcode.is_collective()) {
         op.attrs.insert("transport".into(), Attr::Str(transport.name().into()));
+    }
+}
+
+/// Tags every all-reduce with the tree or, from this many bytes on, with the ring; without a threshold,
+/// with neither. The bytes are those of one rank's operand, as in an estimate. A gather has no tag: it
+/// knows no tree.
+fn tag_algorithms(p: &mut Program, ring_from_bytes: Option<u64>) {
+    let Some(from) = ring_from_bytes else { return };
+    let payload = |op| match transfer_payload(p, op)? {
+        (CollectiveOp::AllReduce, bytes) => Some(bytes),
+        _ => None,
+    };
+    let payloads: Vec<Option<f64>> = p.ops.iter().map(payload).collect();
+    for (op, bytes) in p.ops.iter_mut().zip(payloads) {
+        let Some(bytes) = bytes else { continue };
+        let is_small = bytes < from as f64;
+        let tag = if is_small { CollectiveAlgorithm::Tree } else { CollectiveAlgorithm::Ring };
+        op.attrs.insert("algorithm".into(), Attr::Str(tag.name().into()));
     }
 }
 

@@ -148,6 +148,9 @@ pub struct Mapping {
     pub experts: ExpertMapping,
     /// How GPU collectives move data: peer-to-peer kernels, NCCL or the faster of them.
     pub transport: Transport,
+    /// Bytes of one rank's operand from which an all-reduce is tagged with the ring; smaller ones are
+    /// tagged with the tree. `None` tags no collective.
+    pub ring_from_bytes: Option<u64>,
     /// Which programs are captured as graphs on all ranks.
     pub capture: CapturePolicy,
     /// Number of row chunks of a call under megatron, so that the all-reduce of one chunk overlaps
@@ -185,6 +188,7 @@ impl Default for Mapping {
             token_numerics: TokenNumerics::F32,
             experts: ExpertMapping::default(),
             transport: Transport::Best,
+            ring_from_bytes: None,
             capture: CapturePolicy::Programs,
             overlap_chunks: 1,
             blocks: Vec::new(),
@@ -227,6 +231,7 @@ impl Mapping {
         out.experts = ExpertMapping::read(&mut experts);
         let mut collectives = root.read_table("collectives");
         out.transport = collectives.read_named("transport", &Transport::ALL, Transport::name, out.transport);
+        out.ring_from_bytes = collectives.read_optional_count_or_zero("ring_from_bytes");
         let mut runtime = root.read_table("runtime");
         out.capture = runtime.read_named("capture", &CapturePolicy::ALL, CapturePolicy::name, out.capture);
         out.overlap_chunks = u32::try_from(overlap.read_count("chunks", Some(1))).unwrap_or(u32::MAX);
@@ -285,7 +290,7 @@ impl Mapping {
     }
 
     /// Returns the canonical text: every key in a fixed order, except keys at their defaults: a
-    /// topology of `mesh`, media on the leader, a dtype of f32, tokens of experts replicated and none dropped, unchunked rows, the best transport, captured
+    /// topology of `mesh`, media on the leader, a dtype of f32, tokens of experts replicated and none dropped, unchunked rows, the best transport, no tags of algorithms, captured
     /// programs, no hosts and any weights.
     /// [`Mapping::parse`] reads it back.
     #[must_use]
@@ -312,10 +317,16 @@ impl Mapping {
             other => format!("tokens = \"{}\"\n", other.name()),
         };
         let experts = self.experts.to_toml();
-        let collectives = match self.transport {
+        let mut collectives = match self.transport {
             Transport::Best => String::new(),
-            other => format!("[collectives]\ntransport = \"{}\"\n\n", other.name()),
+            other => format!("transport = \"{}\"\n", other.name()),
         };
+        if let Some(from) = self.ring_from_bytes {
+            collectives += &format!("ring_from_bytes = {from}\n");
+        }
+        if !collectives.is_empty() {
+            collectives = format!("[collectives]\n{collectives}\n");
+        }
         let runtime = match self.capture {
             CapturePolicy::Programs => String::new(),
             other => format!("[runtime]\ncapture = \"{}\"\n\n", other.name()),
@@ -455,6 +466,15 @@ mod tests {
         assert_eq!(Mapping::parse("m", &media.to_toml()).unwrap(), media);
         let nccl = Mapping { transport: Transport::Nccl, ..m.clone() };
         assert_eq!(Mapping::parse("m", &nccl.to_toml()).unwrap(), nccl);
+        for (transport, keys) in [
+            (Transport::Best, "[collectives]\nring_from_bytes = 0\n\n[stages]"),
+            (Transport::Nccl, "[collectives]\ntransport = \"nccl\"\nring_from_bytes = 0\n\n[stages]"),
+        ] {
+            let tagged = Mapping { ring_from_bytes: Some(0), transport, ..m.clone() };
+            assert!(tagged.to_toml().contains(keys), "{}", tagged.to_toml());
+            assert_eq!(Mapping::parse("m", &tagged.to_toml()).unwrap(), tagged);
+        }
+        assert!(!m.to_toml().contains("[collectives]"));
         let eager = Mapping { capture: CapturePolicy::None, ..m.clone() };
         assert!(eager.to_toml().contains("\n\n[runtime]\ncapture = \"none\"\n\n[stages]\n"));
         assert_eq!(Mapping::parse("m", &eager.to_toml()).unwrap(), eager);
@@ -490,6 +510,10 @@ mod tests {
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
             ("[numerics]\ndtype = \"f16\"\n", "T0004", "dtype"),
             ("[collectives]\ntransport = \"mpi\"\n", "T0004", "transport"),
+            ("[collectives]\nring_from_bytes = -1\n", "T0004", "collectives.ring_from_bytes"),
+            ("[collectives]\nring_from_bytes = 0.5\n", "T0004", "an integer from 0 to 2^32 - 1"),
+            ("[collectives]\nring_from_bytes = 4294967296\n", "T0004", "an integer from 0 to 2^32 - 1"),
+            ("[collectives]\nring_from_bytes = \"1 MiB\"\n", "T0004", "collectives.ring_from_bytes"),
             ("[weights]\ndigest = \"\"\n", "T0004", "weights.digest"),
             ("[weights]\ndigest = \"12345\"\n", "T0004", "64 lower-case hex digits"),
             ("[weights]\n", "T0003", "digest"),

@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_ir::{Activation, Attr, Bundle, Op, OpView, Opcode, print};
+use tessera_ir::{Activation, Attr, Bundle, CollectiveAlgorithm, Op, OpView, Opcode, print};
 use tessera_models::VideoModel;
 use tessera_plan::{Mapping, Numerics, Strategy, lower};
 
@@ -56,6 +56,69 @@ fn ulysses_exchanges_around_attention_only() {
     assert_eq!(count_collectives(&b, "denoise.fill3", 0), BTreeMap::from([("all_to_all", 3 * 4)]));
     assert_eq!(count_collectives(&b, "text", 0), BTreeMap::new());
     assert_eq!(count_collectives(&b, "emit", 0), BTreeMap::from([("all_gather", 1)]));
+}
+
+/// Returns the bytes of each all-reduce's operand on a rank, with its tag, and without the tags the text
+/// of all programs.
+fn tagged_sums(ring_from_bytes: Option<u64>) -> (Vec<(u64, Option<CollectiveAlgorithm>)>, Bundle) {
+    let mut mapping = Mapping {
+        mesh: "tp=5".parse().unwrap(),
+        strategy: Strategy::Megatron,
+        ring_from_bytes,
+        ..Mapping::default()
+    };
+    let mut b = lower(&logical(&model("")), &mut mapping).unwrap();
+    let mut sums = Vec::new();
+    for p in b.phases.iter_mut().flat_map(|phase| &mut phase.programs) {
+        let bytes: Vec<u64> = p
+            .ops
+            .iter()
+            .map(|op| op.operands.first().map_or(0, |v| p.type_of(*v).shape.iter().product::<u64>() * 4))
+            .collect();
+        for (op, bytes) in p.ops.iter_mut().zip(bytes) {
+            let tag = op.algorithm_tag();
+            assert_eq!(op.attrs.remove("algorithm").is_some(), tag.is_some(), "{op:?}");
+            if op.opcode == Opcode::AllReduce {
+                sums.push((bytes, tag));
+            }
+        }
+    }
+    (sums, b)
+}
+
+#[test]
+fn the_tag_of_a_sum_switches_from_tree_to_ring_at_the_threshold() {
+    let (untagged, plain) = tagged_sums(None);
+    let sizes: BTreeSet<u64> = untagged.iter().map(|(bytes, _)| *bytes).collect();
+    // Square sums are small, and rows of the model large.
+    assert!(sizes.len() >= 2, "{sizes:?}");
+    assert!(untagged.iter().all(|(_, tag)| tag.is_none()));
+    assert!(!plain.mapping.contains("ring_from_bytes"));
+    let around = sizes.iter().flat_map(|bytes| [bytes - 1, *bytes, bytes + 1]);
+    for threshold in around.chain([0, (1 << 32) - 1]) {
+        let (sums, bare) = tagged_sums(Some(threshold));
+        for (bytes, tag) in &sums {
+            let expected = match *bytes < threshold {
+                true => CollectiveAlgorithm::Tree,
+                false => CollectiveAlgorithm::Ring,
+            };
+            assert_eq!(*tag, Some(expected), "{bytes} bytes, threshold {threshold}");
+        }
+        // The tags are the only difference, and the mapping states them.
+        assert_eq!(sums.len(), untagged.len());
+        assert_eq!(bare.phases, plain.phases);
+        assert!(bare.mapping.contains(&format!("ring_from_bytes = {threshold}\n")), "{}", bare.mapping);
+    }
+}
+
+#[test]
+fn a_plan_without_all_reduces_has_no_tags() {
+    let mut mapping =
+        Mapping { mesh: "tp=5".parse().unwrap(), ring_from_bytes: Some(0), ..Mapping::default() };
+    let b = lower(&logical(&model("")), &mut mapping).unwrap();
+    let programs: Vec<_> = b.phases.iter().flat_map(|phase| &phase.programs).collect();
+    assert!(programs.iter().any(|p| p.collective_ops().count() > 0));
+    assert!(programs.iter().flat_map(|p| &p.ops).all(|op| !op.attrs.contains_key("algorithm")));
 }
 
 #[test]

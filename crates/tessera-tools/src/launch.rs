@@ -13,6 +13,7 @@ use std::path::PathBuf;
 
 use tessera::gpu_placement::{find_gpu, numa_node, position_on_host};
 use tessera::group_traffic::list_group_traffic;
+use tessera::nccl_algorithms::NcclTags;
 use tessera::stream_options::RunDevice;
 use tessera::{Mesh, Plan};
 use tessera_base::{Diagnostic, Diagnostics};
@@ -79,6 +80,8 @@ pub struct LaunchPlan {
     pub ranks: Vec<RankPlace>,
     /// The groups of ranks that communicate, by program.
     pub groups: Vec<GroupTraffic>,
+    /// Why NCCL cannot follow the tags of algorithms, if ranks use NCCL and it cannot.
+    pub algorithm_conflict: Option<String>,
 }
 
 /// Works out the launch of a plan. `local` describes this host, if it is one of the hosts.
@@ -98,7 +101,12 @@ pub fn plan_launch(request: &LaunchRequest<'_>, local: &LocalHost) -> Result<Lau
     }
     check_stated_hosts(sealed, &hosts)?;
     let counts: Vec<u32> = hosts.iter().map(|host| host.count).collect();
-    let groups = list_group_traffic(sealed, &HostMap::from_counts(&counts, &[]));
+    let host_map = HostMap::from_counts(&counts, &[]);
+    let groups = list_group_traffic(sealed, &host_map);
+    let tags = match request.device {
+        RunDevice::Cuda => NcclTags::from_plan(sealed, &host_map),
+        _ => NcclTags::default(),
+    };
     let uses_all_to_all = groups.iter().any(|g| g.op == "all_to_all");
     let mut ranks = Vec::new();
     for host in &hosts {
@@ -110,6 +118,7 @@ pub fn plan_launch(request: &LaunchRequest<'_>, local: &LocalHost) -> Result<Lau
                 world: mesh.world_size(),
                 local_world: host.count,
                 uses_all_to_all,
+                tags,
                 network: known.and_then(|l| l.network.as_deref()),
                 spans_hosts: hosts.len() > 1,
             };
@@ -117,7 +126,7 @@ pub fn plan_launch(request: &LaunchRequest<'_>, local: &LocalHost) -> Result<Lau
             ranks.push(place);
         }
     }
-    Ok(LaunchPlan { ranks, groups })
+    Ok(LaunchPlan { ranks, groups, algorithm_conflict: tags.describe_conflict() })
 }
 
 /// Checks that no two ranks that the plan states on one host get two, as the leader does before the first

@@ -325,4 +325,11 @@ the op, the ranks of the group and its path.\n\n\
 Plan with `--transport best`, which uses peer memory in every group that one host holds and NCCL in the others, or with \
 `--transport nccl`. Or choose a smaller axis in `--mesh`, or more ranks per host in `--hosts`, so that the groups of this axis fit \
 on one host.";
+
+    T0349: "members of a group disagree about the algorithm of a collective",
+    "`algorithm` tags an all_reduce with \"tree\" or \"ring\"; without it, the library that carries the data chooses. The members of \
+a group exchange data with other neighbours in a tree than in a ring. One member would wait for data that no other sends: a hang, although \
+op, type and count agree.\n\n\
+In a plan, the tag follows from `collectives.ring_from_bytes` of the mapping and from the bytes of the operand, which are equal on all \
+members: plan again. In a program written by hand, set the same `algorithm` on the collective of every member.";
 }

@@ -7,7 +7,7 @@ use tessera_base::Code;
 use tessera_ir::{Attr, DType, Op, Opcode, Program, Type};
 use tessera_mesh::{Axis, AxisLayout, Group, Layout, Reduction};
 
-use crate::codes::{T0301, T0302, T0303, T0304, T0305, T0306, T0333, T0334, T0344};
+use crate::codes::{T0301, T0302, T0303, T0304, T0305, T0306, T0333, T0334, T0344, T0349};
 use crate::structure;
 
 /// The number and digest of a rank's collectives in one phase.
@@ -36,7 +36,7 @@ impl CollectiveDigest {
 }
 
 /// Returns the trace lines of all collectives of a program in program order, each with the index of
-/// its op: axis, op, dtype, extents and layout, reduction, root, dims, graph, transport, peer.
+/// its op: axis, op, dtype, extents and layout, reduction, root, dims, graph, transport, algorithm, peer.
 /// Members of a group have equal lines for a symmetric op. Returns an empty list for a program that
 /// is not well-formed.
 #[must_use]
@@ -76,6 +76,8 @@ pub(crate) struct CollectiveSignature {
     pub(crate) graph: Option<String>,
     /// Transport, if the program names one.
     pub(crate) transport: Option<String>,
+    /// Algorithm, if the program tags the collective with one.
+    pub(crate) algorithm: Option<String>,
     /// Form in which elements travel, if the program names one.
     pub(crate) wire: Option<String>,
     /// Position of the peer of a send or receive.
@@ -121,6 +123,9 @@ impl CollectiveSignature {
         if let Some(v) = &self.transport {
             out += &format!(" transport {v}");
         }
+        if let Some(v) = &self.algorithm {
+            out += &format!(" algorithm {v}");
+        }
         match &self.wire {
             Some(v) => out + &format!(" as {v} on the wire"),
             None => out,
@@ -157,6 +162,7 @@ impl CollectiveSignature {
             (self.element_count() != b.element_count(), &T0302, "count"),
             (self.graph != b.graph, &T0334, "graph"),
             (self.transport != b.transport, &T0344, "transport"),
+            (self.algorithm != b.algorithm, &T0349, "algorithm"),
             (self.wire != b.wire, &T0303, "dtype on the wire"),
             (self.dims != b.dims, &T0306, "tensor dim"),
             (self.extents != b.extents, &T0333, "shape"),
@@ -183,6 +189,9 @@ impl std::fmt::Display for CollectiveSignature {
         }
         if let Some(v) = &self.transport {
             write!(f, " transport={v}")?;
+        }
+        if let Some(v) = &self.algorithm {
+            write!(f, " algorithm={v}")?;
         }
         if let Some(v) = &self.wire {
             write!(f, " wire={v}")?;
@@ -245,6 +254,7 @@ fn build_signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Collect
         dims: Vec::new(),
         graph: None,
         transport: None,
+        algorithm: None,
         wire: None,
         // A position that does not exist is rejected with the program; here the op must still count
         // as a pair.
@@ -259,6 +269,7 @@ fn build_signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Collect
             ("root", Attr::Int(i)) => out.root = Some(*i),
             ("graph", Attr::Str(g)) => out.graph = Some(g.clone()),
             ("transport", Attr::Str(v)) => out.transport = Some(v.clone()),
+            ("algorithm", Attr::Str(v)) => out.algorithm = Some(v.clone()),
             ("wire", Attr::Str(v)) => out.wire = Some(v.clone()),
             ("batch", Attr::Int(i)) => batch = Some(*i),
             ("concat", Attr::Int(i)) => out.dims.push(("concat", *i)),

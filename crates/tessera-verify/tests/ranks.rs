@@ -586,6 +586,23 @@ fn t0344_members_agree_on_the_transport() {
 }
 
 #[test]
+fn t0349_members_agree_on_the_algorithm() {
+    let group = |tags: [Option<&str>; 2]| {
+        verify_built_ranks(mesh("tp=2"), |r, b| {
+            let x = partial(b, Axis::Tp);
+            tags[r].map(|tag| b.set_attr("algorithm", tag));
+            b.set_attr("axis", "tp").set_attr("reduction", "sum").add_op(Opcode::AllReduce, &[x]);
+        })
+    };
+    for alike in [None, Some("tree"), Some("ring")] {
+        assert_clean(&group([alike; 2]));
+    }
+    for differ in [[None, Some("tree")], [Some("ring"), None], [Some("ring"), Some("tree")]] {
+        assert_only(&group(differ), "T0349");
+    }
+}
+
+#[test]
 fn t0329_diagnostics_per_role_are_limited() {
     let m = mesh("tp=64");
     let every: Vec<Rank> = m.iter().collect();

@@ -116,7 +116,7 @@ pub fn summarize_group_paths(sealed: &SealedPlan, phases: &[String]) -> Vec<Grou
 
 /// Calls `visit` for each exchange of data between ranks in a phase, once for each op and group, with
 /// the bytes that it sends between hosts. A receive is the other end of a send and does not count.
-fn visit_exchanges(
+pub(crate) fn visit_exchanges(
     sealed: &SealedPlan,
     hosts: &HostMap,
     phase: &str,

@@ -55,6 +55,7 @@ pub mod machine_shape;
 mod media_codec;
 mod media_pipeline;
 mod model;
+pub mod nccl_algorithms;
 mod noise_file;
 mod op_clock;
 pub mod opened_run;

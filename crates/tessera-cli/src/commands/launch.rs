@@ -135,6 +135,10 @@ fn describe(plan: &Plan, launch: &LaunchPlan) -> String {
     }
     out += "\nvariables\n";
     out += &describe_variables(&launch.ranks);
+    if let Some(conflict) = &launch.algorithm_conflict {
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "  {conflict}.");
+    }
     out
 }
 
@@ -221,6 +225,7 @@ fn to_json(plan: &Plan, launch: &LaunchPlan) -> Value {
         "mesh": plan.sealed.mesh().to_string(),
         "ranks": ranks.collect::<Vec<_>>(),
         "groups": groups.collect::<Vec<_>>(),
+        "algorithm_conflict": launch.algorithm_conflict,
     })
 }
 

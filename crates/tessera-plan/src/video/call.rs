@@ -7,7 +7,7 @@ use tessera_base::Diagnostic;
 use tessera_cost::intervals::{Interval, IntervalKind, OverlapTotals, measure_overlap};
 use tessera_cost::program_cost::{OpActivity, OpEstimate, ranks_span};
 use tessera_cost::stream_sim::{Contention, Task, TaskGraph, TaskId, TaskResource, TaskWindow};
-use tessera_cost::{CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
+use tessera_cost::{Algorithm, CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
 use tessera_ir::Bundle;
 use tessera_mesh::{Group, LinkClass, Rank};
 
@@ -249,8 +249,8 @@ struct CallSimulation<'a> {
     rendezvous_ids: Vec<Vec<u32>>,
     /// Number of rendezvous so far, which is the id of the next one.
     rendezvous_count: u32,
-    /// Priced transfers: op, bits of the bytes as `f64`, and span, each with its cost.
-    transfers: Vec<((CollectiveOp, u64, GroupSpan), CollectiveCost)>,
+    /// Priced transfers: op, bits of the bytes as `f64`, tag, and span, each with its cost.
+    transfers: Vec<((CollectiveOp, u64, Option<Algorithm>, GroupSpan), CollectiveCost)>,
     /// Tasks whose duration depends on throttling.
     throttled: Vec<(TaskId, OpEstimate)>,
     /// Name of each phase, with the start marks and the end marks of the representatives.
@@ -409,12 +409,12 @@ impl<'a> CallSimulation<'a> {
                 self.add_work(progress, (at, step), IntervalKind::Pack, uses, &after);
                 None
             }
-            StepEffect::Communicate { peers: whom, op: what, bytes, is_async: issue } => {
+            StepEffect::Communicate { peers: whom, op: what, bytes, tag, is_async: issue } => {
                 if works {
                     self.add_work(progress, (at, step), IntervalKind::Pack, TaskResource::Compute, &after);
                     after.clear();
                 }
-                let task = self.add_communication(progress, (at, step), whom, (what, bytes), &after);
+                let task = self.add_communication(progress, (at, step), whom, (what, bytes, tag), &after);
                 issue.then_some(task)
             }
             StepEffect::Compute => {
@@ -450,12 +450,12 @@ impl<'a> CallSimulation<'a> {
         progress: &mut PhaseInProgress,
         (at, step): (usize, &ScheduledStep),
         peers: CommPeers,
-        (what, bytes): (CollectiveOp, f64),
+        (what, bytes, tag): (CollectiveOp, f64, Option<Algorithm>),
         after: &[TaskId],
     ) -> TaskId {
         let member_count = self.classes[progress.class].members.len() as f64;
         let (span, meets) = self.enter_rendezvous(progress.class, peers);
-        let transfer = self.price_transfer(what, bytes, span);
+        let transfer = self.price_transfer((what, bytes, tag), span);
         if !matches!(peers.direction, CommDirection::RecvFrom(_)) {
             for (sum, sent) in self.sent_bytes.iter_mut().zip(transfer.sent_bytes) {
                 *sum += sent * member_count;
@@ -473,12 +473,16 @@ impl<'a> CallSimulation<'a> {
         task
     }
 
-    fn price_transfer(&mut self, what: CollectiveOp, bytes: f64, span: GroupSpan) -> CollectiveCost {
-        let key = (what, bytes.to_bits(), span);
+    fn price_transfer(
+        &mut self,
+        (what, bytes, tag): (CollectiveOp, f64, Option<Algorithm>),
+        span: GroupSpan,
+    ) -> CollectiveCost {
+        let key = (what, bytes.to_bits(), tag, span);
         if let Some((_, known)) = self.transfers.iter().find(|(k, _)| *k == key) {
             return *known;
         }
-        let transfer = self.machine.collective_cost(what, bytes, span);
+        let transfer = self.machine.tagged_collective_cost(what, bytes, span, tag);
         self.transfers.push((key, transfer));
         transfer
     }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use tessera_cost::program_cost::{OpEstimate, ProgramEstimate};
-use tessera_cost::{CollectiveOp, MachineModel};
+use tessera_cost::{Algorithm, CollectiveOp, MachineModel};
 use tessera_ir::{Bundle, Op, OpKind, Opcode, Program, ValueId};
 use tessera_mesh::{Group, Mesh, Rank};
 
@@ -63,7 +63,14 @@ pub(super) enum StepEffect {
     /// Waits for the result of an issued collective.
     Wait,
     /// Communicates with other ranks; if `is_async`, a later step waits for the result.
-    Communicate { peers: CommPeers, op: CollectiveOp, bytes: f64, is_async: bool },
+    Communicate {
+        peers: CommPeers,
+        op: CollectiveOp,
+        bytes: f64,
+        /// The algorithm with which the op is tagged, if any.
+        tag: Option<Algorithm>,
+        is_async: bool,
+    },
     /// Occupies the rank's own device, without any communication with other ranks.
     Compute,
 }
@@ -194,6 +201,7 @@ pub(super) fn schedule_steps(program: &Program, machine: &MachineModel) -> (Vec<
                     peers: CommPeers::from_op(op),
                     op: what,
                     bytes,
+                    tag: op.algorithm_tag().map(Algorithm::from),
                     is_async: op.issue,
                 },
                 None => StepEffect::Compute,
@@ -215,12 +223,13 @@ pub(super) fn schedule_steps(program: &Program, machine: &MachineModel) -> (Vec<
     (out, at)
 }
 
-/// Returns the name of an op for a chart: its opcode and the weight or buffer that it uses.
+/// Returns the name of an op for a chart: its opcode with the tag of its algorithm, and the weight or
+/// buffer that it uses.
 fn op_label(p: &Program, defs: &[Option<usize>], op: &Op) -> String {
     let maker = |v: &ValueId| defs[v.0 as usize].map(|d| &p.ops[d]);
     let weight = op.operands.iter().filter_map(maker).find(|o| o.opcode == Opcode::Weight);
     let buffer = op.buffer.or_else(|| op.operands.get(1).and_then(maker)?.buffer);
-    let verb = op.opcode.name();
+    let verb = op.timeline_name();
     match (weight.and_then(|w| w.name.as_deref()), buffer) {
         (Some(w), _) => format!("{verb} {}", w.trim_end_matches(".weight")),
         (None, Some(b)) => format!("{verb} {}", p.buffer(b).name),

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use tessera::nccl_algorithms::NcclTags;
 use tessera::stream_options::RunDevice;
 
 use super::local_host::parse_core_list;
@@ -38,6 +39,8 @@ pub(super) struct LaunchFacts<'a> {
     pub world: u32,
     pub local_world: u32,
     pub uses_all_to_all: bool,
+    /// The tags of the sums that NCCL carries.
+    pub tags: NcclTags,
     /// Network device of the host, if it is known.
     pub network: Option<&'a str>,
     pub spans_hosts: bool,
@@ -74,6 +77,10 @@ pub(super) fn list_variables(
     if facts.spans_hosts {
         let network = facts.network.map(str::to_string);
         hint("NCCL_SOCKET_IFNAME", network, "network device by which NCCL finds other hosts");
+    }
+    if let Some(setting) = facts.tags.nccl_setting() {
+        let reason = "algorithm with which the plan tags every all-reduce over NCCL; needs NCCL 2.24";
+        hint("NCCL_ALGO", Some(setting), reason);
     }
     if facts.uses_all_to_all {
         let two = || Some("2".to_string());

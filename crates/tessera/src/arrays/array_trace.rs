@@ -52,7 +52,7 @@ pub struct ArrayTraceEvent {
     pub stream: Arc<str>,
     /// Number of the stream.
     pub stream_id: u32,
-    /// Name of the op; that of its collective for every event of a collective.
+    /// Name of the op, with the tag of its algorithm; that of its collective for every event of a collective.
     pub op: &'static str,
     /// What the rank did.
     pub kind: ArrayTraceKind,
@@ -234,7 +234,7 @@ impl EventList<'_> {
             program: Arc::clone(&self.name),
             stream_id: self.ids.by_name().get(&*stream).copied().unwrap_or_default(),
             stream,
-            op: named.opcode.name(),
+            op: named.timeline_name(),
             kind,
             op_index,
             issued_by,

@@ -69,8 +69,8 @@ pub(super) struct ProgramNames {
 }
 
 impl ProgramNames {
-    /// Builds the names. An op's name is its opcode, followed by the weight that it reads or the
-    /// group of its collective.
+    /// Builds the names. An op's name is its opcode with the tag of its algorithm, followed by the weight
+    /// that it reads or the group of its collective.
     pub(super) fn from_program(p: &Program) -> ProgramNames {
         let definitions = p.defining_ops();
         let weight = |v: &tessera_ir::ValueId| {
@@ -83,8 +83,8 @@ impl ProgramNames {
                 None => op.operands.iter().find_map(weight),
             };
             match of {
-                Some(of) => format!("{} {of}", op.opcode.name()),
-                None => op.opcode.name().to_string(),
+                Some(of) => format!("{} {of}", op.timeline_name()),
+                None => op.timeline_name().to_string(),
             }
         });
         ProgramNames { streams: p.streams.clone(), ops: ops.collect() }
@@ -118,6 +118,15 @@ mod tests {
         fn collective_ns(&self, _: &Program, _: usize, _: &tessera_mesh::Mesh) -> u64 {
             0
         }
+    }
+
+    #[test]
+    fn the_name_of_a_sum_shows_its_tag() {
+        let text = "program @p role(r) mesh(tp=2) streams(compute) {\n  %x = input \"x\" : f32[2] {tp: partial(sum)}\n  \
+                    %y = ttile.collective.all_reduce %x {algorithm = \"ring\", axis = \"tp\", reduction = \"sum\"}\n  \
+                    %z = ttile.collective.all_reduce %x {axis = \"tp\", reduction = \"sum\"}\n}\n";
+        let names = ProgramNames::from_program(&tessera_ir::parse(text, "p.tir").unwrap());
+        assert_eq!(names.ops, ["input", "all_reduce ring over tp", "all_reduce over tp"]);
     }
 
     #[test]
