@@ -249,8 +249,8 @@ struct CallSimulation<'a> {
     rendezvous_ids: Vec<Vec<u32>>,
     /// Number of rendezvous so far, which is the id of the next one.
     rendezvous_count: u32,
-    /// Priced transfers: op, bits of the bytes as `f64`, tag, and span, each with its cost.
-    transfers: Vec<((CollectiveOp, u64, Option<Algorithm>, GroupSpan), CollectiveCost)>,
+    /// Priced transfers, each with its cost.
+    transfers: Vec<(TransferKey, CollectiveCost)>,
     /// Tasks whose duration depends on throttling.
     throttled: Vec<(TaskId, OpEstimate)>,
     /// Name of each phase, with the start marks and the end marks of the representatives.
@@ -259,6 +259,9 @@ struct CallSimulation<'a> {
     sent_bytes: [f64; 3],
     flops: f64,
 }
+
+/// What decides the cost of a transfer: op, bits of the bytes as `f64`, tag, and span.
+type TransferKey = (CollectiveOp, u64, Option<Algorithm>, GroupSpan);
 
 /// Identifies a communicator: the classes that take part, in order, or the direction of a send and
 /// its receive.
