@@ -98,6 +98,8 @@ impl Mapping {
             "hosts.domains without hosts.ranks".to_string()
         } else if domains > 0 && domains != hosts {
             format!("{domains} switch domains for {hosts} hosts")
+        } else if self.hosts.contains(&0) {
+            "a host without ranks".to_string()
         } else if hosts > 0 && sum != u64::from(world) {
             format!("the hosts hold {sum} ranks and the mapping has {world}")
         } else {
