@@ -19,7 +19,7 @@ const MIN_CHUNKS: usize = 5;
 /// A rank that computes longer than the others of its role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlowRank {
-    /// The rank.
+    /// Number of the slow rank.
     pub rank: u32,
     /// Mean time of its ops without collectives in a chunk, in nanoseconds.
     pub compute_ns: u64,
@@ -69,7 +69,7 @@ impl SlowRank {
             n => format!("the {n} other ranks of its role"),
         };
         format!(
-            "rank {} is slow: its ops take {own:.1} ms of a chunk and those of {whom} {others:.1} ms, which then wait for it",
+            "rank {} is slow: its ops take {own:.1} ms of a chunk and those of {whom} {others:.1} ms; the other ranks wait for it in collectives",
             self.rank
         )
     }

@@ -34,13 +34,16 @@ pub(super) fn render_pipeline_section(record: &RunRecord) -> Markup {
         (render_row("idle", Nanoseconds(o.idle_ns).to_string(), "time the mesh is idle before a commit"))
         (render_row("queue in", o.queue_in, "maximum number of queued requests"))
         (render_row("queue out", o.queue_out, "maximum number of finished chunks in the queue"))
-        @if let Some(slow) = SlowRank::from_chunks(&record.start.ranks, &record.chunks) {
-            (render_row("slow rank", format_args!("rank {}", slow.rank), slow.describe()))
-        }
         (render_row("digests", format_args!("{:.2} %", o.digest_share * 100.0), "of the period"))
     };
     let heads = html! { th { "measure" } th { "value" } th {} };
-    render_section("Pipeline", &html! { (render_note(note)) (render_table(&heads, &rows)) })
+    // A sentence would make a row wider than the page.
+    let slow = SlowRank::from_chunks(&record.start.ranks, &record.chunks);
+    let slow = slow.map(|slow| render_note(html! { strong { "Slow rank. " } (slow.describe()) "." }));
+    render_section(
+        "Pipeline",
+        &html! { (render_note(note)) (render_table(&heads, &rows)) (slow.unwrap_or_default()) },
+    )
 }
 
 fn render_row(name: &str, value: impl Render, meaning: impl Render) -> Markup {
@@ -50,8 +53,24 @@ fn render_row(name: &str, value: impl Render, meaning: impl Render) -> Markup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::PipelineTimes;
+    use crate::class_work::ClassWork;
+    use crate::record::{PhaseRecord, PipelineTimes, RankChunk, RankRole};
     use crate::timeline::tests::sample;
+
+    fn set_period(record: &mut RunRecord, period_ns: u64) {
+        for chunk in &mut record.chunks {
+            chunk.pipeline = Some(PipelineTimes {
+                decided_ns: 0,
+                ready_ns: 0,
+                done_ns: 0,
+                period_ns,
+                stage0_ns: 200,
+                stage1_ns: 800,
+                idle_ns: 3,
+                digest_ns: 4,
+            });
+        }
+    }
 
     #[test]
     fn the_section_gives_a_verdict_or_is_absent() {
@@ -61,23 +80,32 @@ mod tests {
         for (period_ns, expected) in
             [(800, "1.00</td><td class=\"l\"><span class=\"good\">overlapped"), (1000, "not overlapped")]
         {
-            for chunk in &mut record.chunks {
-                chunk.pipeline = Some(PipelineTimes {
-                    decided_ns: 0,
-                    ready_ns: 0,
-                    done_ns: 0,
-                    period_ns,
-                    stage0_ns: 200,
-                    stage1_ns: 800,
-                    idle_ns: 3,
-                    digest_ns: 4,
-                });
-            }
+            set_period(&mut record, period_ns);
             let html = page(&record);
             assert!(
                 html.contains(expected) && html.contains(" %</td><td class=\"l\">of the period"),
                 "{html}"
             );
+            assert!(!html.contains("Slow rank"), "{html}");
         }
+    }
+
+    #[test]
+    fn the_section_names_a_slow_rank() {
+        let mut record = sample(7);
+        set_period(&mut record, 800);
+        record.start.ranks = [0, 1].map(|rank| RankRole { rank, role: "stage0".into() }).into();
+        for chunk in &mut record.chunks {
+            let like = chunk.ranks[0].clone();
+            chunk.ranks = [(0, 1_000_000), (1, 3_000_000)]
+                .map(|(rank, ns)| {
+                    let work = ClassWork { class: "matmul".into(), ops: 1, ns, sent_bytes: 0 };
+                    let phase = PhaseRecord { classes: vec![work], ..PhaseRecord::default() };
+                    RankChunk { rank, phases: vec![phase], ..like.clone() }
+                })
+                .into();
+        }
+        let html = render_pipeline_section(&record).into_string();
+        assert!(html.contains("rank 1 is slow: its ops take 3.0 ms of a chunk"), "{html}");
     }
 }
