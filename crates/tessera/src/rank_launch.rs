@@ -100,20 +100,21 @@ pub(crate) fn prepare_device(
     device: RunDevice,
     ranks: u32,
 ) -> Result<Option<GpuRankConfig>, Diagnostics> {
-    check_device(sealed, device, ranks)?;
-    if device != RunDevice::Cuda {
-        return Ok(None);
-    }
-    let found = GpuDiscovery::discover();
+    let Some(found) = check_device(sealed, device, ranks)? else { return Ok(None) };
     let communicator_ids = cuda::create_communicator_ids(&found, sealed).map_err(|d| vec![d])?;
     Ok(Some(GpuRankConfig { communicator_ids, first_rank_of_host: 0 }))
 }
 
-/// Checks that the device runs every op of a plan, and that this host has devices for `ranks` ranks.
+/// Checks that the device runs every op of a plan, and that this host has devices for `ranks` ranks. Returns the GPUs of
+/// this host, and `None` for CPUs.
 ///
 /// # Errors
 /// T0801 for an op, or the first part of GPUs that this host lacks.
-pub(crate) fn check_device(sealed: &SealedPlan, device: RunDevice, ranks: u32) -> Result<(), Diagnostics> {
+pub(crate) fn check_device(
+    sealed: &SealedPlan,
+    device: RunDevice,
+    ranks: u32,
+) -> Result<Option<GpuDiscovery>, Diagnostics> {
     let find_unsupported = match device {
         RunDevice::Cuda => CudaBackend::find_unsupported,
         RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
@@ -126,8 +127,12 @@ pub(crate) fn check_device(sealed: &SealedPlan, device: RunDevice, ranks: u32) -
         return Err(vec![d]);
     }
     match device {
-        RunDevice::Cuda => cuda::check_plan(&GpuDiscovery::discover(), sealed, ranks as usize),
-        RunDevice::Cpu | RunDevice::Sim => Ok(()),
+        RunDevice::Cuda => {
+            let found = GpuDiscovery::discover();
+            cuda::check_plan(&found, sealed, ranks as usize)?;
+            Ok(Some(found))
+        }
+        RunDevice::Cpu | RunDevice::Sim => Ok(None),
     }
 }
 
