@@ -1,7 +1,6 @@
 """Times the exchanges of a model between two GPUs as between two hosts: over NCCL's network transport, beside NCCL alone.
 
-Both sides run with peer access and shared memory disabled and with a host id of their own per rank, so that NCCL takes its network
-transport, TCP on loopback unless the machine has RDMA. NCCL alone is `all_to_all_single` of PyTorch with the same bytes per call,
+Both sides run with peer access and shared memory disabled, so that NCCL takes its network transport over the loopback device. NCCL alone is `all_to_all_single` of PyTorch with the same bytes per call,
 back to back on one stream, before and after; ours are the all-to-alls of a traced forward, each of which waits for its operands.
 The program prints the gigabytes per second that each rank sends, as medians, and their ratio.
 """
@@ -71,8 +70,8 @@ def time_all_to_all(rank, bytes_per_call):
 
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29611", rank=rank, world_size=2)
-    # A rank keeps one half and sends the other.
-    source = torch.ones(2 * bytes_per_call // 2, dtype=torch.bfloat16, device="cuda")
+    # As many elements of two bytes: a rank keeps one half and sends the other.
+    source = torch.ones(bytes_per_call, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     rounds = []
     for round_index in range(ROUNDS + 1):

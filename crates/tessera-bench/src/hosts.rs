@@ -47,8 +47,8 @@ const SLOW_MODEL: &str = "models/demo";
 const ENDLESS_CHUNKS: u32 = 1_000_000;
 /// Maximum time in seconds until all ranks have met.
 const JOIN_TIMEOUT_S: &str = "30";
-/// Times for which a slow host stands still and runs, in turn, as a host does whose processor time is limited: a fifth
-/// of its speed.
+/// A slow host alternates between standing still and running, as a host does whose processor time is limited. Each signal
+/// comes with the time until the next one, so that the host runs at a fifth of its speed.
 const SLOW_STEPS: [(Signal, Duration); 2] =
     [(Signal::STOP, Duration::from_millis(16)), (Signal::CONT, Duration::from_millis(4))];
 /// Number of such turns between two looks at the processes.

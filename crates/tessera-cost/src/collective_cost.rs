@@ -154,8 +154,8 @@ impl MachineModel {
         self.tagged_collective_cost(op, bytes, span, None)
     }
 
-    /// Returns the cost as [`MachineModel::collective_cost`] does, with the algorithm of the tag. A tag
-    /// that the executor's library or the group does not support has no effect.
+    /// Returns the cost as [`MachineModel::collective_cost`] does, with the algorithm of the tag. If the
+    /// executor's library or the group does not support it, the cheapest algorithm counts.
     #[must_use]
     pub fn tagged_collective_cost(
         &self,

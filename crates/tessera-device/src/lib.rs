@@ -374,8 +374,8 @@ pub trait Backend {
         observer: &mut dyn Observer,
     ) -> Result<(), Fault>;
 
-    /// Makes later runs time their steps on the device, or ends that. A backend that runs op by op tells the observer of
-    /// each one, and ignores this.
+    /// Makes later runs time their steps on the device, or ends that. A backend that runs op by op reports
+    /// each one to the observer, and ignores this.
     fn time_steps(&mut self, _wanted: bool) {}
 
     /// Returns when the device ran the steps of the last run, and forgets it; `None` if the backend did not time them.

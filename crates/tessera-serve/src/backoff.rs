@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// Wait after the first failure; each further one in a row waits twice as long.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
-/// Longest wait.
+/// Longest wait between two attempts.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// Returns how long to wait after so many failures in a row, from 1.

@@ -1,4 +1,4 @@
-//! The algorithm with which a plan tags the sums that NCCL would carry, and what NCCL can be told of it.
+//! The algorithm with which a plan tags the sums that NCCL would carry, and the setting that makes NCCL follow it.
 
 use tessera_ir::{CollectiveAlgorithm, Transport};
 use tessera_mesh::{GroupPath, HostMap};

@@ -16,6 +16,7 @@ const EXAMPLES: &str = "\
 Examples:
   tessera join my-plan --weights my-function/weights.safetensors --rank 1 --rendezvous head.example:29500 --secret secret
   python -m tessera join my-plan --rank 3 --rendezvous 10.0.0.7:29500 --secret secret     a plan without weights
+  tessera join my-plan --rank 1 --device cuda --local-rank 1 --rendezvous 127.0.0.1:29500 --secret secret     the second GPU of a host
 
 In Python, `plan.save(\"my-plan\")` writes the plan and `graph.save(\"my-function\")` the weights. Rank 0 is the session
 that makes the calls: runtime.open_session(plan, ranks=\"joined\", rendezvous=\"head.example:29500\", secret=\"secret\").

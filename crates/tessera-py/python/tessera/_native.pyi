@@ -734,8 +734,8 @@ def open_session(
     An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.
 
     With ``trace`` each rank times every op, ``Session.trace`` returns the times, and a folder ``out`` gets a ``trace.json``. A GPU
-    times its kernels: of ops that share one kernel, one has its time. Its own clock is placed on that of the host by the end of
-    each call, which differs by some 10 µs. Joined ranks cannot be traced, because each host has its own clock.
+    times its kernels: of ops that share one kernel, one has its time. Its clock is placed on that of the host by the time at which the
+    host notices the end of a call. Joined ranks cannot be traced, because each host has its own clock.
     """
 
 def register_prefetch(

@@ -142,14 +142,14 @@ impl SpanExporter {
         true
     }
 
-    /// Waits until the exporter is closed, for so long at most.
+    /// Waits until the exporter is closed, but at most `longest`.
     async fn wait_until_closed(&self, longest: Duration) {
         let closing = async {
             while !self.closes.load(Ordering::Acquire) {
                 self.changed.notified().await;
             }
         };
-        // The end of the time is as good.
+        // The caller asks again whether the exporter is closed, so that an elapsed time is no error.
         let _ = timeout(longest, closing).await;
     }
 
@@ -196,7 +196,7 @@ mod tests {
     }
 
     /// An exporter to a port of this machine, and the numbers of its spans.
-    fn exporter(port: u16) -> (SpanExporter, impl Fn(&'static str) -> u64) {
+    fn new_exporter(port: u16) -> (SpanExporter, impl Fn(&'static str) -> u64) {
         let endpoint = CollectorEndpoint::from_address(&format!("http://127.0.0.1:{port}")).unwrap();
         let options = TraceOptions { endpoint, service: "s".into() };
         let counts: Family<SpanLabels, Counter> = Family::default();
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn spans_beyond_the_limit_are_dropped_and_counted() {
-        let (exporter, count_of) = exporter(4318);
+        let (exporter, count_of) = new_exporter(4318);
         exporter.push(spans(MAX_WAITING_SPANS - 10));
         exporter.push(spans(11));
         assert_eq!((exporter.lock().len(), count_of("dropped")), (MAX_WAITING_SPANS - 10, 11));
@@ -214,7 +214,7 @@ mod tests {
         assert_eq!((exporter.lock().len(), count_of("dropped")), (MAX_WAITING_SPANS - 2, 11));
     }
 
-    /// Reads a request.
+    /// Reads a request of the exporter to its end.
     fn read_request(stream: &TcpStream) {
         let mut reader = BufReader::new(stream);
         let (mut line, mut bytes) = (String::new(), 0);
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn spans_keep_their_places_until_the_collector_has_answered() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (exporter, count_of) = exporter(listener.local_addr().unwrap().port());
+        let (exporter, count_of) = new_exporter(listener.local_addr().unwrap().port());
         exporter.push(spans(MAX_WAITING_SPANS));
         std::thread::scope(|scope| {
             scope.spawn(|| {

@@ -75,7 +75,7 @@ impl StreamTraces {
         }
     }
 
-    /// Notes that the leader has named the first request with a change, so long after the change was requested.
+    /// Notes that the leader has named the first request with a change. `waited` is the time since the change was requested.
     pub(crate) fn note_effect(&self, kind: &'static str, request: u64, waited: Duration) {
         let answered_ns = now_ns();
         let mut run = self.lock();

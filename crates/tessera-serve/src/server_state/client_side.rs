@@ -232,7 +232,7 @@ impl ServerState {
     /// Lets a change that was sent to the leader of a run wait for its answer.
     ///
     /// # Errors
-    /// T1610 if the run has ended meanwhile: the leader of another run would answer for a change of its own.
+    /// T1610 if the run ended while the change was sent: the leader of another run would answer for a change of its own.
     pub(super) fn accept_change(&self, run: u32, change: PendingChange) -> Result<(), Refusal> {
         let mut state = self.lock();
         if state.run != run || state.control.is_none() {

@@ -122,7 +122,7 @@ impl ServerState {
         }
     }
 
-    /// Takes frames for the leader of a run, and gives their credits back. A client that begins a new connection meanwhile would count
+    /// Takes frames for the leader of a run, and gives their credits back. A client that begins a new connection between the two would count
     /// these credits twice, so one lock covers both.
     fn take_frames(&self, video: &VideoIntake, run: u32, frames: usize) -> Option<Vec<Bytes>> {
         let state = self.lock();

@@ -48,8 +48,7 @@ pub struct ArrayProcessOptions {
     pub rendezvous: Option<ArrayRendezvous>,
     /// Command line of the launching process, for the record.
     pub command: Vec<String>,
-    /// Numbers of the streams in the trace of the run; `None` to trace nothing. A traced run has CPUs as devices, because
-    /// a GPU replays a program as a whole and reports no single op.
+    /// Numbers of the streams in the trace of the run; `None` to trace nothing.
     pub trace: Option<StreamIds>,
     /// Stops the run, also while it starts: the first request before the next call, the second at once.
     pub stop: StopHandle,
