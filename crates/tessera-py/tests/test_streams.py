@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,9 @@ def test_an_interrupt_ends_the_run_and_its_processes(run: str) -> None:
     ) as process:
         assert process.stdout is not None and process.stdin is not None
         pids = [int(word) for word in process.stdout.readline().split()]
+        # A rank that has stopped sends nothing, so the interrupt meets a wait and not the loop of the script.
+        os.kill(pids[-1], signal.SIGSTOP)
+        time.sleep(0.3)
         os.kill(process.pid, signal.SIGINT)
         ended = process.stdout.readline().strip()
         assert ended == "interrupted"
