@@ -196,6 +196,33 @@ impl CudaStream {
         Ok(unsafe { sys::cuEventRecordWithFlags(event.0, self.0, external) }.result()?)
     }
 
+    /// Records a timed event. Within a capture, the graph records it whenever it runs; the owner of the graph keeps the
+    /// event alive.
+    pub(crate) fn record_time(&self, event: &CudaEvent) -> CudaResult<()> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive; the driver writes to this stack frame.
+        unsafe { sys::cuStreamIsCapturing(self.0, &mut status) }.result()?;
+        match status {
+            sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => self.record_event(event),
+            _ => self.capture_event_node(event),
+        }
+    }
+
+    /// Calls a function on a thread of the driver once the work before it on this stream has completed. The work behind
+    /// it waits until the function has returned.
+    ///
+    /// # Safety
+    /// `argument` must be valid for `function` until the stream has completed the call, and as long as a graph exists
+    /// that was captured from it. The function must not call CUDA and must not unwind.
+    pub(crate) unsafe fn call_host(
+        &self,
+        function: unsafe extern "C" fn(*mut c_void),
+        argument: *mut c_void,
+    ) -> CudaResult<()> {
+        // SAFETY: the stream is alive; the caller guarantees the rest.
+        Ok(unsafe { result::stream::launch_host_function(self.0, function, argument) }?)
+    }
+
     pub(crate) fn wait_event(&self, event: &CudaEvent) -> CudaResult<()> {
         // SAFETY: both objects are alive.
         Ok(unsafe {

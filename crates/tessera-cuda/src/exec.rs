@@ -14,13 +14,18 @@ mod comm_groups;
 mod device_calls;
 mod effective_values;
 mod enqueue;
+mod expert_fetches;
+mod expert_orders;
+mod expert_tiers;
 mod fused_groups;
 mod launch;
+mod layer_decision;
 mod list_tables;
 mod memory;
 mod op_support;
 mod prepare;
 mod rope_tables;
+mod rounding;
 mod run;
 mod step_trace;
 mod transfer_batches;
@@ -33,7 +38,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_base::Diagnostic;
-use tessera_device::{CommRoute, MeshRank, StepTimes, T0801, T0806};
+use tessera_device::{CommRoute, MeshRank, StepTimes, T0801};
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Type};
 
 use crate::attention_cudnn::CudnnAttention;
@@ -59,6 +64,7 @@ use crate::nccl::UniqueId;
 
 use buffer_digests::BufferDigests;
 use comm_groups::CommGroups;
+use expert_fetches::TieredLayer;
 use list_tables::ListTables;
 use op_support::{read_supported, unsupported_streams};
 use rope_tables::RopeTables;
@@ -233,6 +239,8 @@ struct PreparedProgram {
     list_tables: ListTables,
     /// The words of each exchange that sends e4m3, by op.
     wire_words: BTreeMap<usize, WireWords>,
+    /// The layers whose experts lie in two tiers.
+    tiered_layers: Vec<TieredLayer>,
     scratch_bytes: usize,
     /// Offset of each slot in the slot memory, in bytes.
     slot_offsets: Vec<u64>,
@@ -334,8 +342,7 @@ impl CudaBackend {
     }
 
     /// Checks a whole program before any rank starts. Returns T0801 for the first op that no kernel
-    /// of this backend supports, or for ops that share memory on several streams, and T0806 for experts in two tiers, as
-    /// [`load`](tessera_device::Backend::load) would.
+    /// of this backend supports, or for ops that share memory on several streams, as [`load`](tessera_device::Backend::load) would.
     #[must_use]
     pub fn find_unsupported(p: &Program) -> Option<Diagnostic> {
         CudaBackend::read_views(p).err()
@@ -347,12 +354,6 @@ impl CudaBackend {
             read_supported(p, i).map_err(|why| CudaBackend::unsupported_op_error(p, &p.ops[i], &why))
         };
         let views = (0..p.ops.len()).map(read).collect::<Result<_, _>>()?;
-        if let Some(weight) = p.ops.iter().find(|op| op.states_tier()) {
-            let name = weight.name.as_deref().unwrap_or_default();
-            let message =
-                format!("@{} of {}: the experts of `{name}` lie in two tiers of memory", p.name, p.role);
-            return Err(Diagnostic::error(&T0806, message).with_label("backend", "cuda"));
-        }
         match unsupported_streams(p) {
             Some(why) => Err(Diagnostic::error(&T0801, format!("@{} of {}: {why}", p.name, p.role))
                 .with_label("backend", "cuda")),

@@ -306,11 +306,14 @@ kernel_signatures! {
         width: i32, k: i32, capacity: i32, group_tokens: i32, token_groups: i32, experts: i32,
     } = EXPERT_PACK_F32 "expert_pack_f32", EXPERT_PACK_BF16 "expert_pack_bf16";
 
-    /// Multiplies the filled slots of each part, of a group and a group of tokens, with the weights of the group.
+    /// Multiplies the filled slots of each part with the weights of its group, whose addresses may be in `experts`.
     GroupedMatmul {
-        x: DevicePtr<Element>, w: DevicePtr<Element>, counts: DevicePtr<f32>, out: DevicePtr<Element>,
-        parts: i32, token_groups: i32, slots: i32, k: i32, m: i32, act: i32,
+        x: DevicePtr<Element>, w: DevicePtr<Element>, experts: DevicePtr<u64>, counts: DevicePtr<f32>,
+        out: DevicePtr<Element>, parts: i32, token_groups: i32, slots: i32, k: i32, m: i32, act: i32,
     } = GROUPED_MATMUL_F32 "grouped_matmul_f32", GROUPED_MATMUL_BF16 "grouped_matmul_bf16";
+
+    /// Copies matrices of experts from host memory to their slots.
+    FetchExperts { orders: DevicePtr<u64> } = FETCH_EXPERTS "fetch_experts";
 
     /// Adds the weighted results of the experts of each token.
     ExpertCombine {

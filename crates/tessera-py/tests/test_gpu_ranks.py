@@ -13,7 +13,8 @@ import pytest
 from helpers import REPLICATED, attend, draw, draw_weight, make_mesh, mix_experts, relative_error, shard
 from tessera import TesseraError, dist, graph, op
 from tessera import runtime as rt
-from test_guide import ROUTER, STOCHASTIC_NUMERICS, STREAMS, run_snippet
+from test_expert_tiers import EXPERTS, MOST_TOKENS, counts, make_plan, route
+from test_guide import PREFETCH, ROUTER, STOCHASTIC_NUMERICS, STREAMS, run_snippet
 from test_joined import DEADLINE_S, ended, make_host
 from test_streams import DEMO, FIRST, collect, run_command
 from test_traces import between, events_of, two_branches
@@ -83,6 +84,63 @@ def test_stochastic_numerics_round_alike_on_every_mesh(rng: np.random.Generator,
     found = run_on("gpu", plan_for(ranks), x)[0]
     assert relative_error(found, x.astype(np.float64) @ w.T) < 0.1
     assert np.array_equal(found, run_on("gpu", plan_for(1), x)[0])
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize(("resident", "window"), [(1, 1), (2, 1), (2, 2), (EXPERTS, 1)])
+def test_experts_in_two_tiers_move_as_on_cpus(rng: np.random.Generator, ranks: int, resident: int, window: int) -> None:
+    skip_without(ranks)
+    tiered, plain = make_plan(resident, ep=ranks, layers=2, window=window), make_plan(None, ep=ranks, layers=2)
+    calls = [draw(rng, MOST_TOKENS, EXPERTS) for _ in range(4)] + [route([e]) for e in (0, 4, 0, 1, 0, 4)] + [route([0, 5])] * 2
+    with rt.open_session(plain, ranks="processes", device="gpu") as reference:
+        expected = [reference(x).gather() for x in calls]
+    with rt.open_session(tiered) as run:
+        on_cpus = [run(x).gather() for x in calls]
+        moved = [counts(layer) for layer in run.prefetch_report().layers]
+    for traces in (False, True):
+        with rt.open_session(tiered, ranks="processes", device="gpu", trace=traces) as run:
+            for x, y, near in zip(calls, expected, on_cpus, strict=True):
+                found = run(x).gather()
+                assert np.array_equal(found, y) and relative_error(found, near) < 1e-5
+        report = run.prefetch_report()
+        assert [counts(layer) for layer in report.layers] == moved
+        assert {event.stream for event in report.events} == {"io"}
+        assert all(0 <= event.end_ns - event.start_ns < 1e9 for event in report.events)
+        prefetched = [event for event in report.events if event.op.startswith("prefetch ")]
+        assert len(prefetched) == 3 * sum(layer.prefetches for layer in report.layers)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_the_prefetch_of_the_guide(rng: np.random.Generator, ranks: int, dtype: str) -> None:
+    skip_without(ranks)
+    mesh = make_mesh(ep=ranks)
+    router = dist.distribute(draw_weight(rng, 16, 256), mesh, REPLICATED)
+    shapes = ((384, 256), (384, 256), (256, 384))
+    banks = [[dist.distribute(draw_weight(rng, 16, *shape), mesh, shard(experts="ep")) for shape in shapes] for _ in range(4)]
+
+    def plan_stack(has_tiers: bool) -> graph.Plan:
+        moes = [op.moe(16, 2, capacity_factor=8.0, policy=op.numeric(dtype=dtype)) for _ in banks]
+        for moe in moes if has_tiers else []:
+            run_snippet(PREFETCH, MoE=moe)
+
+        def stack(x: graph.Value) -> graph.Value:
+            for moe, bank in zip(moes, banks, strict=True):
+                x = x + moe(x, router, *bank)
+            return x
+
+        return graph.trace(stack, graph.ArraySpec((24, 256), mesh, dims=("token", "hidden"))).compile()
+
+    tiered, plain = plan_stack(True), plan_stack(False)
+    assert [memory[0] for memory in tiered.memory()] < [memory[0] for memory in plain.memory()]
+    calls = [draw(rng, 24, 256) for _ in range(4)]
+    with rt.open_session(tiered, ranks="processes", device="gpu") as run:
+        found = [run(x).gather() for x in calls]
+        report = run.prefetch_report()
+    assert report.stalls > 0 and sum(layer.prefetches for layer in report.layers) > 0
+    for device, bound in (("gpu", 0.0), ("cpu", 1e-5 if dtype == "f32" else 2e-2)):
+        with rt.open_session(plain, ranks="processes", device=device, oversubscribe=device == "cpu") as run:
+            assert all(relative_error(y, run(x).gather()) <= bound for x, y in zip(calls, found, strict=True)), device
 
 
 @pytest.mark.parametrize("ranks", SIZES)

@@ -468,8 +468,10 @@ impl Engine for MeshEngine {
         run.inspect_err(|fault| tell_waiting_peers(&self.backend, fault))
             .map_err(|fault| to_engine_fault(fault, guard.refusal_code()))?;
         self.caches.note_written(&phase.written_buffers);
+        // A report that nobody takes would grow with every run.
+        let experts = self.backend.take_expert_report();
         if let Some(log) = &mut self.transfer_log {
-            let appended = log.append(&call.program, self.backend.take_expert_report());
+            let appended = log.append(&call.program, experts);
             appended.map_err(|d| EngineFault::local_failure(d.message))?;
         }
         let issued_trace = guard.end_phase().map_err(|text| EngineFault::from_tripwire(&T0751, text))?;

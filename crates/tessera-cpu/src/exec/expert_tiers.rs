@@ -1,17 +1,18 @@
-//! Experts in two tiers: which experts the pools of a rank hold, when they are fetched, and the counts of both. A pool is
-//! the fast memory for a few experts of a weight; a pool slot holds one.
+//! Experts in two tiers: the pools of a rank, and the transfers into them. A pool is the fast memory for a few experts of a
+//! weight; a pool slot holds one.
 //!
-//! Decisions are made on the rank's own thread when a layer begins, and a pool slot carries them out in order as its
-//! memory comes free. They depend on the routing and the policy alone, so counts repeat from run to run however fast the
-//! transfers are. No decision changes a value or a collective, so ranks may decide differently.
+//! The rank's own thread decides when a layer begins ([`ExpertPools`]), and a pool slot carries the decisions out in order
+//! as its memory comes free.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_device::{ExpertBank, ExpertReport, ExpertTransfer, Fault, LayerTransfers, MeshRank};
-use tessera_ir::{CacheFetch, ExpertCache, ExpertTier, Type};
+use tessera_device::{
+    AheadRequest, ExpertBank, ExpertPools, ExpertReport, ExpertTransfer, Fault, MeshRank, PooledExpert,
+};
+use tessera_ir::{ExpertTier, Type};
 
 use super::expert_io::{ExpertIo, FetchOrder, FetchedExpert};
 use super::memory::is_narrow;
@@ -21,8 +22,9 @@ use crate::kernels::{PackedWeight, UNPACK_ROWS};
 /// The layers of the loaded programs whose experts lie in two tiers.
 #[derive(Debug, Default)]
 pub(super) struct ExpertTiers {
-    /// Layers by program and number.
-    layers: BTreeMap<(String, u64), TieredLayer>,
+    pools: ExpertPools,
+    /// The layers in the order of the pools.
+    layers: Vec<LayerRun>,
     banks: Vec<TieredBank>,
     io: Option<ExpertIo>,
     /// Orders without an answer.
@@ -30,43 +32,26 @@ pub(super) struct ExpertTiers {
     report: ExpertReport,
 }
 
-/// An expert that a layer uses in this run, and the pool slot in which it lies or will lie.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ExpertUse {
-    pub(super) expert: usize,
-    slot: usize,
+/// The weights of a layer, and how far the current run of the layer has come.
+#[derive(Debug, Default)]
+struct LayerRun {
+    banks: Vec<usize>,
+    /// The experts of the current run in the order in which they are multiplied.
+    uses: Vec<PooledExpert>,
+    /// How many weights of the layer the current run has multiplied.
+    passes: usize,
 }
 
 /// A weight whose experts lie in host memory.
 #[derive(Debug)]
 pub(super) struct TieredBank {
     name: String,
-    layer: (String, u64),
+    layer: usize,
     ty: Type,
     source: Arc<dyn ExpertBank>,
     slots: Vec<PoolSlot>,
     /// Bytes that a slot takes, with the padding of packed matrices.
     slot_bytes: usize,
-}
-
-#[derive(Debug)]
-struct TieredLayer {
-    tier: ExpertTier,
-    /// Number of the rank's first expert in the whole weight.
-    first_expert: usize,
-    banks: Vec<usize>,
-    cache: ExpertCache,
-    /// The expert that each pool slot holds once its transfers have ended.
-    holders: Vec<Option<usize>>,
-    /// Experts that were requested ahead, until the layer begins.
-    ahead: BTreeSet<usize>,
-    /// Number of runs so far.
-    step: usize,
-    /// The experts of the current run in the order in which they are multiplied.
-    uses: Vec<ExpertUse>,
-    /// How many weights of the layer the current run has multiplied.
-    passes: usize,
-    counts: LayerTransfers,
 }
 
 /// A slot of the pool: fast memory for one expert of a weight.
@@ -104,7 +89,7 @@ impl ExpertTiers {
         if self.io.is_none() {
             self.io = Some(ExpertIo::start()?);
         }
-        let (at, key) = (self.banks.len(), (program.to_string(), tier.layer));
+        let at = self.banks.len();
         let count = tier.pool_size(ty.shape[0]) as usize;
         let (n, k) = (ty.shape[1] as usize, ty.shape[2] as usize);
         let empty = PackedWeight::zeros(n, k, is_narrow(ty));
@@ -117,21 +102,12 @@ impl ExpertTiers {
         };
         let slots = (0..count).map(slot).collect();
         let ranges = ty.layout.global_ranges(&ty.shape, &placement.mesh, placement.coord());
-        let layer = self.layers.entry(key.clone()).or_insert_with(|| TieredLayer {
-            tier,
-            first_expert: ranges.first().map_or(0, |(start, _)| *start as usize),
-            banks: Vec::new(),
-            cache: ExpertCache::new(count, tier.policy),
-            holders: vec![None; count],
-            ahead: BTreeSet::new(),
-            step: 0,
-            uses: Vec::new(),
-            passes: 0,
-            counts: LayerTransfers::empty(tier.layer),
-        });
-        layer.banks.push(at);
+        let first_expert = ranges.first().map_or(0, |(start, _)| *start);
+        let layer = self.pools.add_weight(program, tier, ty, first_expert);
+        self.layers.resize_with(self.pools.layer_count(), LayerRun::default);
+        self.layers[layer].banks.push(at);
         let (name, ty) = (name.to_string(), ty.clone());
-        self.banks.push(TieredBank { name, layer: key, ty, source, slots, slot_bytes });
+        self.banks.push(TieredBank { name, layer, ty, source, slots, slot_bytes });
         Ok(at)
     }
 
@@ -151,24 +127,24 @@ impl ExpertTiers {
     ///
     /// # Errors
     /// A transfer that failed.
-    pub(super) fn begin_pass(&mut self, bank: usize, needed: &[usize]) -> Result<Vec<ExpertUse>, Fault> {
+    pub(super) fn begin_pass(&mut self, bank: usize, needed: &[usize]) -> Result<Vec<PooledExpert>, Fault> {
         while let Some(answer) = self.io.as_ref().and_then(ExpertIo::take_answer) {
             self.take_in(answer)?;
         }
-        let key = self.banks[bank].layer.clone();
-        let is_first = self.layers.get(&key).is_some_and(|layer| layer.passes == 0);
-        if is_first {
-            self.begin_layer(&key, needed);
-            self.request_ahead(&key, false);
+        let layer = self.banks[bank].layer;
+        if self.layers[layer].passes == 0 {
+            self.start_layer(layer, needed);
+            let requests = self.pools.request_ahead(layer, false);
+            self.queue_requests(&requests);
         }
-        Ok(self.layers.get(&key).map(|layer| layer.uses.clone()).unwrap_or_default())
+        Ok(self.layers[layer].uses.clone())
     }
 
     /// Waits until a slot holds an expert, and lends its matrix.
     ///
     /// # Errors
     /// A transfer that failed.
-    pub(super) fn lend_expert(&mut self, bank: usize, used: ExpertUse) -> Result<PackedWeight, Fault> {
+    pub(super) fn lend_expert(&mut self, bank: usize, used: PooledExpert) -> Result<PackedWeight, Fault> {
         let mut begin = None;
         loop {
             let slot = &mut self.banks[bank].slots[used.slot];
@@ -176,9 +152,7 @@ impl ExpertTiers {
                 && let Some(memory) = slot.memory.take()
             {
                 let waited = begin.map_or(0, |begin: Instant| begin.elapsed().as_nanos() as u64);
-                if let Some(layer) = self.layers.get_mut(&self.banks[bank].layer) {
-                    layer.counts.waited_ns += waited;
-                }
+                self.pools.add_wait(self.banks[bank].layer, waited);
                 return Ok(memory);
             }
             begin.get_or_insert_with(Instant::now);
@@ -187,7 +161,7 @@ impl ExpertTiers {
     }
 
     /// Takes a matrix back that [`ExpertTiers::lend_expert`] lent; the slot may then hold its next expert.
-    pub(super) fn return_expert(&mut self, bank: usize, used: ExpertUse, memory: PackedWeight) {
+    pub(super) fn return_expert(&mut self, bank: usize, used: PooledExpert, memory: PackedWeight) {
         let slot = &mut self.banks[bank].slots[used.slot];
         slot.memory = Some(memory);
         slot.is_due = false;
@@ -196,17 +170,16 @@ impl ExpertTiers {
 
     /// Ends the multiplication of a weight; that of the last weight ends the layer.
     pub(super) fn end_pass(&mut self, bank: usize) {
-        let key = self.banks[bank].layer.clone();
-        let Some(layer) = self.layers.get_mut(&key) else { return };
-        layer.passes += 1;
-        if layer.passes < layer.banks.len() {
+        let layer = self.banks[bank].layer;
+        let run = &mut self.layers[layer];
+        run.passes += 1;
+        if run.passes < run.banks.len() {
             return;
         }
-        layer.passes = 0;
-        layer.step += 1;
-        let next = LayerTransfers::empty(layer.tier.layer);
-        self.report.layers.push(std::mem::replace(&mut layer.counts, next));
-        self.request_ahead(&key, true);
+        run.passes = 0;
+        self.report.layers.push(self.pools.end_layer(layer));
+        let requests = self.pools.request_ahead(layer, true);
+        self.queue_requests(&requests);
     }
 
     /// Returns what happened since the last call, and forgets it.
@@ -228,13 +201,10 @@ impl ExpertTiers {
             }
         }
         self.banks.iter_mut().flat_map(|bank| &mut bank.slots).for_each(|slot| slot.current = None);
-        for layer in self.layers.values_mut() {
-            layer.cache = ExpertCache::new(layer.holders.len(), layer.tier.policy);
-            layer.holders.fill(None);
-            layer.ahead.clear();
-            layer.uses.clear();
-            (layer.step, layer.passes) = (0, 0);
-            layer.counts = LayerTransfers::empty(layer.tier.layer);
+        self.pools.reset();
+        for run in &mut self.layers {
+            run.uses.clear();
+            run.passes = 0;
         }
         self.report = ExpertReport::default();
     }
@@ -291,90 +261,35 @@ impl ExpertTiers {
     }
 
     /// Decides where the experts of a run lie, and requests those that no slot holds.
-    fn begin_layer(&mut self, key: &(String, u64), needed: &[usize]) {
-        let Some(layer) = self.layers.get_mut(key) else { return };
-        let step = layer.step;
-        let ahead = std::mem::take(&mut layer.ahead);
-        let used_ahead = needed.iter().filter(|expert| ahead.contains(expert)).count() as u64;
-        layer.counts.prefetches_used += used_ahead;
-        layer.counts.prefetches_unused += ahead.len() as u64 - used_ahead;
-        // Experts that slots hold come first, so that none of them is evicted before its use.
-        let (held, missing): (Vec<usize>, Vec<usize>) = needed.iter().partition(|e| layer.cache.holds(**e));
-        layer.counts.hits += held.len() as u64;
-        layer.counts.stalls += missing.len() as u64;
-        layer.uses.clear();
-        let mut turns = Vec::new();
-        for expert in held {
-            layer.cache.count_request(expert, step);
-            let slot = layer.holders.iter().position(|holder| *holder == Some(expert)).unwrap_or(0);
-            layer.uses.push(ExpertUse { expert, slot });
-        }
-        let held = layer.uses.clone();
-        for expert in missing {
-            if let Some(slot) = layer.assign_slot(expert, &[]) {
-                layer.uses.push(ExpertUse { expert, slot });
-                turns.push((slot, expert));
-            }
-            layer.cache.count_request(expert, step);
-        }
-        let banks = layer.banks.clone();
-        for bank in banks {
-            for used in &held {
+    fn start_layer(&mut self, layer: usize, needed: &[usize]) {
+        let start = self.pools.start_layer(layer, needed);
+        for bank in self.layers[layer].banks.clone() {
+            for used in &start.held {
                 let slot = &mut self.banks[bank].slots[used.slot];
                 match slot.turns.back_mut() {
                     Some(turn) => turn.is_due = true,
                     None => slot.is_due = true,
                 }
             }
-            for (slot, expert) in &turns {
-                self.queue_turn(bank, *slot, Turn { expert: *expert, is_due: true, is_prefetch: false });
+            for used in &start.fetched {
+                self.queue_turn(bank, *used, (true, false));
             }
         }
+        self.layers[layer].uses = start.held.into_iter().chain(start.fetched).collect();
     }
 
-    /// Requests the likely experts of the layers that `key` announces: when it begins, of those that stand a window behind
-    /// it, in this run or in the next; when it ends, its own, if its window spans all layers. Earlier requests would take
-    /// slots from experts that this run still uses.
-    fn request_ahead(&mut self, key: &(String, u64), has_ended: bool) {
-        let of_program = |other: &&(String, u64)| other.0 == key.0;
-        let count = self.layers.keys().filter(of_program).count() as u64;
-        let is_announced = |(other, layer): &(&(String, u64), &TieredLayer)| match layer.tier.window {
-            window if window >= count => has_ended && *other == key,
-            window => !has_ended && (key.1 + window) % count == other.1,
-        };
-        let own = self.layers.iter().filter(|(other, _)| of_program(other));
-        let targets: Vec<(String, u64)> = own.filter(is_announced).map(|(other, _)| other.clone()).collect();
-        for target in targets {
-            self.request_likely_experts(&target);
-        }
-    }
-
-    /// Requests the experts that the next run of a layer will likely use and that no slot holds.
-    fn request_likely_experts(&mut self, key: &(String, u64)) {
-        let Some(layer) = self.layers.get_mut(key) else { return };
-        let likely = layer.cache.list_likely_experts(layer.step);
-        let mut turns = Vec::new();
-        for expert in &likely {
-            if let Some(slot) = layer.assign_slot(*expert, &likely) {
-                layer.ahead.insert(*expert);
-                layer.counts.prefetches += 1;
-                turns.push((slot, *expert));
-            }
-        }
-        for bank in layer.banks.clone() {
-            for (slot, expert) in &turns {
-                self.queue_turn(bank, *slot, Turn { expert: *expert, is_due: false, is_prefetch: true });
+    fn queue_requests(&mut self, requests: &[AheadRequest]) {
+        for request in requests {
+            for bank in self.layers[request.layer].banks.clone() {
+                request.fetched.iter().for_each(|pooled| self.queue_turn(bank, *pooled, (false, true)));
             }
         }
     }
 
     /// Appends an expert to those of a slot.
-    fn queue_turn(&mut self, bank: usize, slot: usize, turn: Turn) {
-        let TieredBank { ty, layer, slots, .. } = &mut self.banks[bank];
-        slots[slot].turns.push_back(turn);
-        if let Some(layer) = self.layers.get_mut(layer) {
-            layer.counts.moved_bytes += ty.byte_size().0.checked_div(ty.shape[0]).unwrap_or(0);
-        }
+    fn queue_turn(&mut self, bank: usize, pooled: PooledExpert, (is_due, is_prefetch): (bool, bool)) {
+        let PooledExpert { expert, slot } = pooled;
+        self.banks[bank].slots[slot].turns.push_back(Turn { expert, is_due, is_prefetch });
         self.advance(bank, slot);
     }
 
@@ -413,8 +328,7 @@ impl ExpertTiers {
         self.in_flight -= 1;
         let bank = &mut self.banks[at];
         bank.slots[slot].memory = Some(memory);
-        let first = self.layers.get(&bank.layer).map_or(0, |layer| layer.first_expert);
-        let (weight, expert) = (bank.name.clone(), (first + expert) as u64);
+        let (weight, expert) = (bank.name.clone(), self.pools.global_expert(bank.layer, expert));
         self.report.transfers.push(ExpertTransfer { weight, expert, is_prefetch, begin, end });
         if let Err(d) = outcome {
             bank.slots[slot].current = None;
@@ -449,21 +363,5 @@ impl TieredBank {
 
     fn find_resident(&self, expert: usize) -> Option<&PackedWeight> {
         self.slots.iter().find(|slot| slot.current == Some(expert))?.memory.as_ref()
-    }
-}
-
-impl TieredLayer {
-    /// Gives an expert a slot: an empty one, or that of the expert which the policy evicts for it. Returns `None` if a
-    /// slot holds it already, or holds only experts that are `spared`.
-    fn assign_slot(&mut self, expert: usize, spared: &[usize]) -> Option<usize> {
-        let fetch = self.cache.fetch_expert(expert, self.step, spared);
-        let CacheFetch::Added { evicted } = fetch else { return None };
-        let slot = self.holders.iter().position(|holder| *holder == evicted)?;
-        self.holders[slot] = Some(expert);
-        if let Some(evicted) = evicted {
-            self.counts.evicted.push((self.first_expert + evicted) as u64);
-            self.counts.prefetches_unused += u64::from(self.ahead.remove(&evicted));
-        }
-        Some(slot)
     }
 }

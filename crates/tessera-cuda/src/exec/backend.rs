@@ -5,15 +5,18 @@
 use std::sync::Arc;
 
 use super::memory::place_in_order;
-use super::{CudaBackend, OneTimeCounts, PreparedProgram, cuda_error, weights};
+use super::rounding::upload_rounded;
+use super::weights::WaitingAudit;
+use super::{CudaBackend, OneTimeCounts, PreparedProgram, cuda_error};
 use crate::capabilities::FeatureMask;
 use crate::device_memory::{copy_to_host, held_bytes, widen_bf16};
 use crate::kernel_table::SPIN;
 use tessera_base::Diagnostic;
 use tessera_device::dtype::from_e4m3_bits;
 use tessera_device::{
-    AbortFn, AuditResult, Backend, CacheChecks, CallData, Fault, Fingerprint, FingerprintHasher,
-    JoinedCommunicator, LoadedProgram, MemoryUse, Observer, ProgramHandle, StepTimes, WeightSource,
+    AbortFn, AuditResult, Backend, CacheChecks, CallData, ExpertReport, Fault, Fingerprint,
+    FingerprintHasher, JoinedCommunicator, LoadedProgram, MemoryUse, Observer, ProgramHandle, StepTimes,
+    WeightSource,
 };
 use tessera_ir::{CapturedGraph, DType, Program, Slots};
 
@@ -86,19 +89,24 @@ impl Backend for CudaBackend {
     fn audit_weights(&mut self, bytes: u64) -> AuditResult {
         // An unreadable device fails the next run, which reports the error in detail.
         match self.context.make_current() {
-            Ok(()) => self.weights.audit_next(bytes),
+            Ok(()) => self.weights.audit_next(bytes, self.has_unfinished_run),
             Err(_) => AuditResult::default(),
         }
     }
 
     fn audit_weights_while_waiting(&mut self, bytes: u64) -> AuditResult {
-        self.waiting_audit.replace_request(bytes)
+        let mut done = self.waiting_audit.replace_request(bytes);
+        // A run changes the pools of experts, so they are hashed between runs.
+        if done.rounds == 0 && !self.has_unfinished_run && self.context.make_current().is_ok() {
+            done.merge(self.weights.audit_next_tiers(bytes));
+        }
+        done
     }
 
     fn reload_weights(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
         self.context.make_current().map_err(|e| cuda_error("context", &e))?;
         self.weights.reload_all(&self.placement, weights)?;
-        self.waiting_audit = weights::WaitingAudit::default();
+        self.waiting_audit = WaitingAudit::default();
         self.reset_buffers();
         Ok(())
     }
@@ -153,6 +161,10 @@ impl Backend for CudaBackend {
         self.step_times.take()
     }
 
+    fn take_expert_report(&mut self) -> ExpertReport {
+        self.weights.tiers_mut().take_report()
+    }
+
     fn output(&self, name: &str) -> Option<&[f32]> {
         // The device may still write the outputs of a run that failed.
         if self.has_unfinished_run || self.call_arrays.is_some() {
@@ -196,7 +208,7 @@ impl Backend for CudaBackend {
             return false;
         }
         let memory = b.memory.slice(0, b.ty.byte_size().0 as usize);
-        memory.and_then(|to| weights::upload_rounded(to, b.ty.dtype, data)).is_ok()
+        memory.and_then(|to| upload_rounded(to, b.ty.dtype, data)).is_ok()
     }
 
     fn reset_buffers(&mut self) {
@@ -207,6 +219,7 @@ impl Backend for CudaBackend {
                 let _ = b.memory.zero_fill();
             }
         }
+        self.weights.tiers_mut().reset();
     }
 
     fn reset_count(&self) -> u64 {
@@ -258,7 +271,11 @@ impl Drop for CudaBackend {
             return;
         }
         let abort_threads = self.groups.abort_all();
-        self.programs.iter_mut().for_each(|p| (p.graph, p.traced_graph) = (None, None));
+        for p in &mut self.programs {
+            (p.graph, p.traced_graph) = (None, None);
+            // The stream may still call the host functions that decide where experts lie.
+            std::mem::forget(std::mem::take(&mut p.tiered_layers));
+        }
         for thread in abort_threads {
             // These threads do not panic, and their result is of no use here.
             let _ = thread.join();

@@ -4,9 +4,10 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Op, OpKind, OpView, Program, ValueId};
+use tessera_ir::{Op, OpKind, OpView, Program, StreamKind, ValueId};
 
 use super::CudaBackend;
+use super::expert_fetches::AheadCopies;
 use super::launch::elementwise::build_frame_table;
 use super::launch::site::LaunchSite;
 use super::launch::wire::build_wire_launches;
@@ -55,6 +56,7 @@ impl CudaBackend {
         let steps = self.programs[program].steps.clone();
         let mut fused_collectives = self.find_fused_collectives(program, &steps)?;
         let mut batches = TransferBatches::from_program(&p);
+        let (io, mut copies) = (streams.get(StreamKind::Io.name()), AheadCopies::default());
         for (k, step) in steps.iter().enumerate() {
             let at = step.launch_op();
             let op = &p.ops[at];
@@ -88,13 +90,16 @@ impl CudaBackend {
                     if let Some(opened) = targets.and_then(|s| s.opened_event.as_ref()) {
                         own.wait_event(opened)?;
                     }
+                    self.enqueue_layer_start(program, at, (own, io), &mut copies)?;
                     watch(at, own, false)?;
                     self.launch_step(program, step, targets.map(|s| &s.targets), own)?;
                     watch(at, own, true)?;
+                    self.enqueue_layer_end(program, at, (own, io), &mut copies)?;
                 }
             }
         }
-        lanes.join_main()
+        lanes.join_main()?;
+        self.join_expert_copies(program, lanes.streams[0], &copies)
     }
 
     /// Fills the call area and computes the RoPE tables of the call, on the first stream. The other

@@ -26,7 +26,8 @@ pub(super) fn read_supported(p: &Program, i: usize) -> Result<OpView, String> {
 
 /// Explains why this backend cannot run a program whose ops it supports one by one; `None` if it can.
 /// GEMMs share a workspace, and so do the ops of several launches, which pass numbers to one another through scratch
-/// memory, so each must run on one stream.
+/// memory, so each must run on one stream. So must the ops that multiply experts in two tiers: copies for a layer wait for
+/// the end of an earlier one by its place on the stream.
 pub(super) fn unsupported_streams(p: &Program) -> Option<String> {
     let in_scratch: &[Opcode] = &[
         Opcode::Attention,
@@ -35,8 +36,14 @@ pub(super) fn unsupported_streams(p: &Program) -> Option<String> {
         Opcode::ExpertDistance,
         Opcode::ExpertPackFused,
     ];
-    [&[Opcode::Matmul], in_scratch].into_iter().find_map(|sharing| {
-        let mut ops = p.ops.iter().filter(|op| sharing.contains(&op.opcode));
+    let is_matmul = |op: &Op| op.opcode == Opcode::Matmul;
+    let is_in_scratch = |op: &Op| in_scratch.contains(&op.opcode);
+    let weights = p.ops.iter().filter(|op| op.states_tier());
+    let tiered: Vec<ValueId> = weights.flat_map(|op| op.results.iter().copied()).collect();
+    let reads_tiers = |op: &Op| op.operands.iter().any(|v| tiered.contains(v));
+    let sharing: [&dyn Fn(&Op) -> bool; 3] = [&is_matmul, &is_in_scratch, &reads_tiers];
+    sharing.into_iter().find_map(|shares| {
+        let mut ops = p.ops.iter().filter(|op| shares(op));
         let first = ops.next()?;
         let other = ops.find(|op| op.stream != first.stream)?;
         let name = |op: &Op| p.streams.get(op.stream.0 as usize).map_or("?", String::as_str);
@@ -114,6 +121,19 @@ mod tests {
         let p = parse_all(text, "test").expect("a program").remove(0);
         let why = unsupported_streams(&p);
         assert_eq!(why.as_deref(), Some("expert_distance on the streams compute and aside"));
+        let experts = |tier: &str| {
+            let text = format!(
+                "program @p role(a) mesh(tp=2) streams(compute, aside) {{ %x = input : f32[4, 2, 8] @compute \
+                 %n = input : f32[4, 1] @compute %w = weight \"w\" {tier} : f32[4, 8, 8] @compute \
+                 %v = weight \"v\" {tier} : f32[4, 8, 8] @compute \
+                 %a = ttile.grouped_matmul %x, %w, %n {{rows = 4}} @compute \
+                 %b = ttile.grouped_matmul %x, %v, %n {{rows = 4}} @aside output \"a\", %a output \"b\", %b }}"
+            );
+            unsupported_streams(&parse_all(&text, "test").expect("a program").remove(0))
+        };
+        assert_eq!(experts(""), None);
+        let tier = "{tier_layer = 0, tier_policy = \"lru\", tier_resident = 2, tier_window = 1}";
+        assert_eq!(experts(tier).as_deref(), Some("grouped_matmul on the streams compute and aside"));
     }
 
     #[test]

@@ -61,6 +61,7 @@ impl CudaBackend {
         let call_area =
             allocate_call_area(layout.call_area_bytes, &rope_tables, &list_tables).map_err(broken)?;
         self.create_streams(p).map_err(broken)?;
+        let tiered_layers = self.find_tiered_layers(p, &views, &layout.locations).map_err(broken)?;
         let scratch_of = |v: &OpView| match v {
             OpView::Attention(v) => attention_scratch_bytes(p, v),
             OpView::PagedAttention(v) => paged_attention_scratch_bytes(p, v),
@@ -95,6 +96,7 @@ impl CudaBackend {
             rope_tables,
             list_tables,
             wire_words,
+            tiered_layers,
             call_area,
             staged: PinnedMemory::new(staged_bytes).map_err(broken)?,
             staged_bytes,
@@ -221,7 +223,8 @@ impl CudaBackend {
 
     /// Creates the streams of a program that no other program has.
     fn create_streams(&mut self, p: &Program) -> CudaResult<()> {
-        for name in p.streams.iter().cloned().chain(TransferBatches::side_stream_names(p)) {
+        let io = p.ops.iter().any(Op::states_tier).then(|| StreamKind::Io.name().to_string());
+        for name in p.streams.iter().cloned().chain(TransferBatches::side_stream_names(p)).chain(io) {
             // Communication streams get a higher priority than compute: peers wait for the
             // transfers.
             let urgent = name != StreamKind::Compute.name();

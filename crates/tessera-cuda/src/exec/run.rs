@@ -4,6 +4,7 @@
 #![allow(unsafe_code, reason = "launches of captured graphs")]
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use tessera_device::{CallData, Fault, Observer, Scalar, check_input};
 use tessera_ir::{OpView, Opcode, Program, StreamKind};
@@ -90,6 +91,7 @@ impl CudaBackend {
         }
         self.exchange_offsets(program).map_err(broken)?;
         self.groups.reset_progress();
+        self.weights.tiers().forget_failed_run();
         Ok(())
     }
 
@@ -104,6 +106,7 @@ impl CudaBackend {
             observer.on_issued(i);
         }
         self.wait_for_device(&p, observer)?;
+        self.weights.tiers_mut().report_run(Instant::now()).map_err(|e| Fault::Failed(e.0))?;
         self.check_chosen_ids(program)?;
         for o in self.outputs.values_mut() {
             o.is_current = o.program == program;

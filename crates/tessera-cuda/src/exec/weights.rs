@@ -1,17 +1,17 @@
-//! Weights in device memory: loading shards, fingerprinting them, auditing them against their
-//! fingerprints, and reloading them.
+//! Weights of a rank: loading shards, fingerprinting them, auditing them against their fingerprints, and
+//! reloading them. A shard lies in device memory, or its experts lie in two tiers.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_device::{
-    AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice, dtype,
-};
-use tessera_ir::{DType, Op, Program, Type, WeightLoad};
+use tessera_device::{AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
+use tessera_ir::{ExpertTier, Op, Program, Type, WeightLoad};
 
 use super::cuda_error;
-use crate::device_memory::{ALIGNMENT, DeviceMemory, DeviceSlice, copy_to_device, copy_to_host};
+use super::expert_tiers::ExpertTiers;
+use super::rounding::{round_and_upload, upload_rounded};
+use crate::device_memory::{ALIGNMENT, DeviceMemory, DeviceSlice, copy_to_host};
 use crate::driver::CudaResult;
 
 /// All weight shards of a rank, each stored once.
@@ -22,19 +22,29 @@ pub(super) struct DeviceWeights {
     /// Index and used bytes of the allocation that currently receives small tensors.
     open_block: Option<(usize, usize)>,
     blocks: Vec<DeviceMemory>,
+    tiers: ExpertTiers,
     audit_cursor: AuditCursor,
 }
 
-type ShardKey = (String, String, Option<WeightLoad>);
+type ShardKey = (String, String, Option<WeightLoad>, Option<ExpertTier>);
 
-/// One weight shard in device memory, with its fingerprint at load.
+/// One weight shard, with its fingerprint at load.
 #[derive(Debug)]
 struct DeviceShard {
     name: String,
     ty: Type,
     load_transform: Option<WeightLoad>,
-    place: ShardPlace,
+    storage: ShardStorage,
     fingerprint: Fingerprint,
+}
+
+/// The memory of a shard.
+#[derive(Debug, Clone, Copy)]
+enum ShardStorage {
+    /// Device memory as a whole.
+    Device(ShardPlace),
+    /// Two tiers, by index of the weight there.
+    Tiers(usize),
 }
 
 /// The place of a shard: an allocation and the offset of the shard in it.
@@ -81,7 +91,7 @@ impl WaitingAudit {
             return false;
         }
         let begun = Instant::now();
-        let step = weights.audit_next(self.bytes_left.min(AUDIT_READ_BYTES));
+        let step = weights.audit_next(self.bytes_left.min(AUDIT_READ_BYTES), true);
         self.bytes_left = if step.bytes == 0 || step.rounds > 0 { 0 } else { self.bytes_left - step.bytes };
         let hidden_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.done.merge(AuditResult { hidden_ns, ..step });
@@ -98,9 +108,10 @@ impl DeviceWeights {
         op: &Op,
         source: &mut dyn WeightSource,
     ) -> Result<usize, Diagnostic> {
-        match self.index.get(&weight_key(p, op)) {
-            Some(i) => Ok(*i),
-            None => {
+        match (self.index.get(&weight_key(p, op)), op.expert_tier()) {
+            (Some(i), _) => Ok(*i),
+            (None, Some(tier)) => self.load_experts(mesh_rank, p, (op, tier), source),
+            (None, None) => {
                 let broken = |e| cuda_error(&format!("weight {}", weight_key(p, op).0), &e);
                 let at =
                     self.allocate_bytes(p.type_of(op.results[0]).byte_size().0 as usize).map_err(broken)?;
@@ -146,24 +157,70 @@ impl DeviceWeights {
     ) -> Result<usize, Diagnostic> {
         let (key, ty) = (weight_key(p, op), p.type_of(op.results[0]));
         let fingerprint = upload_weight(&self.blocks, at, (&key.0, ty, key.2), mesh_rank, source)?;
-        self.shards.push(DeviceShard {
-            name: key.0.clone(),
-            ty: ty.clone(),
-            load_transform: key.2,
-            place: at,
-            fingerprint,
-        });
+        Ok(self.add_shard(key, ty, ShardStorage::Device(at), fingerprint))
+    }
+
+    /// Reads the experts of a weight op into host memory. Returns the shard's index.
+    fn load_experts(
+        &mut self,
+        mesh_rank: &MeshRank,
+        p: &Program,
+        (op, tier): (&Op, ExpertTier),
+        source: &mut dyn WeightSource,
+    ) -> Result<usize, Diagnostic> {
+        let (key, ty) = (weight_key(p, op), p.type_of(op.results[0]));
+        let weight = self.tiers.add_weight((&p.name, &key.0), (tier, ty), mesh_rank)?;
+        let experts = source.open_experts(&key.0, ty, mesh_rank)?;
+        let fingerprint = self.tiers.read_experts(weight, &*experts, mesh_rank)?;
+        Ok(self.add_shard(key, ty, ShardStorage::Tiers(weight), fingerprint))
+    }
+
+    fn add_shard(
+        &mut self,
+        key: ShardKey,
+        ty: &Type,
+        storage: ShardStorage,
+        fingerprint: Fingerprint,
+    ) -> usize {
+        let (name, ty, load_transform) = (key.0.clone(), ty.clone(), key.2);
+        self.shards.push(DeviceShard { name, ty, load_transform, storage, fingerprint });
         self.index.insert(key, self.shards.len() - 1);
-        Ok(self.shards.len() - 1)
+        self.shards.len() - 1
     }
 
+    pub(super) fn tiers(&self) -> &ExpertTiers {
+        &self.tiers
+    }
+
+    pub(super) fn tiers_mut(&mut self) -> &mut ExpertTiers {
+        &mut self.tiers
+    }
+
+    /// Returns the index of a shard among the weights in two tiers; `None` for another one.
+    pub(super) fn find_tiered(&self, i: usize) -> Option<usize> {
+        match self.shards[i].storage {
+            ShardStorage::Device(_) => None,
+            ShardStorage::Tiers(weight) => Some(weight),
+        }
+    }
+
+    /// Returns the address of a shard in device memory; of experts in two tiers, that of the pool.
     pub(super) fn shard_address(&self, i: usize) -> u64 {
-        let ShardPlace { block, offset } = self.shards[i].place;
-        self.blocks[block].device_address() + offset
+        match self.shards[i].storage {
+            ShardStorage::Device(ShardPlace { block, offset }) => {
+                self.blocks[block].device_address() + offset
+            }
+            ShardStorage::Tiers(weight) => self.tiers.pool_address(weight),
+        }
     }
 
+    /// Returns the bytes of all shards in device memory.
     pub(super) fn total_bytes(&self) -> u64 {
-        self.shards.iter().map(|h| h.ty.byte_size().0).sum()
+        let bytes = |h: &DeviceShard| match h.storage {
+            ShardStorage::Device(_) => h.ty.byte_size().0,
+            ShardStorage::Tiers(weight) => self.tiers.pool_bytes(weight),
+        };
+        self.shards.iter().map(bytes).sum()
     }
 
     pub(super) fn list_fingerprints(&self) -> Vec<Fingerprint> {
@@ -173,15 +230,21 @@ impl DeviceWeights {
         all
     }
 
-    pub(super) fn audit_next(&mut self, bytes: u64) -> AuditResult {
+    /// Hashes the next shards again, at most so many bytes. Stops before a shard that lies in two tiers if a run is in
+    /// flight, because a run changes the pools.
+    pub(super) fn audit_next(&mut self, bytes: u64, is_running: bool) -> AuditResult {
         let (mut audited, mut left) = (AuditResult::default(), bytes);
         let AuditCursor { shard: piece, offset, hash, host_buffer: stage } = &mut self.audit_cursor;
         while audited.rounds == 0
             && let Some(weight) = self.shards.get(*piece)
         {
+            if is_running && matches!(weight.storage, ShardStorage::Tiers(_)) {
+                break;
+            }
             let size = AUDIT_READ_BYTES.min(weight.ty.byte_size().0 - *offset);
             // An unreadable device fails the next run, which reports the error.
-            if size > left || weight.hash_range(&self.blocks, *offset, size, hash, stage).is_err() {
+            let memory = (&self.blocks[..], &self.tiers);
+            if size > left || weight.hash_range(memory, *offset, size, hash, stage).is_err() {
                 break;
             }
             left -= size;
@@ -204,6 +267,23 @@ impl DeviceWeights {
         audited
     }
 
+    /// Hashes the shards in two tiers that are next, at most so many bytes. No run is in flight.
+    pub(super) fn audit_next_tiers(&mut self, bytes: u64) -> AuditResult {
+        let mut audited = AuditResult::default();
+        let is_next = |own: &DeviceWeights| {
+            let next = own.shards.get(own.audit_cursor.shard);
+            next.is_some_and(|shard| matches!(shard.storage, ShardStorage::Tiers(_)))
+        };
+        while audited.rounds == 0 && is_next(self) {
+            let step = self.audit_next((bytes - audited.bytes).min(AUDIT_READ_BYTES), false);
+            if step.bytes == 0 {
+                break;
+            }
+            audited.merge(step);
+        }
+        audited
+    }
+
     pub(super) fn reload_all(
         &mut self,
         mesh_rank: &MeshRank,
@@ -215,8 +295,16 @@ impl DeviceWeights {
         (self.audit_cursor.shard, self.audit_cursor.offset, self.audit_cursor.hash) =
             (0, 0, FingerprintHasher::default());
         for h in &mut self.shards {
-            let weight = (h.name.as_str(), &h.ty, h.load_transform);
-            h.fingerprint = upload_weight(&self.blocks, h.place, weight, mesh_rank, source)?;
+            h.fingerprint = match h.storage {
+                ShardStorage::Device(at) => {
+                    let weight = (h.name.as_str(), &h.ty, h.load_transform);
+                    upload_weight(&self.blocks, at, weight, mesh_rank, source)?
+                }
+                ShardStorage::Tiers(weight) => {
+                    let experts = source.open_experts(&h.name, &h.ty, mesh_rank)?;
+                    self.tiers.read_experts(weight, &*experts, mesh_rank)?
+                }
+            };
         }
         Ok(())
     }
@@ -225,10 +313,13 @@ impl DeviceWeights {
         let found = self.shards.iter().find(|h| h.name == name && index < h.ty.element_count());
         found.is_some_and(|h| {
             let width = h.ty.dtype.element_bytes() as usize;
-            shard_memory(&self.blocks, h.place, &h.ty)
-                .and_then(|all| all.sub_slice(index as usize * width, width))
-                .and_then(|to| upload_rounded(to, h.ty.dtype, &[value]))
-                .is_ok()
+            let written = match h.storage {
+                ShardStorage::Device(at) => shard_memory(&self.blocks, at, &h.ty)
+                    .and_then(|all| all.sub_slice(index as usize * width, width))
+                    .and_then(|to| upload_rounded(to, h.ty.dtype, &[value])),
+                ShardStorage::Tiers(weight) => self.tiers.overwrite_element(weight, index, value),
+            };
+            written.is_ok()
         })
     }
 
@@ -277,85 +368,31 @@ fn shard_memory<'a>(
     blocks[at.block].slice(at.offset, ty.byte_size().0 as usize)
 }
 
-/// Returns the identity of a weight: its name, its type, and the transformation of the stored
-/// tensor.
+/// Returns the identity of a weight: its name, its type, the transformation of the stored tensor, and
+/// its tiers.
 fn weight_key(p: &Program, op: &Op) -> ShardKey {
     let name = op.name.clone().unwrap_or_default();
-    (name, p.type_of(op.results[0]).display_on(&p.mesh), op.weight_load())
+    (name, p.type_of(op.results[0]).display_on(&p.mesh), op.weight_load(), op.expert_tier())
 }
 
 impl DeviceShard {
     fn hash_range(
         &self,
-        blocks: &[DeviceMemory],
+        (blocks, tiers): (&[DeviceMemory], &ExpertTiers),
         offset: u64,
         size: u64,
         hash: &mut FingerprintHasher,
         stage: &mut Vec<u8>,
     ) -> CudaResult<()> {
         stage.resize(size as usize, 0);
-        let bytes = shard_memory(blocks, self.place, &self.ty)?;
-        copy_to_host(stage, bytes.sub_slice(offset as usize, size as usize)?)?;
+        match self.storage {
+            ShardStorage::Device(at) => {
+                let bytes = shard_memory(blocks, at, &self.ty)?;
+                copy_to_host(stage, bytes.sub_slice(offset as usize, size as usize)?)?;
+            }
+            ShardStorage::Tiers(weight) => tiers.read_bytes(weight, offset, stage)?,
+        }
         hash.update_raw(stage, self.ty.dtype);
         Ok(())
     }
-}
-
-/// Elements per upload. Chunking lets the host convert one chunk while it hashes and uploads, and
-/// avoids a second full copy of a tensor in host memory.
-const UPLOAD_ELEMENTS: usize = 16 << 20;
-
-/// Rounds elements to a dtype and uploads them.
-pub(super) fn upload_rounded(to: DeviceSlice<'_, u8>, dtype: DType, data: &[f32]) -> CudaResult<()> {
-    round_and_upload(to, dtype, data, None)
-}
-
-/// Uploads elements like [`upload_rounded`], and adds the uploaded bytes to a hash, which audits compare
-/// with the device.
-fn round_and_upload(
-    to: DeviceSlice<'_, u8>,
-    dtype: DType,
-    data: &[f32],
-    mut hash: Option<&mut FingerprintHasher>,
-) -> CudaResult<()> {
-    let (width, mut bytes) = (dtype.element_bytes() as usize, Vec::new());
-    for (i, part) in data.chunks(UPLOAD_ELEMENTS).enumerate() {
-        bytes.resize(part.len() * width, 0);
-        round_to_dtype(dtype, part, &mut bytes);
-        // One core hashes while another uploads.
-        std::thread::scope(|s| {
-            if let Some(hash) = &mut hash {
-                s.spawn(|| hash.update_raw(&bytes, dtype));
-            }
-            copy_to_device(to.sub_slice(i * UPLOAD_ELEMENTS * width, bytes.len())?, &bytes)
-        })?;
-    }
-    Ok(())
-}
-
-/// Rounds elements to a dtype, little-endian, on all cores: one core would take half a minute for
-/// 14 billion elements.
-fn round_to_dtype(dtype: DType, from: &[f32], to: &mut [u8]) {
-    let width = dtype.element_bytes() as usize;
-    let one = |from: &[f32], to: &mut [u8]| match dtype {
-        DType::Bf16 => {
-            to.as_chunks_mut::<2>()
-                .0
-                .iter_mut()
-                .zip(from)
-                .for_each(|(o, v)| *o = dtype::to_bf16_bits(*v).to_le_bytes());
-        }
-        DType::E4m3 => to.iter_mut().zip(from).for_each(|(o, v)| *o = dtype::to_e4m3_bits(*v)),
-        _ => to.as_chunks_mut::<4>().0.iter_mut().zip(from).for_each(|(o, v)| *o = v.to_le_bytes()),
-    };
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let share = from.len().div_ceil(cores).max(64 << 10);
-    if share >= from.len() {
-        return one(from, to);
-    }
-    std::thread::scope(|s| {
-        for (from, to) in from.chunks(share).zip(to.chunks_mut(share * width)) {
-            s.spawn(move || one(from, to));
-        }
-    });
 }

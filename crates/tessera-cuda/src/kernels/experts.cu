@@ -264,7 +264,8 @@ __device__ __forceinline__ int find_filled_part(const float *counts, int parts, 
 // Multiplies the filled slots of each part, which are those of one group and one group of tokens, with the weights of the
 // group; the other slots are zeros. A warp computes a column of one part, 8 rows at a time: of one expert, few slots are
 // filled. A launch has blocks for as many parts as can have filled slots at once; in a decoding step, most have none.
-template <typename T> __device__ void multiply_parts(const T *x, const T *w, const float *counts, T *out, int parts, int token_groups, int slots, int k, int m, int act) {
+// `experts` holds the address of each group's weights; without it, they lie one behind the other from `w` on.
+template <typename T> __device__ void multiply_parts(const T *x, const T *w, const u64 *experts, const float *counts, T *out, int parts, int token_groups, int slots, int k, int m, int act) {
     let_successor_begin();
     wait_for_predecessor();
     i64 of_part = (i64)slots * m;
@@ -274,17 +275,38 @@ template <typename T> __device__ void multiply_parts(const T *x, const T *w, con
     int column = blockIdx.x % blocks * (blockDim.x / 32) + threadIdx.x / 32;
     if (part < 0 || column >= m) return;
     int count = min(slots, (int)counts[part]), row = 0;
-    x += (i64)part * slots * k, w += ((i64)(part / token_groups) * m + column) * k, out += (i64)part * of_part + column;
+    int group = part / token_groups;
+    w = (experts ? (const T *)experts[group] : w + (i64)group * m * k) + (i64)column * k;
+    x += (i64)part * slots * k, out += (i64)part * of_part + column;
     for (; row + 8 <= count; row += 8) multiply_and_store<T, 8>(x + (i64)row * k, w, out + (i64)row * m, k, m, act);
     if (row + 4 <= count) multiply_and_store<T, 4>(x + (i64)row * k, w, out + (i64)row * m, k, m, act), row += 4;
     for (; row < count; row++) multiply_and_store<T, 1>(x + (i64)row * k, w, out + (i64)row * m, k, m, act);
     for (row = count + threadIdx.x % 32; row < slots; row += 32) from_f32(0.0f, out[(i64)row * m]);
 }
-extern "C" __global__ void grouped_matmul_f32(const float *x, const float *w, const float *counts, float *out, int parts, int token_groups, int slots, int k, int m, int act) {
-    multiply_parts(x, w, counts, out, parts, token_groups, slots, k, m, act);
+extern "C" __global__ void grouped_matmul_f32(const float *x, const float *w, const u64 *experts, const float *counts, float *out, int parts, int token_groups, int slots, int k, int m, int act) {
+    multiply_parts(x, w, experts, counts, out, parts, token_groups, slots, k, m, act);
 }
-extern "C" __global__ void grouped_matmul_bf16(const bf16 *x, const bf16 *w, const float *counts, bf16 *out, int parts, int token_groups, int slots, int k, int m, int act) {
-    multiply_parts(x, w, counts, out, parts, token_groups, slots, k, m, act);
+extern "C" __global__ void grouped_matmul_bf16(const bf16 *x, const bf16 *w, const u64 *experts, const float *counts, bf16 *out, int parts, int token_groups, int slots, int k, int m, int act) {
+    multiply_parts(x, w, experts, counts, out, parts, token_groups, slots, k, m, act);
+}
+
+// Copies matrices of experts to their slots. `orders` holds their number, and for each the address of the matrix, that of
+// its slot, and their length in units of 16 bytes. Host memory answers late, so each thread has four loads in flight.
+extern "C" __global__ void fetch_experts(const u64 *orders) {
+    u64 count = orders[0], first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = 0; i < count; i++) {
+        const uint4 *from = (const uint4 *)orders[3 * i + 1];
+        uint4 *to = (uint4 *)orders[3 * i + 2];
+        u64 units = orders[3 * i + 3], at = first;
+        for (; at + 3 * step < units; at += 4 * step) {
+            uint4 parts[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) parts[j] = from[at + j * step];
+#pragma unroll
+            for (int j = 0; j < 4; j++) to[at + j * step] = parts[j];
+        }
+        for (; at < units; at += step) to[at] = from[at];
+    }
 }
 
 // The slots of y: those of `experts` experts from `first_expert` on, for groups of tokens with `capacity` slots each.

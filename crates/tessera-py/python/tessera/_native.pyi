@@ -750,13 +750,14 @@ def register_prefetch(
     """Keeps the experts of a layer in host memory and a few of them in fast memory, in the programs that are traced from now on.
 
     A rank has a pool for ``resident`` experts of each bank, by default for two times the experts of a token: those that it
-    uses, and as many that arrive meanwhile. When a layer starts, the thread of the stream ``io`` is asked for the experts that
+    uses, and as many that arrive meanwhile. When a layer starts, the stream ``io`` is asked for the experts that
     the registered layer ``window`` layers later will likely use, in this call or in the next one, and for those that this
     layer uses and its pool does not hold. ``policy`` says which are likely, and which leave the pool: ``"lru_hotness"`` counts uses and halves
     a count every 64 calls, ``"lru"`` goes by the last use. Results keep their bits, whatever ``resident`` is.
 
-    The tiers are ``"HBM"`` and ``"Grace"``: on CPU ranks, the pools of the rank, and the host memory that all ranks share. Ranks on GPUs refuse
-    such a plan with T0806.
+    The tiers are ``"HBM"`` and ``"Grace"``. On a CPU rank they are its pools, and the host memory that all ranks share. On a GPU they are
+    device memory and pinned host memory, which has all experts of the rank. A GPU whose layer uses more experts than its pool has slots
+    reads the others in host memory.
     """
 
 class PrefetchReport:

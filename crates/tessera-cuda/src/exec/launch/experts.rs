@@ -239,6 +239,7 @@ pub(super) fn build_grouped_matmul(s: &LaunchSite<'_>, v: &views::GroupedMatmul,
     let args = GroupedMatmul {
         x: s.at(v.x)?,
         w: s.at(v.w)?,
+        experts: s.expert_addresses(v.w)?,
         counts: s.at(v.counts)?,
         out: s.at(out)?,
         parts: parts as i32,

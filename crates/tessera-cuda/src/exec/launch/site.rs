@@ -90,6 +90,11 @@ impl<'a> LaunchSite<'a> {
         Ok(found.transpose()?.flatten().unwrap_or_default())
     }
 
+    /// Returns the address of the list in which a run states where the experts of a weight lie; 0 for a weight in one tier.
+    pub(super) fn expert_addresses<A: From<u64>>(&self, w: ValueId) -> CudaResult<A> {
+        self.find_address(|backend, program| backend.expert_addresses(program, w))
+    }
+
     pub(super) fn scratch_address(&self) -> CudaResult<u64> {
         self.find_address(|backend, _| backend.scratch_address())
     }
