@@ -5,6 +5,7 @@
 //! carries the time of the kernel and the others take none, because all inputs of the kernel exist
 //! by then.
 
+mod expert_fetch;
 mod kernel_fusion;
 
 use std::collections::BTreeSet;
@@ -12,6 +13,8 @@ use std::collections::BTreeSet;
 use tessera_ir::op_traits::KernelClass;
 use tessera_ir::{DType, Op, OpView, Opcode, PeerPosition, Program, ValueId, op_workload, views};
 use tessera_mesh::{Cluster, Group, Mesh, Precision, Rank};
+
+pub use expert_fetch::{ExpertFetch, price_expert_fetches};
 
 use crate::{Algorithm, AttentionWork, CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
 

@@ -36,8 +36,7 @@ holds in two layouts, or padding of very small shapes, explains a small model; o
 
     T0806: "backend has no second tier of memory for experts",
     "The plan states that experts lie in host memory and a few of them in fast memory. Ranks on CPUs move them; ranks on GPUs \
-and the simulator do not, and an estimate has no price for it. The run or the estimate is refused before a rank starts, \
-because it would otherwise hold every expert, or leave out the transfers, and say nothing.\n\n\
-Run the plan on CPU ranks, or plan without `runtime.register_prefetch`. `tessera plan --cluster` prices tiers of experts by \
-estimate.";
+and the simulator do not, and a machine whose cluster.toml states `host.bytes` 0 has no such memory. The run or the estimate \
+is refused before a rank starts, because it would otherwise hold every expert, or leave out the transfers, and say nothing.\n\n\
+Run the plan on CPU ranks, estimate it on a machine with host memory, or plan without `runtime.register_prefetch`.";
 }

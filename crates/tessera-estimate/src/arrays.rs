@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use tessera::arrays::{ArrayFunction, check_one_tier, lower_functions};
+use tessera::arrays::{ArrayFunction, check_second_tier, lower_functions};
 use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
 use tessera_cost::MachineModel;
 use tessera_ir::Bundle;
 use tessera_mesh::{Axis, Mesh, RankMap};
 use tessera_plan::layouts::StreamOverlap;
 use tessera_plan::search::{Objective, Reason};
-use tessera_plan::video::{RankMemory, estimate_call, memory_by_role};
+use tessera_plan::video::{RankMemory, estimate_call, host_expert_bytes, memory_by_role};
 
 use crate::codes::T1242;
 use crate::format::format_ns;
@@ -45,6 +45,11 @@ pub struct ArrayCost {
     pub exposed_ns: f64,
     /// Bytes that all ranks together send.
     pub sent_bytes: f64,
+    /// Time for which the first grouped matmuls of layers wait for experts from the second tier of memory, on the rank that waits
+    /// longest, in nanoseconds.
+    pub fetch_wait_ns: f64,
+    /// Expected bytes of these experts.
+    pub fetched_bytes: f64,
     /// Floating-point operations of all ranks.
     pub flops: f64,
     /// Planned memory of the fullest rank.
@@ -60,12 +65,15 @@ pub struct ArraySearch {
     pub refused: Vec<(Mesh, Diagnostics)>,
 }
 
-/// Estimates a call of every program of a bundle on a machine, also if the machine is too small for it.
+/// Estimates a call of every program of a bundle on a machine, also if the machine is too small for it. Layers whose
+/// experts lie in two tiers of memory wait for the experts that even routing leads to and that a rank does not hold, as
+/// [`price_expert_fetches`](tessera_cost::program_cost::price_expert_fetches) says.
 ///
 /// # Errors
-/// T1115 if ranks form a wait cycle, which no sealed plan has, and T0806 for experts in two tiers of memory.
+/// T1115 if ranks form a wait cycle, which no sealed plan has, and T0806 for experts in two tiers of memory on a machine
+/// that has one.
 pub fn estimate_arrays(bundle: &Bundle, machine: &MachineModel) -> Result<ArrayCost, Diagnostics> {
-    check_one_tier(bundle).map_err(|d| vec![d])?;
+    check_second_tier(bundle, &machine.cluster).map_err(|d| vec![d])?;
     let phases: Vec<String> = bundle.phases.iter().map(|phase| phase.name.clone()).collect();
     let estimate = estimate_call(bundle, "every program", &phases, machine, false).map_err(|d| vec![*d])?;
     Ok(ArrayCost {
@@ -73,6 +81,8 @@ pub fn estimate_arrays(bundle: &Bundle, machine: &MachineModel) -> Result<ArrayC
         ns: estimate.ns,
         exposed_ns: estimate.exposed_ns(),
         sent_bytes: estimate.sent_bytes.iter().sum(),
+        fetch_wait_ns: estimate.fetches.ns,
+        fetched_bytes: estimate.fetches.bytes,
         flops: estimate.flops,
         memory: fullest_rank(bundle).total_bytes(),
     })
@@ -81,7 +91,8 @@ pub fn estimate_arrays(bundle: &Bundle, machine: &MachineModel) -> Result<ArrayC
 /// Checks that a machine has a device for every rank of a bundle, with memory for it.
 ///
 /// # Errors
-/// T1201 for more ranks than devices, T1217 for a rank that needs more memory than a device has.
+/// T1201 for more ranks than devices, T1217 for a rank that needs more memory than a device has, or more host memory
+/// than there is for each device, T0806 for experts in two tiers of memory on a machine that has one.
 pub fn check_fit(bundle: &Bundle, machine: &MachineModel) -> Result<(), Diagnostics> {
     let cluster = &machine.cluster;
     let (ranks, devices) = (bundle.mesh.world_size(), cluster.device_count());
@@ -110,7 +121,26 @@ pub fn check_fit(bundle: &Bundle, machine: &MachineModel) -> Result<(), Diagnost
                 .with_hint("shard more arrays, or shard them over a larger axis"),
         );
     }
+    match check_second_tier(bundle, cluster) {
+        Ok(()) => found.extend(check_host_memory(bundle, machine)),
+        Err(d) => found.push(d),
+    }
     if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+/// Returns an error if the experts of a rank that lie in host memory need more than there is for each device.
+fn check_host_memory(bundle: &Bundle, machine: &MachineModel) -> Option<Diagnostic> {
+    let cluster = &machine.cluster;
+    let (experts, held) = (host_expert_bytes(bundle), Bytes(cluster.host_bytes.value as u64));
+    (experts > held).then(|| {
+        let what = format!(
+            "the experts of a rank need {experts} of host memory, and {} has {held} per device",
+            cluster.name
+        );
+        Diagnostic::error(Reason::Memory.code(), what)
+            .with_label("mesh", bundle.mesh.to_string())
+            .with_hint("shard the experts over a larger axis")
+    })
 }
 
 fn fullest_rank(bundle: &Bundle) -> RankMemory {
@@ -209,6 +239,9 @@ impl ArrayQuery {
                 text += "compared with the plan, per call\n";
                 text += &change("in total", cost.ns, plan.ns);
                 text += &change("waiting for collectives", cost.exposed_ns, plan.exposed_ns);
+                if cost.fetched_bytes + plan.fetched_bytes > 0.0 {
+                    text += &change("waiting for experts", cost.fetch_wait_ns, plan.fetch_wait_ns);
+                }
             }
             Err(_) => text += &format!("the plan, on {chosen}, does not use all {} devices\n", self.devices),
         }
@@ -300,8 +333,16 @@ impl ArraySearch {
 }
 
 fn describe_cost(cost: &ArrayCost) -> String {
+    let fetches = match cost.fetched_bytes > 0.0 {
+        true => format!(
+            " and {} for {} of experts in host memory",
+            format_ns(cost.fetch_wait_ns),
+            Bytes(cost.fetched_bytes as u64)
+        ),
+        false => String::new(),
+    };
     format!(
-        "{} per call, of which {} wait for collectives; {} on the fullest rank",
+        "{} per call, of which {} wait for collectives{fetches}; {} on the fullest rank",
         format_ns(cost.ns),
         format_ns(cost.exposed_ns),
         cost.memory

@@ -125,7 +125,7 @@ pub struct Cluster {
     pub device: DeviceSpec,
     /// Links, in the order of [`LinkClass::ALL`].
     pub links: [LinkSpec; 3],
-    /// Host memory per device, in bytes.
+    /// Host memory per device, in bytes; 0 if devices have no second tier of memory.
     pub host_bytes: Figure,
     /// Bandwidth of host memory per device while all devices of the host read.
     pub host_bytes_per_s: Figure,

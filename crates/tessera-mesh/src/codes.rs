@@ -49,8 +49,8 @@ For a rack that is one domain set `domain` to `hosts_per_rack` times `devices_pe
 switch between devices set `domain = 1`. More than 65,536 devices are assumed to be a mistake.";
 
     T1102: "figure of the cluster is out of range",
-    "Rates, sizes and peaks are above 0, latencies are at least 0, and `achievable` is a fraction of the line rate \
-from 0 to 1. Units are bytes, bytes per second, operations per second and nanoseconds: 450 GB/s is `450e9`. \
+    "Rates, sizes and peaks are above 0, except that `host.bytes` is 0 where devices have no second tier of memory. \
+Latencies are at least 0, and `achievable` is a fraction of the line rate from 0 to 1. Units are bytes, bytes per second, operations per second and nanoseconds: 450 GB/s is `450e9`. \
 Each figure names its source, because an estimate is only as good as its inputs; write `a guess` if it is one.";
 
     T1103: "links or peaks of the cluster are in an implausible order",

@@ -226,7 +226,8 @@ disable the rule (`replica_in_rack` of its search space).";
     T1217: "peak rank exceeds device memory",
     "The message gives the bytes that the peak rank needs, the device's memory, and the largest term. Weights shrink \
 with tp, ep and pp; activations with recomputation and smaller micro-batches; optimizer state by sharding it over replicas; \
-the KV cache with tp, with more replicas, or on another tier.";
+the KV cache with tp, with more replicas, or on another tier.\n\n\
+Experts of an array plan that lie in two tiers take their part of the host memory, which the message then compares.";
 
     T1218: "expert capacity drops too many tokens",
     "Assignments beyond an expert's capacity are dropped: the token skips that expert. That is less work, so a search \

@@ -14,8 +14,8 @@ mod representatives;
 mod schedule;
 mod search;
 
-pub use call::{CallEstimate, PhaseSpan, estimate_call};
-pub use memory::{RankMemory, memory_by_role};
+pub use call::{CallEstimate, FetchTotals, PhaseSpan, estimate_call};
+pub use memory::{RankMemory, host_expert_bytes, memory_by_role};
 pub use period::{DecodePlacement, LeaderPixels, MediaCosts, MediaTimes, StreamPeriod, stream_period};
 pub use pixels::{PixelModel, estimate_device_times};
 pub use query::{MappingQuery, VideoPins};

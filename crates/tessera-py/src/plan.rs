@@ -289,19 +289,21 @@ impl Plan {
     }
 
     /// Estimates a call of every program on a machine of the catalog: nanoseconds in total, nanoseconds of collectives that no compute
-    /// hides, bytes that all ranks send, and floating-point operations of all ranks.
+    /// hides, bytes that all ranks send, floating-point operations of all ranks, and nanoseconds and bytes of the experts
+    /// that a rank waits for from host memory.
     /// Without a name it is the machine of the plan, or else a laptop.
     #[pyo3(signature = (cluster=None))]
-    fn estimate(&self, py: Python<'_>, cluster: Option<&str>) -> PyResult<(f64, f64, f64, f64)> {
+    fn estimate(&self, py: Python<'_>, cluster: Option<&str>) -> PyResult<(f64, f64, f64, f64, f64, f64)> {
         let (_, cost) = py.detach(|| self.estimate_on(cluster)).or_raise(py)?;
-        Ok((cost.ns, cost.exposed_ns, cost.sent_bytes, cost.flops))
+        let fetches = (cost.fetch_wait_ns, cost.fetched_bytes);
+        Ok((cost.ns, cost.exposed_ns, cost.sent_bytes, cost.flops, fetches.0, fetches.1))
     }
 
     /// Says in words what each rank does, and how long a call takes on a machine of the catalog.
     #[pyo3(signature = (cluster=None))]
     fn report(&self, py: Python<'_>, cluster: Option<&str>) -> PyResult<String> {
         let (name, cost) = py.detach(|| self.estimate_on(cluster)).or_raise(py)?;
-        Ok(format!(
+        let mut text = format!(
             "{}  estimate of a call on {name}: {:.1} us, of which {:.1} us wait for collectives; {:.0} bytes travel, {:.3e} \
              operations\n",
             self.explain(),
@@ -309,7 +311,15 @@ impl Plan {
             cost.exposed_ns / 1e3,
             cost.sent_bytes,
             cost.flops
-        ))
+        );
+        if cost.fetched_bytes > 0.0 {
+            text += &format!(
+                "    of the time, {:.1} us wait for experts: a rank fetches {:.0} bytes from host memory\n",
+                cost.fetch_wait_ns / 1e3,
+                cost.fetched_bytes
+            );
+        }
+        Ok(text)
     }
 
     /// Runs the verifier over the programs again, and returns what it proves, a sentence for each property.

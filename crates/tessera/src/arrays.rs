@@ -37,7 +37,7 @@ pub use array_function::{ArrayFunction, DeviceMesh, FunctionOutput, lower_functi
 pub use array_join::{ArrayRankOptions, run_joined_rank};
 pub(crate) use array_join::{meet_ranks, setup_leader};
 pub(crate) use array_leader::run_array_leader;
-pub use array_plan::{ArrayPlan, check_one_tier};
+pub use array_plan::{ArrayPlan, check_second_tier};
 pub use array_program::{ArrayPort, ArrayProgram, check_weight_shapes};
 pub use array_run::ArrayRun;
 pub use array_trace::{ArrayTrace, ArrayTraceEvent, ArrayTraceKind};

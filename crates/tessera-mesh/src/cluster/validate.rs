@@ -13,7 +13,7 @@ pub(crate) fn validate(file: &str, c: &Cluster) -> Diagnostics {
     let mut figures = vec![
         ("device.memory_bytes".to_string(), &c.device.memory_bytes, 1.0, f64::MAX),
         ("device.memory_bytes_per_s".to_string(), &c.device.memory_bytes_per_s, 1.0, f64::MAX),
-        ("host.bytes".to_string(), &c.host_bytes, 1.0, f64::MAX),
+        ("host.bytes".to_string(), &c.host_bytes, 0.0, f64::MAX),
         ("host.bytes_per_s".to_string(), &c.host_bytes_per_s, 1.0, f64::MAX),
     ];
     if let Some(f) = &c.host_flops_per_s {

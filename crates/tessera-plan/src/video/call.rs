@@ -39,10 +39,21 @@ pub struct CallEstimate {
     pub collective_ns: f64,
     /// Bytes that all ranks together send, by link class.
     pub sent_bytes: [f64; 3],
+    /// Experts that the rank which waits for them longest fetches from the second tier of memory.
+    pub fetches: FetchTotals,
     /// Floating-point operations of all ranks.
     pub flops: f64,
     /// Fraction of full speed at which matmuls and attention run.
     pub throttle_factor: f64,
+}
+
+/// The fetches of experts of a rank in a call.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct FetchTotals {
+    /// Expected bytes.
+    pub bytes: f64,
+    /// Time of the transfers, in nanoseconds. The first grouped matmul of each layer waits for its transfer.
+    pub ns: f64,
 }
 
 /// Start and end of one phase in an estimated call, over all ranks.
@@ -65,7 +76,8 @@ impl CallEstimate {
     }
 
     /// Returns the time of each of the `ops` ops of a rank's program, in nanoseconds, in a call of
-    /// one phase with names. The time of a collective includes its device work.
+    /// one phase with names. The time of a collective includes its device work, and that of a grouped matmul the fetch of
+    /// the experts that it waits for.
     #[must_use]
     pub fn op_times_ns(&self, rank: Rank, ops: usize) -> Vec<f64> {
         let mut out = vec![0.0; ops];
@@ -183,6 +195,7 @@ pub(super) fn simulate_call(
         interval_ops: ops.into_iter().flatten().collect(),
         work_ns: busiest_rank_work(&simulation.work, throttle),
         sent_bytes: simulation.sent_bytes,
+        fetches: simulation.fetches.iter().copied().max_by(|a, b| a.ns.total_cmp(&b.ns)).unwrap_or_default(),
         flops: simulation.flops,
         rank_classes: classes,
     })
@@ -257,6 +270,8 @@ struct CallSimulation<'a> {
     phase_marks: Vec<(String, Vec<TaskId>, Vec<TaskId>)>,
     work: Vec<WorkByKind>,
     sent_bytes: [f64; 3],
+    /// Fetches of each representative.
+    fetches: Vec<FetchTotals>,
     flops: f64,
 }
 
@@ -286,8 +301,20 @@ struct PhaseInProgress {
     begin: TaskId,
     /// Last task of each stream.
     last_tasks: Vec<(u8, TaskId)>,
-    /// Task of each step so far, if the step is an event or a collective.
+    /// Task of each step so far, if the step is an event, a collective or a fetch.
     step_tasks: Vec<Option<TaskId>>,
+}
+
+impl PhaseInProgress {
+    /// Returns the last task of a stream, or the start of the phase.
+    fn last_task(&self, stream: u8) -> TaskId {
+        self.last_tasks.iter().find(|(s, _)| *s == stream).map_or(self.begin, |(_, task)| *task)
+    }
+
+    /// Returns the origin of a task of the device for a step.
+    fn origin_of(&self, step: usize, kind: IntervalKind) -> TaskOrigin {
+        TaskOrigin { class: self.class, kind, step: Some((self.phase, step)), is_launch: false }
+    }
 }
 
 impl<'a> CallSimulation<'a> {
@@ -315,6 +342,7 @@ impl<'a> CallSimulation<'a> {
             phase_marks: Vec::new(),
             work: vec![BTreeMap::new(); classes.len()],
             sent_bytes: [0.0; 3],
+            fetches: vec![FetchTotals::default(); classes.len()],
             flops: 0.0,
         }
     }
@@ -391,22 +419,14 @@ impl<'a> CallSimulation<'a> {
         let mut after: Vec<TaskId> = step.dependencies.iter().filter_map(earlier).collect();
         let host = self.machine.launch_ns() * f64::from(price.launches);
         if host > 0.0 {
-            let drawn = TaskOrigin {
-                class: progress.class,
-                kind: IntervalKind::Other,
-                step: Some((progress.phase, at)),
-                is_launch: true,
-            };
+            let drawn = TaskOrigin { is_launch: true, ..progress.origin_of(at, IntervalKind::Other) };
             let launch = self.push(drawn, HOST, host, TaskResource::Nothing, None);
             self.add_dependencies(progress, HOST, launch, &[]);
             after.push(launch);
         }
         let works = price.ns > 0.0;
         let task = match step.effect {
-            StepEffect::Event => {
-                let last = progress.last_tasks.iter().find(|(s, _)| *s == step.stream);
-                Some(last.map_or(progress.begin, |(_, t)| *t))
-            }
+            StepEffect::Event => Some(progress.last_task(step.stream)),
             StepEffect::Wait => {
                 let uses = if works { TaskResource::Compute } else { TaskResource::Nothing };
                 self.add_work(progress, (at, step), IntervalKind::Pack, uses, &after);
@@ -419,6 +439,15 @@ impl<'a> CallSimulation<'a> {
                 }
                 let task = self.add_communication(progress, (at, step), whom, (what, bytes, tag), &after);
                 issue.then_some(task)
+            }
+            StepEffect::Fetch { io, bytes, ns } => {
+                after.push(progress.last_task(step.stream));
+                let sum = &mut self.fetches[progress.class];
+                (sum.bytes, sum.ns) = (sum.bytes + bytes, sum.ns + ns);
+                let drawn = progress.origin_of(at, IntervalKind::Fetch);
+                let task = self.push(drawn, io, ns, TaskResource::Link(LinkClass::Host), None);
+                self.add_dependencies(progress, io, task, &after);
+                Some(task)
             }
             StepEffect::Compute => {
                 if works || !after.is_empty() {
@@ -439,8 +468,7 @@ impl<'a> CallSimulation<'a> {
         uses: TaskResource,
         after: &[TaskId],
     ) {
-        let drawn =
-            TaskOrigin { class: progress.class, kind, step: Some((progress.phase, at)), is_launch: false };
+        let drawn = progress.origin_of(at, kind);
         let task = self.push(drawn, step.stream, step.price.ns, uses, None);
         if step.price.throttled_ns > 0.0 {
             self.throttled.push((task, step.price));
@@ -465,12 +493,7 @@ impl<'a> CallSimulation<'a> {
             }
         }
         let class = if span.domains > 1 { LinkClass::Network } else { LinkClass::Domain };
-        let drawn = TaskOrigin {
-            class: progress.class,
-            kind: IntervalKind::Collective,
-            step: Some((progress.phase, at)),
-            is_launch: false,
-        };
+        let drawn = progress.origin_of(at, IntervalKind::Collective);
         let task = self.push(drawn, step.stream, transfer.ns, TaskResource::Link(class), meets);
         self.add_dependencies(progress, step.stream, task, after);
         task

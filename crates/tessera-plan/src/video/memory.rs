@@ -43,6 +43,22 @@ pub fn memory_by_role(bundle: &Bundle) -> Vec<RankMemory> {
     (0..bundle.roles.len()).map(|role| role_memory(bundle, role)).collect()
 }
 
+/// Returns the bytes of host memory that the experts with two tiers of a rank take, for the rank with the most.
+#[must_use]
+pub fn host_expert_bytes(bundle: &Bundle) -> Bytes {
+    let of_role = |role: usize| {
+        // Phases that read a weight of the same name share it.
+        let mut experts = BTreeMap::new();
+        for program in bundle.phases.iter().map(|phase| &phase.programs[role]) {
+            for op in program.ops.iter().filter(|op| op.expert_tier().is_some()) {
+                experts.extend(op.results.first().map(|v| (&op.name, program.type_of(*v).byte_size())));
+            }
+        }
+        experts.into_values().sum()
+    };
+    (0..bundle.roles.len()).map(of_role).max().unwrap_or_default()
+}
+
 fn role_memory(bundle: &Bundle, role: usize) -> RankMemory {
     // Phases that read a tensor of the same name share it.
     let (mut weights, mut buffers, mut inputs) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use tessera_cost::program_cost::{OpEstimate, ProgramEstimate};
+use tessera_cost::program_cost::{OpActivity, OpEstimate, ProgramEstimate, price_expert_fetches};
 use tessera_cost::{Algorithm, CollectiveOp, MachineModel};
-use tessera_ir::{Bundle, Op, OpKind, Opcode, Program, ValueId};
+use tessera_ir::{Bundle, Op, OpKind, Opcode, Program, StreamKind, ValueId};
 use tessera_mesh::{Group, Mesh, Rank};
 
 /// The steps that every role of a mesh runs in every phase.
@@ -71,6 +71,15 @@ pub(super) enum StepEffect {
         tag: Option<Algorithm>,
         is_async: bool,
     },
+    /// Fetches experts from the second tier of memory on the stream `io`, once the step's own stream reaches it. The
+    /// next step waits for them.
+    Fetch {
+        io: u8,
+        /// Bytes of the experts.
+        bytes: f64,
+        /// Time of the transfer, in nanoseconds.
+        ns: f64,
+    },
     /// Occupies the rank's own device, without any communication with other ranks.
     Compute,
 }
@@ -112,9 +121,18 @@ impl CallSchedule {
             let names = named.then(|| {
                 let defs = program.defining_ops();
                 let lane = |op: &Op| program.streams.get(op.stream.0 as usize).cloned().unwrap_or_default();
-                let ops = at.iter().map(|i| (*i, &program.ops[*i]));
-                ops.map(|(i, op)| StepLabel { lane: lane(op), name: op_label(program, &defs, op), op: i })
-                    .collect()
+                let label = |(step, i): (&ScheduledStep, &usize)| {
+                    let op = &program.ops[*i];
+                    let name = op_label(program, &defs, op);
+                    let (lane, name) = match step.effect {
+                        StepEffect::Fetch { .. } => {
+                            (StreamKind::Io.name().to_string(), format!("fetch for {name}"))
+                        }
+                        _ => (lane(op), name),
+                    };
+                    StepLabel { lane, name, op: *i }
+                };
+                steps.iter().zip(&at).map(label).collect()
             });
             RoleSteps { repeat: 0..0, extra_repeats: 0, steps: steps.into(), labels: names }
         };
@@ -183,10 +201,13 @@ impl CommPeers {
     }
 }
 
-/// Returns the steps of a program, and the op index of each step.
+/// Returns the steps of a program, and the op index of each step. A fetch of experts has the op that waits for it.
 pub(super) fn schedule_steps(program: &Program, machine: &MachineModel) -> (Vec<ScheduledStep>, Vec<usize>) {
     let priced = ProgramEstimate::new(machine, program, 1.0);
     let defs = program.defining_ops();
+    let fetches = price_expert_fetches(machine, program);
+    let io = program.streams.iter().position(|name| name == StreamKind::Io.name());
+    let io = io.unwrap_or(program.streams.len()) as u8;
     let (mut out, mut at): (Vec<ScheduledStep>, Vec<usize>) = (Vec::new(), Vec::new());
     let mut step_of: Vec<Option<usize>> = vec![None; program.ops.len()];
     for (i, (op, price)) in program.ops.iter().zip(&priced.ops).enumerate() {
@@ -210,11 +231,24 @@ pub(super) fn schedule_steps(program: &Program, machine: &MachineModel) -> (Vec<
         let ticket = op.operands.first().filter(|_| op.opcode == Opcode::Wait);
         let earlier = op.after.iter().chain(ticket);
         let back = |v: &ValueId| step_of[defs[v.0 as usize]?].map(|s| (out.len() - s) as u32);
+        let stream = op.stream.0 as u8;
+        let mut dependencies: Vec<u32> = earlier.filter_map(back).collect();
+        if let Some(fetch) = fetches.iter().find(|fetch| fetch.reader == i) {
+            out.push(ScheduledStep {
+                effect: StepEffect::Fetch { io, bytes: fetch.bytes, ns: fetch.ns },
+                stream,
+                price: NO_DEVICE_WORK,
+                // The fetch waits for what its reader waits for, and the reader for the fetch, one step back.
+                dependencies: std::mem::replace(&mut dependencies, vec![1]),
+                result_bytes: 0,
+            });
+            at.push(i);
+        }
         out.push(ScheduledStep {
             effect: does,
-            stream: op.stream.0 as u8,
+            stream,
             price: *price,
-            dependencies: earlier.filter_map(back).collect(),
+            dependencies,
             result_bytes: op.results.iter().map(|r| program.type_of(*r).byte_size().0).sum(),
         });
         at.push(i);
@@ -222,6 +256,10 @@ pub(super) fn schedule_steps(program: &Program, machine: &MachineModel) -> (Vec<
     }
     (out, at)
 }
+
+/// The cost of a step that its own device has no part in.
+const NO_DEVICE_WORK: OpEstimate =
+    OpEstimate { activity: OpActivity::Nothing, ns: 0.0, throttled_ns: 0.0, launches: 0, flops: 0.0 };
 
 /// Returns the name of an op for a chart: its opcode with the tag of its algorithm, and the weight or
 /// buffer that it uses.

@@ -497,11 +497,14 @@ class Plan:
 
         The machine is that of the plan, with as many devices as the plan has ranks. Axes without a size have one rank.
         """
-    def estimate(self, cluster: str | None = None) -> tuple[float, float, float, float]:
+    def estimate(self, cluster: str | None = None) -> tuple[float, float, float, float, float, float]:
         """Estimates a call of every program on a machine of the catalog: by default that of the plan, or else a laptop.
 
-        Returns nanoseconds in total, nanoseconds of collectives that no compute hides, bytes that all ranks send, and
-        floating-point operations of all ranks.
+        Returns nanoseconds in total, nanoseconds of collectives that no compute hides, bytes that all ranks send,
+        floating-point operations of all ranks, nanoseconds of waiting for experts from host memory, and bytes of these
+        experts. The last two are those of the rank that waits longest, and 0 if no layer is registered for prefetch: each
+        expert is equally likely in every call, so a call fetches the experts that it uses and its rank does not hold.
+        A cluster with ``host.bytes`` 0 refuses experts in two tiers with T0806.
         """
     def report(self, cluster: str | None = None) -> str:
         """Says in words what each rank does, and how long a call takes on a machine, by default as in ``estimate``."""

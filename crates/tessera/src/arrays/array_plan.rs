@@ -6,6 +6,7 @@ use std::path::Path;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::T0806;
 use tessera_ir::Bundle;
+use tessera_mesh::Cluster;
 use tessera_plan::{Mapping, state_hosts};
 use tessera_verify::{DeviceLimits, ProvedProperty, SealedPlan, seal};
 
@@ -30,16 +31,22 @@ pub struct ArrayPlan {
     constants: BTreeMap<String, Vec<f32>>,
 }
 
-/// Checks that no experts of a bundle lie in two tiers of memory, for whoever does not know the second one.
+/// Checks that the devices of a cluster have a second tier of memory, if experts of a bundle lie in one.
 ///
 /// # Errors
 /// T0806, with the first weight that has tiers.
-pub fn check_one_tier(bundle: &Bundle) -> Result<(), Diagnostic> {
+pub fn check_second_tier(bundle: &Bundle, cluster: &Cluster) -> Result<(), Diagnostic> {
     let programs = bundle.phases.iter().flat_map(|phase| &phase.programs);
     let weight = programs.flat_map(|program| &program.ops).find(|op| op.states_tier());
-    weight.and_then(|op| op.name.as_deref()).map_or(Ok(()), |name| {
-        Err(Diagnostic::error(&T0806, format!("the experts of `{name}` lie in two tiers of memory")))
-    })
+    match weight.and_then(|op| op.name.as_deref()) {
+        Some(name) if cluster.host_bytes.value <= 0.0 => {
+            let message = format!("the experts of `{name}` lie in two tiers of memory");
+            Err(Diagnostic::error(&T0806, message)
+                .with_label(&cluster.name, "host.bytes = 0: its devices have one tier")
+                .with_hint("state the host memory in the cluster.toml, or plan without tiers"))
+        }
+        _ => Ok(()),
+    }
 }
 
 impl ArrayPlan {
