@@ -1,7 +1,8 @@
 //! The tasks. Each prints the commands that it runs, so that a developer can repeat them.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
@@ -17,11 +18,65 @@ pub(crate) fn run_all(root: &Path) -> Result<()> {
     run_tidy(root)?;
     run_cargo(root, &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
     let folders = find_or_install_nvrtc(root)?;
-    let tested =
-        run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &kernel_variables(folders.as_deref()));
+    let tested = run_tests(root, &kernel_variables(folders.as_deref()));
     // A developer sees the failures of all three.
     let page = page::check_built_page(root);
     python::check_package(root).and(page).and(tested)
+}
+
+/// Runs all Rust tests. The error repeats what the tests said that failed: it ends the log, and thousands of lines lie
+/// between a failure and the end.
+fn run_tests(root: &Path, variables: &[(&str, &str)]) -> Result<()> {
+    let (mut command, command_line) =
+        cargo_command(root, &["test", "--workspace", "--no-fail-fast"], variables);
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().with_context(|| format!("cannot start `{command_line}`"))?;
+    let output = child.stdout.take().context("the tests have no output")?;
+    let mut failures = FailedTests::default();
+    for line in BufReader::new(output).split(b'\n') {
+        let line = String::from_utf8_lossy(&line?).into_owned();
+        println!("{line}");
+        failures.read_line(&line);
+    }
+    let status = child.wait()?;
+    if !status.success() {
+        bail!("`{command_line}` failed ({status})\n{}", failures.describe());
+    }
+    Ok(())
+}
+
+/// What tests said that failed.
+#[derive(Debug, Default)]
+struct FailedTests {
+    lines: Vec<String>,
+    /// Whether the lines of a test binary are those about its failures.
+    in_failures: bool,
+}
+
+/// The lines about failures that an error repeats at most.
+const FAILURE_LINES: usize = 300;
+
+impl FailedTests {
+    fn read_line(&mut self, line: &str) {
+        self.in_failures = match line {
+            "failures:" => true,
+            _ if line.starts_with("test result:") => false,
+            _ => self.in_failures,
+        };
+        // Tests without the harness of Rust print one line each.
+        if self.in_failures || line.ends_with("... FAILED") {
+            self.lines.push(line.to_string());
+        }
+    }
+
+    fn describe(&self) -> String {
+        let left_out = self.lines.len().saturating_sub(FAILURE_LINES);
+        let mut text = self.lines.iter().take(FAILURE_LINES).cloned().collect::<Vec<_>>().join("\n");
+        if left_out > 0 {
+            text += &format!("\nand {left_out} more lines");
+        }
+        text
+    }
 }
 
 /// The wheel with the kernel compiler of CUDA 13.0, to which the bindings are pinned.
@@ -124,18 +179,45 @@ pub(crate) fn bless_filetests(root: &Path) -> Result<()> {
 
 /// Prints and runs one cargo command with extra environment variables.
 fn run_cargo(root: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Result<()> {
-    let assignments: String = variables.iter().map(|(k, v)| format!("{k}={v} ")).collect();
-    let command_line = format!("{assignments}cargo {}", arguments.join(" "));
-    println!("+ {command_line}");
-    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(program)
-        .args(arguments)
-        .envs(variables.iter().copied())
-        .current_dir(root)
-        .status()
-        .with_context(|| format!("cannot start `{command_line}`"))?;
+    let (mut command, command_line) = cargo_command(root, arguments, variables);
+    let status = command.status().with_context(|| format!("cannot start `{command_line}`"))?;
     if !status.success() {
         bail!("`{command_line}` failed ({status})");
     }
     Ok(())
+}
+
+/// Prints one cargo command with extra environment variables, and returns it with its text.
+fn cargo_command(root: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> (Command, String) {
+    let assignments: String = variables.iter().map(|(k, v)| format!("{k}={v} ")).collect();
+    let command_line = format!("{assignments}cargo {}", arguments.join(" "));
+    println!("+ {command_line}");
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(program);
+    command.args(arguments).envs(variables.iter().copied()).current_dir(root);
+    (command, command_line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_repeats_the_failures_of_every_test_binary() {
+        let log = "running 2 tests\ntest a ... ok\ntest b ... FAILED\n\nfailures:\n\n---- b stdout ----\n\
+                   thread 'b' panicked at x.rs:1:2:\nleft != right\n\nfailures:\n    b\n\ntest result: FAILED. 1 passed\n\
+                   running 1 test\ntest c ... ok\ntest result: ok. 1 passed\ntest d ... FAILED";
+        let mut found = FailedTests::default();
+        log.lines().for_each(|line| found.read_line(line));
+        let text = found.describe();
+        for part in ["test b ... FAILED", "left != right", "test d ... FAILED"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(
+            !text.contains("test a") && !text.contains("test result") && !text.contains("test c"),
+            "{text}"
+        );
+        found.lines = vec!["x".to_string(); FAILURE_LINES + 2];
+        assert!(found.describe().ends_with("and 2 more lines"));
+    }
 }
