@@ -15,7 +15,7 @@ mod device_calls;
 mod effective_values;
 mod enqueue;
 mod expert_fetches;
-mod expert_orders;
+mod expert_table;
 mod expert_tiers;
 mod fused_groups;
 mod launch;

@@ -313,7 +313,7 @@ kernel_signatures! {
     } = GROUPED_MATMUL_F32 "grouped_matmul_f32", GROUPED_MATMUL_BF16 "grouped_matmul_bf16";
 
     /// Copies matrices of experts from host memory to their slots.
-    FetchExperts { orders: DevicePtr<u64> } = FETCH_EXPERTS "fetch_experts";
+    FetchExperts { copies: DevicePtr<u64> } = FETCH_EXPERTS "fetch_experts";
 
     /// Adds the weighted results of the experts of each token.
     ExpertCombine {

@@ -192,7 +192,7 @@ fn bits_are_those_of_one_tier_and_transfers_those_of_a_cpu() {
                     let ahead = report.transfers.iter().filter(|t| t.is_prefetch).count() as u64;
                     let layers = counts(report);
                     // A layer reports what it requested ahead when it is used the next time.
-                    assert!(ahead == 0 || ahead % 2 == 0, "a layer has two weights");
+                    assert!(ahead.is_multiple_of(2), "a layer has two weights");
                     assert_eq!(layers, counts(cpu.take_expert_report()), "{case:?} call {i}");
                 }
                 assert_eq!(cuda.audit_weights(u64::MAX).changed, None, "{case:?}");

@@ -1,7 +1,7 @@
 //! Enqueues the transfers of a program whose experts lie in two tiers: before a layer multiplies its experts, the decision
 //! which of them to copy and the copies, and beside the layer those for a later one.
 
-#![allow(unsafe_code, reason = "copies of counts and orders, and the host function that decides")]
+#![allow(unsafe_code, reason = "copies of counts and tables, and the host function that decides")]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ impl CudaBackend {
         views: &[OpView],
         locations: &[ValueLocation],
     ) -> CudaResult<Vec<TieredLayer>> {
-        self.weights.tiers_mut().place_orders()?;
+        self.weights.tiers_mut().place_tables()?;
         let tiers = self.weights.tiers();
         let mut found: Vec<TieredLayer> = Vec::new();
         for (at, view) in views.iter().enumerate() {
@@ -93,19 +93,19 @@ impl CudaBackend {
         let (layer, decision) = (*layer, Arc::clone(decision));
         let counts = self.value_address(program, *counts)?;
         let tiers = self.weights.tiers();
-        let ((orders, _), times) = (tiers.order_addresses(layer), tiers.times_of_layer(layer));
+        let ((table, _), times) = (tiers.copy_lists(layer), tiers.times_of_layer(layer));
         // SAFETY: the counts are a value of the program, the rest is memory of the backend, and the program holds the
         // decision as long as its graphs; a backend with an unfinished run leaks it.
         unsafe {
             own.copy_async(decision.counts_address, counts, decision.count_bytes())?;
             own.call_host(decide_layer, Arc::as_ptr(&decision).cast_mut().cast())?;
-            own.copy_async(orders, decision.orders_address, decision.order_bytes())?;
+            own.copy_async(table, decision.table_address, decision.table_bytes())?;
         }
         own.record_time(&times.wait_begin)?;
         if let Some(copied) = ahead.0.remove(&layer) {
             own.wait_event(&copied)?;
         }
-        self.enqueue_launch(&fetch_launch(orders), own)?;
+        self.enqueue_launch(&fetch_launch(table), own)?;
         own.record_time(&times.wait_end)?;
         match self.announced_layers(layer, true).is_empty() {
             true => self.enqueue_ahead(layer, (own, io), ahead),
@@ -149,8 +149,8 @@ impl CudaBackend {
         self.weights.tiers().run_end().map_or(Ok(()), |end| main.record_time(&end))
     }
 
-    /// Enqueues the copies of the experts that a layer requests ahead, behind the work on `own` so far: the layer's orders
-    /// are there, and earlier layers have ended, whose slots the copies may take.
+    /// Enqueues the copies of the experts that a layer requests ahead, behind the work on `own` so far: the layer's table
+    /// is there, and earlier layers have ended, whose slots the copies may take.
     fn enqueue_ahead(
         &mut self,
         layer: usize,
@@ -164,12 +164,12 @@ impl CudaBackend {
         }
         let io = io.ok_or_else(|| CudaError(format!("no stream {}", StreamKind::Io.name())))?;
         let tiers = self.weights.tiers();
-        let ((_, orders), times) = (tiers.order_addresses(layer), tiers.times_of_layer(layer));
+        let ((_, copies), times) = (tiers.copy_lists(layer), tiers.times_of_layer(layer));
         let begin = CudaEvent::new()?;
         own.record_event(&begin)?;
         io.wait_event(&begin)?;
         io.record_time(&times.ahead_begin)?;
-        self.enqueue_launch(&fetch_launch(orders), io)?;
+        self.enqueue_launch(&fetch_launch(copies), io)?;
         io.record_time(&times.ahead_end)?;
         for target in targets {
             let copied = CudaEvent::new()?;
@@ -180,7 +180,7 @@ impl CudaBackend {
     }
 }
 
-fn fetch_launch(orders: u64) -> KernelLaunch {
+fn fetch_launch(copies: u64) -> KernelLaunch {
     let (blocks, threads) = FETCH_GRID;
-    KernelLaunch::blocks(FETCH_EXPERTS, (blocks, threads, 0), FetchExperts { orders: orders.into() })
+    KernelLaunch::blocks(FETCH_EXPERTS, (blocks, threads, 0), FetchExperts { copies: copies.into() })
 }

@@ -16,7 +16,7 @@ use tessera_device::{
 use tessera_ir::{ExpertTier, Type};
 
 use super::cuda_error;
-use super::expert_orders::{BankAddresses, OrderLayout, TierDecisions};
+use super::expert_table::{BankAddresses, TableLayout, TierDecisions};
 use super::layer_decision::lock;
 use super::rounding::{round_to_dtype, upload_rounded};
 use crate::device_memory::{ALIGNMENT, DeviceMemory, PinnedMemory, copy_to_host};
@@ -49,8 +49,8 @@ struct TieredWeight {
 /// What a layer needs beside its weights.
 #[derive(Debug)]
 struct LayerMemory {
-    layout: OrderLayout,
-    orders: DeviceMemory,
+    layout: TableLayout,
+    table: DeviceMemory,
     times: Arc<LayerTimes>,
 }
 
@@ -116,22 +116,22 @@ impl ExpertTiers {
         Ok(hash.finish(name.as_str(), describe_slice(ty, None, mesh_rank)))
     }
 
-    /// Allocates the orders of the layers that have none yet. All weights of their program have been added.
-    pub(super) fn place_orders(&mut self) -> CudaResult<()> {
+    /// Allocates the tables of the layers that have none yet. All weights of their program have been added.
+    pub(super) fn place_tables(&mut self) -> CudaResult<()> {
         let decisions = lock(&self.decisions);
         let matrices = |layer: usize| decisions.banks[layer].len() * decisions.pools.holders(layer).len();
         for layer in self.layers.len()..decisions.pools.layer_count() {
             let announced = [false, true].into_iter();
             let announced = announced.flat_map(|ended| decisions.pools.announced_layers(layer, ended));
             let experts = self.weights.iter().find(|w| w.layer == layer).map_or(0, |w| w.ty.shape[0]);
-            let layout = OrderLayout {
+            let layout = TableLayout {
                 fetches: matrices(layer),
                 ahead: announced.map(matrices).sum(),
                 weights: decisions.banks[layer].len(),
                 experts: experts as usize,
             };
-            let orders = DeviceMemory::new(8 * layout.word_count())?;
-            self.layers.push(LayerMemory { layout, orders, times: Arc::new(LayerTimes::new()?) });
+            let table = DeviceMemory::new(8 * layout.word_count())?;
+            self.layers.push(LayerMemory { layout, table, times: Arc::new(LayerTimes::new()?) });
         }
         if self.run_end.is_none() && !self.layers.is_empty() {
             self.run_end = Some(Arc::new(CudaEvent::with_timing()?));
@@ -147,21 +147,22 @@ impl ExpertTiers {
         self.weights[weight].layer
     }
 
-    pub(super) fn layout_of_layer(&self, layer: usize) -> OrderLayout {
+    pub(super) fn layout_of_layer(&self, layer: usize) -> TableLayout {
         self.layers[layer].layout
     }
 
-    /// Returns the address of a layer's orders, and that of the orders of the experts that it requests ahead.
-    pub(super) fn order_addresses(&self, layer: usize) -> (u64, u64) {
-        let LayerMemory { layout, orders, .. } = &self.layers[layer];
-        (orders.device_address(), orders.device_address() + 8 * layout.ahead_word() as u64)
+    /// Returns the addresses of a layer's lists of copies: those that it waits for, and those that it requests ahead. The
+    /// first is the address of its table.
+    pub(super) fn copy_lists(&self, layer: usize) -> (u64, u64) {
+        let LayerMemory { layout, table, .. } = &self.layers[layer];
+        (table.device_address(), table.device_address() + 8 * layout.ahead_word() as u64)
     }
 
     /// Returns the address of the list of addresses of a weight's experts.
     pub(super) fn expert_addresses(&self, weight: usize) -> u64 {
         let TieredWeight { layer, in_layer, .. } = &self.weights[weight];
-        let LayerMemory { layout, orders, .. } = &self.layers[*layer];
-        orders.device_address() + 8 * layout.address_word(*in_layer) as u64
+        let LayerMemory { layout, table, .. } = &self.layers[*layer];
+        table.device_address() + 8 * layout.address_word(*in_layer) as u64
     }
 
     pub(super) fn pool_address(&self, weight: usize) -> u64 {

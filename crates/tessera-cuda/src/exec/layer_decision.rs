@@ -9,7 +9,7 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::expert_orders::{OrderLayout, TierDecisions};
+use super::expert_table::{TableLayout, TierDecisions};
 use crate::device_memory::PinnedMemory;
 use crate::driver::CudaResult;
 
@@ -18,40 +18,40 @@ use crate::driver::CudaResult;
 pub(super) struct LayerDecision {
     decisions: Arc<Mutex<TierDecisions>>,
     layer: usize,
-    layout: OrderLayout,
+    layout: TableLayout,
     /// Numbers of rows per expert.
     counts_per_expert: usize,
     memory: Mutex<DecisionMemory>,
     /// The addresses of the two parts of the memory, for the device.
     pub(super) counts_address: u64,
-    pub(super) orders_address: u64,
+    pub(super) table_address: u64,
 }
 
-/// Pinned memory from which a decision reads the counts of rows, and to which it writes the orders.
+/// Pinned memory from which a decision reads the counts of rows, and to which it writes the table.
 #[derive(Debug)]
 struct DecisionMemory {
     counts: PinnedMemory,
-    orders: PinnedMemory,
+    table: PinnedMemory,
 }
 
 impl LayerDecision {
     pub(super) fn new(
         decisions: &Arc<Mutex<TierDecisions>>,
         layer: usize,
-        layout: OrderLayout,
+        layout: TableLayout,
         counts_per_expert: usize,
     ) -> CudaResult<LayerDecision> {
         let counts = PinnedMemory::new(4 * layout.experts * counts_per_expert)?;
-        let orders = PinnedMemory::new(8 * layout.word_count())?;
-        let (counts_address, orders_address) = (counts.device_address(), orders.device_address());
+        let table = PinnedMemory::new(8 * layout.word_count())?;
+        let (counts_address, table_address) = (counts.device_address(), table.device_address());
         Ok(LayerDecision {
             decisions: Arc::clone(decisions),
             layer,
             layout,
             counts_per_expert,
-            memory: Mutex::new(DecisionMemory { counts, orders }),
+            memory: Mutex::new(DecisionMemory { counts, table }),
             counts_address,
-            orders_address,
+            table_address,
         })
     }
 
@@ -59,12 +59,12 @@ impl LayerDecision {
         4 * self.layout.experts * self.counts_per_expert
     }
 
-    pub(super) fn order_bytes(&self) -> usize {
+    pub(super) fn table_bytes(&self) -> usize {
         8 * self.layout.word_count()
     }
 
-    /// Reads the counts and writes the orders.
-    fn decide(&self) {
+    /// Reads the counts and writes the table.
+    fn write_table(&self) {
         let mut memory = lock(&self.memory);
         let len = self.layout.experts * self.counts_per_expert;
         // SAFETY: the stream has completed the copy of the counts, and the next one follows in a later run.
@@ -72,8 +72,8 @@ impl LayerDecision {
         let has_rows = |of_expert: &[f32]| of_expert.iter().any(|count| *count > 0.0);
         let of_experts = counts.chunks(self.counts_per_expert.max(1)).enumerate();
         let needed: Vec<usize> = of_experts.filter(|(_, own)| has_rows(own)).map(|(at, _)| at).collect();
-        let words = lock(&self.decisions).decide(self.layer, &needed, &self.layout);
-        memory.orders.write(0, &words);
+        let words = lock(&self.decisions).decide_run(self.layer, &needed, &self.layout);
+        memory.table.write(0, &words);
     }
 }
 
@@ -83,7 +83,7 @@ impl LayerDecision {
 /// `argument` must be the address of a [`LayerDecision`].
 pub(super) unsafe extern "C" fn decide_layer(argument: *mut c_void) {
     // SAFETY: the caller guarantees the address.
-    unsafe { &*argument.cast::<LayerDecision>() }.decide();
+    unsafe { &*argument.cast::<LayerDecision>() }.write_table();
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

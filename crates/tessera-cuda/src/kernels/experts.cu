@@ -290,14 +290,14 @@ extern "C" __global__ void grouped_matmul_bf16(const bf16 *x, const bf16 *w, con
     multiply_parts(x, w, experts, counts, out, parts, token_groups, slots, k, m, act);
 }
 
-// Copies matrices of experts to their slots. `orders` holds their number, and for each the address of the matrix, that of
+// Copies matrices of experts to their slots. `copies` holds their number, and for each the address of the matrix, that of
 // its slot, and their length in units of 16 bytes. Host memory answers late, so each thread has four loads in flight.
-extern "C" __global__ void fetch_experts(const u64 *orders) {
-    u64 count = orders[0], first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
+extern "C" __global__ void fetch_experts(const u64 *copies) {
+    u64 count = copies[0], first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = 0; i < count; i++) {
-        const uint4 *from = (const uint4 *)orders[3 * i + 1];
-        uint4 *to = (uint4 *)orders[3 * i + 2];
-        u64 units = orders[3 * i + 3], at = first;
+        const uint4 *from = (const uint4 *)copies[3 * i + 1];
+        uint4 *to = (uint4 *)copies[3 * i + 2];
+        u64 units = copies[3 * i + 3], at = first;
         for (; at + 3 * step < units; at += 4 * step) {
             uint4 parts[4];
 #pragma unroll
