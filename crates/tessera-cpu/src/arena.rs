@@ -3,7 +3,7 @@
 //! Each member owns `slots` slots. Collective number `s` uses slot `s % slots` of every member: a
 //! member copies its contribution into its own slot and *publishes* it, then reads all members'
 //! slots in place and marks the collective *finished*. A slot is rewritten only after all members
-//! have finished with it. A wait spins briefly, then sleeps on a futex; it always ends, by a
+//! have finished with it. A wait spins briefly, then sleeps until a peer wakes it; it always ends, by a
 //! deadline or by the abort word, which any member may set.
 //!
 //! All `unsafe` code on shared memory is in this module. It relies on this invariant: a member
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use tessera_device::{AbortFn, UsedTransport};
 
-use crate::system::{create_sealed_memory, is_sealed, sleep_while_equal, wake_sleepers};
+use crate::system::{create_sealed_memory, has_size, is_sealed, memory_id, sleep_while_equal, wake_sleepers};
 use crate::transport::{
     CommFault, CommLayout, MAX_MEMBERS, PeerAction, REASON_BYTES, Ticket, Transport, TransportError,
     truncate_reason,
@@ -33,8 +33,8 @@ use crate::transport::{
 #[derive(Debug)]
 pub struct Arena {
     shared: Arc<ArenaMapping>,
-    /// Inode of the mapped file.
-    inode: u64,
+    /// Number of the mapped memory, where the system counts it.
+    id: Option<u64>,
     me: usize,
     next_seq: u64,
     spin_policy: SpinPolicy,
@@ -65,14 +65,14 @@ impl Arena {
     pub fn attach(fd: impl AsFd, layout: CommLayout, me: usize) -> Result<Arena, TransportError> {
         let bytes = mapping_bytes(&layout)?;
         let foreign = |found: String| TransportError::LayoutMismatch { expected: layout, found };
-        let file = fstat(&fd).map_err(std::io::Error::from)?;
-        let (size, inode) = (file.st_size, file.st_ino);
-        if size != bytes as i64 {
+        let size = fstat(&fd).map_err(std::io::Error::from)?.st_size as u64;
+        if !has_size(size, bytes as u64) {
             return Err(foreign(format!("{size} bytes instead of {bytes}")));
         }
         if !is_sealed(&fd)? {
             return Err(foreign("the file is not sealed against shrinking".to_string()));
         }
+        let id = memory_id(&fd)?;
         // Prefault the pages, so that no page fault falls into a run's first collectives.
         let map = MmapOptions::new().len(bytes).populate().map_raw(fd.as_fd().as_raw_fd())?;
         let shared = ArenaMapping { map, layout };
@@ -93,7 +93,7 @@ impl Arena {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let patience =
             if layout.members > cores { SpinPolicy::OVERSUBSCRIBED } else { SpinPolicy::DEDICATED_CORES };
-        Ok(Arena { shared: Arc::new(shared), inode, me, next_seq: 0, spin_policy: patience })
+        Ok(Arena { shared: Arc::new(shared), id, me, next_seq: 0, spin_policy: patience })
     }
 }
 
@@ -103,7 +103,7 @@ impl Transport for Arena {
     }
 
     fn shared_id(&self) -> Option<u64> {
-        Some(self.inode)
+        self.id
     }
 
     fn used_transport(&self) -> UsedTransport {
@@ -244,7 +244,7 @@ struct ArenaHeader {
 #[repr(C, align(128))]
 struct MemberState {
     claimed: AtomicU32,
-    /// Counts everything that this member has published or finished; peers sleep on this futex.
+    /// Counts everything that this member has published or finished; peers sleep on this word.
     doorbell: AtomicU32,
     /// Number of peers that sleep or are about to. It may stay too high after a peer dies; it only
     /// saves wake-ups.

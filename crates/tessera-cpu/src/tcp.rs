@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use rustix::fd::OwnedFd;
 use tessera_device::{AbortFn, UsedTransport};
 
-use crate::system::create_event;
+use crate::system::WakeEvent;
 use crate::transport::{CommFault, CommLayout, MAX_MEMBERS, PeerAction, Ticket, Transport, TransportError};
 use peer::PeerConnection;
 pub use peer::PeerStream;
@@ -71,8 +71,8 @@ impl TcpTransport {
         let shared = Arc::new(TcpShared {
             layout,
             me,
-            pump_event: create_event()?,
-            caller_event: create_event()?,
+            pump_event: WakeEvent::new()?,
+            caller_event: WakeEvent::new()?,
             state: Mutex::new(TcpState {
                 peers,
                 published: 0,
@@ -284,7 +284,7 @@ impl Drop for TcpTransport {
         let until = Instant::now() + CLOSE_LINGER;
         let mut state = self.shared.lock();
         state.linger_until = Some(until);
-        self.shared.signal_event(&self.shared.pump_event);
+        self.shared.pump_event.signal();
         loop {
             state.pump_all();
             let left = until.saturating_duration_since(Instant::now());

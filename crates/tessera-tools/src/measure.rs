@@ -20,6 +20,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tessera::clock::format_utc;
 use tessera::files::StagedFolder;
+use tessera::system;
 use tessera_base::Diagnostic;
 use tessera_cost::Profile;
 use tessera_cpu::kernels::vector_unit;
@@ -87,7 +88,7 @@ pub fn measure_machine(
     }
     let budget = Duration::from_millis(if asked.quick { 12 } else { 60 });
     let team = RankThreads { ranks, threads: (host.cores / ranks).max(1), budget };
-    let (own_bytes, load) = (host::resident_bytes(), host::load_average());
+    let (own_bytes, load) = (system::resident_bytes(), system::load_average());
     on_step(STEP_NAMES[0]);
     let memory = kernels::time_memory(&team)?;
     on_step(STEP_NAMES[1]);

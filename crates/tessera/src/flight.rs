@@ -25,6 +25,7 @@ use tessera_verify::SealedPlan;
 use crate::clock::monotonic_ns;
 use crate::files::{write_error, write_file};
 pub use crate::host_identity::host_name;
+use crate::system::read_process;
 use crate::terminal::print_stderr_line;
 
 /// Name of the folder in a run directory that holds the flight records.
@@ -164,29 +165,12 @@ fn build_header(session: u64, plan: &SealedPlan, rank: Rank) -> FlightHeader {
         mesh: plan.mesh().to_string(),
         role: role.map_or(String::new(), |r| r.role.clone()),
         pid,
-        start_ticks: read_process_stat(pid).map_or(0, |p| p.started),
+        start_ticks: read_process(pid).map_or(0, |p| p.started),
         host: host_name(),
         mono_ns: monotonic_ns(),
         wall_ns: u64::try_from(wall).unwrap_or(u64::MAX),
         tessera: env!("CARGO_PKG_VERSION").to_string(),
     }
-}
-
-/// The state of a process as `/proc` reports it.
-struct ProcessStat {
-    state: char,
-    /// Start time in clock ticks since boot; it distinguishes a process from a later one with the
-    /// same pid.
-    started: u64,
-}
-
-fn read_process_stat(pid: u32) -> Option<ProcessStat> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The process name is in parentheses and may contain any character.
-    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-    let state = fields.next()?.chars().next()?;
-    let started = fields.nth(18)?.parse().ok()?;
-    Some(ProcessStat { state, started })
 }
 
 /// Returns the state of the process that wrote a header, or `None` if that process ran on another
@@ -195,10 +179,10 @@ pub fn process_vitals(header: &FlightHeader) -> Option<ProcessVitals> {
     if header.host != host_name() {
         return None;
     }
-    Some(match read_process_stat(header.pid).filter(|p| p.started == header.start_ticks) {
+    Some(match read_process(header.pid).filter(|p| p.started == header.start_ticks) {
         None => ProcessVitals::Gone,
-        Some(ProcessStat { state: 'T' | 't', .. }) => ProcessVitals::Stopped,
-        Some(ProcessStat { state: 'Z' | 'X', .. }) => ProcessVitals::Gone,
+        Some(process) if process.is_stopped() => ProcessVitals::Stopped,
+        Some(process) if process.has_ended() => ProcessVitals::Gone,
         Some(_) => ProcessVitals::Alive,
     })
 }
@@ -358,7 +342,7 @@ mod tests {
     #[test]
     fn vitals_distinguish_a_reused_pid() {
         let me = std::process::id();
-        let started = read_process_stat(me).unwrap().started;
+        let started = read_process(me).unwrap().started;
         let header =
             FlightHeader { pid: me, start_ticks: started, host: host_name(), ..FlightHeader::default() };
         assert_eq!(process_vitals(&header), Some(ProcessVitals::Alive));

@@ -13,6 +13,7 @@ pub use tessera_report::raw_video::RawFormat;
 
 use crate::codes::{T0042, T0043, T0044};
 use crate::files::{refuse_existing, write_error};
+use crate::system::descriptor_path;
 
 /// Number of bytes for which a pipe that polls as writable always has room on Linux, so that no
 /// write blocks and the limit of a stalled reader holds.
@@ -79,9 +80,7 @@ impl FrameDestination {
                 stdout.as_fd().try_clone_to_owned().map_err(|e| refuse(e.to_string()))
             }
             FrameDestination::Descriptor(number) => {
-                // The system opens the pipe or file behind the number once more.
-                let path = format!("/proc/self/fd/{number}");
-                let file = OpenOptions::new().append(true).open(path).map_err(|e| {
+                let file = OpenOptions::new().append(true).open(descriptor_path(*number)).map_err(|e| {
                     refuse(e.to_string()).with_hint(
                         "open the descriptor for the command, as in 3> >(ffplay …), or use a named pipe",
                     )

@@ -2,40 +2,32 @@
 
 use std::hash::Hasher as _;
 
+use crate::system;
+
 /// Returns the name of this host and the first digits of the id of its boot, such as `node01, boot
 /// 3f2a91bc`. The processes of a host share it until the next boot. Two containers on one machine with
 /// two host names have two, because their processes share no memory.
 pub(crate) fn host_identity() -> String {
-    let boot = read_line_or_unknown(BOOT_ID);
-    format!("{}, boot {}", read_line_or_unknown(HOST_NAME), boot.get(..8).unwrap_or(&boot))
+    let boot = text_or_unknown(system::boot_id());
+    format!("{}, boot {}", text_or_unknown(system::host_name()), boot.get(..8).unwrap_or(&boot))
 }
 
 /// Returns a number that stands for the identity of this host; 0 if the boot id cannot be read.
 pub(crate) fn host_number() -> u64 {
-    let read = |path: &str| std::fs::read(path).ok();
-    let Some(boot) = read(BOOT_ID) else { return 0 };
-    let name = read(HOST_NAME).unwrap_or_default();
+    let Some(boot) = system::boot_id() else { return 0 };
     let mut hash = std::hash::DefaultHasher::new();
-    hash.write(&boot);
-    hash.write(&name);
+    hash.write(boot.as_bytes());
+    hash.write(host_name().as_bytes());
     hash.finish().max(1)
 }
 
 /// Returns the name of this host; empty if it cannot be read.
 #[must_use]
 pub fn host_name() -> String {
-    read_line(HOST_NAME).unwrap_or_default()
+    system::host_name().unwrap_or_default()
 }
 
-/// Returns the trimmed contents of a file of one line, such as those below /proc; `unknown` if it cannot be
-/// read.
-pub(crate) fn read_line_or_unknown(path: &str) -> String {
-    read_line(path).unwrap_or_else(|| "unknown".to_string())
+/// Returns a fact about this host, or `unknown`.
+pub(crate) fn text_or_unknown(fact: Option<String>) -> String {
+    fact.unwrap_or_else(|| "unknown".to_string())
 }
-
-fn read_line(path: &str) -> Option<String> {
-    std::fs::read_to_string(path).ok().map(|text| text.trim().to_string())
-}
-
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
-const HOST_NAME: &str = "/proc/sys/kernel/hostname";

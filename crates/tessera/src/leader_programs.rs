@@ -9,7 +9,7 @@ use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle
 use tessera_ir::{Opcode, Program};
 
 use crate::codes::T0016;
-use crate::host_memory::available_bytes;
+use crate::system::available_bytes;
 
 /// Opens a CPU backend without communicators for programs of the leader.
 ///

@@ -3,6 +3,8 @@
 use tessera_report::record::RunDevice;
 
 use crate::gpus::GpuDiscovery;
+use crate::host_identity::text_or_unknown;
+use crate::system;
 
 /// Describes the processors that a run on `device` uses, such as `2 cores of AMD EPYC 7B13` or
 /// `8 x NVIDIA H200`. Hosts of equal shape have equal texts.
@@ -30,11 +32,9 @@ fn describe_gpus(names: &[String]) -> String {
     runs.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the model name that the kernel reports for the first CPU.
+/// Returns the model name of the first CPU; `unknown` if the operating system does not report it.
 pub(crate) fn cpu_model() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let value = info.lines().find(|l| l.starts_with("model name")).and_then(|l| l.split_once(':'));
-    value.map_or("unknown".to_string(), |(_, v)| v.trim().to_string())
+    text_or_unknown(system::cpu_model())
 }
 
 #[cfg(test)]

@@ -16,12 +16,13 @@ use tessera_verify::SealedPlan;
 use crate::codes::T0010;
 use crate::communicators::communicator_specs;
 use crate::engine::{ENGINE_CHECKS, MeshEngine, mesh_phases};
-use crate::host_identity::{host_identity, read_line_or_unknown};
+use crate::host_identity::{host_identity, text_or_unknown};
 use crate::kernel_probe::shorten_digest;
 use crate::machine_shape::cpu_model;
 use crate::model::{Model, Weights};
 use crate::stated_transports::{TransportUse, list_transports};
 use crate::synthetic_delays::SyntheticDelays;
+use crate::system;
 use crate::text_encoder::PromptEncoder;
 
 /// Value of a fact that does not apply to a rank.
@@ -152,7 +153,7 @@ pub(crate) fn rank_parity(
         .with_known_key("weights", Digest(files.weights).to_string())
         .with_known_key("cpu model", cpu_model())
         .with_known_key(HOST_KEY, host_identity())
-        .with_known_key("kernel version", read_line_or_unknown("/proc/sys/kernel/osrelease"));
+        .with_known_key("kernel version", text_or_unknown(system::kernel_release()));
     let parity = state
         .cache_checks
         .iter()

@@ -1,6 +1,5 @@
 //! Settings of the runtime that follow from a plan alone, so that every rank derives the same.
 
-use std::path::Path;
 use std::sync::OnceLock;
 
 use tessera_ir::op_workload;
@@ -11,6 +10,7 @@ use tessera_runtime::director::{DenoiseStep, StepList, StreamSpec};
 use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 
 use crate::plan::{Plan, has_cpu_variant, leader_phases};
+use crate::system::open_object_file;
 
 /// Returns the build that every rank reports: the version, and the digest of the file that this
 /// code was loaded from. The file is the executable, or the shared object of a program that embeds
@@ -28,27 +28,10 @@ pub fn build_id() -> String {
 
 /// Returns the first 16 hex digits of the BLAKE3 digest of the file that this code was loaded from.
 fn hash_object_file() -> std::io::Result<String> {
-    let address = hash_object_file as *const () as usize;
-    let maps = std::fs::read_to_string("/proc/self/maps")?;
-    let path = maps.lines().find_map(|line| mapped_file_at(line, address));
-    let executable = std::fs::read_link("/proc/self/exe")?;
-    // The link leads to the running executable even after another file has replaced it.
-    let path = match path {
-        Some(path) if Path::new(path) != executable => Path::new(path),
-        _ => Path::new("/proc/self/exe"),
-    };
     let mut hash = blake3::Hasher::new();
-    std::io::copy(&mut std::fs::File::open(path)?, &mut hash)?;
+    let mut file = open_object_file(hash_object_file as *const () as usize)?;
+    std::io::copy(&mut file, &mut hash)?;
     Ok(hash.finalize().to_hex()[..16].to_string())
-}
-
-/// Returns the file of a line of `/proc/self/maps` if its range contains an address.
-fn mapped_file_at(line: &str, address: usize) -> Option<&str> {
-    let (range, rest) = line.split_once(' ')?;
-    let (start, end) = range.split_once('-')?;
-    let bound = |hex| usize::from_str_radix(hex, 16).ok();
-    let path = rest.find('/').map(|at| &rest[at..])?;
-    (bound(start)?..bound(end)?).contains(&address).then_some(path)
 }
 
 /// Returns the limits of a plan's runs.
@@ -111,13 +94,5 @@ mod tests {
         let exe = std::fs::read(std::env::current_exe().expect("a path")).expect("an executable");
         let digest = &blake3::hash(&exe).to_hex()[..16];
         assert_eq!(build_id(), format!("tessera {}, {digest}", env!("CARGO_PKG_VERSION")));
-    }
-
-    #[test]
-    fn an_address_is_found_in_its_mapping_alone() {
-        let line = "7f10-7f20 r-xp 00001000 fd:00 42   /opt/a folder/lib.so";
-        assert_eq!(mapped_file_at(line, 0x7f10), Some("/opt/a folder/lib.so"));
-        assert_eq!(mapped_file_at(line, 0x7f20), None);
-        assert_eq!(mapped_file_at("7f10-7f20 rw-p 00000000 00:00 0", 0x7f10), None);
     }
 }

@@ -1,4 +1,4 @@
-//! The project's automation: `cargo xtask tidy`, `bless`, `library`, `kernels`, `page`, `mp4`, `python` and `ci`.
+//! The project's automation: `cargo xtask tidy`, `bless`, `library`, `kernels`, `page`, `mp4`, `python`, `macos` and `ci`.
 
 #![forbid(unsafe_code)]
 
@@ -20,6 +20,7 @@ const USAGE: &str = "usage: cargo xtask <task>
   page     test the page of `tessera serve` in a browser; needs Node.js
   mp4      test the format mp4 of `tessera serve`, and the page with it; needs a C++ compiler
   python   build the wheel, and test it in a fresh virtual environment
+  macos    check that the Python package compiles for macOS; needs rustup, and no Mac
   ci       run everything that must pass: fmt, tidy, clippy, kernels, all tests";
 
 fn main() -> ExitCode {
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         ["page"] => page::check_page,
         ["mp4"] => page::check_mp4,
         ["python"] => python::check_package,
+        ["macos"] => ci::check_macos,
         ["ci"] => ci::run_all,
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

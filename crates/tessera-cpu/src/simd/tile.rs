@@ -48,6 +48,8 @@ pub(crate) struct OutputTile<'a> {
 /// Panics if a slice is too short for the elements that would be read or written.
 // Inlined, because operands passed in memory would be reloaded before their stores complete.
 #[inline(always)]
+// On other processors nothing follows the first return.
+#[cfg_attr(not(target_arch = "x86_64"), allow(clippy::needless_return))]
 pub(crate) fn multiply_tile(rows: usize, a: LhsOperand<'_>, b: RhsPanel<'_>, k: usize, out: OutputTile<'_>) {
     assert!((1..=TILE_ROWS).contains(&rows) && k > 0 && (!out.accumulate || k <= BLOCK));
     assert!((rows - 1) * a.row_stride + (k - 1) * a.k_stride < a.data.len());

@@ -9,6 +9,7 @@ use rustix::fs::Timespec;
 
 use super::frame;
 use super::peer::{PeerConnection, StreamEnd};
+use crate::system::WakeEvent;
 use crate::transport::{CommFault, CommLayout, truncate_reason};
 
 #[derive(Debug)]
@@ -16,9 +17,9 @@ pub(super) struct TcpShared {
     pub(super) layout: CommLayout,
     pub(super) me: usize,
     /// Wakes the background thread.
-    pub(super) pump_event: OwnedFd,
-    /// Eventfd that ends the sleep of a caller in a wait or in the final linger.
-    pub(super) caller_event: OwnedFd,
+    pub(super) pump_event: WakeEvent,
+    /// Ends the sleep of a caller in a wait or in the final linger.
+    pub(super) caller_event: WakeEvent,
     pub(super) state: Mutex<TcpState>,
 }
 
@@ -117,15 +118,10 @@ impl TcpShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn signal_event(&self, event: &OwnedFd) {
-        // The write can only fail after 2⁶⁴ unread notifications.
-        let _ = rustix::io::write(event, &1u64.to_ne_bytes());
-    }
-
     /// Wakes the background thread if some frames could not be sent at once.
     pub(super) fn wake_pump_if_unsent(&self, state: &TcpState) {
         if state.iter_peers().any(|(_, p)| p.has_unsent()) {
-            self.signal_event(&self.pump_event);
+            self.pump_event.signal();
         }
     }
 
@@ -142,7 +138,7 @@ impl TcpShared {
             self.wake_pump_if_unsent(&state);
         }
         drop(state);
-        self.signal_event(&self.caller_event);
+        self.caller_event.signal();
     }
 
     /// The background thread: runs until every stream has ended, or until the end is dropped and
@@ -153,7 +149,7 @@ impl TcpShared {
             state.progressed = false;
             state.pump_all();
             if state.caller_waiting && (state.progressed || state.aborted.is_some()) {
-                self.signal_event(&self.caller_event);
+                self.caller_event.signal();
             }
             let mut left = None;
             if let Some(until) = state.linger_until {
@@ -176,10 +172,10 @@ impl TcpShared {
     }
 }
 
-/// Sleeps until a stream is ready for its poll flags or the eventfd is signalled, and resets the
-/// eventfd.
+/// Sleeps until a stream is ready for its poll flags or the event is signalled, and resets the
+/// event.
 pub(super) fn poll_streams(
-    event: &OwnedFd,
+    event: &WakeEvent,
     fds: &[Option<OwnedFd>],
     flags: &[PollFlags],
     limit: Option<Duration>,
@@ -193,5 +189,5 @@ pub(super) fn poll_streams(
     let limit = limit.and_then(|l| Timespec::try_from(l).ok());
     // The caller polls again, whatever ended the sleep.
     let _ = poll(&mut set, limit.as_ref());
-    let _ = rustix::io::read(event, &mut [0u8; 8]);
+    event.reset();
 }

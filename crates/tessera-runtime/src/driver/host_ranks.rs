@@ -12,7 +12,7 @@ use tessera_base::Diagnostic;
 
 use super::exit::exit_process;
 use super::launcher::{RankExit, StopHandle, to_pid, to_rank_exit};
-use super::system::set_death_signal;
+use super::system::ParentTie;
 use super::welcome::io_diagnostic;
 use crate::FailureClass;
 
@@ -94,12 +94,12 @@ pub fn host_exit_status(exits: &[RankExit]) -> i32 {
     failed.map_or(0, |exit| exit.status.unwrap_or(FailureClass::Peer.exit_code()))
 }
 
-/// Ties this process to the process that started it, if that is the process with this id: the kernel
-/// then kills this one when that one dies.
+/// Ties this process to the process that started it, if that is the process with this id: this one
+/// then ends when that one dies.
 pub fn end_with_host_process(host_process: u32) {
-    // Without the signal, a rank still ends when the run ends.
-    let _ = set_death_signal(Signal::KILL);
-    // The host process may have died before the signal was set.
+    // Without the tie, a rank still ends when the run ends.
+    let _ = ParentTie::tie_to_parent();
+    // The host process may have died before.
     if getppid() != to_pid(host_process) {
         exit_process(FailureClass::LauncherGone.exit_code());
     }

@@ -222,7 +222,7 @@ impl RankProcesses {
             let pid = child.id();
             self.list.push(RankProcess { child, link, exit: None, stopped_ns: None });
             streams.push(stream);
-            // Without a pidfd, the launcher notices a death only at the next tick.
+            // Without such a descriptor, the launcher notices a death only at the next tick.
             if let Some(fd) = to_pid(pid).and_then(watch_process) {
                 self.reactor.watch_fd(rank as usize, fd);
             }

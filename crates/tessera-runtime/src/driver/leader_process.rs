@@ -18,7 +18,8 @@ use super::media_thread::{
 };
 use super::reactor::ReactorEvent;
 use super::request_intake::{IntakeEvent, RequestIntake};
-use super::welcome::{JoinedRank, io_diagnostic, outlive_launcher};
+use super::system::ParentTie;
+use super::welcome::{JoinedRank, io_diagnostic};
 use super::{ControlTopology, TICK_INTERVAL};
 use crate::codes::{T0748, T0749};
 use crate::director::ChunkRequest;
@@ -116,9 +117,8 @@ fn start_process(
         .map_err(|e| io("media thread", &e))?;
     let intake = RequestIntake::spawn_thread(requests, reactor).map_err(|e| io("intake thread", &e))?;
     stop.iter().for_each(|s| s.set_reactor(reactor));
-    if process.launcher.is_some() {
-        outlive_launcher();
-    }
+    // The leader must survive its launcher to close its record.
+    joined.tie.into_iter().for_each(ParentTie::outlive_parent);
     let launcher_seen = Instant::now();
     let machine = LeaderProcess { leader, media, intake, record, stop, stop_requests_seen: 0, launcher_seen };
     Ok(EventLoop { machine, process })

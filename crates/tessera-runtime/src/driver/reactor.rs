@@ -17,7 +17,7 @@ use rustix::io::{Errno, ioctl_fionbio};
 
 use super::byte_stream::ByteStream;
 use super::link::{DisconnectReason, Frame, MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, PeerLink};
-use super::system::create_wake_event;
+use super::system::WakeEvent;
 use crate::Limits;
 use crate::limits::AwakeClock;
 
@@ -53,13 +53,12 @@ pub enum ReactorEvent {
 
 /// Wakes the reactor's thread from another thread.
 #[derive(Debug, Clone)]
-pub struct Waker(Arc<OwnedFd>);
+pub struct Waker(Arc<WakeEvent>);
 
 impl Waker {
     /// Makes the current wait, or the next one, return.
     pub fn wake_reactor(&self) {
-        // A failed write means that the counter is saturated, which wakes the reactor as well.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+        self.0.signal();
     }
 }
 
@@ -99,11 +98,11 @@ impl Reactor {
     /// # Errors
     /// Returns the operating system's error if no descriptor is available.
     pub fn new(limits: &Limits) -> std::io::Result<Reactor> {
-        let fd = create_wake_event()?;
+        let event = WakeEvent::new()?;
         Ok(Reactor {
             links: Vec::new(),
             watched_fds: Vec::new(),
-            waker: Waker(Arc::new(fd)),
+            waker: Waker(Arc::new(event)),
             start: Instant::now(),
             clock: AwakeClock::default(),
             heartbeat_ns: limits.heartbeat_ns,
@@ -214,10 +213,7 @@ impl Reactor {
         let now_ns = self.now_ns();
         for (at, flags) in ready {
             match at {
-                PollSource::Waker => {
-                    let mut count = [0; 8];
-                    let _ = rustix::io::read(&self.waker.0, &mut count);
-                }
+                PollSource::Waker => self.waker.0.reset(),
                 PollSource::Watched(number) => {
                     self.watched_fds.retain(|(n, _)| *n != number);
                     out.push(ReactorEvent::FdReady(number));

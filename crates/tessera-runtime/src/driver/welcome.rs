@@ -11,13 +11,12 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     recvmsg, sendmsg,
 };
-use rustix::process::Signal;
 use tessera_base::Diagnostic;
 
 use super::byte_stream::ByteStream;
 use super::link::Frame;
 use super::reactor::{LinkId, Reactor};
-use super::system::{RECEIVE_FLAGS, SEND_FLAGS, set_death_signal};
+use super::system::{ParentTie, RECEIVE_FLAGS, SEND_FLAGS, close_on_exec};
 use crate::Failure;
 use crate::codes::T0750;
 use crate::wire::{FaultReport, HEADER_BYTES, LAUNCHER, Message, Welcome, decode_body, decode_header};
@@ -37,6 +36,8 @@ pub struct JoinedRank {
     pub extra_fds: Vec<OwnedFd>,
     /// Socket to the launcher; `None` if no launcher started this rank.
     pub(crate) launcher: Option<Box<dyn ByteStream>>,
+    /// Ends this process with its launcher; `None` if no launcher started this rank.
+    pub(super) tie: Option<ParentTie>,
     pub(crate) links: Vec<Box<dyn ByteStream>>,
 }
 
@@ -50,7 +51,7 @@ impl JoinedRank {
         extra_fds: Vec<OwnedFd>,
         links: Vec<Box<dyn ByteStream>>,
     ) -> JoinedRank {
-        JoinedRank { welcome, extra_fds, launcher: None, links }
+        JoinedRank { welcome, extra_fds, launcher: None, tie: None, links }
     }
 
     /// Gives a rank that a launcher started alone the peers that it found by itself, and its place among them. The socket to
@@ -101,9 +102,8 @@ impl std::fmt::Debug for JoinedRank {
 /// Reads the welcome from standard input. A process that the launcher spawned must call this once,
 /// before anything else.
 ///
-/// From then on, the kernel kills the process when the launcher dies. In the leader, the control
-/// thread later replaces that signal with one that only continues the process, because the leader
-/// must still close its record.
+/// From then on, the process ends when the launcher dies. In the leader, the control thread later
+/// undoes this, because the leader must still close its record.
 ///
 /// # Errors
 /// T0750 if standard input is not the launcher's socket, or if the welcome does not arrive
@@ -111,16 +111,8 @@ impl std::fmt::Debug for JoinedRank {
 pub fn join_launch() -> Result<JoinedRank, Diagnostic> {
     let launcher =
         std::io::stdin().as_fd().try_clone_to_owned().map_err(|e| io_diagnostic("standard input", &e))?;
-    set_death_signal(Signal::KILL).map_err(|e| io_diagnostic("parent-death signal", &e))?;
-    receive_welcome(UnixStream::from(launcher))
-}
-
-/// Replaces the signal that this process gets when the launcher dies: SIGCONT instead of SIGKILL.
-/// The leader must survive to close its record; SIGCONT resumes a stopped leader so that it can see
-/// the launcher's socket close.
-pub(crate) fn outlive_launcher() {
-    // If this call fails, the kernel still kills the leader, which leaves no process behind either.
-    let _ = set_death_signal(Signal::CONT);
+    let tie = ParentTie::tie_to_parent().map_err(|e| io_diagnostic("parent-death signal", &e))?;
+    Ok(JoinedRank { tie: Some(tie), ..receive_welcome(UnixStream::from(launcher))? })
 }
 
 /// Sends the welcome over the new link `link`, whose socket is `stream`.
@@ -169,7 +161,10 @@ pub(crate) fn receive_welcome(mut stream: UnixStream) -> Result<JoinedRank, Diag
         received_bytes += message.bytes;
         for m in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(received) = m {
-                fds.extend(received);
+                for fd in received {
+                    close_on_exec(fd.as_fd()).map_err(|e| io_diagnostic("receiving the welcome", &e))?;
+                    fds.push(fd);
+                }
             }
         }
     }
@@ -193,7 +188,7 @@ pub(crate) fn receive_welcome(mut stream: UnixStream) -> Result<JoinedRank, Diag
     }
     let extras = fds.split_off(welcome.control_sockets as usize);
     let links = fds.into_iter().map(|fd| Box::new(UnixStream::from(fd)) as Box<dyn ByteStream>).collect();
-    Ok(JoinedRank { welcome, extra_fds: extras, launcher: Some(Box::new(stream)), links })
+    Ok(JoinedRank { welcome, extra_fds: extras, launcher: Some(Box::new(stream)), tie: None, links })
 }
 
 pub(crate) fn io_diagnostic(what: &str, e: &std::io::Error) -> Diagnostic {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use tessera::faults::fired_at_ns;
 use tessera::stream_options::RunDevice;
+use tessera::system::read_process;
 use tessera_base::Diagnostic;
 use tessera_runtime::driver::StopHandle;
 
@@ -20,8 +21,7 @@ const MAX_STDERR_BYTES: u64 = 64 << 10;
 
 /// Returns whether a process with this id runs. A zombie does not count.
 pub(super) fn is_alive(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
+    read_process(pid).is_some_and(|process| !process.has_ended())
 }
 
 /// Kills the processes that are still alive and returns their ids.

@@ -5,6 +5,7 @@ use std::fs::read_to_string;
 
 use tessera::flight::host_name;
 use tessera::gpus::GpuDiscovery;
+use tessera::system;
 use tessera_cuda::Gpu;
 
 /// Names by which every host knows itself.
@@ -36,19 +37,17 @@ impl LocalHost {
     /// Reads this host. `with_gpus` loads the GPU libraries too.
     #[must_use]
     pub fn read(with_gpus: bool) -> LocalHost {
-        let text = |path: &str| read_to_string(path).unwrap_or_default();
         let gpus = if with_gpus {
             GpuDiscovery::discover().devices.map_or(Vec::new(), |d| d.gpus)
         } else {
             Vec::new()
         };
-        let status = text("/proc/self/status");
-        let allowed = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:"));
+        let allowed = system::allowed_cores().unwrap_or_default();
         LocalHost {
             name: host_name(),
             gpus,
-            nodes: read_nodes(&parse_core_list(allowed.unwrap_or_default()).unwrap_or_default()),
-            network: default_route_device(&text("/proc/net/route")),
+            nodes: read_nodes(&parse_core_list(&allowed).unwrap_or_default()),
+            network: system::default_network_device(),
         }
     }
 
@@ -120,15 +119,6 @@ fn format_core_list(cores: &[u32]) -> String {
     runs.collect::<Vec<_>>().join(",")
 }
 
-/// Returns the device of the default route in the kernel's table, or the only device of all routes.
-fn default_route_device(table: &str) -> Option<String> {
-    let rows: Vec<Vec<&str>> = table.lines().skip(1).map(|l| l.split_whitespace().collect()).collect();
-    let rows: Vec<(&str, &str)> = rows.iter().filter_map(|row| Some((*row.first()?, *row.get(1)?))).collect();
-    let devices: BTreeSet<&str> = rows.iter().map(|(device, _)| *device).collect();
-    let default = rows.iter().find(|(_, destination)| *destination == "00000000").map(|(device, _)| *device);
-    default.or((devices.len() == 1).then(|| rows[0].0)).map(str::to_string)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -150,15 +140,6 @@ mod tests {
         assert_eq!(share(40, 50).0, "0-2,8-10,3-5,11-13");
         assert!(host.is_named("node01") && host.is_named("localhost") && !host.is_named("node0"));
         assert!(!LocalHost::default().is_named(""));
-    }
-
-    #[test]
-    fn the_network_device_is_that_of_the_default_route() {
-        let table = "Iface Destination\neth1 000200C0\nib0 00000000\n";
-        assert_eq!(default_route_device(table).as_deref(), Some("ib0"));
-        assert_eq!(default_route_device("Iface Destination\neth1 000200C0\n").as_deref(), Some("eth1"));
-        assert_eq!(default_route_device("Iface Destination\neth1 1\neth2 2\n"), None);
-        assert_eq!(default_route_device(""), None);
     }
 
     #[test]

@@ -36,13 +36,13 @@ use crate::engine::{EngineBackend, MeshEngine, build_program_index, mesh_phases}
 use crate::environment::{environment_keys, process_environment};
 use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
-use crate::host_memory::available_bytes;
 use crate::kernel_probe::{is_unprobed, plan_probes, probe_placement, run_probes, single_ops};
 use crate::parity::{ExecutorState, rank_parity};
 use crate::rank_config::RankSettings;
 use crate::run_settings::build_id;
 use crate::stated_transports::check_transports;
 use crate::synthetic_delays::{ForwardDelay, SyntheticDelays};
+use crate::system::available_bytes;
 use crate::transfer_log::{TransferLog, TransferPlace};
 use crate::wire_dump::{dump_path, dump_sent_messages};
 
