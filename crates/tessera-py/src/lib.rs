@@ -26,6 +26,7 @@ mod moe;
 mod notebook;
 mod numeric;
 mod plan;
+mod plan_estimate;
 mod plan_target;
 mod planning;
 mod prefetch;
@@ -72,6 +73,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<trace::ArraySpec>()?;
     module.add_class::<program::Graph>()?;
     module.add_class::<plan::Plan>()?;
+    module.add_class::<plan_estimate::PlanEstimate>()?;
     module.add_class::<planning::Search>()?;
     module.add_class::<planning::Topology>()?;
     module.add_class::<session::Session>()?;

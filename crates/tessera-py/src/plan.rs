@@ -18,6 +18,7 @@ use tessera_plan::{DtypePolicy, Mapping, Numerics};
 use crate::dtensor::DTensor;
 use crate::errors::{OrRaise, raise_one};
 use crate::mesh::Mesh;
+use crate::plan_estimate::PlanEstimate;
 use crate::plan_target::{Target, TargetRequest, choose_machine, choose_target, parse_sizes};
 use crate::program::Graph;
 use crate::settings::StreamSettings;
@@ -288,15 +289,12 @@ impl Plan {
         py.detach(|| target.query.explain_mesh(&self.mesh.mesh, &sizes)).or_raise(py)
     }
 
-    /// Estimates a call of every program on a machine of the catalog: nanoseconds in total, nanoseconds of collectives that no compute
-    /// hides, bytes that all ranks send, floating-point operations of all ranks, and nanoseconds and bytes of the experts
-    /// that a rank waits for from host memory.
-    /// Without a name it is the machine of the plan, or else a laptop.
+    /// Estimates a call of every program on a machine of the catalog. Without a name it is the machine of the plan, or else a
+    /// laptop.
     #[pyo3(signature = (cluster=None))]
-    fn estimate(&self, py: Python<'_>, cluster: Option<&str>) -> PyResult<(f64, f64, f64, f64, f64, f64)> {
+    fn estimate(&self, py: Python<'_>, cluster: Option<&str>) -> PyResult<PlanEstimate> {
         let (_, cost) = py.detach(|| self.estimate_on(cluster)).or_raise(py)?;
-        let fetches = (cost.fetch_wait_ns, cost.fetched_bytes);
-        Ok((cost.ns, cost.exposed_ns, cost.sent_bytes, cost.flops, fetches.0, fetches.1))
+        Ok(cost.into())
     }
 
     /// Says in words what each rank does, and how long a call takes on a machine of the catalog.

@@ -212,23 +212,23 @@ def test_an_estimate_counts_the_experts_that_a_call_waits_for(ep: int) -> None:
     plans = [make_plan(resident, ep=ep, layers=2) for resident in range(1, EXPERTS + 1)]
     for cluster in ("laptop", "gb200-nvl72"):
         base = plain.estimate(cluster)
-        assert base[4:] == (0.0, 0.0) and "wait for experts" not in plain.report(cluster)
+        assert (base.fetch_wait_ns, base.fetched_bytes) == (0.0, 0.0) and "wait for experts" not in plain.report(cluster)
         costs = [plan.estimate(cluster) for plan in plans]
         # Every call uses an expert with the same probability, and a layer waits for what its rank does not hold.
         used = 1 - (1 - 1 / EXPERTS) ** MOST_TOKENS
         for resident, cost in enumerate(costs, 1):
             missed = 2 * (held - min(resident, held)) * used
-            assert cost[5] == pytest.approx(missed * 4 * 3 * 9 * EXPERTS)
-            assert cost[0] == pytest.approx(base[0] + cost[4])
-        times = [cost[4] for cost in costs]
+            assert cost.fetched_bytes == pytest.approx(missed * 4 * 3 * 9 * EXPERTS)
+            assert cost.ns == pytest.approx(base.ns + cost.fetch_wait_ns)
+        times = [cost.fetch_wait_ns for cost in costs]
         assert times == sorted(times, reverse=True) and times[0] > 0.0
         assert all(cost == base for cost in costs[held - 1 :])
-        assert f"a rank fetches {costs[0][5]:.0f} bytes from host memory" in plans[0].report(cluster)
+        assert f"a rank fetches {costs[0].fetched_bytes:.0f} bytes from host memory" in plans[0].report(cluster)
 
 
 def test_a_search_of_meshes_shows_the_wait_for_experts() -> None:
     chosen = make_plan(1, ep=2).graphs[0].compile(cluster="laptop", objective="latency", devices=2)
-    assert "of experts in host memory" in chosen.explain() and chosen.estimate()[4] > 0.0
+    assert "of experts in host memory" in chosen.explain() and chosen.estimate().fetch_wait_ns > 0.0
 
 
 def test_a_registration_says_what_it_refuses(rng: np.random.Generator) -> None:

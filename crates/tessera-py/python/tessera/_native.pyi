@@ -497,13 +497,9 @@ class Plan:
 
         The machine is that of the plan, with as many devices as the plan has ranks. Axes without a size have one rank.
         """
-    def estimate(self, cluster: str | None = None) -> tuple[float, float, float, float, float, float]:
+    def estimate(self, cluster: str | None = None) -> PlanEstimate:
         """Estimates a call of every program on a machine of the catalog: by default that of the plan, or else a laptop.
 
-        Returns nanoseconds in total, nanoseconds of collectives that no compute hides, bytes that all ranks send,
-        floating-point operations of all ranks, nanoseconds of waiting for experts from host memory, and bytes of these
-        experts. The last two are those of the rank that waits longest, and 0 if no layer is registered for prefetch: each
-        expert is equally likely in every call, so a call fetches the experts that it uses and its rank does not hold.
         A cluster with ``host.bytes`` 0 refuses experts in two tiers with T0806.
         """
     def report(self, cluster: str | None = None) -> str:
@@ -515,6 +511,33 @@ class Plan:
     def save(self, folder: Path) -> None:
         """Writes the plan to a new folder, which ``tessera check`` proves again. Weights are not part of a plan."""
     def _repr_html_(self) -> str: ...
+
+class PlanEstimate:
+    """The estimated cost of a call of every program of a plan on a machine."""
+
+    @property
+    def ns(self) -> float:
+        """Nanoseconds from the start of the call to the end of the last rank."""
+    @property
+    def exposed_ns(self) -> float:
+        """Nanoseconds of collectives that no compute hides, as a mean over the ranks."""
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that all ranks together send."""
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all ranks."""
+    @property
+    def fetch_wait_ns(self) -> float:
+        """Nanoseconds for which the rank that waits longest waits for experts from host memory.
+
+        Each expert is equally likely in every call, so a call fetches the experts that it uses and its rank does not hold. 0 if
+        no layer is registered for prefetch.
+        """
+    @property
+    def fetched_bytes(self) -> float:
+        """Bytes of these experts."""
+    def __eq__(self, other: object) -> bool: ...
 
 class Search:
     """A question about the mappings of a model on a machine."""
