@@ -36,7 +36,8 @@ fn a_closed_peer_is_a_fault_at_once() {
         };
         assert!(matches!(fault, CommFault::Disconnected { peer: 1, seq: 0, .. }), "{me}: {fault}");
     }
-    assert!(begun.elapsed() < Duration::from_secs(2));
+    // A fault that comes late would come with the deadline.
+    assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
