@@ -240,7 +240,7 @@ struct PreparedProgram {
     /// The words of each exchange that sends e4m3, by op.
     wire_words: BTreeMap<usize, WireWords>,
     /// The layers whose experts lie in two tiers.
-    tiered_layers: Vec<TieredLayer>,
+    tiered_layers: Vec<Arc<TieredLayer>>,
     scratch_bytes: usize,
     /// Offset of each slot in the slot memory, in bytes.
     slot_offsets: Vec<u64>,

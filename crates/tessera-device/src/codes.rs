@@ -35,8 +35,9 @@ The record states both numbers for each rank and chunk, and the temporaries of e
 holds in two layouts, or padding of very small shapes, explains a small model; on a large model, report it as a bug.";
 
     T0806: "backend has no second tier of memory for experts",
-    "The plan states that experts lie in host memory and a few of them in fast memory. Ranks on CPUs move them; ranks on GPUs \
-and the simulator do not, and a machine whose cluster.toml states `host.bytes` 0 has no such memory. The run or the estimate \
-is refused before a rank starts, because it would otherwise hold every expert, or leave out the transfers, and say nothing.\n\n\
-Run the plan on CPU ranks, estimate it on a machine with host memory, or plan without `runtime.register_prefetch`.";
+    "The plan states that experts lie in host memory and a few of them in fast memory. The backends for CPUs and NVIDIA GPUs \
+move them. Another backend may not, and a machine whose cluster.toml states `host.bytes` 0 has no such memory. The run or the \
+estimate is refused before a rank starts, because it would otherwise hold every expert, or leave out the transfers, and say \
+nothing.\n\n\
+Run the plan on CPUs or GPUs, estimate it on a machine with host memory, or plan without `runtime.register_prefetch`.";
 }

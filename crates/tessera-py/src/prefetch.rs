@@ -9,7 +9,7 @@ use crate::expert_tier::{TierRequest, refuse};
 use crate::moe::Moe;
 
 /// The tiers as the mapping guide calls them, the fast one first. On CPU ranks they are pools of the rank and the memory
-/// of the host.
+/// of the host, on GPUs device memory and pinned host memory.
 const TIERS: [&str; 2] = ["HBM", "Grace"];
 
 /// Experts that a token uses and that may arrive meanwhile: the default of `resident`, per expert of a token.

@@ -27,7 +27,10 @@ pub(super) struct TieredLayer {
     last_op: usize,
     /// The number of rows of each expert.
     counts: ValueId,
-    decision: Arc<LayerDecision>,
+    /// The layers of which it requests experts ahead, and whether it does so when it has ended.
+    targets: Vec<usize>,
+    requests_at_end: bool,
+    decision: LayerDecision,
 }
 
 /// The copies on the stream `io` that a layer of the current run waits for, by layer.
@@ -41,9 +44,10 @@ impl CudaBackend {
         p: &Program,
         views: &[OpView],
         locations: &[ValueLocation],
-    ) -> CudaResult<Vec<TieredLayer>> {
+    ) -> CudaResult<Vec<Arc<TieredLayer>>> {
         self.weights.tiers_mut().place_tables()?;
         let tiers = self.weights.tiers();
+        let announced = |layer, has_ended| lock(tiers.decisions()).pools.announced_layers(layer, has_ended);
         let mut found: Vec<TieredLayer> = Vec::new();
         for (at, view) in views.iter().enumerate() {
             let OpView::GroupedMatmul(v) = view else { continue };
@@ -56,10 +60,18 @@ impl CudaBackend {
             let layout = tiers.layout_of_layer(layer);
             let counts_per_expert = p.type_of(v.counts).element_count() as usize / layout.experts.max(1);
             let decision = LayerDecision::new(tiers.decisions(), layer, layout, counts_per_expert)?;
-            let (counts, decision) = (v.counts, Arc::new(decision));
-            found.push(TieredLayer { layer, first_op: at, last_op: at, counts, decision });
+            let at_end = announced(layer, true);
+            found.push(TieredLayer {
+                layer,
+                first_op: at,
+                last_op: at,
+                counts: v.counts,
+                requests_at_end: !at_end.is_empty(),
+                targets: announced(layer, false).into_iter().chain(at_end).collect(),
+                decision,
+            });
         }
-        Ok(found)
+        Ok(found.into_iter().map(Arc::new).collect())
     }
 
     /// Returns the index of a value among the weights in two tiers; `None` for another value.
@@ -86,30 +98,27 @@ impl CudaBackend {
         ahead: &mut AheadCopies,
     ) -> CudaResult<()> {
         let layers = &self.programs[program].tiered_layers;
-        let Some(TieredLayer { layer, counts, decision, .. }) = layers.iter().find(|l| l.first_op == at)
-        else {
-            return Ok(());
-        };
-        let (layer, decision) = (*layer, Arc::clone(decision));
-        let counts = self.value_address(program, *counts)?;
+        let Some(layer) = layers.iter().find(|l| l.first_op == at).cloned() else { return Ok(()) };
+        let decision = &layer.decision;
+        let counts = self.value_address(program, layer.counts)?;
         let tiers = self.weights.tiers();
-        let ((table, _), times) = (tiers.copy_lists(layer), tiers.times_of_layer(layer));
+        let ((table, _), times) = (tiers.copy_lists(layer.layer), tiers.times_of_layer(layer.layer));
         // SAFETY: the counts are a value of the program, the rest is memory of the backend, and the program holds the
-        // decision as long as its graphs; a backend with an unfinished run leaks it.
+        // layer as long as its graphs; a backend with an unfinished run leaks it.
         unsafe {
             own.copy_async(decision.counts_address, counts, decision.count_bytes())?;
-            own.call_host(decide_layer, Arc::as_ptr(&decision).cast_mut().cast())?;
+            own.call_host(decide_layer, std::ptr::from_ref(decision).cast_mut().cast())?;
             own.copy_async(table, decision.table_address, decision.table_bytes())?;
         }
         own.record_time(&times.wait_begin)?;
-        if let Some(copied) = ahead.0.remove(&layer) {
+        if let Some(copied) = ahead.0.remove(&layer.layer) {
             own.wait_event(&copied)?;
         }
         self.enqueue_launch(&fetch_launch(table), own)?;
         own.record_time(&times.wait_end)?;
-        match self.announced_layers(layer, true).is_empty() {
-            true => self.enqueue_ahead(layer, (own, io), ahead),
-            false => Ok(()),
+        match layer.requests_at_end {
+            true => Ok(()),
+            false => self.enqueue_ahead(&layer, (own, io), ahead),
         }
     }
 
@@ -121,18 +130,9 @@ impl CudaBackend {
         (own, io): (&CudaStream, Option<&CudaStream>),
         ahead: &mut AheadCopies,
     ) -> CudaResult<()> {
-        let Some(layer) = self.programs[program].tiered_layers.iter().find(|l| l.last_op == at) else {
-            return Ok(());
-        };
-        let layer = layer.layer;
-        match self.announced_layers(layer, true).is_empty() {
-            true => Ok(()),
-            false => self.enqueue_ahead(layer, (own, io), ahead),
-        }
-    }
-
-    fn announced_layers(&self, layer: usize, has_ended: bool) -> Vec<usize> {
-        lock(self.weights.tiers().decisions()).pools.announced_layers(layer, has_ended)
+        let mut layers = self.programs[program].tiered_layers.iter();
+        let ending = layers.find(|l| l.last_op == at && l.requests_at_end).cloned();
+        ending.map_or(Ok(()), |layer| self.enqueue_ahead(&layer, (own, io), ahead))
     }
 
     /// Makes the first stream wait for all copies, and marks the end of the run.
@@ -153,18 +153,16 @@ impl CudaBackend {
     /// is there, and earlier layers have ended, whose slots the copies may take.
     fn enqueue_ahead(
         &mut self,
-        layer: usize,
+        TieredLayer { layer, targets, .. }: &TieredLayer,
         (own, io): (&CudaStream, Option<&CudaStream>),
         ahead: &mut AheadCopies,
     ) -> CudaResult<()> {
-        let targets: Vec<usize> =
-            [false, true].into_iter().flat_map(|ended| self.announced_layers(layer, ended)).collect();
         if targets.is_empty() {
             return Ok(());
         }
         let io = io.ok_or_else(|| CudaError(format!("no stream {}", StreamKind::Io.name())))?;
         let tiers = self.weights.tiers();
-        let ((_, copies), times) = (tiers.copy_lists(layer), tiers.times_of_layer(layer));
+        let ((_, copies), times) = (tiers.copy_lists(*layer), tiers.times_of_layer(*layer));
         let begin = CudaEvent::new()?;
         own.record_event(&begin)?;
         io.wait_event(&begin)?;
@@ -174,7 +172,7 @@ impl CudaBackend {
         for target in targets {
             let copied = CudaEvent::new()?;
             io.record_event(&copied)?;
-            ahead.0.insert(target, copied);
+            ahead.0.insert(*target, copied);
         }
         Ok(())
     }

@@ -91,7 +91,9 @@ impl CudaBackend {
         }
         self.exchange_offsets(program).map_err(broken)?;
         self.groups.reset_progress();
-        self.weights.tiers().forget_failed_run();
+        if !self.programs[program].tiered_layers.is_empty() {
+            self.weights.tiers().forget_failed_run();
+        }
         Ok(())
     }
 
@@ -106,7 +108,9 @@ impl CudaBackend {
             observer.on_issued(i);
         }
         self.wait_for_device(&p, observer)?;
-        self.weights.tiers_mut().report_run(Instant::now()).map_err(|e| Fault::Failed(e.0))?;
+        if !self.programs[program].tiered_layers.is_empty() {
+            self.weights.tiers_mut().report_run(Instant::now()).map_err(|e| Fault::Failed(e.0))?;
+        }
         self.check_chosen_ids(program)?;
         for o in self.outputs.values_mut() {
             o.is_current = o.program == program;
