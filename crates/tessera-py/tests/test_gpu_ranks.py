@@ -102,12 +102,14 @@ def test_experts_in_two_tiers_move_as_on_cpus(rng: np.random.Generator, ranks: i
             for x, y, near in zip(calls, expected, on_cpus, strict=True):
                 found = run(x).gather()
                 assert np.array_equal(found, y) and relative_error(found, near) < 1e-5
-        report = run.prefetch_report()
+            report = run.prefetch_report()
         assert [counts(layer) for layer in report.layers] == moved
         assert {event.stream for event in report.events} == {"io"}
         assert all(0 <= event.end_ns - event.start_ns < 1e9 for event in report.events)
         prefetched = [event for event in report.events if event.op.startswith("prefetch ")]
-        assert len(prefetched) == 3 * sum(layer.prefetches for layer in report.layers)
+        # A layer counts those for its use; the last ones are for a call that does not come.
+        used, pending = 3 * sum(layer.prefetches for layer in report.layers), 3 * resident * ranks
+        assert used <= len(prefetched) <= used + pending and len(prefetched) % 3 == 0
 
 
 @pytest.mark.parametrize("ranks", SIZES)
