@@ -23,6 +23,8 @@ pub struct GpuOutput {
     pub array: GpuArray,
     /// The values that are NaN or infinite; `None` if all are finite.
     pub nonfinite: Option<NonFinite>,
+    /// Digest of the values, equal on all ranks that have equal bits.
+    pub digest: u64,
 }
 
 /// Values that are not finite.

@@ -7,6 +7,8 @@
 //! on one stream or on streams ordered by events. Groups need separate streams, because a
 //! collective waits on the device for the other members. The application supplies the host id and
 //! the timeouts.
+//!
+//! Members that are threads of one process use P2P memory alone, and exchange tables on the host.
 
 #![allow(unsafe_code, reason = "collectives on raw addresses")]
 
@@ -29,6 +31,7 @@ use crate::device_memory::{DeviceMemory, copy_to_device, copy_to_host};
 use crate::driver::{CudaEvent, CudaResult, CudaStream, cuda_failure};
 use crate::libraries::Libraries;
 use crate::nccl::{CommunicatorAborter, NcclCommunicator, UniqueId};
+use crate::thread_ranks::ThreadRanks;
 
 use kernel_launch::CollectiveKernels;
 use nccl_collectives::NcclCollectives;
@@ -77,6 +80,15 @@ pub(crate) struct GroupConfig {
     pub(crate) staging_bytes: [usize; 2],
 }
 
+/// How the members of a group exchange tables before they share memory.
+#[derive(Debug, Clone)]
+pub(crate) enum Rendezvous {
+    /// An NCCL communicator with this id, between processes.
+    Nccl(UniqueId),
+    /// The memory of this process, of which the members are threads; each group has an id of its own.
+    Threads(Arc<ThreadRanks>, UniqueId),
+}
+
 /// One member of a group. A group is unusable after a fault. Dropping it waits for its work on the
 /// device, so abort stuck work first through a [`GroupAborter`]. Drop the graphs that hold its work
 /// before the group.
@@ -94,8 +106,10 @@ pub(crate) struct CollectiveGroup {
     nccl_requested: bool,
     staging: Option<DeviceMemory>,
     kernels: CollectiveKernels,
-    /// `None` for a group of one.
+    /// `None` for a group of one, and for threads of one process.
     comm: Option<NcclCommunicator>,
+    /// What the members share if they are threads of one process, and the id of the group.
+    threads: Option<(Arc<ThreadRanks>, UniqueId)>,
     /// Flags that peers write. They drop after the communicator, because all members reach its end
     /// together.
     flags: Option<DeviceMemory>,
@@ -137,7 +151,7 @@ impl CollectiveGroup {
     pub(crate) fn join_members(
         libraries: &Libraries,
         compiler: &mut Compiler,
-        id: &UniqueId,
+        meeting: &Rendezvous,
         (me, members): (usize, usize),
         terms: GroupConfig,
         abort: Arc<AtomicBool>,
@@ -148,16 +162,15 @@ impl CollectiveGroup {
         let kernels = CollectiveKernels::new(compiler, me, members)?;
         let words = Arc::new(HostSignals::new()?);
         let control = CudaStream::new(false)?;
-        let comm = match members {
-            1 => None,
-            _ => Some(NcclCommunicator::init_rank(
-                libraries,
-                id,
-                (me, members),
-                terms.setup_timeout,
-                abort.clone(),
-            )?),
-        };
+        let (mut comm, mut threads) = (None, None);
+        match meeting {
+            _ if members == 1 => {}
+            Rendezvous::Threads(ranks, id) => threads = Some((Arc::clone(ranks), *id)),
+            Rendezvous::Nccl(id) => {
+                let (place, timeout) = ((me, members), terms.setup_timeout);
+                comm = Some(NcclCommunicator::init_rank(libraries, id, place, timeout, abort.clone())?);
+            }
+        }
         let mut group = CollectiveGroup {
             member: me,
             member_count: members,
@@ -170,6 +183,7 @@ impl CollectiveGroup {
             staging: None,
             kernels,
             comm,
+            threads,
             flags: None,
             signals: words,
             control_stream: control,
@@ -351,6 +365,10 @@ impl CollectiveGroup {
     }
 
     fn gather_bytes(&mut self, mine: &[u8]) -> CudaResult<Vec<Vec<u8>>> {
+        if let Some((ranks, id)) = &self.threads {
+            let place = (self.member, self.member_count);
+            return Ok(ranks.all_gather(&id.0, place, mine, self.config.setup_timeout)?.to_vec());
+        }
         let Some(comm) = &self.comm else { return Ok(vec![mine.to_vec()]) };
         if mine.is_empty() {
             return Ok(vec![Vec::new(); self.member_count]);

@@ -17,7 +17,7 @@ use cudarc::cublaslt::sys::{
     cublasLtMatrixLayoutOpaque_t, cublasStatus_t, cudaDataType,
 };
 
-use crate::driver::{CudaResult, CudaStream, cuda_failure};
+use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
 use crate::dylib::CublasLt;
 
 /// An object of cuBLASLt, destroyed on drop.
@@ -207,7 +207,9 @@ impl LtHandle {
                 stream.as_raw().cast(),
             )
         };
+        // The status alone does not name what the driver refused.
         check_status(status, "cublasLtMatmul")
+            .map_err(|e| CudaError(format!("{e} on a stream {}", stream.describe_state())))
     }
 }
 

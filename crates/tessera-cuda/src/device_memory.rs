@@ -14,19 +14,25 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::{result, sys};
 
+use crate::allocation_lock::free_between_calls;
 use crate::driver::{CudaError, CudaResult, cuda_failure};
 
 /// Alignment of values in memory, in bytes: the maximum that any library or vectorized access
 /// requires.
 pub(crate) const ALIGNMENT: u64 = 256;
 
-/// Bytes of device memory that this process holds through [`DeviceMemory`], and their maximum.
-static HELD_BYTES: AtomicU64 = AtomicU64::new(0);
-static PEAK_BYTES: AtomicU64 = AtomicU64::new(0);
+/// The most devices of which this process counts the memory that it holds.
+const MAX_DEVICES: usize = 64;
 
-/// Returns the bytes of device memory that this process holds, and the most that it has held.
-pub(crate) fn held_bytes() -> (u64, u64) {
-    (HELD_BYTES.load(Ordering::Relaxed), PEAK_BYTES.load(Ordering::Relaxed))
+/// Bytes of each device that this process holds through [`DeviceMemory`], and their maximum.
+static HELD_BYTES: [AtomicU64; MAX_DEVICES] = [const { AtomicU64::new(0) }; MAX_DEVICES];
+static PEAK_BYTES: [AtomicU64; MAX_DEVICES] = [const { AtomicU64::new(0) }; MAX_DEVICES];
+
+/// Returns the bytes of a device's memory that this process holds, and the most that it has held.
+pub(crate) fn held_bytes(device: u32) -> (u64, u64) {
+    let load =
+        |bytes: &[AtomicU64]| bytes.get(device as usize).map_or(0, |bytes| bytes.load(Ordering::Relaxed));
+    (load(&HELD_BYTES), load(&PEAK_BYTES))
 }
 
 /// An allocation of device memory, freed when this value is dropped.
@@ -34,6 +40,7 @@ pub(crate) fn held_bytes() -> (u64, u64) {
 pub(crate) struct DeviceMemory {
     address: u64,
     bytes: usize,
+    device: u32,
 }
 
 /// A range of `len` elements of `T` in a device allocation that is alive.
@@ -67,14 +74,22 @@ unsafe impl Send for PinnedMemory {}
 
 impl DeviceMemory {
     pub(crate) fn new(bytes: usize) -> CudaResult<DeviceMemory> {
-        let bytes = bytes.max(256);
+        let (bytes, device) = (bytes.max(256), current_device()?);
         // SAFETY: `zero_fill` or a kernel writes the memory before it is read.
         let at = unsafe { result::malloc_sync(bytes) }.map_err(|e| {
             CudaError(format!("cannot allocate {bytes} bytes on the device: {}", CudaError::from(e)))
         })?;
-        let held = HELD_BYTES.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
-        PEAK_BYTES.fetch_max(held, Ordering::Relaxed);
-        Ok(DeviceMemory { address: at, bytes })
+        let memory = DeviceMemory { address: at, bytes, device };
+        if let Some(total) = HELD_BYTES.get(device as usize) {
+            let held = total.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+            PEAK_BYTES[device as usize].fetch_max(held, Ordering::Relaxed);
+        }
+        Ok(memory)
+    }
+
+    /// Returns the index of the device among the visible ones.
+    pub(crate) fn device(&self) -> u32 {
+        self.device
     }
 
     pub(crate) fn device_address(&self) -> u64 {
@@ -124,7 +139,9 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated once in `new`. The driver waits for the work that uses the memory.
         let _ = unsafe { result::free_sync(self.address) };
-        HELD_BYTES.fetch_sub(self.bytes as u64, Ordering::Relaxed);
+        if let Some(total) = HELD_BYTES.get(self.device as usize) {
+            total.fetch_sub(self.bytes as u64, Ordering::Relaxed);
+        }
     }
 }
 
@@ -159,6 +176,14 @@ impl<'a, T> DeviceSlice<'a, T> {
             )),
         }
     }
+}
+
+/// Returns the index of the current context's device among the visible ones.
+fn current_device() -> CudaResult<u32> {
+    let mut device = 0;
+    // SAFETY: the driver writes to this stack frame.
+    unsafe { sys::cuCtxGetDevice(&mut device) }.result()?;
+    Ok(device as u32)
 }
 
 /// Waits for the default stream. This crate's streams are not ordered after it, and a copy from
@@ -257,9 +282,14 @@ impl PinnedMemory {
 }
 
 impl Drop for PinnedMemory {
+    /// Frees the memory, after the running call of several GPUs if there is one: a handle that aborts a run lives as long as its
+    /// user wants.
     fn drop(&mut self) {
-        // SAFETY: allocated once in `new`.
-        let _ = unsafe { result::free_host(self.host_ptr.cast::<c_void>()) };
+        let address = self.device_address();
+        free_between_calls(Box::new(move || {
+            // SAFETY: allocated once in `new`.
+            let _ = unsafe { result::free_host(address as *mut c_void) };
+        }));
     }
 }
 
@@ -284,7 +314,7 @@ mod tests {
 
     #[test]
     fn a_slice_lies_inside_its_allocation() {
-        let memory = std::mem::ManuallyDrop::new(DeviceMemory { address: 4096, bytes: 256 });
+        let memory = std::mem::ManuallyDrop::new(DeviceMemory { address: 4096, bytes: 256, device: 0 });
         assert_eq!(memory.slice::<f32>(16, 60).map(|s| s.address()), Ok(4096 + 16));
         assert!(memory.slice::<f32>(16, 61).is_err() && memory.slice::<u8>(257, 0).is_err());
         assert!(memory.slice::<u64>(0, usize::MAX / 2).is_err() && memory.slice::<u8>(u64::MAX, 1).is_err());

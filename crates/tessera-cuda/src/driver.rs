@@ -141,6 +141,16 @@ impl Context {
         Ok(unsafe { result::ctx::set_current(self.raw) }?)
     }
 
+    /// Gives the calling thread's current context access to all memory of this one, for as long as both exist.
+    pub(crate) fn make_accessible_to_current(&self) -> CudaResult<()> {
+        // SAFETY: the context is retained.
+        match unsafe { sys::cuCtxEnablePeerAccess(self.raw, 0) } {
+            // Another library of the process may have done it.
+            CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+            status => Ok(status.result()?),
+        }
+    }
+
     /// Returns the name of the device, such as `NVIDIA H200`.
     pub(crate) fn device_name(&self) -> CudaResult<String> {
         Ok(result::device::get_name(self.device)?)
@@ -221,6 +231,28 @@ impl CudaStream {
     ) -> CudaResult<()> {
         // SAFETY: the stream is alive; the caller guarantees the rest.
         Ok(unsafe { result::stream::launch_host_function(self.0, function, argument) }?)
+    }
+
+    /// Describes the stream for an error message: whether it captures, and the error that its work so far has.
+    pub(crate) fn describe_state(&self) -> String {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive; the driver writes to this stack frame.
+        let queried = unsafe { sys::cuStreamIsCapturing(self.0, &mut status) };
+        match (queried, status) {
+            (CUresult::CUDA_SUCCESS, sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) => {
+                // SAFETY: the stream is alive.
+                match unsafe { sys::cuStreamQuery(self.0) } {
+                    CUresult::CUDA_SUCCESS => "without unfinished work".to_string(),
+                    CUresult::CUDA_ERROR_NOT_READY => "with unfinished work".to_string(),
+                    failed => format!("whose work failed: {failed:?}"),
+                }
+            }
+            (CUresult::CUDA_SUCCESS, sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE) => {
+                "that captures".to_string()
+            }
+            (CUresult::CUDA_SUCCESS, _) => "whose capture was invalidated".to_string(),
+            (failed, _) => format!("of a context that reports {failed:?}"),
+        }
     }
 
     pub(crate) fn wait_event(&self, event: &CudaEvent) -> CudaResult<()> {
@@ -412,6 +444,12 @@ impl CudaStream {
             status?;
             Ok(GraphExec(exec))
         }
+    }
+
+    /// Allocates what the first launch of a captured graph needs, ahead of it.
+    pub(crate) fn upload_graph(&self, graph: &GraphExec) -> CudaResult<()> {
+        // SAFETY: both objects are alive.
+        Ok(unsafe { sys::cuGraphUpload(graph.0, self.0) }.result()?)
     }
 
     /// Launches a captured graph.

@@ -24,6 +24,8 @@ mod list_tables;
 mod memory;
 mod op_support;
 mod prepare;
+mod rank_threads;
+mod reduced_operands;
 mod rope_tables;
 mod rounding;
 mod run;
@@ -41,6 +43,7 @@ use tessera_base::Diagnostic;
 use tessera_device::{CommRoute, MeshRank, StepTimes, T0801};
 use tessera_ir::{CapturedGraph, Op, OpView, Program, Type};
 
+use crate::allocation_lock::AllocationPermit;
 use crate::attention_cudnn::CudnnAttention;
 use crate::attention_sm90::AttentionSm90;
 use crate::call_arrays::GpuCallArrays;
@@ -61,6 +64,7 @@ use crate::gpu_array::GpuArray;
 use crate::kernels::KernelSet;
 use crate::libraries::Libraries;
 use crate::nccl::UniqueId;
+use crate::thread_ranks::ThreadRank;
 
 use buffer_digests::BufferDigests;
 use comm_groups::CommGroups;
@@ -89,6 +93,8 @@ pub struct CudaOptions {
     /// Features of the GPU that kernels must not use. All ranks must mask the same ones, because
     /// other kernels may give other bits.
     pub masked_features: FeatureMask,
+    /// The place of the rank among ranks that are threads of this process, if they are. They use peer-to-peer memory alone.
+    pub thread_rank: Option<ThreadRank>,
 }
 
 /// A communicator that a rank's backend joins when it is created, and the rank's place in it.
@@ -96,7 +102,8 @@ pub struct CudaOptions {
 pub struct CommunicatorMember {
     /// The route by which the rank's ops name the communicator.
     pub route: CommRoute,
-    /// NCCL id of the communicator. One process creates it and distributes it to all members.
+    /// NCCL id of the communicator. One process creates it and distributes it to all members. For threads of one process,
+    /// any number that the communicators of a plan do not share.
     pub id: UniqueId,
     /// Index of this rank among the members.
     pub member: usize,
@@ -155,6 +162,8 @@ pub struct CudaBackend {
     /// The inputs that an unfinished run may read.
     call_inputs: Vec<GpuArray>,
     context: Arc<Context>,
+    /// Acquired by the drop of this value, and dropped behind all memory.
+    permit: Option<AllocationPermit>,
 }
 
 /// What tells the memory use of a device.
@@ -239,6 +248,8 @@ struct PreparedProgram {
     list_tables: ListTables,
     /// The words of each exchange that sends e4m3, by op.
     wire_words: BTreeMap<usize, WireWords>,
+    /// For each reduction whose operand has no slot: the offset in scratch memory of the operand's copy.
+    reduced_operands: BTreeMap<usize, u64>,
     /// The layers whose experts lie in two tiers.
     tiered_layers: Vec<Arc<TieredLayer>>,
     scratch_bytes: usize,
@@ -251,7 +262,7 @@ struct PreparedProgram {
     /// Pinned host memory that outputs are copied to, unless they stay on the device.
     host_outputs: PinnedMemory,
     /// The device memory of outputs that stay on the device, with the offsets of those on the host. Behind them lie
-    /// the words in which the check of an output counts.
+    /// the words in which the summary of an output counts.
     device_outputs: Option<DeviceMemory>,
     /// Bytes of the outputs in `device_outputs`.
     device_output_bytes: usize,
@@ -338,6 +349,7 @@ impl CudaBackend {
             call_arrays: None,
             call_inputs: Vec::new(),
             context,
+            permit: None,
         })
     }
 

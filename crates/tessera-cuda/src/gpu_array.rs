@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use tessera_base::Diagnostic;
 
+use crate::allocation_lock::{AllocationPermit, free_between_calls};
 use crate::codes::T1304;
 use crate::device_memory::{DeviceMemory, DeviceSlice, copy_to_host};
 use crate::driver::{Context, CudaError, CudaEvent, CudaResult, CudaStream, cuda_failure};
@@ -73,6 +74,7 @@ impl GpuStream {
     /// T1301 without a driver, T1304 if the driver fails.
     pub fn open(libraries: &Libraries, device: u32) -> Result<GpuStream, Diagnostic> {
         libraries.check_loaded(Library::Driver)?;
+        let _permit = AllocationPermit::acquire();
         let open = || {
             let context = Arc::new(Context::retain(device)?);
             let scope = context.enter()?;
@@ -131,6 +133,7 @@ impl GpuStream {
         runs: &[RowRun],
         to_device: u32,
     ) -> Result<GpuArray, Diagnostic> {
+        let _permit = AllocationPermit::acquire();
         self.try_copy(from, runs, to_device).map_err(|e| to_diagnostic(self.device, &e))
     }
 
@@ -318,26 +321,35 @@ impl GpuArray {
 }
 
 impl Drop for GpuMemory {
-    /// Frees the memory. The driver waits for all work on the device before it frees memory of its own, so
-    /// another library may still compute with a view that it has let go.
+    /// Frees the memory, after the running call of several GPUs if there is one. The driver waits for all work on the device before it frees
+    /// memory of its own, so another library may still compute with a view that it has let go.
     fn drop(&mut self) {
-        let Ok(_scope) = self.context.enter() else {
-            // A lost device frees nothing.
-            if let Some(Storage::Own(memory)) = self.storage.take() {
-                std::mem::forget(memory);
+        let own = match self.storage.take() {
+            Some(Storage::Own(memory)) => memory,
+            shared => {
+                let _scope = self.context.enter();
+                drop(shared);
+                self.ready = None;
+                return;
             }
-            return;
         };
-        self.storage = None;
-        self.ready = None;
+        let context = Arc::clone(&self.context);
+        free_between_calls(Box::new(move || match context.enter() {
+            Ok(_scope) => drop(own),
+            // A lost device frees nothing.
+            Err(_) => std::mem::forget(own),
+        }));
     }
 }
 
 impl Drop for GpuStream {
     fn drop(&mut self) {
-        let scope = self.context.enter();
-        self.stream = None;
-        drop(scope);
+        let (context, stream) = (Arc::clone(&self.context), self.stream.take());
+        free_between_calls(Box::new(move || {
+            let scope = context.enter();
+            drop(stream);
+            drop(scope);
+        }));
     }
 }
 

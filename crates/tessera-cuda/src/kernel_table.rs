@@ -331,8 +331,8 @@ kernel_signatures! {
     DigestPieces { pieces: DevicePtr<BufferPiece>, is_wanted: DevicePtr<u32>, sums: DevicePtr<u64> } =
         DIGEST_PIECES "digest_pieces";
 
-    /// Counts the elements that are not finite, and finds the first of them.
-    CountNonfinite { x: DevicePtr<f32>, found: DevicePtr<u64>, n: i64 } = COUNT_NONFINITE "count_nonfinite";
+    /// Counts the elements that are not finite, finds the first of them, and digests all.
+    SummarizeOutput { x: DevicePtr<f32>, found: DevicePtr<u64>, n: i64 } = SUMMARIZE_OUTPUT "summarize_output";
 
     /// Never ends.
     Spin {} = SPIN "spin";

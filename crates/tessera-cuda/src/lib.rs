@@ -6,6 +6,7 @@
 
 #![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
+mod allocation_lock;
 mod attention_cudnn;
 mod attention_sm90;
 mod call_arrays;
@@ -39,7 +40,9 @@ mod signature_check;
 mod tensor_map;
 #[cfg(test)]
 mod test_gpu;
+mod thread_ranks;
 
+pub use allocation_lock::{AllocationPermit, ExclusiveCall};
 pub use call_arrays::{GpuCallArrays, GpuOutput, NonFinite};
 pub use capabilities::{FeatureMask, GpuFeature};
 pub use codes::{CODES, T1301, T1304};
@@ -52,3 +55,4 @@ pub use kernel_choice::describe_kernels;
 pub use libraries::{FoundLibrary, Libraries, Library, MissingLibrary};
 pub use nccl::{UniqueId, unique_id};
 pub use required_gpus::{REQUIRE_GPUS, assert_may_skip};
+pub use thread_ranks::{ThreadRank, ThreadRanks};

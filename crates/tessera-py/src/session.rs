@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
@@ -35,6 +36,9 @@ pub(crate) struct Session {
     log: Arc<ArrayRunLog>,
     /// The thread that calls the ranks now. A signal handler runs on that thread, and may not wait for its call.
     caller: Mutex<Option<ThreadId>>,
+    /// Number of threads that close the session. Calls of other threads then fail; otherwise they could keep the closing
+    /// thread waiting.
+    closing_threads: AtomicU32,
     /// The folder of a run of processes.
     folder: Mutex<Option<RunFolder>>,
     /// The process that loaded the ranks. A fork of it has no threads of theirs.
@@ -72,7 +76,15 @@ pub(crate) fn open_session(
     let shared = Arc::clone(&plan.plan);
     match ranks {
         "threads" if device == RunDevice::Cuda => {
-            let run = wait_for(py, || ArrayRun::start_gpu_thread(&shared, weights, trace_ids), || ())?;
+            let is_cancelled = AtomicBool::new(false);
+            let run = wait_for(
+                py,
+                || {
+                    let is_cancelled = || is_cancelled.load(Ordering::Acquire);
+                    ArrayRun::start_gpu_threads(&shared, weights, trace_ids, &is_cancelled)
+                },
+                || is_cancelled.store(true, Ordering::Release),
+            )?;
             Ok(Session::new(plan, run.or_raise(py)?, None))
         }
         "threads" => {
@@ -214,8 +226,8 @@ impl Session {
     }
 
     /// The record of the calls so far; it stays available after the end of the session.
-    fn record(&self) -> SessionRecord {
-        SessionRecord { record: self.log.record() }
+    fn record(&self, py: Python<'_>) -> SessionRecord {
+        SessionRecord { record: py.detach(|| self.log.record()) }
     }
 
     /// Ends the ranks and waits for them. A signal handler that interrupts a call ends that call.
@@ -224,7 +236,13 @@ impl Session {
             self.interrupt.interrupt();
             return Ok(());
         }
-        let run = lock_patiently(py, &self.run)?.take();
+        self.closing_threads.fetch_add(1, Ordering::AcqRel);
+        let guard = lock_patiently(py, &self.run);
+        let mut guard = guard.inspect_err(|_| {
+            self.closing_threads.fetch_sub(1, Ordering::AcqRel);
+        })?;
+        let run = guard.take();
+        drop(guard);
         let Some(run) = run else { return Ok(()) };
         wait_for(py, || run.close(), || self.interrupt.interrupt())?.or_raise(py)?;
         self.remove_folder();
@@ -250,6 +268,7 @@ impl Session {
             log: run.log(),
             run: Mutex::new(Some(run)),
             caller: Mutex::new(None),
+            closing_threads: AtomicU32::new(0),
             folder: Mutex::new(folder),
             process: std::process::id(),
         }
@@ -301,7 +320,7 @@ impl Session {
             return Err(PyRuntimeError::new_err(message));
         }
         let mut guard = lock_patiently(py, &self.run)?;
-        let Some(run) = guard.as_mut() else {
+        let Some(run) = guard.as_mut().filter(|_| self.closing_threads.load(Ordering::Acquire) == 0) else {
             return Err(PyRuntimeError::new_err("the session is closed"));
         };
         let set_caller = |caller| *self.caller.lock().unwrap_or_else(PoisonError::into_inner) = caller;

@@ -30,10 +30,13 @@ def skip_without(gpus: int) -> None:
 
 
 def run_on(device: str, plan: graph.Plan, *inputs: np.ndarray) -> list[np.ndarray]:
-    """Calls a plan twice on processes of one kind of device."""
-    with rt.open_session(plan, ranks="processes", device=device, oversubscribe=device == "cpu") as run:
-        results = [run(*inputs).gather() for _ in range(2)]
-    assert np.array_equal(*results)
+    """Calls a plan twice on processes of one kind of device, and on GPUs also on threads of this process."""
+    kinds = ["processes", "threads"] if device == "gpu" else ["processes"]
+    results = []
+    for ranks in kinds:
+        with rt.open_session(plan, ranks=ranks, device=device, oversubscribe=device == "cpu") as run:
+            results += [run(*inputs).gather() for _ in range(2)]
+    assert all(np.array_equal(results[0], result) for result in results)
     return results
 
 

@@ -131,3 +131,32 @@ def test_other_threads_run_during_a_call() -> None:
         ended.set()
         thread.join()
     assert counted > 3
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_session_closes_while_other_threads_call_it(rng: np.random.Generator, ranks: str) -> None:
+    import threading
+
+    mesh = make_mesh(tp=2)
+    w = dist.distribute(draw(rng, 6, 5), mesh, REPLICATED)
+    linear = op.linear()
+    plan = graph.trace(lambda x: linear(x, w), graph.ArraySpec((4, 5), mesh, dims=("token", "hidden"))).compile()
+    x = draw(rng, 4, 5)
+    ends: list[str] = []
+    run = rt.open_session(plan, ranks=ranks, oversubscribe=True)
+
+    def call() -> None:
+        try:
+            while True:
+                run(x)
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    run(x)
+    callers = [threading.Thread(target=call, daemon=True) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    run.close()
+    for caller in callers:
+        caller.join(30)
+    assert ends == ["the session is closed"] * 3

@@ -159,6 +159,7 @@ fn run_on_gpu(found: &GpuDiscovery, text: &str, x: &Inputs) -> Vec<f32> {
         setup_timeout: Duration::from_secs(20),
         host_id: 0,
         masked_features: masked_features().unwrap(),
+        thread_rank: None,
     };
     let seat = MeshRank { mesh: program.mesh, rank: first_rank(&program) };
     run_twice(&mut CudaBackend::open(&found.libraries, seat, Vec::new(), options).unwrap(), text, x)

@@ -9,7 +9,7 @@ mod language_cases;
 
 use std::sync::Arc;
 
-use gpu_ranks::{find_gpus, open_ranks};
+use gpu_ranks::{Link, find_gpus, open_ranks};
 use language_cases::{
     Attention, Case, CaseWriter, DTYPES, attention_case, find_differences, find_gpu, take_turn,
 };
@@ -191,7 +191,8 @@ fn no_op_of_a_dense_latent_model_is_refused() {
 fn a_dense_latent_model_on_gpus_computes_what_the_evaluator_computes() {
     let Some((found, count)) = find_gpus(1) else { return };
     let _turn = take_turn();
-    let open = |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| open_ranks((&found, count), mesh, programs);
+    let open =
+        |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| open_ranks((&found, count), Link::Nccl, mesh, programs);
     for sizes in [ODD, [64, 6, 512, 16, 64, 24]] {
         let whole = dense_model(sizes, 1, "f32");
         let (weights, calls) = (whole.weights(3), whole.calls(3));

@@ -9,7 +9,7 @@ mod gpu_ranks;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use gpu_ranks::{find_gpus, open_ranks};
+use gpu_ranks::{Link, find_gpus, open_ranks};
 use tessera_cuda::CudaBackend;
 use tessera_filetests::language::{
     Case, DRAWN_OPS, evaluate, measure_difference, planned_cases, run_on_ranks,
@@ -69,7 +69,9 @@ fn the_backend_refuses_no_drawn_program() {
 #[test]
 fn a_plan_computes_on_gpus_what_the_evaluator_computes() {
     let Some((found, count)) = find_gpus(1) else { return };
-    let open = |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| open_ranks((&found, count), mesh, programs);
+    let open = |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| {
+        open_ranks((&found, count), Link::PeerMemory, mesh, programs)
+    };
     let mut seen = BTreeSet::new();
     let (mut runs_by_ranks, mut worst) = (BTreeMap::<usize, usize>::new(), 0.0_f64);
     for (index, case, bundle) in planned_cases(CASES) {

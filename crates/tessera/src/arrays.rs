@@ -20,7 +20,7 @@ mod array_weights;
 mod call_log;
 mod device_array;
 mod function_folder;
-mod gpu_thread;
+mod gpu_threads;
 mod host_array;
 mod launch;
 mod process_run;

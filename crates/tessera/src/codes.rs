@@ -313,14 +313,16 @@ Trace the function again over a mesh of the size that you want. A layout of subg
 
     T0098: "ranks on GPUs cannot be threads of one process",
     "A session with `ranks=\"threads\"` and `device=\"gpu\"` loads its plan in this process, so that torch and jax pass it arrays in GPU \
-memory without a copy through the host. It has one rank: ranks of one process would exchange data by other means than \
-the memory handles and the waits of processes, which are the ones that are tested. The message names the mesh of the plan.\n\n\
-Start the ranks of a larger mesh as processes, with arrays in host memory; or make the plan for one GPU.";
+memory without a copy through the host. Its ranks exchange data in each other's memory, so every GPU must be able to access the \
+memory of every other one, and no collective of the plan may request NCCL, which connects processes. The message names the two \
+GPUs, or the collective; `tessera doctor` lists which GPUs have access to which.\n\n\
+Start the ranks as processes, with arrays in host memory; or give the mesh GPUs that have access to each other, by `devices=` or \
+`CUDA_VISIBLE_DEVICES`.";
 
     T0099: "array in GPU memory does not fit its use",
     "Arrays in GPU memory stay where they are until someone copies them by name. Ranks on CPUs and ranks of other processes do not read them, ops \
 on arrays and weights of plans take host memory, and numpy reads none of them: call `gather()`, which copies an array to the host. \
-A session with `ranks=\"threads\"` and `device=\"gpu\"` reads those that lie whole on its own GPU.\n\n\
+A session with `ranks=\"threads\"` and `device=\"gpu\"` reads those of which each rank's GPU has the whole array, or the shard that the rank reads.\n\n\
 A tensor of another library is distributed by copies of runs of neighbouring elements, so a transposed one must be made contiguous \
 first. `copy=False` refuses a shard that would need a copy. The message names the array and the GPUs.";
 }

@@ -1,11 +1,16 @@
 //! Ranks on GPUs: their communicators and communicator ids, the assignment of devices to ranks, and
 //! the start of a rank's CUDA backend.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, Library, T1304, UniqueId, unique_id};
+use tessera_cuda::{
+    CommunicatorMember, CudaBackend, CudaOptions, GpuCallArrays, Library, T1304, ThreadRank, ThreadRanks,
+    UniqueId, unique_id,
+};
 use tessera_device::{MeshRank, T0801};
 use tessera_mesh::Rank;
 use tessera_verify::SealedPlan;
@@ -38,17 +43,46 @@ pub(crate) struct GpuRankConfig {
     pub(crate) first_rank_of_host: u32,
 }
 
+/// What ranks on GPUs share if they are threads of this process.
+#[derive(Debug, Clone)]
+pub(crate) struct GpuThreadRanks {
+    /// Where each rank finds inputs in GPU memory and leaves its outputs.
+    pub(crate) arrays: BTreeMap<Rank, Arc<GpuCallArrays>>,
+    ranks: Arc<ThreadRanks>,
+}
+
+impl GpuThreadRanks {
+    pub(crate) fn new(ranks: &[Rank]) -> GpuThreadRanks {
+        let arrays = ranks.iter().map(|rank| (*rank, Arc::default())).collect();
+        GpuThreadRanks { arrays, ranks: ThreadRanks::new(ranks.len()) }
+    }
+
+    /// Ends all waits of the ranks for each other on the host.
+    pub(crate) fn abort(&self) {
+        self.ranks.abort();
+    }
+
+    /// Returns the place of a rank among the threads; `None` if there is no other one.
+    pub(crate) fn place_of(&self, rank: Rank) -> Option<ThreadRank> {
+        if self.arrays.len() < 2 {
+            return None;
+        }
+        let index = self.arrays.keys().position(|known| *known == rank)?;
+        Some(ThreadRank { ranks: Arc::clone(&self.ranks), index })
+    }
+}
+
 impl GpuRankConfig {
     /// Opens the backend of a rank of the mesh, which joins its communicators in an order. Unless the
     /// check is disabled, an order other than the plan's is refused before the rank joins the first
-    /// one.
+    /// one. A rank that is a thread has a place among those of its process.
     ///
     /// # Errors
     /// T0757 for another order, and the errors of [`open_cuda`].
     pub(crate) fn open_backend(
         &self,
         sealed: &SealedPlan,
-        rank: Rank,
+        (rank, thread_rank): (Rank, Option<ThreadRank>),
         collective_timeout: Duration,
         (order, checks_order): (JoinOrder, bool),
     ) -> Result<CudaBackend, Diagnostic> {
@@ -62,7 +96,8 @@ impl GpuRankConfig {
             communicators::check_join_order(sealed, rank, members.iter().map(|m| m.route))?;
         }
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
-        CudaBackend::open(&gpus.libraries, seat, members, backend_options(device, collective_timeout)?)
+        let options = CudaOptions { thread_rank, ..backend_options(device, collective_timeout)? };
+        CudaBackend::open(&gpus.libraries, seat, members, options)
     }
 
     /// Opens a backend without communicators on the device of a rank, which runs each program once.
@@ -81,16 +116,16 @@ impl GpuRankConfig {
         CudaBackend::open(&gpus.libraries, placement, Vec::new(), backend_options(device, timeout)?)
     }
 
-    /// Returns the index of a rank's GPU among the visible ones.
+    /// Returns the index among the visible GPUs of the one that the plan's rank map gives a rank.
     ///
     /// # Errors
     /// T0776 for a GPU that this host does not show, or why it shows none.
-    pub(crate) fn find_visible_device(&self, sealed: &SealedPlan, rank: Rank) -> Result<u32, Diagnostic> {
-        self.find_device(&GpuDiscovery::discover(), sealed, rank)
-    }
-
-    /// Returns the index of the GPU that the plan's rank map gives a rank.
-    fn find_device(&self, gpus: &GpuDiscovery, sealed: &SealedPlan, rank: Rank) -> Result<u32, Diagnostic> {
+    pub(crate) fn find_device(
+        &self,
+        gpus: &GpuDiscovery,
+        sealed: &SealedPlan,
+        rank: Rank,
+    ) -> Result<u32, Diagnostic> {
         let visible = &gpus.devices.as_ref().map_err(Clone::clone)?.gpus;
         find_gpu(visible, (sealed.mesh(), sealed.rank_map()), self.first_rank_of_host, rank)
     }
@@ -108,6 +143,13 @@ pub fn create_communicator_ids(gpus: &GpuDiscovery, sealed: &SealedPlan) -> Resu
         _ => unique_id(&gpus.libraries).map(hex),
     };
     communicators::communicator_specs(sealed).iter().map(name).collect()
+}
+
+/// Returns an id for each communicator of a plan whose ranks are threads of one process, in plan order.
+pub(crate) fn name_thread_communicators(sealed: &SealedPlan) -> Vec<String> {
+    (0..communicators::communicator_specs(sealed).len())
+        .map(|number| format!("{:0256x}", number + 1))
+        .collect()
 }
 
 /// Opens a rank's backend on a visible device.
@@ -145,6 +187,7 @@ fn backend_options(device: u32, collective_timeout: Duration) -> Result<CudaOpti
         setup_timeout: SETUP_TIMEOUT,
         host_id: host_number(),
         masked_features: masked_features()?,
+        thread_rank: None,
     })
 }
 
@@ -189,8 +232,20 @@ fn decode_id(hex: &str) -> Option<[u8; 128]> {
 /// # Errors
 /// One diagnostic that names the first missing part.
 pub fn check_gpus(gpus: &GpuDiscovery, ranks: usize) -> Result<(), Diagnostics> {
+    check_gpu_libraries(gpus, ranks, ranks > 1)
+}
+
+/// Checks that this host has GPUs for `ranks` ranks and the libraries, NCCL only if the ranks need it.
+///
+/// # Errors
+/// One diagnostic that names the first missing part.
+pub(crate) fn check_gpu_libraries(
+    gpus: &GpuDiscovery,
+    ranks: usize,
+    needs_nccl: bool,
+) -> Result<(), Diagnostics> {
     for library in Library::ALL {
-        let needed = library != Library::Nvml && (library != Library::Nccl || ranks > 1);
+        let needed = library != Library::Nvml && (library != Library::Nccl || needs_nccl);
         if let Some(lost) = gpus.libraries.missing.iter().find(|l| needed && l.library == library) {
             return Err(vec![lost.to_diagnostic()]);
         }

@@ -501,7 +501,7 @@ impl Engine for MeshEngine {
             op_times,
         };
         self.note_executed(&call.program);
-        self.check_device_outputs(&call.program).map(|()| report)
+        self.summarize_device_outputs(&call.program).map(|()| report)
     }
 
     fn reset(&mut self) {

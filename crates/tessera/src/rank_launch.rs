@@ -115,17 +115,7 @@ pub(crate) fn check_device(
     device: RunDevice,
     ranks: u32,
 ) -> Result<Option<GpuDiscovery>, Diagnostics> {
-    let find_unsupported = match device {
-        RunDevice::Cuda => CudaBackend::find_unsupported,
-        RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
-    };
-    let firsts = sealed.roles().iter().filter_map(|role| role.ranks.first());
-    let mut programs = firsts.flat_map(|rank| {
-        sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, *rank))
-    });
-    if let Some(d) = programs.find_map(|p| find_unsupported(p)) {
-        return Err(vec![d]);
-    }
+    check_supported_ops(sealed, device)?;
     match device {
         RunDevice::Cuda => {
             let found = GpuDiscovery::discover();
@@ -134,6 +124,22 @@ pub(crate) fn check_device(
         }
         RunDevice::Cpu | RunDevice::Sim => Ok(None),
     }
+}
+
+/// Checks that the device runs every op of a plan.
+///
+/// # Errors
+/// T0801 for the first op that it does not run.
+pub(crate) fn check_supported_ops(sealed: &SealedPlan, device: RunDevice) -> Result<(), Diagnostics> {
+    let find_unsupported = match device {
+        RunDevice::Cuda => CudaBackend::find_unsupported,
+        RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
+    };
+    let firsts = sealed.roles().iter().filter_map(|role| role.ranks.first());
+    let mut programs = firsts.flat_map(|rank| {
+        sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, *rank))
+    });
+    programs.find_map(|p| find_unsupported(p)).map_or(Ok(()), |d| Err(vec![d]))
 }
 
 /// Returns a session id from the plan and the current time. The id only separates the messages of

@@ -22,7 +22,8 @@ pub(super) const WRITE_TEST_OFFSET: u64 = 4096;
 const ONE_SHOT_BYTES: usize = 64 << 10;
 
 /// CUDA IPC handle, by which another process of the host maps an allocation.
-pub(super) type IpcHandle = [u8; 64];
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct IpcHandle(pub(super) [u8; 64]);
 
 /// The exchange memory and the flags of all members, at their addresses in this process. `member`
 /// is this rank's own index.
@@ -38,40 +39,54 @@ pub(super) struct PeerMemory {
     /// The mappings to which the peers' addresses belong: memory and flags of each peer. Empty in a
     /// group of one.
     #[allow(dead_code, reason = "keeps the mappings open while their addresses are in use")]
-    pub(super) mappings: Vec<IpcMapping>,
+    pub(super) mappings: Vec<PeerMapping>,
 }
 
-/// Another process's allocation, mapped into this process.
+/// An allocation of another member, which this process can access.
 #[derive(Debug)]
-pub(super) struct IpcMapping(u64);
+pub(super) enum PeerMapping {
+    /// The address at which this process has mapped the allocation of another.
+    OpenedHandle(u64),
+    /// The address of an allocation of this process, on another device.
+    SameProcess(u64),
+}
 
 /// Exports the IPC handle of an allocation of this process.
 pub(super) fn export_ipc_handle(at: u64) -> CudaResult<IpcHandle> {
     let mut out = sys::CUipcMemHandle_st { reserved: [0; 64] };
     // SAFETY: the driver checks the address.
     unsafe { sys::cuIpcGetMemHandle(&mut out, at) }.result()?;
-    Ok(out.reserved.map(|b| b as u8))
+    Ok(IpcHandle(out.reserved.map(|b| b as u8)))
 }
 
-impl IpcMapping {
-    pub(super) fn new(handle: &IpcHandle) -> CudaResult<IpcMapping> {
-        let handle = sys::CUipcMemHandle_st { reserved: handle.map(|b| b as _) };
+impl Default for IpcHandle {
+    fn default() -> IpcHandle {
+        IpcHandle([0; 64])
+    }
+}
+
+impl PeerMapping {
+    pub(super) fn open_handle(handle: &IpcHandle) -> CudaResult<PeerMapping> {
+        let handle = sys::CUipcMemHandle_st { reserved: handle.0.map(|b| b as _) };
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut at = 0;
         // SAFETY: the driver checks the handle; `drop` closes the mapping.
         unsafe { sys::cuIpcOpenMemHandle_v2(&mut at, handle, flags) }.result()?;
-        Ok(IpcMapping(at))
+        Ok(PeerMapping::OpenedHandle(at))
     }
 
     pub(super) fn base_address(&self) -> u64 {
-        self.0
+        let (PeerMapping::OpenedHandle(at) | PeerMapping::SameProcess(at)) = self;
+        *at
     }
 }
 
-impl Drop for IpcMapping {
+impl Drop for PeerMapping {
     fn drop(&mut self) {
-        // SAFETY: `new` opened the mapping once.
-        let _ = unsafe { sys::cuIpcCloseMemHandle(self.0) };
+        if let PeerMapping::OpenedHandle(at) = self {
+            // SAFETY: `open_handle` opened the mapping once.
+            let _ = unsafe { sys::cuIpcCloseMemHandle(*at) };
+        }
     }
 }
 

@@ -3,11 +3,11 @@
 #![allow(unsafe_code, reason = "collectives on raw addresses")]
 
 use crate::device_memory::{DeviceMemory, DeviceSlice, copy_to_device, copy_to_host};
-use crate::driver::{CudaError, CudaResult, cuda_failure};
+use crate::driver::{Context, CudaError, CudaResult, cuda_failure};
 
 use super::kernel_launch::MAX_MEMBERS;
-use super::p2p_collectives::{FLAGS_BYTES, IpcHandle, IpcMapping, PeerMemory, WRITE_TEST_OFFSET};
-use super::{CollectiveGroup, GroupConfig, GroupTransport, p2p_collectives, words_from_bytes};
+use super::p2p_collectives::{FLAGS_BYTES, IpcHandle, PeerMapping, PeerMemory, WRITE_TEST_OFFSET};
+use super::{CollectiveGroup, GroupTransport, p2p_collectives, words_from_bytes};
 
 /// Bytes with which members find out whether they can map each other's memory: the granularity of the driver.
 const PROBE_BYTES: usize = 2 << 20;
@@ -21,8 +21,8 @@ impl CollectiveGroup {
         }
         let memory = DeviceMemory::new(PROBE_BYTES)?;
         if let Err(e) = self.share_memory(&memory) {
-            // A peer may have mapped it.
-            std::mem::forget(memory);
+            // A peer may have mapped both, and may still write the flags.
+            std::mem::forget((memory, self.flags.take()));
             return Err(e);
         }
         self.probed_peers = self.peers.take().is_some();
@@ -47,7 +47,7 @@ impl CollectiveGroup {
             return Ok(());
         }
         let mut why = None;
-        let own_descriptor = MemoryDescriptor::new(memory, at, &self.config).unwrap_or_else(|e| {
+        let own_descriptor = self.describe_memory(memory, at).unwrap_or_else(|e| {
             why = Some(e.0);
             MemoryDescriptor::default()
         });
@@ -56,10 +56,9 @@ impl CollectiveGroup {
             .iter()
             .map(|c| MemoryDescriptor::from_bytes(c))
             .collect();
+        let is_on_host = |c: &MemoryDescriptor| c.host_id != 0 && c.host_id == own_descriptor.host_id;
         let can_share = self.member_count <= MAX_MEMBERS
-            && descriptors
-                .iter()
-                .all(|c| c.can_share && c.host_id != 0 && c.host_id == own_descriptor.host_id);
+            && descriptors.iter().all(|c| c.can_share && (self.threads.is_some() || is_on_host(c)));
         let mappings = match can_share {
             true => self.map_peer_memory(&descriptors).map_err(|e| why = Some(e.0)).ok(),
             false => None,
@@ -77,7 +76,7 @@ impl CollectiveGroup {
         }
         if peers.is_none() {
             let why = why.unwrap_or_else(|| "a member cannot share memory or is on another host".into());
-            if self.config.transport == GroupTransport::P2p {
+            if self.config.transport == GroupTransport::P2p || self.threads.is_some() {
                 return cuda_failure(format!("members cannot access each other's memory: {why}"));
             }
             if self.probed_peers {
@@ -96,22 +95,26 @@ impl CollectiveGroup {
         Ok(())
     }
 
-    fn map_peer_memory(&self, cards: &[MemoryDescriptor]) -> CudaResult<Vec<[IpcMapping; 2]>> {
+    /// Maps memory and flags of each other member. Threads of one process have the same addresses, and only need access to
+    /// the memory of the other device.
+    fn map_peer_memory(&self, cards: &[MemoryDescriptor]) -> CudaResult<Vec<[PeerMapping; 2]>> {
         let others = cards.iter().enumerate().filter(|(j, _)| *j != self.member);
         others
             .map(|(j, card)| {
-                let one = |h: &IpcHandle| {
-                    IpcMapping::new(h)
-                        .map_err(|e| CudaError(format!("cannot open memory of member {j}: {e}")))
-                };
-                Ok([one(&card.memory)?, one(&card.flags)?])
+                let failed = |e: CudaError| CudaError(format!("cannot open memory of member {j}: {e}"));
+                if self.threads.is_some() {
+                    Context::retain(card.device)?.make_accessible_to_current().map_err(failed)?;
+                    return Ok(card.addresses.map(PeerMapping::SameProcess));
+                }
+                let one = |h: &IpcHandle| PeerMapping::open_handle(h).map_err(failed);
+                Ok([one(&card.handles[0])?, one(&card.handles[1])?])
             })
             .collect()
     }
 
     fn build_peer_memory(
         &self,
-        opened: Vec<[IpcMapping; 2]>,
+        opened: Vec<[PeerMapping; 2]>,
         cards: &[MemoryDescriptor],
         memory: u64,
         flags_at: u64,
@@ -154,52 +157,61 @@ impl CollectiveGroup {
 }
 
 /// Description of a member's memory that it sends to the others.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct MemoryDescriptor {
     host_id: u64,
     can_share: bool,
     bytes: u64,
-    memory: IpcHandle,
-    flags: IpcHandle,
+    /// Handles of memory and flags, by which other processes map them.
+    handles: [IpcHandle; 2],
+    /// The addresses of memory and flags, and their device, for threads of this process.
+    addresses: [u64; 2],
+    device: u32,
 }
 
-impl Default for MemoryDescriptor {
-    /// The description of a member that cannot share its memory.
-    fn default() -> MemoryDescriptor {
-        MemoryDescriptor { host_id: 0, can_share: false, bytes: 0, memory: [0; 64], flags: [0; 64] }
+impl CollectiveGroup {
+    fn describe_memory(&self, memory: &DeviceMemory, flags: u64) -> CudaResult<MemoryDescriptor> {
+        if self.config.transport == GroupTransport::Nccl {
+            return cuda_failure("the configuration selects NCCL");
+        }
+        let mut descriptor = MemoryDescriptor {
+            host_id: self.config.host_id,
+            can_share: true,
+            bytes: memory.byte_len() as u64,
+            ..MemoryDescriptor::default()
+        };
+        let addresses = [memory.device_address(), flags];
+        match self.threads {
+            Some(_) => (descriptor.addresses, descriptor.device) = (addresses, memory.device()),
+            None => {
+                let [memory, flags] = addresses.map(p2p_collectives::export_ipc_handle);
+                descriptor.handles = [memory?, flags?];
+            }
+        }
+        Ok(descriptor)
     }
 }
 
 impl MemoryDescriptor {
-    fn new(memory: &DeviceMemory, flags: u64, terms: &GroupConfig) -> CudaResult<MemoryDescriptor> {
-        if terms.transport == GroupTransport::Nccl {
-            return cuda_failure("the configuration selects NCCL");
-        }
-        Ok(MemoryDescriptor {
-            host_id: terms.host_id,
-            can_share: true,
-            bytes: memory.byte_len() as u64,
-            memory: p2p_collectives::export_ipc_handle(memory.device_address())?,
-            flags: p2p_collectives::export_ipc_handle(flags)?,
-        })
-    }
-
     fn to_bytes(&self) -> Vec<u8> {
-        let words = [self.host_id, u64::from(self.can_share), self.bytes];
+        let [memory, flags] = self.addresses;
+        let words =
+            [self.host_id, u64::from(self.can_share), self.bytes, memory, flags, u64::from(self.device)];
         let words = words.iter().flat_map(|w| w.to_le_bytes());
-        words.chain(self.memory).chain(self.flags).collect()
+        words.chain(self.handles.iter().flat_map(|handle| handle.0)).collect()
     }
 
     fn from_bytes(bytes: &[u8]) -> MemoryDescriptor {
-        let (words, handles) = bytes.split_at(24);
+        let (words, handles) = bytes.split_at(48);
         let words = words_from_bytes(words);
-        let handle = |at: usize| std::array::from_fn(|i| handles[at + i]);
+        let handle = |at: usize| IpcHandle(std::array::from_fn(|i| handles[at + i]));
         MemoryDescriptor {
             host_id: words[0],
             can_share: words[1] == 1,
             bytes: words[2],
-            memory: handle(0),
-            flags: handle(64),
+            addresses: [words[3], words[4]],
+            device: words[5] as u32,
+            handles: [handle(0), handle(64)],
         }
     }
 }
@@ -214,8 +226,12 @@ mod tests {
             host_id: 7,
             can_share: true,
             bytes: 1 << 33,
-            memory: std::array::from_fn(|i| i as u8),
-            flags: std::array::from_fn(|i| 255 - i as u8),
+            addresses: [1 << 40, 3],
+            device: 5,
+            handles: [
+                IpcHandle(std::array::from_fn(|i| i as u8)),
+                IpcHandle(std::array::from_fn(|i| 255 - i as u8)),
+            ],
         };
         assert_eq!(MemoryDescriptor::from_bytes(&card.to_bytes()), card);
         assert_eq!(

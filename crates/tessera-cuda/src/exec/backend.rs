@@ -8,6 +8,7 @@ use super::memory::place_in_order;
 use super::rounding::upload_rounded;
 use super::weights::WaitingAudit;
 use super::{CudaBackend, OneTimeCounts, PreparedProgram, cuda_error};
+use crate::allocation_lock::AllocationPermit;
 use crate::capabilities::FeatureMask;
 use crate::device_memory::{copy_to_host, held_bytes, widen_bf16};
 use crate::kernel_table::SPIN;
@@ -237,7 +238,7 @@ impl Backend for CudaBackend {
     fn memory_use(&self) -> MemoryUse {
         let [weights, buffers, _] = self.memory_bytes();
         let temporary_bytes = self.slot_memory.as_ref().map_or(0, |s| s.scratch_offset);
-        let (held, peak_bytes) = held_bytes();
+        let (held, peak_bytes) = held_bytes(self.options.device_index);
         let allocated_bytes = weights + buffers + temporary_bytes;
         let used = self.last_program.map(|p| self.used_slots(p)).unwrap_or_default();
         MemoryUse {
@@ -267,9 +268,17 @@ impl Drop for CudaBackend {
     /// Aborts waits of an incomplete run first: freeing memory waits for the work that uses it, and
     /// work that waits for absent peers would never complete.
     fn drop(&mut self) {
-        if !self.has_unfinished_run || self.context.make_current().is_err() {
-            return;
+        let is_usable = self.context.make_current().is_ok();
+        if is_usable && self.has_unfinished_run {
+            self.abort_run();
         }
+        self.leave_rank_threads(is_usable);
+        self.permit = Some(AllocationPermit::acquire_to_drop());
+    }
+}
+
+impl CudaBackend {
+    fn abort_run(&mut self) {
         let abort_threads = self.groups.abort_all();
         for p in &mut self.programs {
             (p.graph, p.traced_graph) = (None, None);

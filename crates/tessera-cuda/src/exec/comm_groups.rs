@@ -21,13 +21,14 @@ use super::wire_words::type_on_wire;
 use super::{CommunicatorMember, CudaBackend, CudaOptions, PreparedProgram, ValueLocation};
 use crate::collectives::{
     CollectiveGroup, CollectiveKind, DeviceProgress, GroupAborter, GroupCollective, GroupConfig, GroupFault,
-    GroupTransport, NO_OFFSET, SplitDim, Synchronization, Targets,
+    GroupTransport, NO_OFFSET, Rendezvous, SplitDim, Synchronization, Targets,
 };
 use crate::compile::Compiler;
 use crate::device_memory::DeviceMemory;
 use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
 use crate::fusion::comm_fusion::CommOffload;
 use crate::libraries::Libraries;
+use crate::thread_ranks::ThreadRank;
 
 /// The communicators that a rank has joined, each with the route by which ops name it.
 #[derive(Debug)]
@@ -36,13 +37,15 @@ pub(super) struct CommGroups {
     /// Programs of which the members know each other's offsets.
     exchanged_programs: BTreeSet<usize>,
     placement: MeshRank,
+    /// The place of this rank among those of its process, if they are threads.
+    thread_rank: Option<ThreadRank>,
 }
 
 #[derive(Debug)]
 struct RoutedGroup {
     route: CommRoute,
-    /// Digest of the NCCL id by which the members found each other; `None` for a group of one.
-    id_digest: Option<String>,
+    /// The kind and the digest of the id by which the members joined, such as `NCCL id 0af3…`; `None` for a group of one.
+    shared_id: Option<String>,
     group: CollectiveGroup,
     /// By program and op: the offsets of every member's operand and of its result in that member's
     /// exchange memory.
@@ -99,20 +102,29 @@ impl CommGroups {
         };
         let mut out = Vec::new();
         for e in ends {
+            let (meeting, kind) = match &options.thread_rank {
+                Some(own) => (Rendezvous::Threads(Arc::clone(&own.ranks), e.id), "id in this process"),
+                None => (Rendezvous::Nccl(e.id), "NCCL id"),
+            };
             let group = CollectiveGroup::join_members(
                 libraries,
                 compiler,
-                &e.id,
+                &meeting,
                 (e.member, e.member_count),
                 terms,
                 Arc::clone(&abort),
             )
             .map_err(|why| CudaError(format!("communicator {}: {why}", e.route)))?;
-            let digest = || blake3::hash(&e.id.0).to_hex()[..16].to_string();
-            let id_digest = (e.member_count > 1).then(digest);
-            out.push(RoutedGroup { route: e.route, id_digest, group, peer_offsets: BTreeMap::new() });
+            let digest = || format!("{kind} {}", &blake3::hash(&e.id.0).to_hex()[..16]);
+            let shared_id = (e.member_count > 1).then(digest);
+            out.push(RoutedGroup { route: e.route, shared_id, group, peer_offsets: BTreeMap::new() });
         }
-        Ok(CommGroups { routed_groups: out, exchanged_programs: BTreeSet::new(), placement: mesh_rank })
+        Ok(CommGroups {
+            routed_groups: out,
+            exchanged_programs: BTreeSet::new(),
+            placement: mesh_rank,
+            thread_rank: options.thread_rank.clone(),
+        })
     }
 
     /// Returns the communicators in the order in which this rank joined them. Whether a program requests NCCL is known
@@ -120,7 +132,7 @@ impl CommGroups {
     pub(super) fn list_joined(&self) -> Vec<JoinedCommunicator> {
         let describe = |e: &RoutedGroup| JoinedCommunicator {
             route: e.route,
-            shared: e.id_digest.as_ref().map(|id| format!("NCCL id {id}")),
+            shared: e.shared_id.clone(),
             transport: match e.group.p2p_failure() {
                 Some(why) => UsedTransport::Nccl(why.to_string()),
                 None if e.group.nccl_is_requested() => {
@@ -146,6 +158,7 @@ impl CommGroups {
     /// once all returned threads have ended. NCCL does not abort a communicator while a graph holds
     /// work of it, so drop those graphs before joining the threads.
     pub(super) fn abort_all(&self) -> Vec<JoinHandle<()>> {
+        self.thread_rank.iter().for_each(|own| own.ranks.abort());
         abort_groups(&self.group_aborters())
     }
 
@@ -153,11 +166,19 @@ impl CommGroups {
         self.routed_groups.iter().map(|e| e.group.new_aborter()).collect()
     }
 
+    /// Never frees the flags of the groups, which a member that does not know of a failure may still write.
+    pub(super) fn leak_groups(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.routed_groups));
+    }
+
     pub(super) fn abort_handle(&self) -> AbortFn {
-        let aborters = self.group_aborters();
+        let (aborters, own) = (self.group_aborters(), self.thread_rank.clone());
         // The caller must return promptly and must not wait for a library, so the threads are
         // detached.
-        Arc::new(move |_| drop(abort_groups(&aborters)))
+        Arc::new(move |_| {
+            own.iter().for_each(|own| own.ranks.abort());
+            drop(abort_groups(&aborters));
+        })
     }
 
     /// Returns the first fault on the device, expressed as ranks and ops.
@@ -249,9 +270,13 @@ impl CudaBackend {
         let scratch = slots.scratch_offset;
         let mut wanted: Vec<Vec<(usize, u64, u64)>> = vec![Vec::new(); self.groups.routed_groups.len()];
         for (i, op) in p.collective_ops() {
+            let operand = || match prepared.reduced_operands.get(&i) {
+                Some(copy) => scratch + copy,
+                None => offset_of(op.operands.first().copied()),
+            };
             let (operand, result) = match prepared.wire_words.get(&i) {
                 Some(words) => (scratch + words.sent, scratch + words.received),
-                None => (offset_of(op.operands.first().copied()), offset_of(p.collective_result(op))),
+                None => (operand(), offset_of(p.collective_result(op))),
             };
             wanted[self.groups.group_index(op)?].push((i, operand, result));
         }
@@ -319,7 +344,7 @@ impl CudaBackend {
         (m.operand, m.result) = match self.wire_addresses(program, i)? {
             Some([sent, received]) => (sent, received),
             None => (
-                op.operands.first().map_or(Ok(0), |v| self.value_address(program, *v))?,
+                self.operand_address(program, i)?,
                 p.collective_result(op).map_or(Ok(0), |v| self.value_address(program, v))?,
             ),
         };

@@ -19,8 +19,14 @@ use crate::call_arrays::{GpuCallArrays, GpuOutput, NonFinite};
 use crate::device_memory::{DeviceMemory, copy_to_device, copy_to_host};
 use crate::driver::{CudaError, CudaResult, cuda_failure};
 use crate::gpu_array::GpuArray;
-use crate::kernel_table::{COUNT_NONFINITE, CountNonfinite};
+use crate::kernel_table::{SUMMARIZE_OUTPUT, SummarizeOutput};
 use crate::kernels::KernelLaunch;
+
+/// Words in which the summary of an output counts.
+const FOUND_WORDS: usize = 3;
+
+/// Most blocks of the kernel that summarizes an output, eight for each multiprocessor of an H200, and threads of each.
+const SUMMARY_GRID: (u64, u32) = (1056, 256);
 
 impl CudaBackend {
     /// Makes runs of the programs that are loaded later read inputs from GPU memory where the caller has put
@@ -102,28 +108,30 @@ impl CudaBackend {
             return cuda_failure("the program was loaded without memory for its outputs");
         };
         let from = area.slice::<f32>(offset, len)?;
-        let found = area.slice::<u64>(own.device_output_bytes as u64, 2)?;
+        let found = area.slice::<u64>(own.device_output_bytes as u64, FOUND_WORDS)?;
         let name = first_stream_name(&own.program);
         let main = self.streams.get(name).ok_or_else(|| CudaError(format!("no stream {name}")))?;
         // SAFETY: both ranges have these bytes and are alive until the stream has completed the copy, which
         // this function waits for. The run that writes the outputs has completed.
         unsafe { main.copy_async(memory.device_address(), from.address(), len * size_of::<f32>()) }?;
-        // SAFETY: the two words lie behind the outputs, where no other work is.
-        unsafe { main.zero_async(found.address(), 2 * size_of::<u64>()) }?;
-        let args = CountNonfinite {
+        // SAFETY: the words lie behind the outputs, where no other work is.
+        unsafe { main.zero_async(found.address(), FOUND_WORDS * size_of::<u64>()) }?;
+        let args = SummarizeOutput {
             x: memory.device_address().into(),
             found: found.address().into(),
             n: len as i64,
         };
-        let launch = KernelLaunch::elements(COUNT_NONFINITE, len as u64, args);
-        // SAFETY: the memory has `len` elements and `found` two words; this function waits for the launch.
+        let (most_blocks, threads) = SUMMARY_GRID;
+        let blocks = (len as u64).div_ceil(u64::from(threads)).min(most_blocks);
+        let launch = KernelLaunch::blocks(SUMMARIZE_OUTPUT, (blocks, threads, 0), args);
+        // SAFETY: the memory has `len` elements and `found` its words; this function waits for the launch.
         unsafe { self.kernels.launch(&launch, main) }?;
         main.spin_until_done(&self.done_event)?;
-        let mut words = [0_u64; 2];
+        let mut words = [0_u64; FOUND_WORDS];
         copy_to_host(&mut words, found)?;
         let nonfinite = match words {
-            [0, _] => None,
-            [count, behind] => {
+            [0, ..] => None,
+            [count, behind, _] => {
                 let first = len as u64 - behind;
                 let mut value = [0.0_f32];
                 copy_to_host(&mut value, memory.slice(first * 4, 1)?)?;
@@ -132,6 +140,6 @@ impl CudaBackend {
         };
         let device = self.options.device_index;
         let array = GpuArray::from_memory(Arc::clone(&self.context), device, memory, len);
-        Ok(GpuOutput { array, nonfinite })
+        Ok(GpuOutput { array, nonfinite, digest: words[2] })
     }
 }

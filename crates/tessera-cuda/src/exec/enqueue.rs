@@ -124,6 +124,7 @@ impl CudaBackend {
     /// Enqueues a collective, between the encoding and the decoding of an exchange that sends e4m3.
     fn enqueue_collective(&mut self, program: usize, op: usize, stream: &CudaStream) -> CudaResult<()> {
         if !self.programs[program].wire_words.contains_key(&op) {
+            self.copy_reduced_operand(program, op, stream)?;
             return self.launch_collective(program, op, stream);
         }
         let [encode, decode] = build_wire_launches(&LaunchSite::new(self, program), op)?;

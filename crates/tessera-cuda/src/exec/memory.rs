@@ -37,6 +37,9 @@ impl CudaBackend {
             // Peers may have mapped the memory already, and freeing it would wait for work that
             // never completes.
             std::mem::forget(memory);
+            if self.options.thread_rank.is_some() {
+                self.groups.leak_groups();
+            }
             return Err(e);
         }
         self.slot_memory = Some(SlotMemory { memory, scratch_offset: end });
@@ -98,6 +101,15 @@ impl CudaBackend {
     pub(super) fn scratch_address(&self) -> CudaResult<u64> {
         let slots = self.slot_memory.as_ref().ok_or_else(|| CudaError("no memory for temporaries".into()))?;
         Ok(slots.memory.device_address() + slots.scratch_offset)
+    }
+
+    /// Returns the address at which a collective has its operand; 0 without one.
+    pub(super) fn operand_address(&self, program: usize, op: usize) -> CudaResult<u64> {
+        let own = &self.programs[program];
+        match (own.reduced_operands.get(&op), own.program.ops[op].operands.first()) {
+            (Some(copy), _) => Ok(self.scratch_address()? + copy),
+            (None, operand) => operand.map_or(Ok(0), |v| self.value_address(program, *v)),
+        }
     }
 
     /// Returns the addresses of the words that an exchange of e4m3 sends and receives; `None` for another op.

@@ -18,6 +18,7 @@ use super::launch::router::distance_scratch_bytes;
 use super::launch::site::{LaunchSite, row_bytes};
 use super::list_tables::ListTables;
 use super::memory::place_in_order;
+use super::reduced_operands::place_reduced_operands;
 use super::rope_tables::{RopeTables, plan_rope_tables};
 use super::transfer_batches::TransferBatches;
 use super::wire_words::place_wire_words;
@@ -76,6 +77,7 @@ impl CudaBackend {
             steps.iter().filter_map(|s| if let LaunchStep::Fused(j) = s { Some(j) } else { None });
         let (scratch_locations, mut end) = assign_scratch(p, fused_groups, op_scratch as u64);
         let wire_words = place_wire_words(p, &views, &mut end);
+        let reduced_operands = place_reduced_operands(p, &views, &layout.locations, &mut end);
         let stays_on_device = self.call_arrays.is_some();
         let device_outputs =
             stays_on_device.then(|| DeviceMemory::new(layout.output_bytes + ALIGNMENT as usize));
@@ -96,6 +98,7 @@ impl CudaBackend {
             rope_tables,
             list_tables,
             wire_words,
+            reduced_operands,
             tiered_layers,
             call_area,
             staged: PinnedMemory::new(staged_bytes).map_err(broken)?,

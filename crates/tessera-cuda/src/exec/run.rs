@@ -36,12 +36,17 @@ impl CudaBackend {
         let first = self.programs[program].graph.is_none();
         let captures = self.programs[program].declared_graph.is_some();
         let eager = !captures || self.connects_lazily(program);
+        if !eager && first {
+            self.capture_run_graph(program).map_err(to_fault)?;
+        }
+        if !self.programs[program].has_run {
+            let (main, graph) =
+                (self.main_stream(&p).map_err(to_fault)?, self.programs[program].graph.as_ref());
+            self.wait_before_first_launch(main, graph.filter(|_| !eager))?;
+        }
         if eager {
             self.enqueue_program(program, &mut |_, _, _| Ok(())).map_err(to_fault)?;
         } else {
-            if first {
-                self.capture_run_graph(program).map_err(to_fault)?;
-            }
             let (main, graph) =
                 (self.main_stream(&p).map_err(to_fault)?, self.programs[program].graph.as_ref());
             // SAFETY: `place_slots` drops a captured graph when its addresses change, and the groups
@@ -50,6 +55,7 @@ impl CudaBackend {
         }
         self.programs[program].has_run = true;
         self.finish_run(program, observer)?;
+        self.wait_after_run()?;
         self.keep_call_outputs(program).map_err(to_fault)?;
         if eager && captures {
             // All connections exist now. Capturing here keeps the next run free of captures.
@@ -84,7 +90,7 @@ impl CudaBackend {
         observer.on_all_issuing().map_err(Fault::Refused)?;
         let graph = self.programs[program].declared_graph.as_ref();
         observer.on_launching(graph).map_err(Fault::Refused)?;
-        self.has_unfinished_run = true;
+        self.begin_unfinished_run()?;
         self.place_slots().map_err(broken)?;
         if self.is_poisoned {
             self.fill_slots_with_poison(program).map_err(broken)?;
@@ -115,7 +121,7 @@ impl CudaBackend {
         for o in self.outputs.values_mut() {
             o.is_current = o.program == program;
         }
-        self.has_unfinished_run = false;
+        self.end_unfinished_run();
         self.last_program = Some(program);
         self.slot_reuses += self.used_slots(program).values().map(|(_, _, values)| values - 1).sum::<u64>();
         Ok(())
@@ -123,12 +129,13 @@ impl CudaBackend {
 
     /// Checks that every chosen id is one. The device has completed the run.
     fn check_chosen_ids(&mut self, program: usize) -> Result<(), Fault> {
-        let own = &self.programs[program];
-        for ids in &own.chosen_ids {
+        for at in 0..self.programs[program].chosen_ids.len() {
+            let own = &self.programs[program];
+            let ids = own.chosen_ids[at];
             // SAFETY: the device has completed the run that writes the ids, and no other is in flight.
             let chosen: &[f32] = unsafe { own.host_outputs.as_slice(ids.offset, ids.rows) };
             if let Some(row) = chosen.iter().position(|id| id.is_nan()) {
-                self.has_unfinished_run = false;
+                self.end_unfinished_run();
                 return Err(Fault::Failed(format!("the logits of row {row} contain NaN")));
             }
         }

@@ -70,7 +70,13 @@ impl CudaBackend {
         }
         let traced = match self.programs[program].traced_graph.take() {
             Some(traced) => traced,
-            None => self.capture_with_events(program).map_err(broken)?,
+            None => {
+                let traced = self.capture_with_events(program).map_err(broken)?;
+                let p = Arc::clone(&self.programs[program].program);
+                let main = self.main_stream(&p).map_err(broken)?;
+                self.wait_before_first_launch(main, Some(&traced.graph))?;
+                traced
+            }
         };
         let p = Arc::clone(&self.programs[program].program);
         // SAFETY: `place_slots` drops a captured graph when its addresses change.
@@ -92,6 +98,7 @@ impl CudaBackend {
         self.programs[program].has_run = true;
         self.finish_run(program, observer)?;
         let finished = Instant::now();
+        self.wait_after_run()?;
         self.keep_call_outputs(program).map_err(broken)?;
         let own = &self.programs[program];
         let span = |(at, begin, end): &(usize, CudaEvent, CudaEvent)| -> CudaResult<StepSpan> {

@@ -32,6 +32,9 @@ impl CudaBackend {
             if let Some(fault) = self.groups.find_fault(p) {
                 return Err(fault);
             }
+            if self.is_aborted_by_rank_threads() {
+                return Err(Fault::Aborted(format!("@{}: another rank of this process has ended", p.name)));
+            }
             // P2P kernels enforce the timeout themselves. This check covers NCCL and kernels that
             // never end.
             if last_progress.elapsed() > self.options.peer_timeout + DEVICE_STALL_GRACE {

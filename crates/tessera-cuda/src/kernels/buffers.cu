@@ -43,11 +43,19 @@ extern "C" __global__ void digest_pieces(const BufferPiece *pieces, const u32 *i
     if (threadIdx.x % 32 == 0) atomicAdd(sums + piece.buffer, sum);
 }
 
-// Counts the elements that are NaN or infinite, and finds the first of them. `found` holds two zeros before
-// the launch; afterwards the count, and n minus the index of the first, so that the larger one wins.
-extern "C" __global__ void count_nonfinite(const float *x, u64 *found, i64 n) {
-    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n || (__float_as_uint(x[i]) & 0x7f800000u) != 0x7f800000u) return;
-    atomicAdd(found, 1ull);
-    atomicMax(found + 1, (u64)(n - i));
+// Counts the elements that are NaN or infinite, finds the first of them, and digests all elements. `found` holds three zeros
+// before the launch; afterwards the count, n minus the index of the first, so that the larger one wins, and the sum of
+// the mixed elements, which does not depend on the order of the blocks.
+extern "C" __global__ void summarize_output(const float *x, u64 *found, i64 n) {
+    u64 sum = 0;
+    i64 step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        u32 bits = __float_as_uint(x[i]);
+        sum += mix_word(bits, (u64)i * POSITION_STEP);
+        if ((bits & 0x7f800000u) != 0x7f800000u) continue;
+        atomicAdd(found, 1ull);
+        atomicMax(found + 1, (u64)(n - i));
+    }
+    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    if (threadIdx.x % 32 == 0) atomicAdd(found + 2, sum);
 }

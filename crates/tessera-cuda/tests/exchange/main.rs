@@ -25,6 +25,7 @@ use tessera_mesh::Reduction;
 /// The crate's own sources, whose items are private to it.
 #[path = "../../src"]
 mod cuda {
+    pub(crate) mod allocation_lock;
     pub(crate) mod codes;
     pub(crate) mod collectives;
     pub(crate) mod compile;
@@ -35,6 +36,7 @@ mod cuda {
     pub(crate) mod kernel_params;
     pub(crate) mod libraries;
     pub(crate) mod nccl;
+    pub(crate) mod thread_ranks;
 }
 
 mod cases;
@@ -42,12 +44,13 @@ mod values;
 
 // The sources import one another from the root of their crate.
 use cuda::{
-    codes, collectives, compile, cubin, device_memory, driver, dylib, kernel_params, libraries, nccl,
+    allocation_lock, codes, collectives, compile, cubin, device_memory, driver, dylib, kernel_params,
+    libraries, nccl, thread_ranks,
 };
 
 use cases::{CollectiveCase, build_cases};
 use collectives::{
-    CollectiveGroup, CollectiveKind, GroupCollective, GroupConfig, GroupFault, GroupTransport,
+    CollectiveGroup, CollectiveKind, GroupCollective, GroupConfig, GroupFault, GroupTransport, Rendezvous,
 };
 use compile::{Compiler, KernelCache};
 use device_memory::{DeviceMemory, DeviceSlice, copy_to_device, copy_to_host};
@@ -242,8 +245,10 @@ impl MemberProcess {
         let abort = Arc::new(AtomicBool::new(false));
         let place = (self.member, self.member_count);
         let began = Instant::now();
+        let meeting = Rendezvous::Nccl(id);
+        let compiler = &mut self.compiler;
         let mut group =
-            CollectiveGroup::join_members(&self.libraries, &mut self.compiler, &id, place, terms, abort)?;
+            CollectiveGroup::join_members(&self.libraries, compiler, &meeting, place, terms, abort)?;
         let met = began.elapsed();
         group.share_memory(memory)?;
         if self.member == 0 {

@@ -753,8 +753,12 @@ def open_session(
     ranks send is encrypted. On GPUs rank 0 has the first GPU of its host, unless the mesh of the plan names another, and the
     others need ``--device cuda``. Ranks of one host exchange data in peer memory, and those of different hosts over the network.
 
-    ``device`` is ``"cpu"`` or ``"gpu"``. Ranks on GPUs are processes, which take and return arrays in host memory. The only
-    rank of a plan may be a thread instead: it reads arrays in the memory of its GPU there, and its outputs stay there.
+    ``device`` is ``"cpu"`` or ``"gpu"``. Ranks on GPUs that are threads read arrays in the memory of their GPUs, and their outputs
+    stay there. Each rank needs a GPU of its own that has access to the memory of the others. A call of several such ranks waits for other
+    calls on GPUs, for copies to GPUs and for loads of this process, and these wait for it; DTensors that are released meanwhile are
+    freed after it. Another library must not allocate or free GPU memory on another thread during such a call: the driver may make that
+    thread wait for one GPU while it keeps this process from launching on the other. Both then wait until the ranks give up after 300
+    seconds. Ranks that are processes take and return arrays in host memory, and have none of these restrictions.
 
     Processes write the record of the run to the folder ``out``, by default a temporary one that is removed with the session.
     An output that is not finite ends the run, as a drift between ranks does: every later call of the session is refused.

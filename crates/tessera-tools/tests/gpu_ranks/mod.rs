@@ -6,7 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
-use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, REQUIRE_GPUS, assert_may_skip, unique_id};
+use tessera_cuda::{
+    CommunicatorMember, CudaBackend, CudaOptions, REQUIRE_GPUS, ThreadRank, ThreadRanks, assert_may_skip,
+    unique_id,
+};
 use tessera_device::{CommRoute, Communicator};
 use tessera_filetests::BackendFactory;
 use tessera_ir::Program;
@@ -41,11 +44,19 @@ pub fn options(device: u32) -> CudaOptions {
         kernel_cache: Some(Arc::new(KernelDir(std::env::temp_dir().join("tessera-kernels")))),
         peer_timeout: TIMEOUT,
         setup_timeout: Duration::from_secs(20),
-        // Ranks are threads of one process here and do not exchange memory handles, so they
-        // communicate through NCCL.
+        // Without a number the ranks exchange no memory handles, so they communicate through NCCL.
         host_id: 0,
         masked_features: masked_features().unwrap(),
+        thread_rank: None,
     }
+}
+
+/// How the ranks of a test move data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Link {
+    Nccl,
+    /// The memory of each other's GPUs, as ranks that are threads of a session do.
+    PeerMemory,
 }
 
 /// Returns what opens the backend of each rank, on the GPU of the same number.
@@ -54,6 +65,7 @@ pub fn options(device: u32) -> CudaOptions {
 /// [`TOO_FEW_GPUS`], or what NCCL reports.
 pub fn open_ranks(
     (found, count): (&Arc<GpuDiscovery>, u32),
+    link: Link,
     mesh: &Mesh,
     programs: &[Vec<Arc<Program>>],
 ) -> Result<Vec<BackendFactory<CudaBackend>>, String> {
@@ -62,10 +74,14 @@ pub fn open_ranks(
         return Err(format!("{TOO_FEW_GPUS}: {ranks} ranks, {count} GPUs"));
     }
     let ends = communicator_ends(found, mesh, programs)?;
+    let threads = ThreadRanks::new(ranks);
     let maker = |(device, ends): (u32, Vec<CommunicatorMember>)| -> BackendFactory<CudaBackend> {
         let found = Arc::clone(found);
+        let place = ThreadRank { ranks: Arc::clone(&threads), index: device as usize };
+        let thread_rank = (link == Link::PeerMemory).then_some(place);
         Box::new(move |seat| {
-            CudaBackend::open(&found.libraries, seat, ends, options(device)).map_err(|d| d.message)
+            let options = CudaOptions { thread_rank, ..options(device) };
+            CudaBackend::open(&found.libraries, seat, ends, options).map_err(|d| d.message)
         })
     };
     Ok(mesh.iter().map(|r| r.0).zip(ends).map(maker).collect())

@@ -201,6 +201,7 @@ pub fn open_gpu(found: &GpuDiscovery, seat: MeshRank) -> CudaBackend {
         setup_timeout: Duration::from_secs(20),
         host_id: 0,
         masked_features: masked_features().unwrap(),
+        thread_rank: None,
     };
     CudaBackend::open(&found.libraries, seat, Vec::new(), options).unwrap()
 }

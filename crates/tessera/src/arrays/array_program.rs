@@ -45,6 +45,8 @@ pub struct ArrayProgram {
     phase: String,
     /// The scalars of the program, which are equal in every call.
     constants: Vec<(String, ScalarArg)>,
+    /// The shard of each input that each rank of the mesh reads, by name.
+    input_shards: BTreeMap<String, BTreeMap<u32, ArrayShard>>,
     /// The shard of each output on each rank of the mesh, in the order of `outputs`.
     shards: Vec<BTreeMap<u32, ArrayShard>>,
 }
@@ -79,6 +81,7 @@ impl ArrayPrograms {
             let (mut inputs, mut outputs) = (Arrays::default(), Arrays::default());
             let mut scalars: BTreeMap<String, ScalarArg> = BTreeMap::new();
             let mut shards: BTreeMap<String, BTreeMap<u32, ArrayShard>> = BTreeMap::new();
+            let mut input_shards = shards.clone();
             for rank in &ranks {
                 let Some(program) = sealed.rank_program(phase, *rank) else { continue };
                 found.extend(find_refused_op(name, program));
@@ -86,8 +89,10 @@ impl ArrayPrograms {
                 inputs.add(name, program, *rank, Opcode::Input, &mut found);
                 weights.add(name, program, *rank, Opcode::Weight, &mut found);
                 outputs.add(name, program, *rank, Opcode::Output, &mut found);
-                for (output, ty) in list_arrays(program, Opcode::Output) {
-                    shards.entry(output).or_default().insert(rank.0, shard_of(ty, mesh, *rank));
+                for (kind, shards) in [(Opcode::Output, &mut shards), (Opcode::Input, &mut input_shards)] {
+                    for (array, ty) in list_arrays(program, kind) {
+                        shards.entry(array).or_default().insert(rank.0, shard_of(ty, mesh, *rank));
+                    }
                 }
             }
             if outputs.0.is_empty() {
@@ -100,6 +105,7 @@ impl ArrayPrograms {
                 outputs: outputs.into_ports(),
                 phase: phase.clone(),
                 constants: scalars.into_iter().collect(),
+                input_shards,
                 shards: shards.into_values().collect(),
             };
             by_name.insert(name.to_string(), program);
@@ -201,6 +207,17 @@ impl ArrayProgram {
         });
         let inputs = Tensors(tensors.collect::<Result<_, _>>().map_err(|d| vec![d])?);
         Ok(ArrayRequest { phase: PhaseCall::new(self.phase.clone(), self.constants.clone()), inputs })
+    }
+
+    /// Returns the shard of an input that a rank reads; `None` if the rank does not read it.
+    pub(super) fn input_shard(&self, name: &str, rank: Rank) -> Option<&ArrayShard> {
+        self.input_shards.get(name)?.get(&rank.0)
+    }
+
+    /// Returns the shard of an output that a rank returns; `None` for another name.
+    pub(super) fn output_shard(&self, name: &str, rank: Rank) -> Option<&ArrayShard> {
+        let at = self.outputs.iter().position(|port| port.name == name)?;
+        self.shards[at].get(&rank.0)
     }
 
     /// Assembles whole outputs from those of a call: of each group of ranks in turn, the outputs of its first rank.

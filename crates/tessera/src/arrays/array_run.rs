@@ -11,7 +11,7 @@ use tessera_report::record::RunDevice;
 use super::array_plan::ArrayPlan;
 use super::call_log::ArrayRunLog;
 use super::device_array::{ArrayValues, on_host};
-use super::gpu_thread::refuse_device_inputs;
+use super::gpu_threads::refuse_device_inputs;
 use super::host_array::HostArray;
 use super::launch::ArrayProcessOptions;
 use super::process_run::ProcessRun;
@@ -69,20 +69,23 @@ impl ArrayRun {
         ArrayRun::load_threads(plan, weights, threads_per_rank, Some(stream_ids))
     }
 
-    /// Loads a plan of one rank on its GPU, on a thread of this process. Calls read inputs in the memory of that GPU
-    /// without a copy through the host, and leave their outputs there. With numbers of streams the rank times every step,
-    /// and [`ArrayRunLog::trace`] returns the times.
+    /// Loads a plan on GPUs, one for each rank, on threads of this process. Calls read inputs in the memory of these GPUs
+    /// without a copy through the host, and leave their outputs there. With numbers of streams the ranks time every step,
+    /// and [`ArrayRunLog::trace`] returns the times. The wait for other users of the GPUs in this process ends once
+    /// `is_cancelled` returns true.
     ///
     /// # Errors
-    /// T0091 if `weights` are not those of the plan, T0098 for a plan of several ranks, or why the rank cannot be
-    /// loaded.
-    pub fn start_gpu_thread(
+    /// T0091 if `weights` are not those of the plan, T0098 for ranks that cannot exchange data as threads, or why a rank
+    /// cannot be loaded.
+    pub fn start_gpu_threads(
         plan: &Arc<ArrayPlan>,
         weights: BTreeMap<String, HostArray>,
         trace: Option<StreamIds>,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<ArrayRun, Diagnostics> {
         plan.programs.check_weights(&weights)?;
-        let ranks = Ranks::Threads(Box::new(ThreadRun::start_on_gpu(plan, weights, trace.is_some())?));
+        let ranks =
+            Ranks::Threads(Box::new(ThreadRun::start_on_gpus(plan, weights, trace.is_some(), is_cancelled)?));
         let log = ArrayRunLog::begin(plan, (RankPlace::Threads, RunDevice::Cuda), trace);
         Ok(ArrayRun { plan: Arc::clone(plan), ranks, log, trace_file: None, ended: None })
     }

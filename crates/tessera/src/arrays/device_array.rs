@@ -61,7 +61,10 @@ impl ArrayGpus {
     /// # Errors
     /// T1301 without a driver, T1302 if the driver returns an error.
     pub fn discover() -> Result<ArrayGpus, Diagnostic> {
-        let found = GpuDiscovery::discover();
+        ArrayGpus::from_discovery(GpuDiscovery::discover())
+    }
+
+    pub(super) fn from_discovery(found: GpuDiscovery) -> Result<ArrayGpus, Diagnostic> {
         match &found.devices {
             Ok(_) => Ok(ArrayGpus(found)),
             Err(d) => Err(d.clone()),
@@ -83,6 +86,28 @@ impl ArrayGpus {
     pub fn copy_array(&self, array: &GpuArray) -> Result<GpuArray, Diagnostic> {
         let all = RowRun { first: 0, pitch: array.len(), rows: 1, len: array.len() };
         self.open_stream(array.device())?.copy_runs(array, &[all], array.device())
+    }
+
+    /// Copies a part of a whole row-major array to new memory of its GPU, or shares it if the part is contiguous there.
+    ///
+    /// # Errors
+    /// T1304 if the driver fails.
+    pub(super) fn copy_part(&self, whole: &GpuArray, part: &ArrayShard) -> Result<GpuArray, Diagnostic> {
+        let mut strides = vec![1; part.whole.len()];
+        for dim in (1..strides.len()).rev() {
+            strides[dim - 1] = strides[dim] * part.whole[dim] as i64;
+        }
+        // Single elements are copied one by one here: the whole array is contiguous, as a hint would ask for.
+        let runs = plan_runs(&strides, &part.ranges, 1).unwrap_or_default();
+        let shared = match runs[..] {
+            [] => whole.slice(0, 0),
+            [RowRun { first, rows: 1, len, .. }] => whole.slice(first, len),
+            _ => None,
+        };
+        match shared {
+            Some(shared) => Ok(shared),
+            None => self.open_stream(whole.device())?.copy_runs(whole, &runs, whole.device()),
+        }
     }
 
     /// Distributes a tensor over the GPUs of the ranks of a mesh. A shard shares the tensor's memory if
@@ -136,7 +161,7 @@ impl DeviceTensor {
         ranges: &[(u64, u64)],
         rule: CopyRule,
     ) -> Result<GpuArray, Diagnostic> {
-        let Some(runs) = plan_runs(&self.strides, ranges) else {
+        let Some(runs) = plan_runs(&self.strides, ranges, 2) else {
             let what =
                 format!("a tensor of strides {:?} has neighbouring elements that are apart", self.strides);
             return Err(Diagnostic::error(&T0099, what)
@@ -176,6 +201,20 @@ impl DeviceArray {
         let ranges = shape.iter().map(|extent| (0, *extent)).collect();
         let place = ArrayShard { whole: shape.clone(), ranges };
         DeviceArray { shape, shards: BTreeMap::from([(rank, DeviceShard { place, values })]) }
+    }
+
+    /// Wraps the shards of one array, of which there is at least one.
+    pub(super) fn from_shards(shards: Vec<(Rank, ArrayShard, GpuArray)>) -> DeviceArray {
+        let shape = shards.first().map_or(Vec::new(), |(_, place, _)| place.whole.clone());
+        let wrap =
+            |(rank, place, values): (Rank, ArrayShard, GpuArray)| (rank.0, DeviceShard { place, values });
+        DeviceArray { shape, shards: shards.into_iter().map(wrap).collect() }
+    }
+
+    /// Returns a part of the array that is a shard on a GPU.
+    pub(super) fn find_part(&self, part: &ArrayShard, device: u32) -> Option<&GpuArray> {
+        let mut shards = self.shards.values();
+        shards.find(|s| s.place == *part && s.values.device() == device).map(|s| &s.values)
     }
 
     /// Returns the extents of the whole array, outermost first.
@@ -267,8 +306,8 @@ pub(super) fn on_host(arrays: BTreeMap<String, HostArray>) -> BTreeMap<String, A
 }
 
 /// Returns the runs of neighbouring elements that hold a shard, in row-major order; `None` if the elements of
-/// its innermost dim are no neighbours, or overlap.
-fn plan_runs(strides: &[i64], ranges: &[(u64, u64)]) -> Option<Vec<RowRun>> {
+/// its innermost dim are no neighbours, or overlap. Of several runs, each has at least `shortest` elements.
+fn plan_runs(strides: &[i64], ranges: &[(u64, u64)], shortest: usize) -> Option<Vec<RowRun>> {
     let first = strides.iter().zip(ranges).map(|(stride, (start, _))| stride * *start as i64).sum::<i64>();
     if ranges.iter().any(|(_, len)| *len == 0) {
         return Some(Vec::new());
@@ -285,7 +324,7 @@ fn plan_runs(strides: &[i64], ranges: &[(u64, u64)]) -> Option<Vec<RowRun>> {
             RowRun { first: usize::try_from(first).ok()?, pitch: len as usize, rows: 1, len: len as usize };
         return Some(vec![run]);
     };
-    if len == 1 || pitch < len as i64 || dims.iter().any(|(stride, _)| *stride < 0) {
+    if (len as usize) < shortest || pitch < len as i64 || dims.iter().any(|(stride, _)| *stride < 0) {
         return None;
     }
     let mut firsts = vec![usize::try_from(first).ok()?];
@@ -321,7 +360,7 @@ mod tests {
         ] {
             // The tensor is a part of a larger one of [3, 6, 10].
             for strides in [[35, 7, 1], [60, 10, 1]] {
-                let runs = plan_runs(&strides, &ranges).unwrap();
+                let runs = plan_runs(&strides, &ranges, 2).unwrap();
                 let index = |i: u64, j: u64, k: u64| {
                     [i, j, k].iter().zip(strides).map(|(i, s)| *i as usize * s as usize).sum::<usize>()
                 };
@@ -340,20 +379,27 @@ mod tests {
     #[test]
     fn whole_tensors_and_their_rows_are_one_run() {
         let one = |first, len| Some(vec![RowRun { first, pitch: len, rows: 1, len }]);
-        assert_eq!(plan_runs(&[7, 1], &[(0, 5), (0, 7)]), one(0, 35));
-        assert_eq!(plan_runs(&[7, 1], &[(2, 3), (0, 7)]), one(14, 21));
-        assert_eq!(plan_runs(&[7, 1], &[(4, 1), (2, 3)]), one(30, 3));
-        assert_eq!(plan_runs(&[], &[]), one(0, 1));
+        assert_eq!(plan_runs(&[7, 1], &[(0, 5), (0, 7)], 2), one(0, 35));
+        assert_eq!(plan_runs(&[7, 1], &[(2, 3), (0, 7)], 2), one(14, 21));
+        assert_eq!(plan_runs(&[7, 1], &[(4, 1), (2, 3)], 2), one(30, 3));
+        assert_eq!(plan_runs(&[], &[], 2), one(0, 1));
         // A dim of one element may have any stride.
-        assert_eq!(plan_runs(&[1, 99, 1], &[(0, 5), (0, 1), (0, 1)]), one(0, 5));
-        assert_eq!(plan_runs(&[7, 1], &[(2, 0), (0, 7)]), Some(Vec::new()));
+        assert_eq!(plan_runs(&[1, 99, 1], &[(0, 5), (0, 1), (0, 1)], 2), one(0, 5));
+        assert_eq!(plan_runs(&[7, 1], &[(2, 0), (0, 7)], 2), Some(Vec::new()));
+    }
+
+    #[test]
+    fn a_column_of_single_elements_is_copied_where_that_is_wanted() {
+        let column = [RowRun { first: 1, pitch: 2, rows: 5, len: 1 }];
+        assert_eq!(plan_runs(&[2, 1], &[(0, 5), (1, 1)], 1), Some(column.to_vec()));
+        assert_eq!(plan_runs(&[2, 1], &[(0, 5), (1, 1)], 2), None);
     }
 
     #[test]
     fn transposed_and_repeated_elements_have_no_runs() {
-        assert_eq!(plan_runs(&[1, 5], &[(0, 5), (0, 7)]), None);
-        assert_eq!(plan_runs(&[0, 1], &[(0, 5), (0, 7)]), None);
-        assert_eq!(plan_runs(&[3, 1], &[(0, 5), (0, 7)]), None);
-        assert_eq!(plan_runs(&[7, -1], &[(0, 5), (0, 7)]), None);
+        assert_eq!(plan_runs(&[1, 5], &[(0, 5), (0, 7)], 2), None);
+        assert_eq!(plan_runs(&[0, 1], &[(0, 5), (0, 7)], 2), None);
+        assert_eq!(plan_runs(&[3, 1], &[(0, 5), (0, 7)], 2), None);
+        assert_eq!(plan_runs(&[7, -1], &[(0, 5), (0, 7)], 2), None);
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_cuda::AllocationPermit;
 use tessera_report::record::RunDevice;
 use tessera_runtime::array_director::{ArrayDirector, ArrayRequest};
 use tessera_runtime::engine::{AbortHandle, ReadyCall};
@@ -13,7 +14,7 @@ use tessera_runtime::wire::{CallMeta, Tensors};
 use super::array_plan::ArrayPlan;
 use super::array_weights::{ArrayWeightsPlace, HostWeights};
 use super::device_array::{ArrayValues, on_host};
-use super::gpu_thread::{GpuThread, refuse_device_inputs};
+use super::gpu_threads::{GpuThreads, GpuUse, refuse_device_inputs};
 use super::host_array::HostArray;
 use super::run_end::{ArrayInterrupt, CallError, TimedOutputs, interrupted};
 use crate::host_memory::check_host_memory;
@@ -32,8 +33,8 @@ pub(super) struct ThreadRun {
     next_call: u64,
     transfers: TransferMemory,
     interrupted: Arc<AtomicBool>,
-    /// The GPU of the only rank; `None` if the ranks run on CPUs.
-    gpu: Option<GpuThread>,
+    /// The GPUs of the ranks; `None` if the ranks run on CPUs.
+    gpus: Option<GpuThreads>,
 }
 
 impl ThreadRun {
@@ -57,29 +58,36 @@ impl ThreadRun {
         ThreadRun::load(context, &place, threads, None)
     }
 
-    /// Loads the programs and weights of a plan of one rank on its GPU.
+    /// Loads the programs and weights of a plan on GPUs, one for each rank.
     ///
     /// # Errors
-    /// T0098 for a plan of several ranks, T0801 for an op that a GPU does not run, what this host lacks, or the error
-    /// of the rank.
-    pub(super) fn start_on_gpu(
+    /// T0098 for ranks that cannot exchange data as threads, T0801 for an op that a GPU does not run, what this host
+    /// lacks, or the error of a rank.
+    pub(super) fn start_on_gpus(
         plan: &Arc<ArrayPlan>,
         weights: BTreeMap<String, HostArray>,
         times_single_ops: bool,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<ThreadRun, Diagnostics> {
-        let gpu = GpuThread::prepare(plan)?;
+        let gpus = GpuThreads::prepare(plan)?;
         let place = ArrayWeightsPlace::Memory(Arc::new(HostWeights::new(weights)));
-        let mut context = RankContext::new(Arc::clone(plan), SyntheticDelays::default())
-            .with_gpu(gpu.config.clone(), Arc::clone(&gpu.arrays));
+        let (config, threads) = gpus.engine_config();
+        let mut context =
+            RankContext::new(Arc::clone(plan), SyntheticDelays::default()).with_gpu_threads(config, threads);
         context.times_single_ops = times_single_ops;
-        ThreadRun::load(context, &place, 1, Some(gpu))
+        // Loading allocates, and waits for no work of another GPU.
+        let permit = AllocationPermit::acquire_unless(is_cancelled);
+        if permit.is_none() {
+            return Err(vec![interrupted()]);
+        }
+        ThreadRun::load(context, &place, 1, Some(gpus))
     }
 
     fn load(
         mut context: RankContext<ArrayPlan>,
         place: &ArrayWeightsPlace,
         threads: usize,
-        gpu: Option<GpuThread>,
+        gpus: Option<GpuThreads>,
     ) -> Result<ThreadRun, Diagnostics> {
         let transfers = TransferMemory::default();
         context.transfers = Some(TransferPlace::Memory(transfers.clone()));
@@ -91,7 +99,7 @@ impl ThreadRun {
             next_call: 1,
             transfers,
             interrupted: Arc::default(),
-            gpu,
+            gpus,
         })
     }
 
@@ -118,14 +126,20 @@ impl ThreadRun {
         request: ArrayRequest,
         inputs: &BTreeMap<String, ArrayValues>,
     ) -> Result<TimedOutputs, CallError> {
-        match &self.gpu {
-            Some(gpu) => gpu.set_inputs(inputs),
+        match &self.gpus {
+            Some(gpus) => gpus.set_inputs(program, inputs),
             None => refuse_device_inputs(inputs),
         }
         .map_err(CallError::Refused)?;
         let planned = self.director.plan_arrays(&request.phase, &self.context.program_index);
-        let call = planned.map_err(CallError::Refused)?;
-        let Some(meta) = call.meta.clone() else { return Err(CallError::Refused(Vec::new())) };
+        let call = planned.map_err(|ds| {
+            self.gpus.iter().for_each(GpuThreads::forget_inputs);
+            CallError::Refused(ds)
+        })?;
+        let Some(meta) = call.meta.clone() else {
+            self.gpus.iter().for_each(GpuThreads::forget_inputs);
+            return Err(CallError::Refused(Vec::new()));
+        };
         let ready = ReadyCall::from_plan(self.next_call, &call, request.inputs);
         self.next_call += 1;
         let returned = self.run_call(&ready, &meta);
@@ -134,8 +148,8 @@ impl ThreadRun {
             return Err(CallError::Ended(interrupted()));
         }
         let groups = &self.context.plan.programs.output_groups;
-        let outputs = returned.and_then(|outputs| match &self.gpu {
-            Some(gpu) => gpu.take_outputs(program),
+        let outputs = returned.and_then(|outputs| match &self.gpus {
+            Some(gpus) => gpus.take_outputs(program),
             None => program.assemble_outputs(&outputs, groups).map(on_host),
         });
         let outputs = outputs.map_err(|d| CallError::Ended(with_cause(d)))?;
@@ -151,11 +165,30 @@ impl ThreadRun {
     }
 
     fn run_call(&mut self, ready: &ReadyCall, meta: &CallMeta) -> Result<Tensors, Diagnostic> {
-        if self.interrupted.load(Ordering::Acquire) {
+        let is_cancelled = || self.interrupted.load(Ordering::Acquire);
+        let in_use = self.gpus.as_ref().map(|gpus| gpus.begin_call(&is_cancelled));
+        if is_cancelled() || in_use.as_ref().is_some_and(Option::is_none) {
             return Err(interrupted());
         }
-        self.ranks.begin_call(ready)?;
-        self.ranks.finish_call(meta)
+        let begun = self.ranks.begin_call(ready);
+        let ended = begun.and_then(|()| self.ranks.finish_call(meta));
+        if ended.is_err() && self.gpus.is_some() {
+            self.end_failed_ranks(in_use.flatten());
+        }
+        ended
+    }
+
+    /// Ends the ranks on GPUs after a call that failed. They have freed their memory when this returns.
+    fn end_failed_ranks(&mut self, in_use: Option<GpuUse>) {
+        // Others may allocate and free GPU memory only when no rank waits for a rank that has failed.
+        match self.ranks.abort_call() {
+            true => {
+                drop(in_use);
+                self.ranks.join_threads();
+            }
+            // A rank does not answer. Later calls on several GPUs must not meet it: they wait, and Ctrl-C ends them.
+            false => std::mem::forget(in_use),
+        }
     }
 }
 

@@ -31,7 +31,7 @@ use crate::clock::monotonic_ns;
 use crate::codes::T0017;
 use crate::collective_guard::ArmedGuards;
 use crate::communicators::{self, EndpointSources, JoinOrder};
-use crate::cuda::GpuRankConfig;
+use crate::cuda::{GpuRankConfig, GpuThreadRanks};
 use crate::engine::{EngineBackend, MeshEngine, build_program_index, mesh_phases};
 use crate::environment::{environment_keys, process_environment};
 use crate::faults::{DrillEngine, FaultInjector};
@@ -49,6 +49,9 @@ use crate::wire_dump::{dump_path, dump_sent_messages};
 /// Maximum wait inside one collective. The lockstep detects stalls from progress and learned
 /// limits; this timeout only ends a wait that no process monitors any more.
 const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(3600);
+
+/// Maximum wait inside one collective of ranks on GPUs that are threads, which no other process monitors.
+const THREAD_PATIENCE: Duration = Duration::from_secs(300);
 
 /// The state of a rank before its run begins.
 pub(crate) struct RankSetup<P> {
@@ -97,9 +100,8 @@ pub(crate) struct RankContext<P> {
     pub(crate) peers: Option<Digest>,
     /// GPU configuration, if the mesh runs on GPUs.
     pub(super) gpus: Option<GpuRankConfig>,
-    /// Where the only rank of an in-process run on a GPU finds inputs in GPU memory and leaves its outputs; `None` for
-    /// ranks that are processes.
-    pub(super) call_arrays: Option<Arc<GpuCallArrays>>,
+    /// What the ranks of an in-process run on GPUs share; `None` for ranks on CPUs and for ranks that are processes.
+    pub(super) gpu_threads: Option<GpuThreadRanks>,
     /// File for the messages that this rank sends, if they are written at all.
     pub(super) wire_dump: Option<PathBuf>,
     /// Whether the backend poisons temporaries that hold no value.
@@ -126,7 +128,7 @@ impl<P: RankPlan> RankContext<P> {
             flight: None,
             peers: None,
             gpus: None,
-            call_arrays: None,
+            gpu_threads: None,
             wire_dump: None,
             poison: false,
             transfers: None,
@@ -141,9 +143,18 @@ impl<P: RankPlan> RankContext<P> {
         RankContext { peers: Some(peers), ..self }
     }
 
-    /// Makes the only rank run on a GPU, with the arrays of its calls in GPU memory.
-    pub(crate) fn with_gpu(self, gpus: GpuRankConfig, arrays: Arc<GpuCallArrays>) -> RankContext<P> {
-        RankContext { gpus: Some(gpus), call_arrays: Some(arrays), ..self }
+    /// Makes the ranks threads of this process on GPUs, with the arrays of their calls in GPU memory.
+    pub(crate) fn with_gpu_threads(self, gpus: GpuRankConfig, threads: GpuThreadRanks) -> RankContext<P> {
+        RankContext { gpus: Some(gpus), gpu_threads: Some(threads), ..self }
+    }
+
+    pub(crate) fn runs_on_gpus(&self) -> bool {
+        self.gpus.is_some()
+    }
+
+    /// Ends all waits of loading ranks for each other, because one of them has failed to load.
+    pub(crate) fn abort_loads(&self) {
+        self.gpu_threads.iter().for_each(GpuThreadRanks::abort);
     }
 
     /// Applies the GPU configuration and the drill of a rank.
@@ -280,8 +291,10 @@ impl<P: RankPlan> RankContext<P> {
         let delay = delays.generate_ns.map(|ns| ForwardDelay::new(ns, forwards));
         let (drill, programs, gpus) =
             (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
-        let (poison, call_arrays, transfers) =
-            (self.poison, self.call_arrays.clone(), self.transfers.clone());
+        let (poison, transfers) = (self.poison, self.transfers.clone());
+        let shared = self.gpu_threads.as_ref();
+        let call_arrays = shared.and_then(|shared| shared.arrays.get(&rank).cloned());
+        let thread_rank = shared.and_then(|shared| shared.place_of(rank));
         let times_single_ops = self.times_single_ops;
         Box::new(move || {
             let sealed = plan.sealed();
@@ -294,7 +307,8 @@ impl<P: RankPlan> RankContext<P> {
                 }
                 Some(on) => {
                     let check = tripwires.is_armed(&T0757);
-                    let cuda = on.open_backend(sealed, rank, COLLECTIVE_PATIENCE, (order, check))?;
+                    let patience = if thread_rank.is_some() { THREAD_PATIENCE } else { COLLECTIVE_PATIENCE };
+                    let cuda = on.open_backend(sealed, (rank, thread_rank), patience, (order, check))?;
                     keep_gpu_backend(cuda, call_arrays.as_ref())
                 }
             };
@@ -349,8 +363,8 @@ fn arm_guards(engine: &mut MeshEngine, drill: Option<&FaultInjector>, tripwires:
 }
 
 /// Decides how long the backend of a rank on a GPU lives. Dropping that of a process would wait for peers and for
-/// the device, so it lives until the process exits. The only rank of an in-process run has no peers, and its process
-/// goes on and needs the memory.
+/// the device, so it lives until the process exits. Ranks that are threads drop theirs together, and their process goes on
+/// and needs the memory.
 fn keep_gpu_backend(mut cuda: CudaBackend, call_arrays: Option<&Arc<GpuCallArrays>>) -> EngineBackend {
     match call_arrays {
         None => EngineBackend::Leaked(Box::leak(Box::new(cuda))),
