@@ -56,6 +56,12 @@ impl SessionTrace {
         self.trace.stream_ids.by_name().clone()
     }
 
+    /// By how many seconds the times of each joined rank may be off beside those of rank 0.
+    #[getter]
+    fn clock_errors(&self) -> BTreeMap<u32, f64> {
+        self.trace.clock_errors_ns.iter().map(|(rank, error)| (*rank, to_seconds(*error))).collect()
+    }
+
     /// Writes the trace as JSON for Perfetto and chrome://tracing.
     fn save(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         py.detach(|| write_file(&path, self.trace.to_perfetto().as_bytes())).or_raise(py)

@@ -199,11 +199,15 @@ def test_two_gpus_that_join_compute_what_processes_compute(rng: np.random.Genera
     host, x, expected = make_host(rng, tmp_path, tp=2, ep=1)
     other = host.start(1, device="cuda", local_rank=1)
     with ended([other]):
-        with host.open(device="gpu") as run:
+        with host.open(device="gpu", trace=True) as run:
             found = run(x).gather()
         assert other.wait(DEADLINE_S) == 0, other.stdout and other.stdout.read()
     assert relative_error(found, expected) < 1e-5
     assert np.array_equal(found, run_on("gpu", host.plan, x)[0])
+    trace = run.trace()
+    [call] = trace.record.calls
+    assert {event.rank for event in trace.events} == {0, 1} == set(trace.clock_errors)
+    assert all(error <= call.end - call.start for error in trace.clock_errors.values())
 
 
 @pytest.mark.parametrize("ranks", SIZES)

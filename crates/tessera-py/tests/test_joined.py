@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,25 +46,42 @@ class Host:
         join_timeout: int = 100,
         device: str = "cpu",
         local_rank: int = 0,
+        clock_shift: int = 0,
     ) -> subprocess.Popen[str]:
-        """Starts a rank. The second pair of ranks listens at another address, as on another host."""
+        """Starts a rank. The second pair of ranks listens at another address, as on another host.
+
+        The monotonic clock of the rank is ahead by ``clock_shift`` seconds.
+        """
         address = "127.0.0.1" if rank < 2 else "127.0.0.2"
         command = [sys.executable, "-m", "tessera", "join", str(self.folder / plan)]
         command += ["--weights", str(self.folder / "function" / "weights.safetensors"), "--rank", str(rank)]
         command += ["--rendezvous", self.rendezvous, "--secret", str(secret or self.secret), "--bind", address]
         command += ["--threads", "1", "--join-timeout", str(join_timeout)]
         command += ["--device", device, "--local-rank", str(local_rank)]
+        command = [*shift_clock(clock_shift), *command]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def open(self, *, device: str = "cpu", join_timeout: float = 100.0) -> rt.Session:
+    def open(self, *, device: str = "cpu", join_timeout: float = 100.0, trace: bool = False) -> rt.Session:
         return rt.open_session(
             self.plan,
             ranks="joined",
             device=device,
+            trace=trace,
             rendezvous=self.rendezvous,
             secret=self.secret,
             join_timeout=join_timeout,
         )
+
+
+def shift_clock(seconds: int) -> list[str]:
+    """Returns the start of a command that runs the rest with another monotonic clock."""
+    return ["unshare", "--time", "--monotonic", str(seconds)] if seconds else []
+
+
+def can_shift_clocks() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*shift_clock(1), "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 @contextmanager
@@ -106,6 +124,33 @@ def test_two_and_two_ranks_compute_what_threads_compute(rng: np.random.Generator
     assert np.array_equal(again, results[0])
     with rt.open_session(host.plan) as run:
         assert [np.array_equal(run(np.float32(scale) * x).gather(), found) for scale, found in zip((1, 2), results, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("shift", [0, 5000])
+def test_a_trace_places_the_clocks_of_all_ranks_on_one(rng: np.random.Generator, tmp_path: Path, shift: int) -> None:
+    if shift and not can_shift_clocks():
+        pytest.skip("this host does not let a process have a clock of its own")
+    host, x, expected = make_host(rng, tmp_path)
+    others = [host.start(rank, clock_shift=shift if rank > 1 else 0) for rank in (1, 2, 3)]
+    with ended(others):
+        with host.open(trace=True) as run:
+            assert all(relative_error(run(x).gather(), expected) < 1e-6 for _ in range(5))
+        assert [rank.wait(DEADLINE_S) for rank in others] == [0, 0, 0], [rank.stdout and rank.stdout.read() for rank in others]
+    trace = run.trace()
+    assert trace.record.place == "joined" and len(trace.record.calls) == 5
+    longest = max(call.end - call.start for call in trace.record.calls)
+    assert trace.clock_errors[0] == 0 and set(trace.clock_errors) == {0, 1, 2, 3}
+    assert all(0 <= error <= longest for error in trace.clock_errors.values())
+    resolution = 2e-9
+    for call in trace.record.calls:
+        events = [event for event in trace.events if event.call == call.number]
+        assert {event.rank for event in events} == {0, 1, 2, 3}
+        assert all(call.start - resolution <= event.start and event.end <= call.end + resolution for event in events)
+        for group in ((0, 1), (2, 3)):
+            sums = [event for event in events if event.rank in group and event.op == "all_reduce"]
+            issues = [event.start for event in sums if event.kind == "issue"]
+            assert len(issues) == 2
+            assert all(event.end + resolution >= max(issues) for event in sums if event.kind == "in flight")
 
 
 def test_a_rank_with_another_plan_is_refused(rng: np.random.Generator, tmp_path: Path) -> None:

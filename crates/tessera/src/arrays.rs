@@ -18,6 +18,7 @@ mod array_run;
 mod array_trace;
 mod array_weights;
 mod call_log;
+mod clock_alignment;
 mod device_array;
 mod function_folder;
 mod gpu_threads;

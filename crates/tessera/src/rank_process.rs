@@ -111,7 +111,7 @@ fn run_array_rank(
         Err(ds) => return report_refusal(&mut joined, ds).map(Some),
     };
     if let Some(rendezvous) = &config.rendezvous {
-        return match meet_ranks(&plan, (0, config.device()), rendezvous, config.communicator_ids()) {
+        return match meet_ranks(&plan, (0, config.device()), rendezvous, Some(&config.join_orders())) {
             Ok(met) => run_array_leader(|| Ok(setup_leader(joined, plan, met)), config),
             Err(ds) => report_refusal(&mut joined, ds).map(Some),
         };

@@ -690,6 +690,14 @@ class SessionTrace:
     @property
     def stream_ids(self) -> dict[str, int]:
         """The numbers of the streams, by name."""
+    @property
+    def clock_errors(self) -> dict[int, float]:
+        """By how many seconds the times of a rank may be off beside those of rank 0; empty for the ranks of one host.
+
+        Hosts have clocks of their own. The trace aligns them by what must have come before what: a call begins before its ranks run it,
+        and no rank completes a sum before every rank has begun to send its part. The delay with which a host notices that its GPU has
+        ended a call is not part of the number.
+        """
     def save(self, path: Path) -> None:
         """Writes the trace as JSON for Perfetto and chrome://tracing: a process per rank, and a thread per stream with its number."""
     def _repr_html_(self) -> str: ...
@@ -722,7 +730,7 @@ class SessionRecord:
         """Number of ranks."""
     @property
     def place(self) -> str:
-        """Where the ranks are: ``"threads"`` or ``"processes"``."""
+        """Where the ranks are: ``"threads"``, ``"processes"`` or ``"joined"``."""
     @property
     def device(self) -> str: ...
     @property
@@ -765,7 +773,7 @@ def open_session(
 
     With ``trace`` each rank times every op, ``Session.trace`` returns the times, and a folder ``out`` gets a ``trace.json``. A GPU
     times its kernels: of ops that share one kernel, one has its time. Its clock is placed on that of the host by the time at which the
-    host notices the end of a call. Joined ranks cannot be traced, because each host has its own clock.
+    host notices the end of a call. The clocks of joined ranks are aligned, and ``SessionTrace.clock_errors`` states how far they may be off.
     """
 
 def register_prefetch(

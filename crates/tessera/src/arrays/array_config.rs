@@ -34,6 +34,15 @@ pub(crate) struct ArrayConfig {
     pub(crate) rendezvous: Option<ArrayRendezvous>,
 }
 
+/// What rank 0 sends to the ranks that join it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct JoinOrders {
+    /// Ids of the communicators of GPUs, in plan order; empty on CPUs.
+    pub(crate) communicator_ids: Vec<String>,
+    /// Whether each rank reports the times of single ops with every call.
+    pub(crate) times_single_ops: bool,
+}
+
 /// Where and how the ranks of a run meet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArrayRendezvous {
@@ -65,9 +74,12 @@ impl ArrayConfig {
         if self.gpus.is_some() { RunDevice::Cuda } else { RunDevice::Cpu }
     }
 
-    /// Returns the ids of the communicators of GPUs, which the ranks of other hosts need; empty on CPUs.
-    pub(crate) fn communicator_ids(&self) -> &[String] {
-        self.gpus.as_ref().map_or(&[], |gpus| &gpus.communicator_ids)
+    /// Returns what rank 0 sends to the ranks of other hosts.
+    pub(crate) fn join_orders(&self) -> JoinOrders {
+        JoinOrders {
+            communicator_ids: self.gpus.as_ref().map_or(Vec::new(), |gpus| gpus.communicator_ids.clone()),
+            times_single_ops: self.times_single_ops,
+        }
     }
 
     /// Returns where a rank finds the weights.

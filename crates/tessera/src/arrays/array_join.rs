@@ -15,15 +15,13 @@ use tessera_runtime::driver::rendezvous::{RendezvousPeers, RendezvousSpec, join_
 use tessera_runtime::driver::{JoinedRank, StopHandle};
 use tessera_runtime::wire::Welcome;
 
-use super::array_config::{ArrayConfig, ArrayRendezvous};
+use super::array_config::{ArrayConfig, ArrayRendezvous, JoinOrders};
 use super::array_plan::ArrayPlan;
 use crate::codes::{T0034, T0091};
 use crate::communicators::EndpointSources;
 use crate::cuda::GpuRankConfig;
 use crate::files::RunFolder;
-use crate::join::{
-    JoinOptions, build_rendezvous, read_communicator_ids, setup_from_peers, write_communicator_ids,
-};
+use crate::join::{JoinOptions, build_rendezvous, setup_from_peers};
 use crate::rank::{RankContext, RankSetup, run_follower};
 use crate::rank_launch::{check_device, choose_threads};
 use crate::synthetic_delays::SyntheticDelays;
@@ -84,9 +82,12 @@ pub fn run_joined_rank(options: &ArrayRankOptions) -> Result<Option<Failure>, Di
         gpus: None,
         rendezvous: Some(options.rendezvous.clone()),
     };
-    let (spec, peers) = meet_ranks(&plan, (options.rank, options.device), &options.rendezvous, &[])?;
+    let (spec, peers) = meet_ranks(&plan, (options.rank, options.device), &options.rendezvous, None)?;
+    let orders: JoinOrders =
+        serde_json::from_slice(&peers.leader_payload).map_err(|e| vec![orders_error(&e)])?;
+    config.times_single_ops = orders.times_single_ops;
     if options.device == RunDevice::Cuda {
-        let communicator_ids = read_communicator_ids(&peers).map_err(|d| vec![d])?;
+        let communicator_ids = orders.communicator_ids;
         config.gpus = Some(GpuRankConfig { communicator_ids, first_rank_of_host });
     }
     let setup = setup_from_peers(plan, &SyntheticDelays::default(), &spec, peers);
@@ -122,7 +123,7 @@ pub(crate) fn setup_leader(
     }
 }
 
-/// Meets the other ranks of a plan. Rank 0 gives them the ids of the communicators of GPUs.
+/// Meets the other ranks of a plan. Rank 0 gives them its orders.
 ///
 /// # Errors
 /// T0034 or T0035 for the options, T0740 or T0756 to T0758 from the rendezvous.
@@ -130,7 +131,7 @@ pub(crate) fn meet_ranks(
     plan: &ArrayPlan,
     (rank, device): (u32, RunDevice),
     rendezvous: &ArrayRendezvous,
-    communicator_ids: &[String],
+    orders: Option<&JoinOrders>,
 ) -> Result<(RendezvousSpec, RendezvousPeers), Diagnostics> {
     let ArrayRendezvous { master, bind, secret, timeout } = rendezvous.clone();
     let join = JoinOptions {
@@ -146,11 +147,16 @@ pub(crate) fn meet_ranks(
         timeout,
     };
     let mut spec = build_rendezvous(plan, device, &SyntheticDelays::default(), &join)?;
-    if rank == 0 && device == RunDevice::Cuda {
-        spec.leader_payload = write_communicator_ids(communicator_ids).map_err(|d| vec![d])?;
+    if let Some(orders) = orders {
+        spec.leader_payload = serde_json::to_vec(orders).map_err(|e| vec![orders_error(&e)])?;
     }
     // Nobody but the operator of this host reads which strangers knocked.
     let mut note = |d: Diagnostic| print_stderr(&render_all(&[d], DiagnosticFormat::Text, &|_| None));
     let peers = join_peers(&spec, &StopHandle::default(), &mut note, &mut || Ok(()))?;
     Ok((spec, peers))
+}
+
+fn orders_error(e: &serde_json::Error) -> Diagnostic {
+    Diagnostic::error(&T0034, format!("cannot transfer the orders of rank 0: {e}"))
+        .with_hint("start every rank from the same build")
 }

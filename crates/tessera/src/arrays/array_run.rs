@@ -102,9 +102,11 @@ impl ArrayRun {
     ) -> Result<ArrayRun, Diagnostics> {
         plan.programs.check_weights(&weights)?;
         let (device, stream_ids) = (options.device, options.trace.clone());
+        let joins = options.rendezvous.is_some();
+        let place = if joins { RankPlace::Joined } else { RankPlace::Processes };
         let trace_file = stream_ids.is_some().then(|| options.out.join(TRACE_FILE));
         let ranks = Ranks::Processes(ProcessRun::start(plan, &weights, options)?);
-        let log = ArrayRunLog::begin(plan, (RankPlace::Processes, device), stream_ids);
+        let log = ArrayRunLog::begin(plan, (place, device), stream_ids);
         Ok(ArrayRun { plan: Arc::clone(plan), ranks, log, trace_file, ended: None })
     }
 

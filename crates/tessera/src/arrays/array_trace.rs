@@ -12,6 +12,7 @@ use tessera_runtime::wire::{CollectiveTimes, PhaseOpTimes};
 
 use super::array_plan::ArrayPlan;
 use super::array_program::PHASE_PREFIX;
+use super::clock_alignment::ClockOffset;
 use super::run_record::{ArrayRunRecord, TimedCall};
 use super::stream_ids::StreamIds;
 
@@ -24,6 +25,9 @@ pub struct ArrayTrace {
     pub stream_ids: StreamIds,
     /// The events in order of their start. Those of a rank at one instant are in program order.
     pub events: Vec<ArrayTraceEvent>,
+    /// By how many nanoseconds the times of a rank may be off beside those of rank 0, for ranks that joined over
+    /// hosts; empty for the ranks of one host.
+    pub clock_errors_ns: BTreeMap<u32, u64>,
 }
 
 /// What a rank did during an event.
@@ -132,19 +136,22 @@ impl ArrayTraceEvent {
     }
 }
 
-/// Returns the events of calls of a plan whose ranks were loaded at a time of the monotonic clock.
-pub(super) fn expand_ops<'a>(
+/// Returns the events of calls of a plan whose ranks were loaded at a time of the monotonic clock. `offsets` are those of the
+/// ranks' clocks in each call; none if they have the clock of the caller.
+pub(super) fn expand_ops(
     plan: &ArrayPlan,
     ids: &StreamIds,
     loaded_ns: u64,
-    calls: impl Iterator<Item = &'a TimedCall>,
+    calls: &[TimedCall],
+    offsets: &[BTreeMap<u32, ClockOffset>],
 ) -> Vec<ArrayTraceEvent> {
     let mut events = Vec::new();
-    for call in calls {
+    for (at, call) in calls.iter().enumerate() {
         let phase = format!("{PHASE_PREFIX}{}", call.record.program);
         for (rank, times) in &call.op_times {
             let Some(program) = plan.sealed.rank_program(&phase, Rank(*rank)) else { continue };
-            let base_ns = times.start_ns.saturating_sub(loaded_ns);
+            let offset = offsets.get(at).and_then(|of_call| of_call.get(rank)).copied().unwrap_or_default();
+            let base_ns = times.start_ns.saturating_add_signed(offset.offset_ns).saturating_sub(loaded_ns);
             let number = call.record.number;
             let name = Arc::from(call.record.program.as_str());
             let streams = program.streams.iter().map(|stream| Arc::from(stream.as_str())).collect();

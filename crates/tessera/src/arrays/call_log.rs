@@ -1,6 +1,6 @@
 //! What a run of array programs keeps of its calls: their times, and the times of their ops if it is traced.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,6 +10,7 @@ use tessera_runtime::wire::PhaseOpTimes;
 
 use super::array_plan::ArrayPlan;
 use super::array_trace::{ArrayTrace, expand_ops};
+use super::clock_alignment::align_clocks;
 use super::run_record::{ArrayCallRecord, ArrayRunRecord, RankPlace, TimedCall};
 use super::stream_ids::StreamIds;
 use crate::clock::monotonic_ns;
@@ -84,9 +85,23 @@ impl ArrayRunLog {
     #[must_use]
     pub fn trace(&self) -> Option<ArrayTrace> {
         let stream_ids = self.stream_ids.clone()?;
-        let calls = self.lock();
-        let events = expand_ops(&self.plan, &stream_ids, self.loaded_ns, calls.newest.iter());
-        Some(ArrayTrace { record: self.record_of(&calls), stream_ids, events })
+        // The ranks go on while the trace is made.
+        let (record, timed) = {
+            let calls = self.lock();
+            (self.record_of(&calls), calls.newest.iter().cloned().collect::<Vec<TimedCall>>())
+        };
+        let offsets = match self.place {
+            RankPlace::Joined => align_clocks(&self.plan, self.loaded_ns, &timed),
+            // The ranks of one host share its clock.
+            RankPlace::Threads | RankPlace::Processes => Vec::new(),
+        };
+        let events = expand_ops(&self.plan, &stream_ids, self.loaded_ns, &timed, &offsets);
+        let mut clock_errors_ns = BTreeMap::new();
+        for (rank, offset) in offsets.iter().flatten() {
+            let largest: &mut u64 = clock_errors_ns.entry(*rank).or_default();
+            *largest = offset.error_ns.max(*largest);
+        }
+        Some(ArrayTrace { record, stream_ids, events, clock_errors_ns })
     }
 
     fn record_of(&self, calls: &KeptCalls) -> ArrayRunRecord {

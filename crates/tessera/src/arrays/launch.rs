@@ -90,7 +90,7 @@ pub(super) fn prepare_launch(
     let one = |d: Diagnostic| vec![d];
     check_message_sizes(plan)?;
     if options.trace.is_some() {
-        check_trace(plan, options).map_err(one)?;
+        check_trace(plan).map_err(one)?;
     }
     // The other hosts check the cores and the memory of their own ranks.
     let joins = options.rendezvous.is_some();
@@ -173,13 +173,8 @@ fn check_message_sizes(plan: &ArrayPlan) -> Result<(), Diagnostics> {
 const OP_TIME_BYTES: u64 = 8;
 const COLLECTIVE_TIMES_BYTES: u64 = 3 * OP_TIME_BYTES + 5;
 
-/// Checks that the ranks can time single ops on one clock, and that the times of a call fit one message.
-fn check_trace(plan: &ArrayPlan, options: &ArrayProcessOptions) -> Result<(), Diagnostic> {
-    if options.rendezvous.is_some() {
-        let d =
-            Diagnostic::error(&T0090, "a trace of ranks that join over hosts: each host has its own clock");
-        return Err(d.with_hint("trace the plan on one host"));
-    }
+/// Checks that the times of a call fit one message.
+fn check_trace(plan: &ArrayPlan) -> Result<(), Diagnostic> {
     let sealed = &plan.sealed;
     let bytes_of = |program: &Program| {
         let collectives = program.collective_ops().count() as u64;

@@ -10,6 +10,8 @@ pub enum RankPlace {
     Threads,
     /// Processes of this host.
     Processes,
+    /// Processes of several hosts, of which rank 0 is one of this host.
+    Joined,
 }
 
 /// The record of a run of array programs. Times are nanoseconds since the ranks were loaded.
@@ -45,6 +47,7 @@ pub struct ArrayCallRecord {
 }
 
 /// A completed call with the times of the ops of each rank, on the monotonic clock.
+#[derive(Clone)]
 pub(super) struct TimedCall {
     pub(super) record: ArrayCallRecord,
     pub(super) op_times: Vec<(u32, PhaseOpTimes)>,
@@ -57,6 +60,7 @@ impl RankPlace {
         match self {
             RankPlace::Threads => "threads",
             RankPlace::Processes => "processes",
+            RankPlace::Joined => "joined",
         }
     }
 }
