@@ -108,14 +108,15 @@ impl ClockBounds {
         *known = most.min(*known);
     }
 
-    /// Returns the offsets in the middle of the tightest bounds, each of which is `slack_ns` wider than stated.
-    fn find_offsets(&self, slack_ns: u64) -> BTreeMap<u32, ClockOffset> {
+    /// Returns the offsets in the middle of the tightest bounds, whose errors are larger by `drift_ns`. The bounds themselves are not
+    /// widened by it: then an event could precede its cause in a trace whose clocks do not drift.
+    fn find_offsets(&self, drift_ns: u64) -> BTreeMap<u32, ClockOffset> {
         let mut ranks: Vec<u32> = self.most.keys().flat_map(|(a, b)| [*a, *b]).chain([CALLER]).collect();
         ranks.sort_unstable();
         ranks.dedup();
         let index_of = |rank: u32| ranks.binary_search(&rank).unwrap_or_default();
         let caller = index_of(CALLER);
-        let (mut slack, mut paths) = (i64::try_from(slack_ns).unwrap_or(i64::MAX), Vec::new());
+        let (mut slack, mut paths) = (0_i64, Vec::new());
         // Twice the ranks bound how often a contradiction can be found; each time it becomes smaller.
         for _ in 0..2 * ranks.len() {
             paths = vec![vec![NO_BOUND; ranks.len()]; ranks.len()];
@@ -130,7 +131,7 @@ impl ClockBounds {
         let of_rank = |(at, rank): (usize, &u32)| {
             let (upper, lower) = (paths[caller][at], paths[at][caller].saturating_neg());
             let is_bound = upper < NO_BOUND && lower > -NO_BOUND;
-            let error_ns = upper.abs_diff(lower).div_ceil(2);
+            let error_ns = upper.abs_diff(lower).div_ceil(2).saturating_add(drift_ns);
             is_bound.then(|| (*rank, ClockOffset { offset_ns: upper.midpoint(lower), error_ns }))
         };
         let mut offsets: BTreeMap<u32, ClockOffset> = ranks.iter().enumerate().filter_map(of_rank).collect();
@@ -200,11 +201,11 @@ mod tests {
     /// An event of a rank, with its time on the clock of the caller.
     type Timed = (u32, u64);
 
-    fn align(orders: &[[Timed; 2]], slack_ns: u64) -> BTreeMap<u32, ClockOffset> {
+    fn align(orders: &[[Timed; 2]], drift_ns: u64) -> BTreeMap<u32, ClockOffset> {
         let shown = |(rank, ns): Timed| (rank, if rank == 1 { ns + HOUR_NS } else { ns });
         let mut bounds = ClockBounds::default();
         orders.iter().for_each(|[before, after]| bounds.add_order(shown(*before), shown(*after)));
-        bounds.find_offsets(slack_ns)
+        bounds.find_offsets(drift_ns)
     }
 
     const RIGHT: i64 = -(HOUR_NS as i64);
