@@ -134,14 +134,12 @@ fn wait_in_line(
     let number = lock.next_number;
     lock.next_number += 1;
     lock.waiting.insert(number, is_call);
-    let mut is_first_look = true;
     while must_wait(&lock, number) {
-        if !is_first_look && is_cancelled() {
+        if is_cancelled() {
             lock.waiting.remove(&number);
             CHANGED.notify_all();
             return None;
         }
-        is_first_look = false;
         lock = CHANGED.wait_timeout(lock, CANCEL_PERIOD).unwrap_or_else(PoisonError::into_inner).0;
     }
     lock.waiting.remove(&number);

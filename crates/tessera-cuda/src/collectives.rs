@@ -151,7 +151,7 @@ impl CollectiveGroup {
     pub(crate) fn join_members(
         libraries: &Libraries,
         compiler: &mut Compiler,
-        meeting: &Rendezvous,
+        rendezvous: &Rendezvous,
         (me, members): (usize, usize),
         terms: GroupConfig,
         abort: Arc<AtomicBool>,
@@ -163,7 +163,7 @@ impl CollectiveGroup {
         let words = Arc::new(HostSignals::new()?);
         let control = CudaStream::new(false)?;
         let (mut comm, mut threads) = (None, None);
-        match meeting {
+        match rendezvous {
             _ if members == 1 => {}
             Rendezvous::Threads(ranks, id) => threads = Some((Arc::clone(ranks), *id)),
             Rendezvous::Nccl(id) => {

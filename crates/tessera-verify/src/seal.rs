@@ -176,6 +176,14 @@ impl SealedPlan {
         Some(&self.sealed_program(phase, rank)?.program)
     }
 
+    /// Lists the program of each role in each phase, by role.
+    pub fn role_programs(&self) -> impl Iterator<Item = &Verified<Program>> {
+        let firsts = self.roles().iter().filter_map(|role| role.ranks.first());
+        firsts.flat_map(move |rank| {
+            self.phase_names().iter().filter_map(move |phase| self.rank_program(phase, *rank))
+        })
+    }
+
     /// Returns the memory slots of a rank's temporaries in a phase.
     #[must_use]
     pub fn rank_slots(&self, phase: &str, rank: Rank) -> Option<&Slots> {

@@ -24,7 +24,7 @@ use crate::rank::{RankContext, RankPlan};
 /// machine reaches it.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Longest wait for the ranks of a call that is aborted. A rank on a GPU may compile kernels meanwhile.
+/// Longest wait for the ranks of a call that is aborted. A rank on a GPU may be compiling kernels.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The engine threads. Dropping this value ends them, even during a call.

@@ -135,11 +135,7 @@ pub(crate) fn check_supported_ops(sealed: &SealedPlan, device: RunDevice) -> Res
         RunDevice::Cuda => CudaBackend::find_unsupported,
         RunDevice::Cpu | RunDevice::Sim => CpuBackend::find_unsupported,
     };
-    let firsts = sealed.roles().iter().filter_map(|role| role.ranks.first());
-    let mut programs = firsts.flat_map(|rank| {
-        sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, *rank))
-    });
-    programs.find_map(|p| find_unsupported(p)).map_or(Ok(()), |d| Err(vec![d]))
+    sealed.role_programs().find_map(|p| find_unsupported(p)).map_or(Ok(()), |d| Err(vec![d]))
 }
 
 /// Returns a session id from the plan and the current time. The id only separates the messages of

@@ -343,11 +343,7 @@ fn count_video_frames(stream: &StreamConfig, options: &StreamOptions) -> u64 {
 /// would reject that op after the start. The leader's own phases run on the CPU, except those outside of the
 /// mesh and those that [`place_leader_programs`] checks.
 fn unsupported_op(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
-    let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
-    let programs = firsts.flat_map(|rank| {
-        plan.sealed.phase_names().iter().filter_map(move |phase| plan.sealed.rank_program(phase, *rank))
-    });
-    programs.filter(|p| !has_cpu_variant(&p.name)).find_map(|p| {
+    plan.sealed.role_programs().filter(|p| !has_cpu_variant(&p.name)).find_map(|p| {
         let beside = is_leader_phase(&plan.sealed, &p.name) && !is_outside_phase(plan, &p.name);
         if on_gpus && !beside { CudaBackend::find_unsupported(p) } else { CpuBackend::find_unsupported(p) }
     })

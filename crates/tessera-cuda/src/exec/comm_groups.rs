@@ -102,14 +102,14 @@ impl CommGroups {
         };
         let mut out = Vec::new();
         for e in ends {
-            let (meeting, kind) = match &options.thread_rank {
+            let (rendezvous, kind) = match &options.thread_rank {
                 Some(own) => (Rendezvous::Threads(Arc::clone(&own.ranks), e.id), "id in this process"),
                 None => (Rendezvous::Nccl(e.id), "NCCL id"),
             };
             let group = CollectiveGroup::join_members(
                 libraries,
                 compiler,
-                &meeting,
+                &rendezvous,
                 (e.member, e.member_count),
                 terms,
                 Arc::clone(&abort),
@@ -158,7 +158,6 @@ impl CommGroups {
     /// once all returned threads have ended. NCCL does not abort a communicator while a graph holds
     /// work of it, so drop those graphs before joining the threads.
     pub(super) fn abort_all(&self) -> Vec<JoinHandle<()>> {
-        self.thread_rank.iter().for_each(|own| own.ranks.abort());
         abort_groups(&self.group_aborters())
     }
 

@@ -45,11 +45,9 @@ impl CudaBackend {
         stream: &CudaStream,
     ) -> CudaResult<()> {
         let own = &self.programs[program];
-        let (Some(to), Some(operand)) = (own.reduced_operands.get(&i), own.program.ops[i].operands.first())
-        else {
-            return Ok(());
-        };
-        let (to, from) = (self.scratch_address()? + to, self.value_address(program, *operand)?);
+        let operand = own.program.ops[i].operands.first().filter(|_| own.reduced_operands.contains_key(&i));
+        let Some(operand) = operand else { return Ok(()) };
+        let (to, from) = (self.operand_address(program, i)?, self.value_address(program, *operand)?);
         let bytes = own.program.type_of(*operand).byte_size().0 as usize;
         // SAFETY: both ranges have these bytes and belong to the backend. The plan orders this stream behind the operand,
         // and peers finished reading the previous run's copy before that run ended.

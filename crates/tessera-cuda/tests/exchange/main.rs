@@ -245,10 +245,10 @@ impl MemberProcess {
         let abort = Arc::new(AtomicBool::new(false));
         let place = (self.member, self.member_count);
         let began = Instant::now();
-        let meeting = Rendezvous::Nccl(id);
+        let rendezvous = Rendezvous::Nccl(id);
         let compiler = &mut self.compiler;
         let mut group =
-            CollectiveGroup::join_members(&self.libraries, compiler, &meeting, place, terms, abort)?;
+            CollectiveGroup::join_members(&self.libraries, compiler, &rendezvous, place, terms, abort)?;
         let met = began.elapsed();
         group.share_memory(memory)?;
         if self.member == 0 {

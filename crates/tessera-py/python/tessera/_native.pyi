@@ -763,7 +763,7 @@ def open_session(
 
     ``device`` is ``"cpu"`` or ``"gpu"``. Ranks on GPUs that are threads read arrays in the memory of their GPUs, and their outputs
     stay there. Each rank needs a GPU of its own that has access to the memory of the others. A call of several such ranks waits for other
-    calls on GPUs, for copies to GPUs and for loads of this process, and these wait for it; DTensors that are released meanwhile are
+    calls on GPUs, for copies to GPUs and for loads of this process, and these wait for it; DTensors that are released during it are
     freed after it. Another library must not allocate or free GPU memory on another thread during such a call: the driver may make that
     thread wait for one GPU while it keeps this process from launching on the other. Both then wait until the ranks give up after 300
     seconds. Ranks that are processes take and return arrays in host memory, and have none of these restrictions.

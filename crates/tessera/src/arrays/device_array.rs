@@ -99,12 +99,7 @@ impl ArrayGpus {
         }
         // Single elements are copied one by one here: the whole array is contiguous, as a hint would ask for.
         let runs = plan_runs(&strides, &part.ranges, 1).unwrap_or_default();
-        let shared = match runs[..] {
-            [] => whole.slice(0, 0),
-            [RowRun { first, rows: 1, len, .. }] => whole.slice(first, len),
-            _ => None,
-        };
-        match shared {
+        match share_run(whole, &runs) {
             Some(shared) => Ok(shared),
             None => self.open_stream(whole.device())?.copy_runs(whole, &runs, whole.device()),
         }
@@ -169,12 +164,7 @@ impl DeviceTensor {
                 .with_hint("make it contiguous first, such as by tensor.contiguous()"));
         };
         let here = self.values.device();
-        let shared = match runs[..] {
-            [] => self.values.slice(0, 0),
-            [RowRun { first, rows: 1, len, .. }] => self.values.slice(first, len),
-            _ => None,
-        };
-        match shared {
+        match share_run(&self.values, &runs) {
             Some(shared) if device == here && rule != CopyRule::Always => Ok(shared),
             _ if rule == CopyRule::Never => {
                 let why = match device == here {
@@ -303,6 +293,15 @@ impl fmt::Debug for ArrayValues {
 /// Wraps arrays in host memory.
 pub(super) fn on_host(arrays: BTreeMap<String, HostArray>) -> BTreeMap<String, ArrayValues> {
     arrays.into_iter().map(|(name, array)| (name, ArrayValues::Host(array))).collect()
+}
+
+/// Returns the elements of one run, or of none, in the memory of the array; `None` for several runs.
+fn share_run(values: &GpuArray, runs: &[RowRun]) -> Option<GpuArray> {
+    match *runs {
+        [] => values.slice(0, 0),
+        [RowRun { first, rows: 1, len, .. }] => values.slice(first, len),
+        _ => None,
+    }
 }
 
 /// Returns the runs of neighbouring elements that hold a shard, in row-major order; `None` if the elements of

@@ -182,11 +182,7 @@ fn describe_absent_part(name: &str, rank: Rank, device: u32, shard: &ArrayShard)
 
 /// Returns why a plan needs NCCL, which connects processes.
 fn find_nccl_request(sealed: &SealedPlan) -> Option<Diagnostic> {
-    let firsts = sealed.roles().iter().filter_map(|role| role.ranks.first());
-    let mut programs = firsts.flat_map(|rank| {
-        sealed.phase_names().iter().filter_map(move |phase| sealed.rank_program(phase, *rank))
-    });
-    programs.find_map(|p| {
+    sealed.role_programs().find_map(|p| {
         let mut collectives = p.collective_ops();
         let (_, op) = collectives.find(|(_, op)| op.requested_transport() == Some(Transport::Nccl))?;
         let what = format!("{} in @{} of {} requests NCCL", op.opcode.name(), p.name, p.role);
