@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     recvmsg, sendmsg,
@@ -137,7 +138,7 @@ pub(crate) fn send_welcome(
     // The descriptors are attached to the header bytes; the rest of the frame follows as plain
     // bytes.
     let head = IoSlice::new(&frame.bytes()[..HEADER_BYTES]);
-    let sent = sendmsg(stream, &[head], &mut ancillary, SEND_FLAGS)
+    let sent = retry_on_intr(|| sendmsg(stream, &[head], &mut ancillary, SEND_FLAGS))
         .map_err(|e| io_diagnostic("sending the welcome", &e.into()))?;
     reactor.send_remaining(link, &frame, sent);
     Ok(())
@@ -152,7 +153,8 @@ pub(crate) fn receive_welcome(mut stream: UnixStream) -> Result<JoinedRank, Diag
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut part = [IoSliceMut::new(&mut head[received_bytes..])];
-        let message = recvmsg(&stream, &mut part, &mut ancillary, RECEIVE_FLAGS)
+        // A wait with a time limit ends early in a process that is stopped and continues.
+        let message = retry_on_intr(|| recvmsg(&stream, &mut part, &mut ancillary, RECEIVE_FLAGS))
             .map_err(|e| io_diagnostic("receiving the welcome", &e.into()))?;
         if message.bytes == 0 || message.flags.contains(ReturnFlags::CTRUNC) {
             return Err(Diagnostic::error(&T0750, "the welcome arrived incomplete")
