@@ -1,7 +1,7 @@
 //! Array programs on ranks that are processes: this test executable starts itself again as each rank.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
-#![allow(clippy::print_stdout, reason = "the test prints its results itself")]
+#![allow(clippy::print_stdout, reason = "the test prints what it did not check")]
 #![allow(
     clippy::disallowed_methods,
     clippy::disallowed_types,
@@ -14,7 +14,6 @@ mod array_cases;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
 
 use array_cases::{
     CASES, Extents, MATMUL_TEXT, OVERLAP_TEXT, assert_close, assert_overlap_trace, matmul_arrays,
@@ -23,16 +22,14 @@ use array_cases::{
 use rustix::process::{Pid, Signal, kill_process};
 use tessera::arrays::{ArrayPlan, ArrayProcessOptions, ArrayRun, RunDevice};
 use tessera_base::Diagnostics;
+use tessera_harness::{run, tests};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
     if args.get(1).map(String::as_str) == Some("as-rank") {
         return u8::try_from(tessera::rank_main(|| {})).unwrap_or(1).into();
     }
-    macro_rules! tests {
-        ($($name:ident)*) => { [$((stringify!($name), $name as fn())),*] };
-    }
-    let tests: &[(&str, fn())] = &tests![
+    run(&tests![
         processes_and_threads_return_equal_bits
         a_traced_run_shows_each_op_and_what_overlapped
         a_refused_call_leaves_the_run_usable
@@ -44,20 +41,7 @@ fn main() -> ExitCode {
         weights_that_are_not_finite_are_refused_by_the_ranks
         what_is_wrong_before_the_start_starts_nothing
         gpus_that_are_missing_are_named
-    ];
-    if args.iter().any(|a| a == "--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    let filter = args.iter().skip(1).find(|a| !a.starts_with('-'));
-    for (name, test) in tests {
-        if filter.is_none_or(|f| name.contains(f.as_str())) {
-            let start = Instant::now();
-            test();
-            println!("test {name} ... ok ({} ms)", start.elapsed().as_millis());
-        }
-    }
-    ExitCode::SUCCESS
+    ])
 }
 
 /// A run, and the folder that holds its run directory.

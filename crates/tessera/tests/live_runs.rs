@@ -2,7 +2,6 @@
 //! executable starts itself again as each rank.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
-#![allow(clippy::print_stdout, reason = "the test prints its results itself")]
 #![allow(
     clippy::disallowed_methods,
     clippy::disallowed_types,
@@ -12,7 +11,6 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
 
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
@@ -27,16 +25,14 @@ use tessera::stream::{LeaderSockets, LiveChunk, LiveStream, run, run_steered};
 use tessera::stream_control::{MAX_LIVE_PROMPT_BYTES, StreamControl};
 use tessera::stream_options::{RunDevice, StreamOptions, StreamReport};
 use tessera::{LoraFile, Mapping, Model, Overrides, Plan, StopHandle, WeightChange, WeightsBase};
+use tessera_harness::tests;
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
     if args.get(1).map(String::as_str) == Some("as-rank") {
         return u8::try_from(tessera::rank_main(|| {})).unwrap_or(1).into();
     }
-    macro_rules! tests {
-        ($($name:ident)*) => { [$((stringify!($name), $name as fn())),*] };
-    }
-    let tests: &[(&str, fn())] = &tests![
+    tessera_harness::run(&tests![
         changes_that_arrive_equal_scheduled_ones_bit_for_bit
         step_lists_and_biases_that_change_equal_scheduled_ones_bit_for_bit
         loras_that_change_equal_scheduled_ones_bit_for_bit
@@ -47,20 +43,7 @@ fn main() -> ExitCode {
         pieces_add_up_to_the_texts_of_the_run
         a_run_of_texts_that_is_dropped_leaves_no_process
         what_is_wrong_before_the_start_starts_nothing
-    ];
-    if args.iter().any(|a| a == "--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    let filter = args.iter().skip(1).find(|a| !a.starts_with('-'));
-    for (name, test) in tests {
-        if filter.is_none_or(|f| name.contains(f.as_str())) {
-            let start = Instant::now();
-            test();
-            println!("test {name} ... ok ({} ms)", start.elapsed().as_millis());
-        }
-    }
-    ExitCode::SUCCESS
+    ])
 }
 
 const FIRST_PROMPT: &str = "a red circle moves right";

@@ -1,6 +1,6 @@
 //! The tasks. Each prints the commands that it runs, so that a developer can repeat them.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -24,33 +24,62 @@ pub(crate) fn run_all(root: &Path) -> Result<()> {
     python::check_package(root).and(page).and(tested)
 }
 
-/// Runs all Rust tests. The error repeats what the tests said that failed: it ends the log, and thousands of lines lie
-/// between a failure and the end.
+/// Runs all Rust tests. The error names the binaries that failed and repeats what their tests said: it ends the log, and
+/// thousands of lines lie between a failure and the end.
 fn run_tests(root: &Path, variables: &[(&str, &str)]) -> Result<()> {
     let (mut command, command_line) =
         cargo_command(root, &["test", "--workspace", "--no-fail-fast"], variables);
-    let mut child =
-        command.stdout(Stdio::piped()).spawn().with_context(|| format!("cannot start `{command_line}`"))?;
+    let mut child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start `{command_line}`"))?;
     let output = child.stdout.take().context("the tests have no output")?;
-    let mut failures = FailedTests::default();
-    for line in BufReader::new(output).split(b'\n') {
-        let line = String::from_utf8_lossy(&line?).into_owned();
-        println!("{line}");
-        failures.read_line(&line);
-    }
+    let errors = child.stderr.take().context("cargo has no standard error")?;
+    let (mut failures, mut failed_binaries) = (FailedTests::default(), FailedBinaries::default());
+    std::thread::scope(|threads| {
+        let reader = threads.spawn(|| {
+            read_lines(errors, |line| {
+                eprintln!("{line}");
+                failed_binaries.read_line(line);
+            })
+        });
+        let read = read_lines(output, |line| {
+            println!("{line}");
+            failures.read_line(line);
+        });
+        read.and(reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })?;
     let status = child.wait()?;
     if !status.success() {
-        bail!("`{command_line}` failed ({status})\n{}", failures.describe());
+        let found = [failed_binaries.lines, failures.lines].concat();
+        bail!("`{command_line}` failed ({status})\n{}", describe_failures(&found));
     }
     Ok(())
 }
 
-/// What tests said that failed.
+/// Passes on each line until its writers have ended.
+fn read_lines(pipe: impl Read, mut pass_on: impl FnMut(&str)) -> std::io::Result<()> {
+    for line in BufReader::new(pipe).split(b'\n') {
+        pass_on(&String::from_utf8_lossy(&line?));
+    }
+    Ok(())
+}
+
+/// What tests said that failed, on standard output.
 #[derive(Debug, Default)]
 struct FailedTests {
     lines: Vec<String>,
     /// Whether the lines of a test binary are those about its failures.
     in_failures: bool,
+}
+
+/// What cargo said of test binaries that failed, on standard error. It alone says which signal ended one.
+#[derive(Debug, Default)]
+struct FailedBinaries {
+    lines: Vec<String>,
+    /// Whether the lines are those of an error.
+    in_error: bool,
 }
 
 /// The lines about failures that an error repeats at most.
@@ -63,20 +92,35 @@ impl FailedTests {
             _ if line.starts_with("test result:") => false,
             _ => self.in_failures,
         };
-        // Tests without the harness of Rust print one line each.
+        // A binary that dies after a failure prints no more than this line.
         if self.in_failures || line.ends_with("... FAILED") {
             self.lines.push(line.to_string());
         }
     }
+}
 
-    fn describe(&self) -> String {
-        let left_out = self.lines.len().saturating_sub(FAILURE_LINES);
-        let mut text = self.lines.iter().take(FAILURE_LINES).cloned().collect::<Vec<_>>().join("\n");
-        if left_out > 0 {
-            text += &format!("\nand {left_out} more lines");
+impl FailedBinaries {
+    fn read_line(&mut self, line: &str) {
+        // Tests print errors of their own, which begin with `error[T`.
+        let begins = ["error: test failed", "error: could not compile", "error[E", "Caused by:"];
+        let lists = line.starts_with("error: ") && line.ends_with(" failed:");
+        self.in_error = lists || begins.iter().any(|b| line.starts_with(b)) || self.in_error;
+        self.in_error &=
+            !line.is_empty() && !line.starts_with("     Running") && !line.starts_with("   Doc-tests");
+        if self.in_error {
+            self.lines.push(line.to_string());
         }
-        text
     }
+}
+
+/// Joins the lines about failures, within the limit.
+fn describe_failures(lines: &[String]) -> String {
+    let left_out = lines.len().saturating_sub(FAILURE_LINES);
+    let mut text = lines.iter().take(FAILURE_LINES).cloned().collect::<Vec<_>>().join("\n");
+    if left_out > 0 {
+        text += &format!("\nand {left_out} more lines");
+    }
+    text
 }
 
 /// The wheel with the kernel compiler of CUDA 13.0, to which the bindings are pinned.
@@ -236,7 +280,7 @@ mod tests {
                    running 1 test\ntest c ... ok\ntest result: ok. 1 passed\ntest d ... FAILED";
         let mut found = FailedTests::default();
         log.lines().for_each(|line| found.read_line(line));
-        let text = found.describe();
+        let text = describe_failures(&found.lines);
         for part in ["test b ... FAILED", "left != right", "test d ... FAILED"] {
             assert!(text.contains(part), "{text}");
         }
@@ -245,6 +289,26 @@ mod tests {
             "{text}"
         );
         found.lines = vec!["x".to_string(); FAILURE_LINES + 2];
-        assert!(found.describe().ends_with("and 2 more lines"));
+        assert!(describe_failures(&found.lines).ends_with("and 2 more lines"));
+    }
+
+    #[test]
+    fn an_error_names_the_binaries_that_failed_and_the_signals_that_ended_them() {
+        let log = "     Running tests/a.rs (target/debug/deps/a-1)\nthread 'main' panicked at a.rs:1:2:\n\
+                   error[T0701]: a rank printed this\n\
+                   error: test failed, to rerun pass `-p one --test a`\n     Running tests/b.rs (target/debug/deps/b-1)\n\
+                   error: test failed, to rerun pass `-p two --test b`\n\nCaused by:\n  \
+                   process didn't exit successfully: `b-1` (signal: 6, SIGABRT: process abort signal)\n     \
+                   Running tests/c.rs (target/debug/deps/c-1)\nerror: 2 targets failed:\n    `-p one --test a`\n    \
+                   `-p two --test b`";
+        let mut found = FailedBinaries::default();
+        log.lines().for_each(|line| found.read_line(line));
+        let text = describe_failures(&found.lines);
+        for part in
+            ["to rerun pass `-p one --test a`", "(signal: 6", "2 targets failed:\n    `-p one --test a`"]
+        {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(!text.contains("panicked") && !text.contains("T0701") && !text.contains("Running"), "{text}");
     }
 }

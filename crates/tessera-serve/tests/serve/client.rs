@@ -1,6 +1,6 @@
 //! A client of the socket and of the HTTP interface, which waits for everything with a limit.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -34,9 +34,35 @@ pub(crate) enum Received {
     Closed,
 }
 
+/// A connection whose reads outlast signals. The end of a rank interrupts reads of the process that started it, and the
+/// kernel restarts none that has a time limit.
+#[derive(Debug)]
+pub(crate) struct PatientStream(TcpStream);
+
+impl Read for PatientStream {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        loop {
+            match self.0.read(into) {
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                read => return read,
+            }
+        }
+    }
+}
+
+impl Write for PatientStream {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.flush()
+    }
+}
+
 /// A client of the socket.
 pub(crate) struct SocketClient {
-    socket: WebSocket<TcpStream>,
+    socket: WebSocket<PatientStream>,
     /// The answer to its hello.
     pub(crate) hello: Value,
     changes: u64,
@@ -44,11 +70,11 @@ pub(crate) struct SocketClient {
 
 impl SocketClient {
     /// Opens the socket and says nothing.
-    pub(crate) fn open(address: SocketAddr) -> WebSocket<TcpStream> {
+    pub(crate) fn open(address: SocketAddr) -> WebSocket<PatientStream> {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         let request = format!("ws://{address}/socket").into_client_request().unwrap();
-        tungstenite::client(request, stream).unwrap().0
+        tungstenite::client(request, PatientStream(stream)).unwrap().0
     }
 
     /// Joins and waits for the hello of the server.
@@ -89,7 +115,7 @@ impl SocketClient {
                 Ok(Message::Binary(bytes)) => return Received::Frame(read_frame(&bytes)),
                 Ok(Message::Close(_)) => return Received::Closed,
                 Ok(_) => {}
-                Err(tungstenite::Error::Io(e)) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                Err(tungstenite::Error::Io(e)) if e.kind() == ErrorKind::WouldBlock => {
                     panic!("nothing arrived for {PATIENCE:?}");
                 }
                 Err(_) => return Received::Closed,

@@ -2,7 +2,7 @@
 //! each rank.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
-#![allow(clippy::print_stdout, reason = "the test prints its results itself")]
+#![allow(clippy::print_stdout, reason = "the test prints the warnings of its servers")]
 #![allow(
     clippy::disallowed_methods,
     clippy::disallowed_types,
@@ -27,12 +27,12 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
-use std::time::Instant;
 
 use tessera::plan::plan_model;
 use tessera::stream_options::StreamOptions;
 use tessera::{Mapping, Model, Overrides, StopHandle};
 use tessera_base::Diagnostics;
+use tessera_harness::{run, tests};
 use tessera_serve::{ServeLimits, ServeOptions, ServedStream, ServerAddress, serve};
 
 fn main() -> ExitCode {
@@ -40,12 +40,7 @@ fn main() -> ExitCode {
     if args.get(1).map(String::as_str) == Some("as-rank") {
         return u8::try_from(tessera::rank_main(|| {})).unwrap_or(1).into();
     }
-    macro_rules! tests {
-        ($($module:ident::$name:ident)*) => {
-            [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as fn())),*]
-        };
-    }
-    let tests: &[(&str, fn())] = &tests![
+    run(&tests![
         play::frames_arrive_and_a_prompt_changes_the_picture
         play::a_stalled_client_loses_its_own_frames_alone
         play::a_paused_stream_requests_nothing_and_a_flush_discards_what_is_on_its_way
@@ -76,20 +71,7 @@ fn main() -> ExitCode {
         mp4::a_client_gets_whole_chunks_as_mp4_where_the_program_has_the_encoder
         otlp::a_collector_receives_the_spans_of_chunks_changes_and_runs
         otlp::a_collector_that_hangs_does_not_disturb_the_stream
-    ];
-    if args.iter().any(|a| a == "--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    let filter = args.iter().skip(1).find(|a| !a.starts_with('-'));
-    for (name, test) in tests {
-        if filter.is_none_or(|f| name.contains(f.as_str())) {
-            let start = Instant::now();
-            test();
-            println!("test {name} ... ok ({} ms)", start.elapsed().as_millis());
-        }
-    }
-    ExitCode::SUCCESS
+    ])
 }
 
 /// A server that runs on threads of this process. Dropping it stops it, and fails the test if it did not end well.
