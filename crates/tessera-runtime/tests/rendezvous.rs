@@ -248,7 +248,7 @@ fn idle_connections_do_not_keep_a_run_from_starting() {
         let waited = begun.elapsed();
         let (zero, notes) = zero.join().unwrap();
         assert!(one.is_ok() && zero.is_ok(), "{one:?} {zero:?}");
-        assert!(waited < Duration::from_secs(5), "rank 1 joined after {waited:?}");
+        assert!(waited < Duration::from_secs(15), "rank 1 joined after {waited:?}");
         assert!(notes.len() <= 4, "{} lines for {} connections", notes.len(), idle.len());
     });
 }
@@ -303,7 +303,7 @@ fn a_listener_that_never_answers_is_described_as_such() {
     let spec = RendezvousSpec { join_limit: Duration::from_secs(1), ..rank_spec(1, 2, port) };
     let begun = Instant::now();
     let d = join_one(&spec).0.unwrap_err().remove(0);
-    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
     assert_eq!(d.code.id, "T0756");
     let hint = d.hint.unwrap();
     assert!(

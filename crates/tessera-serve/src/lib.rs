@@ -14,6 +14,7 @@ mod control;
 mod file_body;
 mod frames;
 mod hex;
+mod lingering_stream;
 mod lora_table;
 mod metrics;
 mod mp4;

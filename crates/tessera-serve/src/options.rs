@@ -76,7 +76,7 @@ pub struct Access {
 pub struct ServeLimits {
     /// Most clients with a socket.
     pub max_clients: usize,
-    /// Most connections, of all kinds.
+    /// Most connections beside the sockets of clients.
     pub max_connections: usize,
     /// Longest time of a request's header, and until the first message of a socket.
     pub handshake: Duration,

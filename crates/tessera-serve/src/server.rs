@@ -18,14 +18,15 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tessera::StopHandle;
 use tessera_base::{Diagnostic, Diagnostics};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower_service::Service;
 
 use crate::codes::{T1601, T1609, T1610};
-use crate::options::ServeOptions;
+use crate::lingering_stream::LingeringStream;
+use crate::options::{ServeLimits, ServeOptions};
 use crate::protocol::Refusal;
 use crate::server_state::ServerState;
 use crate::supervisor::{RunTemplate, run_streams};
@@ -36,6 +37,8 @@ const SERVING_THREADS: usize = 2;
 const CLOSING_TIME: Duration = Duration::from_secs(1);
 /// Sockets beyond those of the clients, which have not said hello.
 pub(crate) const SPARE_SOCKETS: usize = 32;
+/// Refused connections that are read on at once, so that their clients see the answer.
+const MAX_LINGERING_REFUSALS: usize = 32;
 /// Most bytes of the header of a request.
 const MAX_HEADER_BYTES: usize = 16 << 10;
 
@@ -144,7 +147,10 @@ async fn accept_connections(
     router: Router,
     server: Arc<ServerState>,
 ) {
-    let permits = Arc::new(Semaphore::new(server.limits.max_connections));
+    // A socket keeps its place for as long as it lasts.
+    let ServeLimits { max_connections, max_clients, .. } = server.limits;
+    let permits = Arc::new(Semaphore::new(max_connections + max_clients + SPARE_SOCKETS));
+    let refusals = Arc::new(Semaphore::new(MAX_LINGERING_REFUSALS));
     let tls = tls.map(TlsAcceptor::from);
     loop {
         let stream = match listener.accept().await {
@@ -157,11 +163,13 @@ async fn accept_connections(
             }
         };
         let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else {
-            tokio::spawn(refuse_connection(stream));
+            let permit = Arc::clone(&refusals).try_acquire_owned().ok();
+            tokio::spawn(refuse_connection(LingeringStream::new(stream, permit)));
             continue;
         };
         // Frames are sent when they are ready.
         let _ = stream.set_nodelay(true);
+        let stream = LingeringStream::new(stream, Some(permit));
         let (router, tls, limit) = (router.clone(), tls.clone(), server.limits.handshake);
         tokio::spawn(async move {
             match tls {
@@ -172,7 +180,6 @@ async fn accept_connections(
                     }
                 }
             }
-            drop(permit);
         });
     }
 }
@@ -192,7 +199,7 @@ where
 }
 
 /// Tells a client in one short answer that there are too many.
-async fn refuse_connection(mut stream: TcpStream) {
+async fn refuse_connection(mut stream: LingeringStream) {
     const ANSWER: &[u8] =
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 32\r\n\
                             connection: close\r\nretry-after: 5\r\n\r\nT1605: too many connections now\n";

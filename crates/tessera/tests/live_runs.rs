@@ -83,10 +83,11 @@ fn take_rest(live: &LiveStream) -> Vec<LiveChunk> {
     std::iter::from_fn(|| live.next_chunk().unwrap_or_else(|ds| panic!("{ds:#?}"))).collect()
 }
 
-/// Returns the lines of a record that describe chunks.
+/// Returns the lines of a record that describe chunks, as far as they are whole.
 fn read_chunks(out: &Path) -> Vec<Value> {
     let record = std::fs::read_to_string(out.join("record.jsonl")).unwrap();
-    let lines = record.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let whole = record.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    let lines = whole.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     lines.filter(|line| line.get("latents_digest").is_some()).collect()
 }
 
