@@ -13,7 +13,7 @@ use anyhow::{Context, anyhow, ensure};
 use tessera::{Mapping, Model, Overrides, Plan, plan};
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar};
+use tessera_device::{Backend, CallData, Fault, MeshRank, NoObserver, ProgramHandle, Scalar};
 use tessera_models::{SigmaStep, denoising_steps};
 
 use crate::stats::{median, min_value, round_to_millis};
@@ -82,12 +82,6 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
         "clean_ms": round_to_millis(median(&clean)),
     });
     Ok(BenchResult { text, numbers })
-}
-
-struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }
 
 /// The single rank of the benchmark: a CPU backend with the plan's programs, and the inputs of a
@@ -203,7 +197,7 @@ impl BenchRank {
     fn run_phase(&mut self, phase: &str, call: CallData<'_>) -> anyhow::Result<f64> {
         let program = *self.loaded.get(phase).ok_or_else(|| anyhow!("the plan has no phase {phase}"))?;
         let begun = Instant::now();
-        self.cpu.run(program, &call, &mut NoopObserver).map_err(|f| match f {
+        self.cpu.run(program, &call, &mut NoObserver).map_err(|f| match f {
             Fault::Failed(t)
             | Fault::Stalled(t)
             | Fault::Aborted(t)

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_device::{
-    Backend, CallData, ExpertBank, Fault, MeshRank, Observer, ProgramHandle, T0802, WeightSource,
+    Backend, CallData, ExpertBank, Fault, MeshRank, NoObserver, ProgramHandle, T0802, WeightSource,
 };
 use tessera_ir::{Slots, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
@@ -63,13 +63,6 @@ impl ExpertBank for Bank {
     }
 }
 
-struct Nothing;
-
-impl Observer for Nothing {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
-}
-
 /// Loads two layers of two weights each, of which `resident` experts lie in fast memory if any.
 fn load(resident: Option<u64>, dtype: &str, source: &mut Source) -> (CpuBackend, ProgramHandle) {
     let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
@@ -119,7 +112,7 @@ fn run(
         }
     }
     let inputs = BTreeMap::from([("x", &x[..]), ("k", &counts[..])]);
-    cpu.run(*program, &CallData { scalars: BTreeMap::new(), inputs }, &mut Nothing)?;
+    cpu.run(*program, &CallData { scalars: BTreeMap::new(), inputs }, &mut NoObserver)?;
     let bits = |name: &str| cpu.output(name).unwrap().iter().map(|v| v.to_bits()).collect();
     Ok(["a", "b", "c", "d"].map(bits).to_vec())
 }

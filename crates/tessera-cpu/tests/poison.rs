@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, WeightSource};
+use tessera_device::{Backend, CallData, Fault, MeshRank, NoObserver, ProgramHandle, WeightSource};
 use tessera_ir::{Slots, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
 
@@ -19,13 +19,6 @@ impl WeightSource for NoWeights {
     fn read(&mut self, _: &str, _: &Type, _: Option<&str>, _: &MeshRank) -> Result<Vec<f32>, Diagnostic> {
         Ok(Vec::new())
     }
-}
-
-struct IgnoreProgress;
-
-impl Observer for IgnoreProgress {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }
 
 /// A chain of three ops, each of which needs only the result of the op before.
@@ -67,7 +60,7 @@ fn run(text: &str, slots: &[(&str, u32)], is_poisoned: bool) -> Result<Vec<u32>,
     let x = [1.0, -2.0, 3.0, 0.5, 0.0, 7.0];
     let call = CallData { scalars: BTreeMap::new(), inputs: BTreeMap::from([("x", &x[..])]) };
     for _ in 0..2 {
-        cpu.run(loaded, &call, &mut IgnoreProgress)?;
+        cpu.run(loaded, &call, &mut NoObserver)?;
     }
     let used = cpu.memory_use();
     assert_eq!(used.temporary_bytes, slots.iter().map(|(_, s)| u64::from(*s) + 1).max().unwrap() * 64);
@@ -185,7 +178,7 @@ fn results_that_reuse_a_slot_are_counted() {
         let loaded = load_program(&mut cpu, SILU_CHAIN, slots, vec![24; 3]);
         let call = CallData { scalars: BTreeMap::new(), inputs: BTreeMap::from([("x", &[0.5; 6][..])]) };
         for _ in 0..3 {
-            cpu.run(loaded, &call, &mut IgnoreProgress).unwrap();
+            cpu.run(loaded, &call, &mut NoObserver).unwrap();
         }
         let used = cpu.memory_use();
         (used.slot_reuses, used.run_temporary_bytes, used.temporary_bytes)

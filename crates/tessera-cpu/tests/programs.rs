@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar, WeightSource};
+use tessera_device::{Backend, CallData, Fault, MeshRank, NoObserver, ProgramHandle, Scalar, WeightSource};
 use tessera_ir::{Slots, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
 
@@ -22,13 +22,6 @@ impl WeightSource for OnesSource {
         self.reads += 1;
         Ok(vec![if load.is_some() { 2.0 } else { 1.0 }; ty.element_count() as usize])
     }
-}
-
-struct IgnoreProgress;
-
-impl Observer for IgnoreProgress {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }
 
 /// Returns a backend of one rank that has loaded the programs of a text, each value in its own
@@ -98,13 +91,13 @@ fn wrong_input_lengths_are_faults_and_outputs_are_from_the_last_run() {
     let text = "program @p { %x = input : f32[2, 2] %b = call : f32[2] output \"y\", %x output \"b\", %b }
                 program @q { %x = input : f32[1, 2] output \"z\", %x }";
     let (mut cpu, programs) = load_programs(text, &mut OnesSource { reads: 0 }).unwrap();
-    cpu.run(programs[0], &call_data(&[1.0, 2.0, 3.0, 4.0], &[5.0, 6.0]), &mut IgnoreProgress).unwrap();
+    cpu.run(programs[0], &call_data(&[1.0, 2.0, 3.0, 4.0], &[5.0, 6.0]), &mut NoObserver).unwrap();
     assert_eq!(cpu.output("y").unwrap(), [1.0, 2.0, 3.0, 4.0]);
-    cpu.run(programs[1], &call_data(&[7.0, 8.0], &[]), &mut IgnoreProgress).unwrap();
+    cpu.run(programs[1], &call_data(&[7.0, 8.0], &[]), &mut NoObserver).unwrap();
     assert_eq!((cpu.output("y"), cpu.output("z").unwrap()), (None, &[7.0, 8.0][..]));
-    cpu.run(programs[0], &call_data(&[4.0; 4], &[5.0, 6.0]), &mut IgnoreProgress).unwrap();
+    cpu.run(programs[0], &call_data(&[4.0; 4], &[5.0, 6.0]), &mut NoObserver).unwrap();
     assert_eq!((cpu.output("y").unwrap(), cpu.output("z")), (&[4.0; 4][..], None));
-    let mut fault = |x: &[f32], b: &[f32]| match cpu.run(programs[0], &call_data(x, b), &mut IgnoreProgress) {
+    let mut fault = |x: &[f32], b: &[f32]| match cpu.run(programs[0], &call_data(x, b), &mut NoObserver) {
         Err(Fault::Failed(text)) => text,
         other => panic!("{other:?}"),
     };
@@ -126,7 +119,7 @@ fn a_matmul_weight_is_loaded_again_for_another_use() {
     let (mut cpu, programs) = load_programs(&text, &mut source).unwrap();
     assert_eq!(source.reads, 3, "packed, plain, and reordered");
     for (program, want) in programs.into_iter().zip([2.0, 2.0, 2.0, 4.0]) {
-        cpu.run(program, &call_data(&[1.0; 4], &[]), &mut IgnoreProgress).unwrap();
+        cpu.run(program, &call_data(&[1.0; 4], &[]), &mut NoObserver).unwrap();
         assert_eq!(cpu.output("y").unwrap(), [want; 4]);
     }
 }
@@ -253,7 +246,7 @@ fn weights_in_bf16_take_half_the_memory_and_keep_their_bits_and_fingerprints() {
         let slots = Slots { slot_bytes: bytes, value_slots: (0..p.values.len() as u32).map(Some).collect() };
         let program = cpu.load(&Arc::new(p), &slots, &mut OnesSource { reads: 0 }).unwrap();
         let call = CallData { inputs: BTreeMap::from([("x", &[39.0, 0.0, 7.0][..])]), ..CallData::default() };
-        cpu.run(program, &call, &mut IgnoreProgress).unwrap();
+        cpu.run(program, &call, &mut NoObserver).unwrap();
         (cpu.output("y").unwrap().to_vec(), cpu.fingerprints(), cpu.memory_bytes()[0])
     };
     let ((rows, prints, bytes), (half_rows, half_prints, half_bytes)) = (run(false), run(true));

@@ -255,6 +255,15 @@ pub trait Observer: Send {
     fn on_progress(&mut self, ops: u32);
 }
 
+/// The observer of a program whose progress nobody watches.
+#[derive(Debug)]
+pub struct NoObserver;
+
+impl Observer for NoObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
+}
+
 /// Callback that makes a backend's blocked collectives return; callable from any thread.
 pub type AbortFn = Arc<dyn Fn(&str) + Send + Sync>;
 

@@ -14,7 +14,7 @@ use gpu_ranks::{Link, TIMEOUT, TOO_FEW_GPUS, communicator_ends, find_gpus, open_
 use tessera::{DtypePolicy, Mapping, Model, Overrides, PromptEncoder, plan};
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_cuda::CudaBackend;
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar, WeightSource};
+use tessera_device::{Backend, CallData, Fault, MeshRank, NoObserver, Scalar, WeightSource};
 use tessera_filetests::{BackendUnderTest, Tolerance, dedicated_slots, run_conformance};
 use tessera_ir::{OpKind, Program, Slots, parse_all};
 use tessera_mesh::{Mesh, Rank};
@@ -91,13 +91,6 @@ const NORM_PROGRAM: &str = "program @p { %x = input : f32[64, 256] %y = input : 
     %r = toperator.rms_norm %n, %w {eps = 1e-6} : f32[64, 256] \
     %z = toperator.add %s, %r : f32[64, 256] output \"z\", %z }";
 
-#[derive(Debug)]
-struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
-}
-
 #[test]
 fn a_trace_covers_every_op_and_does_not_change_runs() {
     let Some((found, _)) = find_gpus(1) else { return };
@@ -114,11 +107,11 @@ fn a_trace_covers_every_op_and_does_not_change_runs() {
     let inputs = BTreeMap::from([("x", &x[..]), ("y", &x[..])]);
     let call = CallData { scalars: BTreeMap::new(), inputs };
     // The program has not run yet, so the trace runs it first.
-    cuda.trace_run(loaded, &call, &mut NoopObserver).unwrap();
-    cuda.run(loaded, &call, &mut NoopObserver).unwrap();
+    cuda.trace_run(loaded, &call, &mut NoObserver).unwrap();
+    cuda.run(loaded, &call, &mut NoObserver).unwrap();
     let (z, counts) = (cuda.output("z").unwrap().to_vec(), cuda.one_time_counts());
     for _ in 0..3 {
-        let spans = cuda.trace_run(loaded, &call, &mut NoopObserver).unwrap();
+        let spans = cuda.trace_run(loaded, &call, &mut NoObserver).unwrap();
         let ops: Vec<usize> = spans.iter().flat_map(|s| s.ops.clone()).collect();
         let kinds = program.ops.iter().map(|o| o.opcode.table_row().kind).enumerate();
         assert_eq!(ops, kinds.filter(|(_, k)| *k != OpKind::Source).map(|(i, _)| i).collect::<Vec<_>>());
@@ -126,7 +119,7 @@ fn a_trace_covers_every_op_and_does_not_change_runs() {
         assert!(spans.iter().all(|s| s.stream == "compute" && 0.0 < s.begin_ns && s.begin_ns < s.end_ns));
         assert!(spans.windows(2).all(|w| w[0].end_ns <= w[1].begin_ns), "{spans:?}");
         assert_eq!(cuda.output("z").unwrap(), z);
-        cuda.run(loaded, &call, &mut NoopObserver).unwrap();
+        cuda.run(loaded, &call, &mut NoObserver).unwrap();
         assert_eq!(cuda.output("z").unwrap(), z);
     }
     assert_eq!(cuda.one_time_counts(), counts);
@@ -160,11 +153,11 @@ fn a_replay_abandoned_by_a_peer_ends_and_frees_its_memory() {
                 let call = CallData { scalars: BTreeMap::new(), inputs: BTreeMap::from([("x", &x[..])]) };
                 // The first run launches the kernels and captures the graph; the second replays it.
                 for _ in 0..2 {
-                    cuda.run(loaded, &call, &mut NoopObserver).unwrap();
+                    cuda.run(loaded, &call, &mut NoObserver).unwrap();
                     assert_eq!(cuda.output("y").unwrap(), [[0.0; 32], [1.0; 32]].concat());
                 }
                 if rank.0 == 0 {
-                    let end = cuda.run(loaded, &call, &mut NoopObserver);
+                    let end = cuda.run(loaded, &call, &mut NoObserver);
                     assert!(matches!(end, Err(Fault::Stalled(_))), "{end:?}");
                     drop(cuda);
                     gave_up.wait();
@@ -222,7 +215,7 @@ fn encode_ids(
         scalars: BTreeMap::from([(TEXT_LENGTH, Scalar::I64(length as i64))]),
     };
     let mut run = || {
-        backend.run(loaded, &call, &mut NoopObserver).unwrap();
+        backend.run(loaded, &call, &mut NoObserver).unwrap();
         let rows = backend.output(TEXT_ROWS).unwrap();
         rows[..length * rows.len() / ids.len()].to_vec()
     };

@@ -16,7 +16,7 @@ use tessera_base::random::{DrawKey, fill_normals};
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_cuda::CudaBackend;
 use tessera_device::{
-    Backend, CallData, ExpertBank, ExpertReport, LayerTransfers, MeshRank, Observer, ProgramHandle,
+    Backend, CallData, ExpertBank, ExpertReport, LayerTransfers, MeshRank, NoObserver, ProgramHandle,
     WeightSource,
 };
 use tessera_filetests::dedicated_slots;
@@ -116,12 +116,6 @@ impl ExpertBank for RandomBank {
     }
 }
 
-struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
-}
-
 /// The rows of each expert, per call.
 const CALLS: [[f32; EXPERTS]; 7] = [
     [3.0, 0.0, 1.0, 0.0, 2.0],
@@ -156,7 +150,7 @@ fn run(backend: &mut dyn Backend, program: ProgramHandle, case: Case, i: usize) 
     fill_normals(DrawKey { seed: i as u64, chunk: 1, draw: 0 }, 0, &mut x);
     let (k, l) = (CALLS[i % CALLS.len()], CALLS[(i + 1) % CALLS.len()]);
     let inputs = BTreeMap::from([("x", &x[..]), ("k", &k[..]), ("l", &l[..])]);
-    backend.run(program, &CallData { scalars: BTreeMap::new(), inputs }, &mut NoopObserver).unwrap();
+    backend.run(program, &CallData { scalars: BTreeMap::new(), inputs }, &mut NoObserver).unwrap();
     ["a", "b", "c", "d"].map(|name| backend.output(name).unwrap().to_vec()).to_vec()
 }
 

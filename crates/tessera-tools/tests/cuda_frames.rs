@@ -16,17 +16,11 @@ use tessera::gpus::{GpuDiscovery, masked_features};
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_cpu::{CpuBackend, Pool};
 use tessera_cuda::{CudaBackend, CudaOptions};
-use tessera_device::{Backend, CallData, MeshRank, Observer};
+use tessera_device::{Backend, CallData, MeshRank, NoObserver};
 use tessera_filetests::dedicated_slots;
 use tessera_ir::{Program, parse_all};
 use tessera_mesh::Rank;
 use tessera_tools::bench::SyntheticWeights;
-
-struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
-}
 
 fn find_gpu() -> Option<Arc<GpuDiscovery>> {
     Some(find_gpus(1)?.0)
@@ -137,7 +131,7 @@ fn run_twice(backend: &mut dyn Backend, text: &str, inputs: &Inputs) -> Vec<f32>
     let inputs = inputs.iter().map(|(name, x)| (*name, x.as_slice())).collect();
     let call = CallData { inputs, ..CallData::default() };
     for _ in 0..2 {
-        backend.run(loaded, &call, &mut NoopObserver).unwrap();
+        backend.run(loaded, &call, &mut NoObserver).unwrap();
     }
     backend.output("y").unwrap().to_vec()
 }

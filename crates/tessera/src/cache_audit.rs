@@ -145,7 +145,7 @@ mod tests {
 
     use tessera_base::Diagnostic;
     use tessera_cpu::{CpuBackend, Pool};
-    use tessera_device::{CallData, MeshRank, Observer, ProgramHandle, WeightSource};
+    use tessera_device::{CallData, MeshRank, NoObserver, ProgramHandle, WeightSource};
     use tessera_ir::{Slots, Type, parse_all};
     use tessera_mesh::{Mesh, Rank};
     use tessera_runtime::Digest;
@@ -310,12 +310,5 @@ mod tests {
         ) -> Result<Vec<f32>, Diagnostic> {
             panic!("{name} is no weight of the program")
         }
-    }
-
-    struct NoObserver;
-
-    impl Observer for NoObserver {
-        fn on_issued(&mut self, _: usize) {}
-        fn on_progress(&mut self, _: u32) {}
     }
 }

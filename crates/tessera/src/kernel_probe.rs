@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_device::{Backend, CallData, FingerprintHasher, MeshRank, Observer, Scalar, WeightSource};
+use tessera_device::{Backend, CallData, FingerprintHasher, MeshRank, NoObserver, Scalar, WeightSource};
 use tessera_ir::{Builder, DType, Op, OpKind, OpView, Opcode, Program, Slots, Type, ValueId, op_workload};
 use tessera_mesh::{Mesh, Rank};
 use tessera_runtime::parity::KERNEL_KEY;
@@ -411,13 +411,6 @@ impl WeightSource for ProbeWeights {
     ) -> Result<Vec<f32>, Diagnostic> {
         Ok(probe_values(name, ty.element_count()))
     }
-}
-
-struct NoObserver;
-
-impl Observer for NoObserver {
-    fn on_issued(&mut self, _op: usize) {}
-    fn on_progress(&mut self, _ops: u32) {}
 }
 
 /// Returns the place at which probes run: the only rank of a mesh.

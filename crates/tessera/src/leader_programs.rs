@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tessera_base::Diagnostic;
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle};
+use tessera_device::{Backend, CallData, Fault, MeshRank, NoObserver, ProgramHandle};
 use tessera_ir::{Opcode, Program};
 
 use crate::codes::T0016;
@@ -71,12 +71,4 @@ pub(crate) fn fault_text(fault: Fault) -> String {
         | Fault::Refused(text)
         | Fault::Poisoned(text) => text,
     }
-}
-
-/// The observer of a leader's program, whose progress nobody watches.
-pub(crate) struct NoObserver;
-
-impl Observer for NoObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }

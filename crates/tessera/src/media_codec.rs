@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, WeightSource};
+use tessera_device::{Backend, CallData, MeshRank, NoObserver, ProgramHandle, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::{EXACT_DECODE_PHASE, EXACT_PIXELS, PixelDecoder, VideoModel};
@@ -19,7 +19,7 @@ use tessera_runtime::wire::{Tensor, Tensors};
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
 use crate::decoder_check::compare_with_exact;
-use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend, warm_up};
+use crate::leader_programs::{CoreUse, fault_text, open_cpu_backend, warm_up};
 use crate::plan::{LeaderPart, Plan, is_phase_of_calls, leader_phases};
 use crate::prompt_rows::PromptRows;
 use crate::record::MediaInterval;

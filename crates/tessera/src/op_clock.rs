@@ -185,15 +185,10 @@ impl Observer for OpClock<'_> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use tessera_device::NoObserver;
     use tessera_ir::parse_all;
 
     use super::*;
-
-    struct Nothing;
-    impl Observer for Nothing {
-        fn on_issued(&mut self, _: usize) {}
-        fn on_progress(&mut self, _: u32) {}
-    }
 
     const PROGRAM: &str = "program @p role(all) mesh(tp=2) { \
         %x = input : f32[4, 8] {tp: partial(sum)} \
@@ -202,7 +197,7 @@ mod tests {
         %z = ttile.silu %y output \"z\", %z }";
 
     fn run(times: &mut OpTimes, reports: &[u32], keeps: bool) -> Vec<OpClassWork> {
-        let mut nothing = Nothing;
+        let mut nothing = NoObserver;
         let mut clock = times.observe(&mut nothing, keeps);
         for ops in reports {
             clock.on_progress(*ops);

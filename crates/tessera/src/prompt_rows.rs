@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_device::{Backend, CallData, MeshRank, ProgramHandle, Scalar};
+use tessera_device::{Backend, CallData, MeshRank, NoObserver, ProgramHandle, Scalar};
 use tessera_ir::{Program, Slots};
 use tessera_mesh::Rank;
 use tessera_models::{TEXT_DEVICE_PHASE, TEXT_IDS, TEXT_LENGTH, TEXT_PHASE, TEXT_ROWS};
@@ -14,7 +14,7 @@ use tessera_text::PADDING_ID;
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
 use crate::leader_placement::TextPlace;
-use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend};
+use crate::leader_programs::{CoreUse, fault_text, open_cpu_backend};
 use crate::plan::Plan;
 use crate::text_encoder::{PromptEncoder, Umt5Files};
 

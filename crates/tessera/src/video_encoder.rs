@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_device::{Backend, CallData, MeshRank, ProgramHandle};
+use tessera_device::{Backend, CallData, MeshRank, NoObserver, ProgramHandle};
 use tessera_mesh::Rank;
 use tessera_models::{VIDEO_DEVICE_PHASES, VIDEO_PHASES};
 
 use crate::codes::T0016;
 use crate::cuda::open_leader_backend;
-use crate::leader_programs::{CoreUse, NoObserver, fault_text, open_cpu_backend, warm_up};
+use crate::leader_programs::{CoreUse, fault_text, open_cpu_backend, warm_up};
 use crate::plan::Plan;
 use crate::vae_weights::VaeWeights;
 

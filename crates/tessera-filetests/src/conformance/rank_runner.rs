@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    AbortFn, Backend, CallData, Fault, LoadedProgram, MeshRank, Observer, Scalar, T0801, T0802, WeightSource,
+    AbortFn, Backend, CallData, Fault, LoadedProgram, MeshRank, NoObserver, Scalar, T0801, T0802,
+    WeightSource,
 };
 use tessera_ir::{Opcode, Program, Type, WeightLoad};
 use tessera_mesh::Mesh;
@@ -139,7 +140,7 @@ fn rank_main<B: Backend>(
         };
         let mut outputs = ProgramOutputs::new();
         for (program, p) in loaded.into_iter().zip(&work.programs) {
-            if let Err(fault) = backend.run(program, &call, &mut NoopObserver) {
+            if let Err(fault) = backend.run(program, &call, &mut NoObserver) {
                 return Ok(RankEnd::Fault(fault));
             }
             let names = p.ops.iter().filter(|o| o.opcode == Opcode::Output).filter_map(|o| o.name.as_deref());
@@ -197,11 +198,4 @@ pub(super) fn to_scalar(arg: &CallScalar) -> Scalar {
 /// Returns whether a backend rejected a load as unsupported.
 pub(super) fn is_unsupported(d: &Diagnostic) -> bool {
     d.code.id == T0801.id
-}
-
-struct NoopObserver;
-
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, Scalar};
+use tessera_device::{Backend, CallData, Fault, MeshRank, NoObserver, Scalar};
 use tessera_ir::{Bundle, ExpertTensorNames, Op, Opcode, Program};
 use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
 
@@ -133,11 +133,4 @@ fn to_scalar(x: &CallScalar) -> Scalar {
         CallScalar::Int(i) => Scalar::I64(*i),
         CallScalar::Float(t) => Scalar::F32s(to_f32(t)),
     }
-}
-
-struct NoObserver;
-
-impl Observer for NoObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }

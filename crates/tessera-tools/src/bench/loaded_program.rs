@@ -8,13 +8,13 @@ use tessera::Plan;
 use tessera::clock::monotonic_ns;
 use tessera_base::Diagnostics;
 use tessera_cuda::CudaBackend;
-use tessera_device::{Backend, CallData, ProgramHandle, Scalar};
+use tessera_device::{Backend, CallData, NoObserver, ProgramHandle, Scalar};
 use tessera_ir::{Program, op_workload};
 use tessera_mesh::Rank;
 
 use super::bench_error;
 use super::device_timer::UnsynchronisedTimer;
-use super::rank::{NoopObserver, fault_error};
+use super::rank::fault_error;
 use super::synthetic_weights::SyntheticWeights;
 
 /// A program of a rank, loaded with random weights.
@@ -59,9 +59,8 @@ impl LoadedProgram {
     pub(super) fn time_run(&self, backend: &mut CudaBackend) -> Result<f64, Diagnostics> {
         let call = self.call_data();
         // A run ends when the GPU has finished it.
-        let time = UnsynchronisedTimer::start(monotonic_ns).synchronise(|| {
-            backend.run(self.handle, &call, &mut NoopObserver).map_err(|f| fault_error(&f))
-        })?;
+        let time = UnsynchronisedTimer::start(monotonic_ns)
+            .synchronise(|| backend.run(self.handle, &call, &mut NoObserver).map_err(|f| fault_error(&f)))?;
         Ok(time.elapsed_ns() as f64 / 1e6)
     }
 
@@ -74,7 +73,7 @@ impl LoadedProgram {
     ) -> Result<Vec<LaunchTotal>, Diagnostics> {
         let mut totals: BTreeMap<String, (f64, f64)> = BTreeMap::new();
         for _ in 0..runs {
-            let traced = backend.trace_run(self.handle, &self.call_data(), &mut NoopObserver);
+            let traced = backend.trace_run(self.handle, &self.call_data(), &mut NoObserver);
             for span in traced.map_err(|f| fault_error(&f))? {
                 let total = totals.entry(self.name_launch(&span.ops)).or_default();
                 total.0 += 1.0 / runs as f64;

@@ -12,7 +12,7 @@ use tessera::gpus::GpuDiscovery;
 use tessera::{Model, cuda};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cuda::{CudaBackend, OneTimeCounts};
-use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar, WeightSource};
+use tessera_device::{Backend, CallData, Fault, MeshRank, NoObserver, ProgramHandle, Scalar, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::denoising_steps;
@@ -108,12 +108,6 @@ struct SizeForward {
     chunk_rows: (u64, u64),
 }
 
-pub(super) struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
-}
-
 impl BenchForwards {
     fn load_all(
         gpus: &GpuDiscovery,
@@ -148,7 +142,7 @@ impl BenchForwards {
         let time = UnsynchronisedTimer::start(monotonic_ns).synchronise(|| {
             (0..FORWARDS_PER_STEP).try_for_each(|_| {
                 self.backend
-                    .run(self.forwards[size_index].program, &call, &mut NoopObserver)
+                    .run(self.forwards[size_index].program, &call, &mut NoObserver)
                     .map_err(|f| fault_error(&f))
             })
         })?;
@@ -165,7 +159,7 @@ impl BenchForwards {
         (0..count)
             .map(|_| {
                 let spans =
-                    self.backend.trace_run(loaded, &call, &mut NoopObserver).map_err(|f| fault_error(&f))?;
+                    self.backend.trace_run(loaded, &call, &mut NoObserver).map_err(|f| fault_error(&f))?;
                 Ok(spans.into_iter().map(|s| (s.ops, s.stream, s.begin_ns, s.end_ns)).collect())
             })
             .collect()
@@ -183,7 +177,7 @@ impl BenchForwards {
     fn write_case_outputs(&mut self, case: &std::path::Path) -> Result<(), Diagnostics> {
         let Some(forward) = self.forwards.first() else { return Ok(()) };
         self.backend
-            .run(forward.program, &forward.call_data(), &mut NoopObserver)
+            .run(forward.program, &forward.call_data(), &mut NoObserver)
             .map_err(|f| fault_error(&f))?;
         let folder = case.join("ours");
         let write_error = |e: std::io::Error| bench_error(format!("{}: {e}", folder.display()));

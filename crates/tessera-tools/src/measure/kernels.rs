@@ -11,7 +11,7 @@ use tessera_cpu::kernels::{
     bias_act, matmul, norm_modulate, rms_norm, rope,
 };
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, MeshRank, Observer, WeightSource};
+use tessera_device::{Backend, CallData, MeshRank, NoObserver, WeightSource};
 use tessera_ir::{Slots, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
 
@@ -193,13 +193,6 @@ impl WeightSource for NoWeights {
     fn read(&mut self, name: &str, _: &Type, _: Option<&str>, _: &MeshRank) -> Result<Vec<f32>, Diagnostic> {
         Err(Diagnostic::error(&T0048, format!("a program without weights reads `{name}`")))
     }
-}
-
-struct NoObserver;
-
-impl Observer for NoObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }
 
 /// Measures the backend's overhead per op with a program of minimal ops.

@@ -15,11 +15,11 @@ mod routers;
 use std::time::Duration;
 
 use language_cases::{
-    Attention, Case, CaseWriter, DTYPES, NoopObserver, attention_case, find_differences, find_gpu, load,
-    only_seat, open_gpu, parse_case, run_call, take_turn,
+    Attention, Case, CaseWriter, DTYPES, attention_case, find_differences, find_gpu, load, only_seat,
+    open_gpu, parse_case, run_call, take_turn,
 };
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, Scalar};
+use tessera_device::{Backend, CallData, NoObserver, Scalar};
 
 #[test]
 fn attention_over_pages_agrees_with_the_reference() {
@@ -201,7 +201,7 @@ fn pages_and_counts_that_a_kernel_could_not_use_are_refused() {
             inputs: inputs.iter().map(|(k, (_, v))| (k.as_str(), &v[..])).collect(),
             scalars: scalars.iter().map(|(k, (_, v))| (k.as_str(), Scalar::F32s(v.clone()))).collect(),
         };
-        let fault = gpu.run(loaded, &call, &mut NoopObserver).unwrap_err();
+        let fault = gpu.run(loaded, &call, &mut NoObserver).unwrap_err();
         assert!(format!("{fault:?}").contains(says), "{fault:?}");
     }
 }

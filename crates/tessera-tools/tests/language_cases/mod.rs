@@ -12,19 +12,13 @@ use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_cuda::{CudaBackend, CudaOptions};
-use tessera_device::{Backend, CallData, MeshRank, Observer, ProgramHandle, Scalar, WeightSource};
+use tessera_device::{Backend, CallData, MeshRank, NoObserver, ProgramHandle, Scalar, WeightSource};
 use tessera_filetests::dedicated_slots;
 use tessera_ir::{Program, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
 use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
 
 use crate::gpu_ranks::find_gpus;
-
-pub struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
-}
 
 pub fn find_gpu() -> Option<Arc<GpuDiscovery>> {
     Some(find_gpus(1)?.0)
@@ -185,7 +179,7 @@ pub fn run_call(
         inputs: inputs.iter().map(|(k, (_, v))| (k.as_str(), &v[..])).collect(),
         scalars: scalars.iter().map(|(k, (_, v))| (k.as_str(), Scalar::F32s(v.clone()))).collect(),
     };
-    backend.run(loaded, &call, &mut NoopObserver).unwrap();
+    backend.run(loaded, &call, &mut NoObserver).unwrap();
     let names = program.ops.iter().filter(|op| op.opcode == tessera_ir::Opcode::Output);
     names
         .filter_map(|op| op.name.clone())

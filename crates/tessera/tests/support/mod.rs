@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tessera::{Model, Plan, communicators, plan};
 use tessera_cpu::{CpuBackend, Pool};
-use tessera_device::{Backend, CallData, MeshRank, Observer, ProgramHandle, Scalar};
+use tessera_device::{Backend, CallData, MeshRank, NoObserver, ProgramHandle, Scalar};
 use tessera_mesh::Rank;
 use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
 use tessera_weights::{WeightFiles, WeightSet};
@@ -74,12 +74,6 @@ pub enum ScriptStep {
     Set(&'static str, Vec<f32>),
     /// Runs `emit` and keeps its output.
     Emit,
-}
-
-struct NoopObserver;
-impl Observer for NoopObserver {
-    fn on_issued(&mut self, _: usize) {}
-    fn on_progress(&mut self, _: u32) {}
 }
 
 /// Runs a script on every rank of a plan, as threads, and returns what rank 0 emitted.
@@ -146,10 +140,10 @@ fn run_script_on_rank(
                     scalars: scalars.iter().map(|(k, v)| (*k, v.clone())).collect(),
                     inputs: inputs.iter().map(|(k, v)| (*k, v.as_slice())).collect(),
                 };
-                cpu.run(loaded[name], &call, &mut NoopObserver)?;
+                cpu.run(loaded[name], &call, &mut NoObserver)?;
             }
             ScriptStep::Emit => {
-                cpu.run(loaded["emit"], &CallData::default(), &mut NoopObserver)?;
+                cpu.run(loaded["emit"], &CallData::default(), &mut NoObserver)?;
                 out.push(cpu.output("latents").map(<[f32]>::to_vec).unwrap_or_default());
             }
         }
