@@ -19,7 +19,8 @@ mod output;
 mod parse;
 mod progress;
 
-pub use parse::current_exe_path;
+pub use parse::current_binary;
+pub use tessera::program_command::ProgramCommand;
 
 use std::ffi::OsString;
 
@@ -86,9 +87,9 @@ enum CliCommand {
     },
 }
 
-/// Runs a command line, whose first argument is the name of the program, and returns its exit status. `program` is
-/// the path of an executable that runs this function with its own arguments: rank processes are started with it.
-pub fn run(arguments: Vec<OsString>, program: Result<String, Diagnostic>) -> u8 {
+/// Runs a command line, whose first argument is the name of the program, and returns its exit status. `program` runs
+/// this function with the arguments that follow it: rank processes are started with it.
+pub fn run(arguments: Vec<OsString>, program: Result<ProgramCommand, Diagnostic>) -> u8 {
     handle_file_size_signal();
     if let Some(argument) = arguments.iter().find(|argument| argument.to_str().is_none()) {
         let argument = argument.to_string_lossy();
@@ -115,7 +116,7 @@ pub fn run(arguments: Vec<OsString>, program: Result<String, Diagnostic>) -> u8 
         CliCommand::Doctor(args) => (args.format.into(), doctor::run(&args)),
         CliCommand::Measure(args) => (args.format.into(), measure::run(&args)),
         CliCommand::Models(args) => (args.format().into(), models::run(&args)),
-        CliCommand::Drill(args) => (args.format.into(), drill::run(&args)),
+        CliCommand::Drill(args) => (args.format.into(), drill::run(&args, program)),
         CliCommand::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
         CliCommand::Record(args) => (args.format().into(), record::run(&args)),
         CliCommand::Wire(args) => (args.format().into(), wire::run(&args)),

@@ -5,5 +5,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    ExitCode::from(tessera_cli::run(std::env::args_os().collect(), tessera_cli::current_exe_path()))
+    ExitCode::from(tessera_cli::run(std::env::args_os().collect(), tessera_cli::current_binary()))
 }

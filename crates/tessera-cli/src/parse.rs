@@ -2,6 +2,7 @@
 //! diagnostic that shows the expected syntax. A syntax of one set stands beside its flags.
 
 use tessera::WeightsBase;
+use tessera::program_command::ProgramCommand;
 use tessera_base::Diagnostic;
 
 use crate::codes::T0030;
@@ -38,12 +39,13 @@ pub fn merge_pins(parts: &[Option<String>]) -> Result<String, Diagnostic> {
     Ok(merged.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>().join(","))
 }
 
-/// Returns the path of this binary, which the rank processes run too.
-pub fn current_exe_path() -> Result<String, Diagnostic> {
+/// Returns the command that runs this binary, which the rank processes run too.
+pub fn current_binary() -> Result<ProgramCommand, Diagnostic> {
     let why =
         |why: String| Diagnostic::error(&T0030, format!("cannot determine the path of this binary: {why}"));
     let path = std::env::current_exe().map_err(|e| why(e.to_string()))?;
-    path.to_str().map(str::to_string).ok_or_else(|| why("it is not UTF-8".to_string()))
+    let path = path.to_str().ok_or_else(|| why("it is not UTF-8".to_string()))?;
+    Ok(ProgramCommand::from_executable(path))
 }
 
 /// Builds the T0030 diagnostic for an argument, with an example of the syntax.

@@ -43,11 +43,18 @@ mod waiting;
 use std::ffi::OsString;
 
 use pyo3::prelude::*;
+use tessera_cli::ProgramCommand;
 
-/// Runs the command line of `tessera` and returns its exit status. `program` is an executable that runs the same
-/// function with its own arguments.
+/// Runs the command line of `tessera` and returns its exit status. `executable` runs the same function with the
+/// arguments that follow `leading`.
 #[pyfunction]
-fn run_command_line(py: Python<'_>, arguments: Vec<OsString>, program: String) -> u8 {
+fn run_command_line(
+    py: Python<'_>,
+    arguments: Vec<OsString>,
+    executable: String,
+    leading: Vec<String>,
+) -> u8 {
+    let program = ProgramCommand::from_interpreter(executable, leading);
     py.detach(|| tessera_cli::run(arguments, Ok(program)))
 }
 

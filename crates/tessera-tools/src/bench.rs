@@ -15,7 +15,7 @@ mod text;
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use tessera_mesh::Rank;
 use tessera_verify::SealedPlan;
 
 use tessera::gpus::GpuDiscovery;
+use tessera::program_command::ProgramCommand;
 use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
 
 use crate::codes::T0061;
@@ -141,7 +142,7 @@ impl BenchRanks {
     ///
     /// # Errors
     /// T0061 if a rank fails; a diagnostic of the mapping or of the GPUs before any process starts.
-    pub fn start(program: &str, config: &BenchConfig) -> Result<BenchRanks, Diagnostics> {
+    pub fn start(program: &ProgramCommand, config: &BenchConfig) -> Result<BenchRanks, Diagnostics> {
         let mapping = Mapping::parse("mapping", &config.mapping)?;
         let world = mapping.world_mesh().map_err(|d| vec![*d])?.iter().count() as u32;
         // Missing libraries or GPUs are reported once here rather than by every process.
@@ -229,13 +230,14 @@ impl BenchRanks {
 /// Starts a program once per rank, with the arguments of that rank, and passes the communicator ids of
 /// rank 0 to the others.
 fn start_processes(
-    program: &str,
+    program: &ProgramCommand,
     world: u32,
     arguments: impl Fn(u32) -> Vec<String>,
 ) -> Result<Vec<BenchProcess>, Diagnostics> {
     let mut ranks = Vec::new();
     for rank in 0..world {
-        let mut child = Command::new(program)
+        let mut child = program
+            .to_command()
             .args(arguments(rank))
             .envs(cuda::missing_env())
             .stdin(Stdio::piped())

@@ -64,6 +64,7 @@ mod parity;
 mod pixel_placement;
 pub mod plan;
 mod plan_folder;
+pub mod program_command;
 mod prompt_rows;
 mod rank;
 mod rank_config;

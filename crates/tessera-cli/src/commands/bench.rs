@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use clap::Subcommand;
 use tessera::gpus::GpuDiscovery;
+use tessera::program_command::ProgramCommand;
 use tessera::terminal::print_stderr;
 use tessera::{DtypePolicy, Mapping, Strategy, Transport};
 use tessera_tools::bench::{
@@ -161,7 +162,7 @@ pub enum BenchDevice {
 }
 
 /// Measures the DiT of a video model, its text encoder, or single phases of a plan on this machine's GPUs.
-pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
+pub fn run(args: &Args, program: Result<ProgramCommand, Diagnostic>) -> CliResult {
     match &args.command {
         BenchCommand::Dit(dit) => run_dit(dit, &program?),
         BenchCommand::Phases(phases) => phases::run(phases, &program?),
@@ -169,7 +170,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
     }
 }
 
-fn run_dit(dit: &DitArgs, program: &str) -> CliResult {
+fn run_dit(dit: &DitArgs, program: &ProgramCommand) -> CliResult {
     let (strategy, dtype) = (dit.strategy, dit.dtype);
     let mesh = parse_mesh(&dit.mesh).map_err(CliError::usage)?;
     let (transport, overlap_chunks) = (dit.transport, dit.overlap_chunks);

@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use tessera::program_command::ProgramCommand;
 use tessera::terminal::print_stderr_line;
 use tessera_base::{Diagnostic, GateStatus};
 use tessera_estimate::load_thresholds;
@@ -72,7 +73,7 @@ pub struct Args {
 }
 
 /// Evaluates the bring-up checklist on recorded runs.
-pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
+pub fn run(args: &Args, program: Result<ProgramCommand, Diagnostic>) -> CliResult {
     let items = match &args.ship {
         Some(long) => check_ship(&program?, &args.runs, long, &mut |title| {
             print_stderr_line(&format!("{title}…"));

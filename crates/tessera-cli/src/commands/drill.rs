@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use tessera::cuda;
 use tessera::gpus::GpuDiscovery;
+use tessera::program_command::ProgramCommand;
 use tessera::stream_options::RunDevice;
 use tessera_base::Diagnostic;
 use tessera_tools::drill::{
@@ -15,7 +16,6 @@ use crate::flags::named_values;
 use crate::output::{
     CliError, CliResult as Said, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout,
 };
-use crate::parse::current_exe_path;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -90,8 +90,9 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 ];
 
 /// Injects the faults and checks that each is detected as expected.
-pub fn run(args: &Args) -> Said {
-    let rank = vec![current_exe_path()?, "rank".to_string()];
+pub fn run(args: &Args, program: Result<ProgramCommand, Diagnostic>) -> Said {
+    let program = program?;
+    let rank = program.to_argv(&["rank"]);
     if let Some(launch_file) = &args.launch {
         drill::run_launcher(launch_file, rank)?;
         return Ok(0);
@@ -105,8 +106,8 @@ pub fn run(args: &Args) -> Said {
         cuda::check_gpus(&GpuDiscovery::discover(), MAX_RANKS)?;
     }
     let folder = DrillDir::create_dir(args.keep.as_deref())?;
-    let launcher = vec![current_exe_path()?, "drill".to_string(), "--launch".to_string()];
-    let stream = vec![current_exe_path()?, "stream".to_string()];
+    let launcher = program.to_argv(&["drill", "--launch"]);
+    let stream = program.to_argv(&["stream"]);
     let (model, device) = (args.model.clone(), args.device);
     let bench = DrillSetup {
         rank_command: rank,

@@ -16,6 +16,7 @@ use tessera::generate::{
 };
 use tessera::gpus::GpuDiscovery;
 use tessera::opened_run::EstimateComparison;
+use tessera::program_command::ProgramCommand;
 use tessera::stream_options::RunDevice;
 use tessera::terminal::print_stderr_line;
 use tessera::{DtypePolicy, Mapping, WeightsBase};
@@ -173,7 +174,7 @@ pub struct Args {
 }
 
 /// Generates the texts and prints them.
-pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
+pub fn run(args: &Args, program: Result<ProgramCommand, Diagnostic>) -> CliResult {
     check_sampling(args)?;
     let model = TextModel::open(&args.model)?;
     if model.decoder.prediction_layers > 0 {
@@ -221,7 +222,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         drill: args.arm_fault.clone(),
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
-    let (report, texts) = run_ranks(&model, &plan, (&options, program?), args.format)?;
+    let (report, texts) = run_ranks(&model, &plan, (&options, &program?), args.format)?;
     let written = write_outputs(args, (&plan, &options), (&report, &texts), estimate);
     let ((comparison, experts), error) = match written {
         Ok(measured) => (measured, None),
@@ -299,14 +300,14 @@ fn write_outputs(
 fn run_ranks(
     model: &TextModel,
     plan: &Arc<LanguagePlan>,
-    (options, program): (&GenerateOptions, String),
+    (options, program): (&GenerateOptions, &ProgramCommand),
     format: OutputFormat,
 ) -> Result<(GenerateReport, Vec<ShownText>), CliError> {
     // Several texts at once would mix, so they are printed when they have ended.
     let streams = options.requests.len() == 1 && format == OutputFormat::Text;
     let mut show_next = model.show_one_by_one();
     let mut printed = Ok(());
-    let rank = vec![program, "rank".to_string()];
+    let rank = program.to_argv(&["rank"]);
     let report = stop_on_signals("stopping after this call", |interrupt| {
         tessera::generate::run(plan, options, rank, interrupt, &mut |event| {
             if let GenerateEvent::Id(event) = event

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tessera::files::read_text;
+use tessera::program_command::ProgramCommand;
 use tessera::stream_options::{DEFAULT_PROMPT, RunDevice, StreamOptions};
 use tessera::terminal::print_stderr_line;
 use tessera::{LoraFile, Model, Plan, WeightsBase, WeightsOrigin};
@@ -207,7 +208,7 @@ const LOGS: &[(&str, LogFormat, &str)] = &[
 ];
 
 /// Serves a stream until it is interrupted.
-pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
+pub fn run(args: &Args, program: Result<ProgramCommand, Diagnostic>) -> CliResult {
     let options = ServeOptions {
         listen: args.listen,
         access: Access { token: read_token(args)?, hosts: args.host.clone(), origins: args.origin.clone() },
@@ -247,7 +248,7 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
             command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
             ..StreamOptions::default()
         },
-        argv: vec![program?, "rank".to_string()],
+        argv: program?.to_argv(&["rank"]),
         explain: crate::explain_code,
         warn: match args.format {
             OutputFormat::Text => |d| print_warning(d, DiagnosticFormat::Text),

@@ -13,6 +13,7 @@ use tessera::faults::DrillConfig;
 use tessera::files::ReservedFolder;
 use tessera::frame_pipe::{FrameDestination, FrameTarget, RawFormat};
 use tessera::launchers::{Launcher, LauncherPlacement, share_ranks};
+use tessera::program_command::ProgramCommand;
 use tessera::sim::{self, ClusterPrices, SimMachine};
 use tessera::stream_options::{DEFAULT_PROMPT, OutputOptions, RunDevice, StreamOptions};
 use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
@@ -279,7 +280,7 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 ];
 
 /// Streams a plan on this host, or as one rank of a run that is started externally.
-pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
+pub fn run(args: &Args, program: Result<ProgramCommand, Diagnostic>) -> CliResult {
     let changes = parse_changes(args)?;
     let outputs = parse_outputs(args)?;
     let place = if outputs.uses_stdout() { ReportPlace::StandardError } else { ReportPlace::StandardOutput };
@@ -340,13 +341,13 @@ pub fn run(args: &Args, program: Result<String, Diagnostic>) -> CliResult {
         let share = share_ranks(&placement, plan.sealed.mesh()).map_err(CliError::usage)?;
         let join_options = args.join.to_options(&placement, share)?;
         if share.count > 1 {
-            return host_ranks::run(program?, share, &placement);
+            return host_ranks::run(&program?, share, &placement);
         }
         let shown = (args.format, place);
         return join::run(plan, &model, &options, &join_options, args.quiet, shown)
             .map_err(|e| e.with_note(&placement.describe()));
     }
-    let rank = vec![program?, "rank".to_string()];
+    let rank = program?.to_argv(&["rank"]);
     let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
         tessera::stream::run(&plan, &model, &options, rank, interrupt, on_event)
     });

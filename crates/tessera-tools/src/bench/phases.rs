@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tessera::gpus::GpuDiscovery;
+use tessera::program_command::ProgramCommand;
 use tessera::{Mapping, Model, Overrides, Plan, cuda, plan};
 use tessera_base::Diagnostics;
 use tessera_cuda::CudaBackend;
@@ -79,7 +80,7 @@ pub struct PhaseTimes {
 /// # Errors
 /// T0061 for a phase that the plan lacks or that fails, and diagnostics of model, plan or GPU.
 pub fn time_phases(
-    program: &str,
+    program: &ProgramCommand,
     config: &PhaseBenchConfig,
     arguments: impl Fn(u32) -> Vec<String>,
 ) -> Result<PhaseBenchReport, Diagnostics> {

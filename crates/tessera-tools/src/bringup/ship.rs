@@ -2,8 +2,9 @@
 //! command or a check of recorded runs, and the first that does not pass stops the rest.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
+use tessera::program_command::ProgramCommand;
 use tessera_base::Diagnostics;
 use tessera_report::record::RunDevice;
 
@@ -15,13 +16,13 @@ const STEADY_CHUNKS: u32 = 10_000;
 /// An item that is not evaluated yet.
 type Question<'a> = (&'static str, Box<dyn Fn() -> ItemAnswer + 'a>);
 
-/// Evaluates the ship checklist on runs as in production, one long run, and the drills of `exe`, the
+/// Evaluates the ship checklist on runs as in production, one long run, and the drills of `program`, the
 /// binary `tessera`. `announce` receives the title of each item before it is evaluated: the last ones take minutes.
 ///
 /// # Errors
 /// T0045 for every folder that is not a run directory or is named twice.
 pub fn check_ship(
-    exe: &str,
+    program: &ProgramCommand,
     folders: &[PathBuf],
     long: &Path,
     announce: &mut dyn FnMut(&str),
@@ -42,7 +43,7 @@ pub fn check_ship(
                 }
             }),
         ),
-        ("the plan cannot hang", Box::new(|| run_command(exe, &["check", &plan]))),
+        ("the plan cannot hang", Box::new(|| run_command(program, &["check", &plan]))),
         ("parity held, and the warm-up covered every program", Box::new(|| check_frozen_kernels(&runs))),
         ("fresh processes give one hash", Box::new(|| check_golden_hash(&runs))),
         (
@@ -55,13 +56,13 @@ pub fn check_ship(
         ),
         (
             "steady state: no new program, no growth",
-            Box::new(|| run_command(exe, &["record", "gates", &long_name])),
+            Box::new(|| run_command(program, &["record", "gates", &long_name])),
         ),
         (
             "each fault ends as expected, and no process stays behind",
-            Box::new(|| run_command(exe, &["drill"])),
+            Box::new(|| run_command(program, &["drill"])),
         ),
-        ("each drill depends on its tripwire", Box::new(|| run_command(exe, &["drill", "--self-test"]))),
+        ("each drill depends on its tripwire", Box::new(|| run_command(program, &["drill", "--self-test"]))),
     ];
     Ok(answer_in_order(questions, announce))
 }
@@ -85,9 +86,9 @@ fn answer_in_order(questions: Vec<Question<'_>>, announce: &mut dyn FnMut(&str))
 }
 
 /// Passes if the command ends with status 0; the detail is the command and the line that it printed about a failure, or the last one.
-fn run_command(exe: &str, args: &[&str]) -> ItemAnswer {
+fn run_command(program: &ProgramCommand, args: &[&str]) -> ItemAnswer {
     let command = format!("tessera {}", args.join(" "));
-    match Command::new(exe).args(args).stdin(Stdio::null()).output() {
+    match program.to_command().args(args).stdin(Stdio::null()).output() {
         Ok(output) => {
             let printed = [output.stderr, output.stdout].map(|b| String::from_utf8_lossy(&b).into_owned());
             let lines: Vec<&str> = printed.iter().flat_map(|text| text.lines()).map(str::trim).collect();
@@ -111,15 +112,20 @@ mod tests {
 
     fn statuses(exes: [&'static str; 3]) -> (Vec<ItemStatus>, usize) {
         let mut announced = 0;
-        let questions: Vec<Question<'_>> =
-            exes.map(|exe| -> Question<'_> { ("item", Box::new(move || run_command(exe, &[]))) }).into();
+        let questions: Vec<Question<'_>> = exes
+            .map(|exe| -> Question<'_> {
+                ("item", Box::new(move || run_command(&ProgramCommand::from_executable(exe), &[])))
+            })
+            .into();
         let items = answer_in_order(questions, &mut |_| announced += 1);
         (items.iter().map(|i| i.status).collect(), announced)
     }
 
     #[test]
     fn the_detail_is_the_line_about_the_failure() {
-        let print = |lines: &str| run_command("sh", &["-c", &format!("printf '{lines}'; exit 1")]);
+        let print = |lines: &str| {
+            run_command(&ProgramCommand::from_executable("sh"), &["-c", &format!("printf '{lines}'; exit 1")])
+        };
         assert!(print("pass a\\nfail b\\npass c\\n").1.ends_with(": fail b"));
         assert!(print("x\\nlast\\n\\n").1.ends_with(": last"));
     }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use tessera::program_command::ProgramCommand;
 use tessera::{DtypePolicy, Mapping};
 use tessera_tools::bench::{
     PhaseBenchConfig, PhaseBenchReport, PhaseTimes, median_and_deciles, run_phase_rank, time_phases,
@@ -60,7 +61,7 @@ pub struct PhasesArgs {
 }
 
 /// Measures single phases of a plan.
-pub fn run(args: &PhasesArgs, program: &str) -> CliResult {
+pub fn run(args: &PhasesArgs, program: &ProgramCommand) -> CliResult {
     let mut mapping = Mapping { dtype: DtypePolicy::Bf16, ..Mapping::default() };
     args.mapping.apply_options(&mut mapping, &MappingUse::ALL);
     if let Some(mesh) = &args.mapping.mesh {

@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 
 use tessera::launchers::{LAUNCHER_VARIABLES, LauncherPlacement, RankShare};
+use tessera::program_command::ProgramCommand;
 use tessera::terminal::print_stderr_line;
 use tessera::{
     HOST_PROCESS_VARIABLE, HostRanksSpec, end_with_host_process, host_exit_status, run_host_ranks,
@@ -13,8 +14,8 @@ use crate::output::CliResult;
 use crate::progress::{EXIT_INTERRUPTED, STOPPING_MESSAGE, stop_on_signals};
 
 /// Starts the ranks of this host with this process's own arguments, and waits for their end.
-pub fn run(program: String, share: RankShare, placement: &LauncherPlacement) -> CliResult {
-    let mut argv = vec![OsString::from(program)];
+pub fn run(program: &ProgramCommand, share: RankShare, placement: &LauncherPlacement) -> CliResult {
+    let mut argv: Vec<OsString> = program.to_argv(&[]).into_iter().map(OsString::from).collect();
     // What precedes the verb is the program, or the interpreter that embeds it.
     argv.extend(std::env::args_os().skip_while(|argument| argument != "stream"));
     let (host, port) = &placement.leader;
