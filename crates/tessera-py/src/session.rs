@@ -154,10 +154,13 @@ fn read_rendezvous(
     }
 }
 
-/// Returns the command line of a rank's process: this interpreter's program with this package.
+/// Returns the command line of a rank's process: this interpreter's program with this package. The package is named by its place,
+/// because a new interpreter need not find it: a program may have extended its search path.
 pub(crate) fn rank_command(py: Python<'_>) -> PyResult<Vec<String>> {
     let python: String = py.import("sys")?.getattr("executable")?.extract()?;
-    Ok([&python, "-m", "tessera", "rank"].map(str::to_string).to_vec())
+    let package: String = py.import("tessera")?.getattr("__file__")?.extract()?;
+    let program = std::path::absolute(package)?.with_file_name("__main__.py");
+    Ok(vec![python, program.to_string_lossy().into_owned(), "rank".to_string()])
 }
 
 /// Parses the device of ranks.
