@@ -20,11 +20,11 @@ mod parse;
 mod progress;
 
 pub use parse::current_binary;
-pub use tessera::program_command::ProgramCommand;
 
 use std::ffi::OsString;
 
 use clap::{Parser, Subcommand};
+use tessera::program_command::ProgramCommand;
 use tessera_base::{Diagnostic, DiagnosticFormat};
 
 use commands::{

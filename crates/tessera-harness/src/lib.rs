@@ -3,7 +3,7 @@
 //! Output and flags are those of Rust's own harness. Unlike in a `main` that calls one test after the other, the tests
 //! behind one that fails run, too, and standard output names the test, with the place and the message of its panic.
 #![forbid(unsafe_code)]
-#![allow(clippy::disallowed_types, reason = "a hook hands over what a panic said")]
+#![allow(clippy::disallowed_types, reason = "the panic hook and the test share a list")]
 
 use std::panic::{PanicHookInfo, catch_unwind, set_hook, take_hook};
 use std::process::ExitCode;
@@ -20,8 +20,8 @@ macro_rules! tests {
     };
 }
 
-/// Runs those tests that the arguments of the process select, in order, on the calling thread. They start processes and measure time,
-/// so no two run at once.
+/// Runs the tests that the arguments of the process select, in order, on the calling thread. No two run at once, because they start
+/// processes and wait for them with time limits.
 pub fn run(tests: &[(&'static str, fn())]) -> ExitCode {
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     note_panics();
@@ -44,7 +44,7 @@ fn note_panics() {
     }));
 }
 
-/// Runs a test. The error says where it panicked, and what threads said before that it started and that panicked, too.
+/// Runs a test. The error has the place and the message of its panic, and those of the threads that panicked while it ran.
 fn run_test(test: fn()) -> Result<(), Failed> {
     let outcome = catch_unwind(test);
     let panics = PANICS.lock().map(|mut p| std::mem::take(&mut *p)).unwrap_or_default();
@@ -66,9 +66,9 @@ fn describe_panics(panics: &[(ThreadId, String)]) -> String {
 mod tests {
     use super::*;
 
-    fn passes() {}
+    fn do_nothing() {}
 
-    fn fails() {
+    fn panic_after_a_thread() {
         let other = std::thread::spawn(|| panic!("first cause"));
         assert!(other.join().is_ok(), "a thread failed");
     }
@@ -76,21 +76,21 @@ mod tests {
     #[test]
     fn a_failure_states_the_place_and_the_message_of_each_panic() {
         note_panics();
-        assert!(run_test(passes).is_ok());
-        let failed = run_test(fails).unwrap_err();
+        assert!(run_test(do_nothing).is_ok());
+        let failed = run_test(panic_after_a_thread).unwrap_err();
         let text = failed.message().unwrap();
         for part in ["another thread panicked at", "first cause", "src/lib.rs:", "a thread failed"] {
             assert!(text.contains(part), "{text}");
         }
-        assert!(run_test(passes).is_ok());
+        assert!(run_test(do_nothing).is_ok());
     }
 
     #[test]
     fn tests_are_named_by_their_paths() {
         mod inner {
-            pub(super) fn holds() {}
+            pub(super) fn do_nothing() {}
         }
-        let names = crate::tests![passes inner::holds].map(|(name, _)| name);
-        assert_eq!(names, ["passes", "inner::holds"]);
+        let names = crate::tests![do_nothing inner::do_nothing].map(|(name, _)| name);
+        assert_eq!(names, ["do_nothing", "inner::do_nothing"]);
     }
 }

@@ -41,7 +41,7 @@ impl ExpertMap {
         };
         let mut found: Option<Vec<u64>> = None;
         let first_on_axis = |rank: &Rank| world.coord_of(*rank).on_axis(axis) == 0;
-        for first in world.iter().filter(|rank| world.contains(*rank)).filter(first_on_axis) {
+        for first in world.inner_ranks().filter(first_on_axis) {
             let mut names = Vec::new();
             let mut groups = Vec::new();
             for at in 0..ranks {

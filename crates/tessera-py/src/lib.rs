@@ -43,7 +43,7 @@ mod waiting;
 use std::ffi::OsString;
 
 use pyo3::prelude::*;
-use tessera_cli::ProgramCommand;
+use tessera::program_command::ProgramCommand;
 
 /// Runs the command line of `tessera` and returns its exit status. `executable` runs the same function with the
 /// arguments that follow `leading`.

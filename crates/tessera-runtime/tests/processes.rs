@@ -369,8 +369,8 @@ fn launch_and_act(world: World, scenario: &str, act: impl Fn(&[u32], &StopHandle
     RunOutcome { report, time_to_end: took, chunks }
 }
 
-/// Longest wait for an end. It tells an end from none and is far above what a busy host needs; how the end was found, the
-/// class of its failure says.
+/// Longest wait for the end of a run or a process. It is far above what a busy host needs, so that it only finds runs that do
+/// not end; the class of the failure shows how the run found its fault.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
 /// Sends a signal to a rank of a running world. The run must end and name that rank.
@@ -611,7 +611,7 @@ fn a_rank_that_is_stopped_at_its_start_is_a_stall() {
     }
 }
 
-/// A shell stops a run and continues it. The kernel then ends every wait of a rank for its socket that has a time limit.
+/// A shell may stop a run and continue it. The kernel then interrupts a rank that waits for its welcome with a time limit.
 fn a_rank_that_is_stopped_before_its_welcome_waits_on() {
     let (here, there) = UnixStream::pair().expect("a pair");
     let mut rank = Command::new(std::env::current_exe().expect("this executable"))

@@ -35,10 +35,10 @@ impl LingeringStream {
         LingeringStream { stream: Some(stream), permit }
     }
 
-    fn poll(
+    fn poll_stream<T>(
         self: Pin<&mut Self>,
-        poll: impl FnOnce(Pin<&mut TcpStream>) -> Poll<Result<usize>>,
-    ) -> Poll<Result<usize>> {
+        poll: impl FnOnce(Pin<&mut TcpStream>) -> Poll<Result<T>>,
+    ) -> Poll<Result<T>> {
         match &mut self.get_mut().stream {
             Some(stream) => poll(Pin::new(stream)),
             None => Poll::Ready(Err(Error::from(ErrorKind::NotConnected))),
@@ -77,13 +77,13 @@ impl AsyncRead for LingeringStream {
         context: &mut Context<'_>,
         into: &mut ReadBuf<'_>,
     ) -> Poll<Result<()>> {
-        self.poll(|stream| stream.poll_read(context, into).map_ok(|()| 0)).map_ok(|_| ())
+        self.poll_stream(|stream| stream.poll_read(context, into))
     }
 }
 
 impl AsyncWrite for LingeringStream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<Result<usize>> {
-        self.poll(|stream| stream.poll_write(context, bytes))
+        self.poll_stream(|stream| stream.poll_write(context, bytes))
     }
 
     fn poll_write_vectored(
@@ -91,7 +91,7 @@ impl AsyncWrite for LingeringStream {
         context: &mut Context<'_>,
         parts: &[IoSlice<'_>],
     ) -> Poll<Result<usize>> {
-        self.poll(|stream| stream.poll_write_vectored(context, parts))
+        self.poll_stream(|stream| stream.poll_write_vectored(context, parts))
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -99,11 +99,11 @@ impl AsyncWrite for LingeringStream {
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
-        self.poll(|stream| stream.poll_flush(context).map_ok(|()| 0)).map_ok(|_| ())
+        self.poll_stream(|stream| stream.poll_flush(context))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
-        self.poll(|stream| stream.poll_shutdown(context).map_ok(|()| 0)).map_ok(|_| ())
+        self.poll_stream(|stream| stream.poll_shutdown(context))
     }
 }
 

@@ -339,7 +339,7 @@ fn check_expert_exchange<'a>(programs: impl Iterator<Item = &'a Program>) -> Ite
 /// no read can miss, and there is no hit rate to measure.
 fn check_cache_residency(sealed: &SealedPlan) -> ItemAnswer {
     let (mut max_bytes, mut reads) = (0u64, 0usize);
-    for rank in sealed.mesh().iter().filter(|rank| sealed.mesh().contains(*rank)) {
+    for rank in sealed.mesh().inner_ranks() {
         let mut buffer_bytes = BTreeMap::new();
         for phase in sealed.phase_names() {
             let Some(p) = sealed.rank_program(phase, rank) else { continue };

@@ -57,7 +57,7 @@ pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
 /// seal and then reports the combined facts, so that ranks of different roles can be compared.
 #[must_use]
 pub fn build_program_index(plan: &SealedPlan) -> ProgramIndex {
-    let ranks: Vec<Rank> = plan.mesh().iter().filter(|r| plan.mesh().contains(*r)).collect();
+    let ranks: Vec<Rank> = plan.mesh().inner_ranks().collect();
     ProgramIndex::new(mesh_phases(plan).map(|phase| {
         let mut hash = blake3::Hasher::new();
         let mut facts = ProgramInfo::default();

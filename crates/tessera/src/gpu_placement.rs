@@ -92,7 +92,7 @@ pub fn launch_table(gpus: &[Gpu], mesh: &Mesh, map: &RankMap) -> String {
     let mut buses: Vec<&str> = gpus.iter().map(|g| g.pci_bus_id.as_str()).collect();
     buses.sort_unstable();
     let mut out = "rank\tdevice\tgpu\tuuid\tbus_id\tnuma_node\tport\n".to_string();
-    for rank in mesh.iter().filter(|r| mesh.contains(*r)) {
+    for rank in mesh.inner_ranks() {
         let name = map.device_of(rank).unwrap_or_default();
         let found = find_gpu(gpus, (mesh, map), 0, rank).ok().map(|i| i as usize);
         let row =

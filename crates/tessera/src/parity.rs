@@ -176,7 +176,7 @@ fn describe_program_set<'a>(programs: impl IntoIterator<Item = &'a str>) -> Stri
 /// Returns the programs of the mesh with the graphs that a plan declares for them. All roles of a
 /// phase share the name of the graph.
 fn declared_programs(plan: &SealedPlan) -> Vec<LoadedProgram> {
-    let ranks: Vec<Rank> = plan.mesh().iter().filter(|r| plan.mesh().contains(*r)).collect();
+    let ranks: Vec<Rank> = plan.mesh().inner_ranks().collect();
     let graph = |phase: &str| {
         let mut programs = ranks.iter().filter_map(|r| plan.rank_program(phase, *r));
         programs.find_map(|p| p.captured_graph().ok().flatten())

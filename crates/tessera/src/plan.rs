@@ -204,8 +204,7 @@ impl Plan {
 
     /// Returns the ranks that compute, ascending: every rank except a leader outside the mesh.
     pub fn mesh_ranks(&self) -> impl Iterator<Item = Rank> + use<> {
-        let mesh = *self.sealed.mesh();
-        mesh.iter().filter(move |r| mesh.contains(*r))
+        self.sealed.mesh().inner_ranks()
     }
 
     /// Returns the bytes of weights, buffers and temporaries of a rank.

@@ -84,7 +84,7 @@ impl WeightFingerprints {
         // The previous rank reads each rank's shards a second time, so a damaged copy is detected
         // even if no other rank holds the shard. Shards that several ranks hold by plan need no
         // second reader.
-        let ranks: Vec<Rank> = mesh.iter().filter(|r| mesh.contains(*r)).collect();
+        let ranks: Vec<Rank> = mesh.inner_ranks().collect();
         let at = ranks.iter().position(|r| *r == rank).unwrap_or(0);
         let next = ranks.get((at + 1) % ranks.len().max(1)).copied().unwrap_or(rank);
         let mut seen = own_slices.clone();

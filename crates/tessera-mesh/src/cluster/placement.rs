@@ -60,7 +60,7 @@ impl Cluster {
                 .with_hint(format!("{racks} racks have enough devices")),
             ));
         }
-        Ok(mesh.iter().filter(|rank| mesh.contains(*rank)).zip((0..).map(|n| self.place_device(n))).collect())
+        Ok(mesh.inner_ranks().zip((0..).map(|n| self.place_device(n))).collect())
     }
 }
 

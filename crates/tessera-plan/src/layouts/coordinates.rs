@@ -57,7 +57,7 @@ pub(super) fn divide_into_roles(mesh: &Mesh, programs: &[Program]) -> Vec<RoleCl
             let c = mesh.coord_of(*r);
             Axis::ALL.into_iter().zip(at).all(|(a, n)| classes[a as usize][n].contains(&c.on_axis(a)))
         };
-        let ranks = mesh.iter().filter(|r| mesh.contains(*r)).filter(is_member).collect();
+        let ranks = mesh.inner_ranks().filter(is_member).collect();
         RoleClass { ranks: RoleRanks { role: name, ranks }, at: coord }
     };
     at.into_iter().map(one).collect()

@@ -5,8 +5,9 @@ import os
 import sys
 
 if not __package__:
-    # As a file it belongs to no package. A rank runs the package that its session imported, wherever a search path leads: a
-    # program may have extended its own, and another version may be installed. The path has this folder, not the one around it.
+    # Python ran this file by its path, so no package is loaded. This loads the package around the file, because a search by name
+    # could find another one or none: the session may have extended its sys.path, and several versions may be installed. The folder
+    # around the package comes last in the path, for numpy; Python itself has put the folder of the package there, which is no use.
     _folder = os.path.dirname(os.path.abspath(__file__))
     sys.path = [path for path in sys.path if os.path.abspath(path) != _folder]
     if os.path.dirname(_folder) not in sys.path:

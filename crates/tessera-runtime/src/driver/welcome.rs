@@ -153,7 +153,7 @@ pub(crate) fn receive_welcome(mut stream: UnixStream) -> Result<JoinedRank, Diag
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut part = [IoSliceMut::new(&mut head[received_bytes..])];
-        // A wait with a time limit ends early in a process that is stopped and continues.
+        // The kernel interrupts a wait with a time limit when a stopped process continues.
         let message = retry_on_intr(|| recvmsg(&stream, &mut part, &mut ancillary, RECEIVE_FLAGS))
             .map_err(|e| io_diagnostic("receiving the welcome", &e.into()))?;
         if message.bytes == 0 || message.flags.contains(ReturnFlags::CTRUNC) {

@@ -72,7 +72,7 @@ impl ArrayPrograms {
         constants: &BTreeMap<String, Vec<f32>>,
     ) -> Result<ArrayPrograms, Diagnostics> {
         let mesh = sealed.mesh();
-        let ranks: Vec<Rank> = mesh.iter().filter(|rank| mesh.contains(*rank)).collect();
+        let ranks: Vec<Rank> = mesh.inner_ranks().collect();
         let mut found = Vec::new();
         let mut weights = Arrays::default();
         let mut by_name = BTreeMap::new();

@@ -51,7 +51,7 @@ pub(super) fn align_clocks(
         let mut bounds = ClockBounds::default();
         window.iter().for_each(|call| bounds.add_call(plan, loaded_ns, call));
         let end = window.iter().map(|call| call.record.end_ns).max().unwrap_or(begin);
-        let of_window = bounds.find_offsets((end.saturating_sub(begin)) / DRIFT_DIVISOR);
+        let of_window = bounds.find_offsets(end.saturating_sub(begin) / DRIFT_DIVISOR);
         offsets.extend(std::iter::repeat_n(of_window, count));
         rest = later;
     }

@@ -120,7 +120,7 @@ impl ArrayGpus {
         let gpus = self.0.devices.as_ref().map_err(Clone::clone)?;
         let mut copies: BTreeMap<(u32, Vec<(u64, u64)>), GpuArray> = BTreeMap::new();
         let mut shards = BTreeMap::new();
-        for rank in mesh.iter().filter(|rank| mesh.contains(*rank)) {
+        for rank in mesh.inner_ranks() {
             let device = find_array_gpu(&gpus.gpus, (mesh, map), rank)?;
             let coord = mesh.coord_of(rank);
             let local = layout.local_shape(&tensor.shape, mesh, coord);

@@ -47,7 +47,7 @@ impl GpuThreads {
         let sealed = &plan.sealed;
         check_supported_ops(sealed, RunDevice::Cuda)?;
         let found = GpuDiscovery::discover();
-        let ranks: Vec<Rank> = sealed.mesh().iter().filter(|rank| sealed.mesh().contains(*rank)).collect();
+        let ranks: Vec<Rank> = sealed.mesh().inner_ranks().collect();
         check_gpu_libraries(&found, ranks.len(), false)?;
         let communicator_ids = name_thread_communicators(sealed);
         let config = GpuRankConfig { communicator_ids, first_rank_of_host: 0 };

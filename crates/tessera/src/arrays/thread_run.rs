@@ -132,14 +132,14 @@ impl ThreadRun {
         }
         .map_err(CallError::Refused)?;
         let planned = self.director.plan_arrays(&request.phase, &self.context.program_index);
-        let call = planned.map_err(|ds| {
+        let planned = planned.and_then(|call| {
+            let meta = call.meta.clone().ok_or_else(Vec::new)?;
+            Ok((call, meta))
+        });
+        let (call, meta) = planned.map_err(|ds| {
             self.gpus.iter().for_each(GpuThreads::forget_inputs);
             CallError::Refused(ds)
         })?;
-        let Some(meta) = call.meta.clone() else {
-            self.gpus.iter().for_each(GpuThreads::forget_inputs);
-            return Err(CallError::Refused(Vec::new()));
-        };
         let ready = ReadyCall::from_plan(self.next_call, &call, request.inputs);
         self.next_call += 1;
         let returned = self.run_call(&ready, &meta);

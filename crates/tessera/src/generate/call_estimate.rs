@@ -100,7 +100,7 @@ impl LanguagePlan {
         classes: &mut Vec<ClassComparison>,
     ) {
         let mesh = self.sealed.mesh();
-        let ranks: Vec<Rank> = mesh.iter().filter(|r| mesh.contains(*r)).collect();
+        let ranks: Vec<Rank> = mesh.inner_ranks().collect();
         for rank in &ranks {
             let Some(program) = self.sealed.rank_program(phase, *rank) else { continue };
             let op_ns = estimate.op_times_ns(*rank, program.ops.len());

@@ -57,7 +57,7 @@ pub(crate) trait RankPlan: Send + Sync + Sized + 'static {
     /// Returns the ranks that compute, ascending.
     fn computing_ranks(&self) -> Vec<Rank> {
         let mesh = *self.sealed().mesh();
-        mesh.iter().filter(|r| mesh.contains(*r)).collect()
+        mesh.inner_ranks().collect()
     }
 
     /// Returns the topology of the control links between the leader and the ranks.
